@@ -1,0 +1,64 @@
+"""Errors of the project: each message gives the value, the rule it breaks and the remedy.
+
+Every class keeps its constructor arguments in ``args``, so that an error crosses process boundaries
+(pickle, Ray) unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class HybridEngineError(Exception):
+    """Root of all errors that this project raises on purpose."""
+
+
+class ConfigError(HybridEngineError):
+    """A run configuration, or a file it names, breaks a rule."""
+
+
+class TopologyError(HybridEngineError):
+    """Parallel sizes, ranks or coordinates do not fit together."""
+
+
+class PlanError(HybridEngineError):
+    """Two layouts cannot be turned into each other, or a plan no longer describes the weights."""
+
+
+class TransferError(HybridEngineError):
+    """Moving bytes between ranks failed; says which operation, bucket and ranks."""
+
+
+class StorageError(HybridEngineError):
+    """Weights were used in a mode in which they own no memory."""
+
+
+class CheckpointError(HybridEngineError):
+    """A checkpoint is missing, truncated, or disagrees with its own configuration."""
+
+
+class DataError(HybridEngineError):
+    """A prompt file, tokenizer or reward function cannot be used."""
+
+
+class ProtocolError(HybridEngineError):
+    """Rows cannot be split over, or collected from, the ranks of a worker group."""
+
+
+class WorkerError(HybridEngineError):
+    """A worker method failed; names role, method, rank, coordinate and node."""
+
+
+class WorkerTimeoutError(WorkerError):
+    """A group call did not end in time; names the operation and the ranks that have not answered."""
+
+
+def raise_all(problems: Iterable[str], error: type[HybridEngineError] = ConfigError) -> None:
+    """Raise one `error` that lists every problem; do nothing where there is none."""
+    found = list(dict.fromkeys(problems))
+    if not found:
+        return
+    if len(found) == 1:
+        raise error(found[0])
+    listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(found, start=1))
+    raise error(f"{len(found)} problems:\n{listing}")

@@ -1,0 +1,260 @@
+"""Shapes of the dense decoder families that the engine knows: Llama, Qwen2 and Qwen3.
+
+A *logical tensor* is a tensor of the Hugging Face model, by its name and global shape. It is the common language
+of every layout. Nothing here imports torch or transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hybridengine.errors import CheckpointError, ConfigError
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+LM_HEAD = "lm_head.weight"
+SCORE_HEAD = "score.weight"
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "LlamaForSequenceClassification": "llama",
+    "Qwen2ForSequenceClassification": "qwen2",
+    "Qwen3ForSequenceClassification": "qwen3",
+}
+"""Hugging Face architecture -> family."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Everything about a model that decides which tensors it has and how large they are."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    qkv_bias: bool = False
+    """A bias on q, k and v (Qwen2; Llama's and Qwen3's `attention_bias` puts one on o as well)."""
+    output_bias: bool = False
+    """A bias on the attention's output projection."""
+    qk_norm: bool = False
+    """RMS norm over each query and key head (Qwen3)."""
+    tied_embeddings: bool = False
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: tuple[tuple[str, float | str], ...] = ()
+    """Llama 3's frequency scaling as sorted (key, value) pairs; empty for plain rotary embeddings."""
+    num_labels: int = 0
+    """Outputs of a sequence-classification head (`score.weight`); 0 for a language model."""
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Shape described by the contents of a Hugging Face `config.json`.
+
+        Raises:
+            ConfigError: an unsupported architecture, a missing key, or a feature that no layout covers.
+        """
+        names = list(config.get("architectures") or [])
+        known = [name for name in names if name in ARCHITECTURES]
+        if not known:
+            raise ConfigError(
+                f"architectures={names} is not supported; use one of {', '.join(sorted(ARCHITECTURES))}"
+            )
+        family = ARCHITECTURES[known[0]]
+        required = (
+            "num_hidden_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "vocab_size",
+        )
+        missing = [key for key in required if not isinstance(config.get(key), int) or config[key] < 1]
+        if missing:
+            raise ConfigError(
+                f"config.json of {known[0]}: {', '.join(missing)} must be present and positive integers;"
+                " restore the model's original config.json"
+            )
+        num_heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+        attention_bias = bool(config.get("attention_bias", False))
+        classifies = known[0].endswith("ForSequenceClassification")
+        id2label = config.get("id2label")
+        num_labels = config.get("num_labels") or (len(id2label) if id2label else 2)
+        shape = cls(
+            family=family,
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            ffn_hidden_size=config["intermediate_size"],
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=head_dim,
+            vocab_size=config["vocab_size"],
+            max_positions=config.get("max_position_embeddings", 2048),
+            qkv_bias=family == "qwen2" or attention_bias,
+            output_bias=family != "qwen2" and attention_bias,
+            qk_norm=family == "qwen3",
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)) and not classifies,
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            num_labels=num_labels if classifies else 0,
+            **_rotary(config),
+        )
+        shape._check(config)
+        return shape
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelShape:
+        """Shape of the Hugging Face checkpoint in `folder` (or of the `config.json` that is named itself)."""
+        path = Path(folder)
+        path = path if path.suffix == ".json" else path / "config.json"
+        try:
+            config = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} does not exist; name a Hugging Face checkpoint folder") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{path} is not valid JSON ({error}); restore the model's original file"
+            ) from None
+        if not isinstance(config, dict):
+            raise CheckpointError(
+                f"{path} holds {type(config).__name__}, not an object; restore the model's original file"
+            )
+        return cls.from_hf_config(config)
+
+    def _check(self, config: Mapping[str, Any]) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_key_value_heads={self.num_kv_heads} does not divide num_attention_heads={self.num_heads};"
+                " restore the model's original config.json"
+            )
+        if config.get("use_sliding_window"):
+            raise ConfigError("use_sliding_window=true is not supported; use a model with full attention")
+        if config.get("mlp_bias"):
+            raise ConfigError("mlp_bias=true is not supported; use a model without biases in its MLP")
+        if config.get("hidden_act", "silu") != "silu":
+            raise ConfigError(f"hidden_act={config['hidden_act']!r} is not supported; it must be 'silu'")
+
+    @property
+    def q_size(self) -> int:
+        """Rows of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of the key (and of the value) projection."""
+        return self.num_kv_heads * self.head_dim
+
+    def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Logical tensors of one decoder layer: name -> shape, in the model's own order."""
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        prefix = f"model.layers.{layer}."
+        attention = prefix + "self_attn."
+        tensors: dict[str, tuple[int, ...]] = {prefix + "input_layernorm.weight": (hidden,)}
+        for name, rows in (("q", self.q_size), ("k", self.kv_size), ("v", self.kv_size)):
+            tensors[f"{attention}{name}_proj.weight"] = (rows, hidden)
+            if self.qkv_bias:
+                tensors[f"{attention}{name}_proj.bias"] = (rows,)
+        if self.qk_norm:
+            tensors[attention + "q_norm.weight"] = (self.head_dim,)
+            tensors[attention + "k_norm.weight"] = (self.head_dim,)
+        tensors[attention + "o_proj.weight"] = (hidden, self.q_size)
+        if self.output_bias:
+            tensors[attention + "o_proj.bias"] = (hidden,)
+        tensors[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        tensors[prefix + "mlp.gate_proj.weight"] = (ffn, hidden)
+        tensors[prefix + "mlp.up_proj.weight"] = (ffn, hidden)
+        tensors[prefix + "mlp.down_proj.weight"] = (hidden, ffn)
+        return tensors
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """All logical tensors: name -> shape, from the embedding to the head."""
+        tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
+        for layer in range(self.num_layers):
+            tensors |= self.layer_tensors(layer)
+        tensors[FINAL_NORM] = (self.hidden_size,)
+        if self.num_labels:
+            tensors[SCORE_HEAD] = (self.num_labels, self.hidden_size)
+        elif not self.tied_embeddings:
+            tensors[LM_HEAD] = (self.vocab_size, self.hidden_size)
+        return tensors
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all logical tensors."""
+        return sum(math.prod(shape) for shape in self.tensors.values())
+
+    def weight_bytes(self, dtype: str) -> int:
+        """M of the paper's table 2: bytes of all weights, each stored once."""
+        return self.num_parameters * DTYPE_BYTES[dtype]
+
+    def split_layers(self, pp_size: int) -> tuple[range, ...]:
+        """Layers of each pipeline stage: consecutive, the first stages one longer where `pp_size` does not divide.
+
+        Raises:
+            ConfigError: more stages than layers.
+        """
+        if pp_size > self.num_layers:
+            raise ConfigError(
+                f"p={pp_size} pipeline stages need as many layers, the model has num_layers={self.num_layers};"
+                f" choose p <= {self.num_layers}"
+            )
+        each, longer = divmod(self.num_layers, pp_size)
+        stages, first = [], 0
+        for stage in range(pp_size):
+            last = first + each + (stage < longer)
+            stages.append(range(first, last))
+            first = last
+        return tuple(stages)
+
+    def tp_problems(self, tp_size: int, name: str = "t") -> list[str]:
+        """Why `tp_size` cannot shard this model; empty where it can."""
+        problems = []
+        for field in ("num_heads", "num_kv_heads", "ffn_hidden_size"):
+            value = getattr(self, field)
+            if value % tp_size:
+                choices = [n for n in range(1, 65) if not any(v % n for v in self._sharded_sizes)]
+                problems.append(
+                    f"{name}={tp_size} does not divide {field}={value}; choose {_one_of(choices)}"
+                )
+        return problems
+
+    @property
+    def _sharded_sizes(self) -> tuple[int, int, int]:
+        return self.num_heads, self.num_kv_heads, self.ffn_hidden_size
+
+
+def _one_of(choices: list[int]) -> str:
+    texts = [str(choice) for choice in choices]
+    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
+
+
+def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings of either config style: transformers 5 nests them, earlier versions do not."""
+    nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = nested.get("rope_theta", config.get("rope_theta", 10000.0))
+    kind = nested.get("rope_type", nested.get("type", "default"))
+    if config.get("partial_rotary_factor", nested.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ConfigError("partial_rotary_factor is not supported; it must be 1.0")
+    if kind == "default":
+        return {"rope_theta": float(theta)}
+    if kind != "llama3":
+        raise ConfigError(f"rope_type={kind!r} is not supported; use 'default' or 'llama3'")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return {
+        "rope_theta": float(theta),
+        "rope_scaling": tuple((key, nested[key]) for key in keys),
+    }
