@@ -48,9 +48,7 @@ class ModelShape:
     vocab_size: int
     max_positions: int
     qkv_bias: bool = False
-    """A bias on q, k and v (Qwen2; Llama's and Qwen3's `attention_bias` puts one on o as well)."""
-    output_bias: bool = False
-    """A bias on the attention's output projection."""
+    """A bias on q, k and v (Qwen2)."""
     qk_norm: bool = False
     """RMS norm over each query and key head (Qwen3)."""
     tied_embeddings: bool = False
@@ -90,7 +88,6 @@ class ModelShape:
             )
         num_heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
-        attention_bias = bool(config.get("attention_bias", False))
         classifies = known[0].endswith("ForSequenceClassification")
         id2label = config.get("id2label")
         num_labels = config.get("num_labels") or (len(id2label) if id2label else 2)
@@ -104,8 +101,7 @@ class ModelShape:
             head_dim=head_dim,
             vocab_size=config["vocab_size"],
             max_positions=config.get("max_position_embeddings", 2048),
-            qkv_bias=family == "qwen2" or attention_bias,
-            output_bias=family != "qwen2" and attention_bias,
+            qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
             tied_embeddings=bool(config.get("tie_word_embeddings", False)) and not classifies,
             norm_eps=config.get("rms_norm_eps", 1e-6),
@@ -142,6 +138,11 @@ class ModelShape:
             )
         if config.get("use_sliding_window"):
             raise ConfigError("use_sliding_window=true is not supported; use a model with full attention")
+        if config.get("attention_bias") and self.family != "qwen2":
+            raise ConfigError(
+                "attention_bias=true puts a bias on the output projection, which is not supported;"
+                " use a model without it"
+            )
         if config.get("mlp_bias"):
             raise ConfigError("mlp_bias=true is not supported; use a model without biases in its MLP")
         if config.get("hidden_act", "silu") != "silu":
@@ -171,8 +172,6 @@ class ModelShape:
             tensors[attention + "q_norm.weight"] = (self.head_dim,)
             tensors[attention + "k_norm.weight"] = (self.head_dim,)
         tensors[attention + "o_proj.weight"] = (hidden, self.q_size)
-        if self.output_bias:
-            tensors[attention + "o_proj.bias"] = (hidden,)
         tensors[prefix + "post_attention_layernorm.weight"] = (hidden,)
         tensors[prefix + "mlp.gate_proj.weight"] = (ffn, hidden)
         tensors[prefix + "mlp.up_proj.weight"] = (ffn, hidden)

@@ -1,0 +1,115 @@
+# Everything a newcomer types: `make train` and `make test` install what they need on their first call, and only then.
+#
+#   make test PYTHON=path/to/python3.12    the other lane: its own environment and its own lock
+#
+# Environment variables that pip reads (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL, ...) reach the installation unchanged.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+CONFIG ?= configs/arithmetic.yaml
+ARGS ?=
+
+# ---- Which Python, and so which environment and which lock --------------------------------------------------------
+
+PYTHON_CANDIDATES := python3.11 python3 python3.12
+VERSION_OF = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+ifeq ($(origin PYTHON),undefined)
+  PYTHON := $(firstword $(foreach python,$(PYTHON_CANDIDATES),$(if $(filter 3.11 3.12,$(call VERSION_OF,$(python))),$(python))))
+endif
+VERSION := $(if $(PYTHON),$(call VERSION_OF,$(PYTHON)))
+
+ifeq ($(VERSION),3.12)
+  VENV := .venv-3.12
+  LOCK := requirements/cpu-py312.lock.txt
+else
+  VENV := .venv
+  LOCK := requirements/cpu.lock.txt
+endif
+TOOLS := .venv-tools
+
+# A stamp carries a digest of what was installed: other contents mean another stamp, hence another installation.
+DIGEST_OF = $(firstword $(shell cat $(1) 2>/dev/null | sha256sum | cut -c1-16))
+LOCK_STAMP := $(VENV)/.installed-lock-$(call DIGEST_OF,$(LOCK))
+PROJECT_STAMP := $(VENV)/.installed-project-$(call DIGEST_OF,pyproject.toml $(LOCK))
+
+# ---- What to type -------------------------------------------------------------------------------------------------
+
+.PHONY: help
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+.PHONY: train
+train: install ## the main job: PPO on arithmetic (CONFIG=configs/NAME.yaml for another, ARGS="key=value ..." to change it)
+	$(VENV)/bin/hybridengine train $(CONFIG) $(ARGS)
+
+.PHONY: test
+test: install ## all tests (ARGS="tests/unit -x" for some of them)
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+.PHONY: lint
+lint: install ## ruff, pyright and the import contracts of the floors
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/lint-imports --no-logo
+
+.PHONY: format
+format: install ## let ruff rewrite the files
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+.PHONY: install
+install: $(PROJECT_STAMP) ## only the installation
+
+.PHONY: lock
+lock: $(TOOLS)/bin/uv ## make both locks again
+	$(call COMPILE,3.11,requirements/cpu.lock.txt,-c requirements/constraints.txt)
+	$(call COMPILE,3.12,requirements/cpu-py312.lock.txt,-c requirements/constraints-py312.txt \
+	  --override requirements/overrides-py312.txt)
+
+# ---- How it is done -----------------------------------------------------------------------------------------------
+
+.PHONY: check-python
+check-python:
+	@if [ -z "$(PYTHON)" ]; then \
+	  echo "make: none of $(PYTHON_CANDIDATES) is Python 3.11 or 3.12; install one or give PYTHON=path/to/python3.11" >&2; \
+	  exit 2; \
+	fi
+	@if [ "$(VERSION)" != 3.11 ] && [ "$(VERSION)" != 3.12 ]; then \
+	  echo "make: PYTHON=$(PYTHON) is Python '$(VERSION)', which must be 3.11 or 3.12; give PYTHON=path/to/python3.11" >&2; \
+	  exit 2; \
+	fi
+
+# Where Python's ensurepip is missing (Debian without python3-venv), the outer pip puts a pip into the environment.
+$(VENV)/bin/pip: | check-python
+	@$(PYTHON) -m venv $(VENV) || { \
+	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	  $(PYTHON) -m pip --python $(VENV)/bin/python install pip; }
+
+$(LOCK_STAMP): | check-python $(VENV)/bin/pip
+	@echo "Installing $(LOCK) into $(VENV): some minutes, once"
+	@$(VENV)/bin/python -m pip install --quiet --no-deps --progress-bar off -r $(LOCK) || { \
+	  echo "make: the installation failed; where pip does not find torch==...+cpu, add PyTorch's CPU index with PIP_EXTRA_INDEX_URL" >&2; \
+	  exit 1; }
+	@rm -f $(VENV)/.installed-lock-*
+	@touch $@
+
+# Without build isolation: setuptools comes from the lock, so that nothing outside of it is fetched.
+$(PROJECT_STAMP): | $(LOCK_STAMP)
+	@$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@rm -f $(VENV)/.installed-project-*
+	@touch $@
+
+$(TOOLS)/bin/uv: | check-python
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet uv
+
+# uv knows pip's settings under names of its own. The header of a lock names `make lock`, no command line with paths.
+COMPILE = UV_FIND_LINKS="$$(tr ' ' ',' <<< "$${PIP_FIND_LINKS:-}")" UV_CUSTOM_COMPILE_COMMAND="make lock" \
+  $(TOOLS)/bin/uv pip compile pyproject.toml --quiet --upgrade \
+  --extra cpu --extra tasks --extra smollm2 --extra plots --extra dev \
+  --override requirements/overrides.txt $(3) \
+  --python-version $(1) --no-emit-find-links --no-emit-index-url -o $(2)

@@ -1,0 +1,52 @@
+"""Per-token estimators of KL(pi || pi_ref) from tokens sampled by pi.
+
+With D = log pi(token) - log pi_ref(token):
+
+    k1 = D                   unbiased, high variance, can be negative
+    k2 = D^2 / 2             biased, low variance, never negative
+    k3 = exp(-D) + D - 1     unbiased, low variance, never negative
+
+Source: J. Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html.
+Every function is element-wise over tensors of one shape, response-aligned [B, R] where it matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hybridengine.errors import ConfigError
+
+
+def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """D = log pi - log pi_ref: unbiased."""
+    return log_probs - ref_log_probs
+
+
+def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """D^2 / 2: its gradient under samples of pi is that of the true KL."""
+    return 0.5 * (log_probs - ref_log_probs).square()
+
+
+def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """exp(-D) + D - 1: unbiased, never negative. Overflows float32 where pi_ref/pi exceeds e^88."""
+    difference = log_probs - ref_log_probs
+    # expm1 keeps the digits that exp(-D) - 1 loses at small D.
+    return torch.expm1(-difference) + difference
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+"""The estimators by the name that a run configuration gives."""
+
+
+def kl_estimator(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The estimator called `name`, a function (log_probs, ref_log_probs) -> KL per token.
+
+    Raises:
+        ConfigError: there is no such estimator.
+    """
+    if name not in KL_ESTIMATORS:
+        raise ConfigError(f"kl_estimator={name!r} is not known; choose one of {', '.join(KL_ESTIMATORS)}")
+    return KL_ESTIMATORS[name]

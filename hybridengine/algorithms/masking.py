@@ -1,0 +1,80 @@
+"""Response masks, and statistics over the valid tokens only.
+
+Shape suffixes: B sequences, R response tokens. What stands at masked entries never matters, not even NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WHITEN_EPSILON = 1e-8
+"""Added to the variance, so that equal values become 0 and not NaN."""
+
+
+def response_mask(response_lengths_B: Tensor, max_response_tokens: int) -> Tensor:
+    """True at the tokens that each response has: entry j of a row is valid where j < its length.
+
+    Shapes: response_lengths_B [B] integers in [0, R], the EOS token counted -> bool [B, R].
+    """
+    if response_lengths_B.numel():
+        shortest, longest = (int(bound) for bound in response_lengths_B.aminmax())
+        within = shortest >= 0 and longest <= max_response_tokens
+        assert within, f"response lengths {shortest} to {longest} must lie in 0 to {max_response_tokens}"
+    positions_R = torch.arange(max_response_tokens, device=response_lengths_B.device)
+    return positions_R < response_lengths_B[:, None]
+
+
+def zero_masked(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
+    """`values_BR` with exact zeros, and zero gradients, at masked entries.
+
+    Apply it before a non-linear function: the gradient of exp or of a square at a masked NaN is NaN, not 0.
+    """
+    return torch.where(mask_BR, values_BR, torch.zeros((), dtype=values_BR.dtype, device=values_BR.device))
+
+
+def masked_sum(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
+    """Sum over the valid tokens of the batch; 0 where there is none. Shapes: [B, R] -> []."""
+    return zero_masked(values_BR, mask_BR).sum()
+
+
+def masked_mean(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
+    """Mean over the valid tokens of the batch (not of row means); 0 where there is none.
+
+    Shapes: [B, R] -> [].
+    """
+    return masked_sum(values_BR, mask_BR) / mask_BR.sum().clamp(min=1)
+
+
+def masked_max(values_BR: Tensor, mask_BR: Tensor, empty: float = 0.0) -> Tensor:
+    """Largest value at a valid token; `empty` where there is no valid token. Shapes: [B, R] -> []."""
+    nothing = values_BR.new_tensor(empty)
+    if values_BR.numel() == 0:
+        return nothing
+    return torch.where(mask_BR.any(), values_BR.masked_fill(~mask_BR, -torch.inf).amax(), nothing)
+
+
+def whiten(values_BR: Tensor, mask_BR: Tensor, shift_mean: bool = True) -> Tensor:
+    """Values scaled to variance 1 and, unless `shift_mean` is False, shifted to mean 0 over the valid tokens.
+
+    Call it with the whole batch, not per rank or micro-batch: the statistics are over what is passed.
+
+    Shapes: [B, R] -> [B, R], 0 at masked entries.
+    Guarantees: the population variance is used, so a single valid token gives 0 (or itself unshifted, divided
+        by sqrt(epsilon)), and no valid token gives all zeros.
+    Source: advantage normalisation of PPO as in OpenAI baselines, ppo2.
+    """
+    check_shapes(values_BR=values_BR, mask_BR=mask_BR)
+    mean = masked_mean(values_BR, mask_BR)
+    variance = masked_mean((values_BR - mean).square(), mask_BR)
+    centre = mean if shift_mean else torch.zeros_like(mean)
+    return zero_masked((values_BR - centre) * torch.rsqrt(variance + WHITEN_EPSILON), mask_BR)
+
+
+def check_shapes(**tensors: Tensor) -> None:
+    """Assert that all tensors are [B, R] of one size: broadcasting would hide a mix-up."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    agree = len(set(shapes.values())) <= 1 and all(len(shape) == 2 for shape in shapes.values())
+    assert agree, f"expected [B, R] tensors of one shape, got {shapes}"
+    for name, tensor in tensors.items():
+        assert name != "mask_BR" or tensor.dtype == torch.bool, f"mask_BR must be bool, got {tensor.dtype}"

@@ -1,0 +1,1 @@
+"""The engines that train and generate: Megatron-core and vLLM."""

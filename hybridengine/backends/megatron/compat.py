@@ -1,0 +1,108 @@
+"""Everything that differs between megatron-core 0.16 and 0.19, or reaches behind its public interface. Nothing else may.
+
+    one DDP bucket per parameter   DistributedDataParallel cuts buckets by size only with overlap and on the first stage;
+                                   a parameter marked `shared_embedding` always gets a bucket of its own, on any stage
+    uneven stages                  a stage's layers are handed in as a list: the pipeline layout of 0.16 counts them for
+                                   the global parallel state's stage instead of the stage of the groups
+    buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
+    tensor-parallel duplicates     the gradient norm leaves out duplicates by global state unless the optimizer knows its
+                                   tensor-parallel group
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import nn
+
+from hybridengine.errors import ConfigError
+from hybridengine.reshard.megatron import NameSet
+
+SUPPORTED = ((0, 16), (0, 19))
+
+
+def check_version() -> None:
+    """Check that the installed megatron-core is one that this file knows.
+
+    Raises:
+        ConfigError: another version.
+    """
+    installed = version("megatron-core")
+    major, minor = (int(part) for part in installed.split(".")[:2])
+    if not SUPPORTED[0] <= (major, minor) <= SUPPORTED[1]:
+        raise ConfigError(f"megatron-core {installed} is not supported; install 0.16 to 0.19")
+
+
+def stage_spec(names: NameSet, qk_norm: bool, num_layers: int) -> TransformerBlockSubmodules:
+    """Specification of one pipeline stage of a dense decoder, whose parameters have the names of `names`."""
+    if names is NameSet.TRANSFORMER_ENGINE:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
+    layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=WrappedTorchNorm)
+
+
+@contextlib.contextmanager
+def one_bucket_per_parameter(module: nn.Module) -> Iterator[None]:
+    """While open, DistributedDataParallel gives every parameter of `module` a bucket of its own."""
+    before = {parameter: getattr(parameter, "shared_embedding", None) for parameter in module.parameters()}
+    for parameter in before:
+        parameter.shared_embedding = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for parameter, mark in before.items():
+            if mark is None:
+                del parameter.shared_embedding
+            else:
+                parameter.shared_embedding = mark  # type: ignore[attr-defined]
+
+
+def split_parameter_buffers(ddp: Any) -> dict[nn.Parameter, torch.Tensor]:
+    """Give every DDP bucket a tensor of its own instead of a view of the contiguous buffer: parameter -> that tensor.
+
+    Must run between DistributedDataParallel and the optimizer, which makes views of the parameters.
+    """
+    tensors: dict[nn.Parameter, torch.Tensor] = {}
+    for buffer in ddp.buffers:
+        for bucket in buffer.buckets:
+            own = torch.zeros_like(bucket.param_data)
+            for parameter in bucket.params:
+                start, stop, _ = buffer.param_index_map[parameter]
+                view = own[start - bucket.offset : stop - bucket.offset].view(parameter.shape)
+                view.copy_(parameter.data)
+                parameter.data = view
+                tensors[parameter] = own
+            bucket.param_data = own
+        buffer.param_data = None
+    return tensors
+
+
+def gradient_buffers(ddp: Any) -> list[torch.Tensor]:
+    """The contiguous gradient buffers."""
+    return [buffer.grad_data for buffer in ddp.buffers]
+
+
+def plain_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers inside Megatron's ChainedOptimizer."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def hand_in_tensor_group(optimizer: Any, group: torch.distributed.ProcessGroup) -> None:
+    """Tell the gradient norm which group's ranks hold duplicates of unsharded parameters."""
+    for one in plain_optimizers(optimizer):
+        one.tp_group = group
+    optimizer.tp_group = group

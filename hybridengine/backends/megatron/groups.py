@@ -1,0 +1,67 @@
+"""Megatron-core's ProcessGroupCollection, built from a grid instead of Megatron's global parallel state."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from hybridengine.backends.megatron.shim import device_shim
+from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.topology.grid import Grid, Groups
+
+
+def build_groups(grid: Grid, registry: ProcessGroups) -> ProcessGroupCollection:
+    """Process groups of a model that trains on `grid`. Collective over all ranks.
+
+    Axes that this engine does not use (context, expert) get groups of one rank.
+    """
+    singles: Groups = tuple((rank,) for rank in range(grid.num_ranks))
+    data = registry.of(grid.groups("dp"))
+    tensor = registry.of(grid.groups("tp"))
+    alone = registry.of(singles)
+    collection = ProcessGroupCollection(
+        tp=tensor,
+        pp=registry.of(grid.groups("pp")),
+        mp=registry.of(grid.groups("pp", "tp")),
+        dp=data,
+        dp_cp=data,
+        tp_cp=tensor,
+        tp_dp_cp=registry.of(grid.groups("dp", "tp")),
+        embd=registry.of(embedding_groups(grid)),
+        pos_embd=alone,
+        cp=alone,
+        ep=alone,
+        expt_tp=alone,
+        tp_ep=alone,
+        tp_ep_pp=alone,
+        expt_dp=alone,
+        intra_dp_cp=data,
+        intra_expt_dp=alone,
+        intra_dist_opt=registry.of((tuple(range(grid.num_ranks)),)),
+    )
+    return collection
+
+
+def embedding_groups(grid: Grid) -> Groups:
+    """Ranks that hold the embedding and its copy in the head: first and last stage; other ranks are alone."""
+    ends = []
+    for stages in grid.groups("pp"):
+        first_and_last = tuple(sorted({stages[0], stages[-1]}))
+        ends.append(first_and_last)
+        ends += [(rank,) for rank in stages if rank not in first_and_last]
+    return tuple(ends)
+
+
+def initialize_globals(seed: int) -> None:
+    """Initialise what Megatron-core still reads from its global state, at tensor and pipeline size 1. Collective.
+
+    That is a memory buffer and the names of the RNG tracker; everything else gets its groups handed in.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        return
+    assert dist.is_initialized(), "torch.distributed must be initialised first"
+    with device_shim():
+        parallel_state.initialize_model_parallel(1, 1)
+        model_parallel_cuda_manual_seed(seed, tp_rank=0, ep_rank=0, etp_rank=0)

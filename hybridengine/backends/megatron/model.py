@@ -1,0 +1,151 @@
+"""Builds a Megatron-core GPTModel for a model shape, a grid and explicit process groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import nn
+
+from hybridengine.backends.megatron.compat import stage_spec
+from hybridengine.backends.megatron.shim import device, device_shim, is_needed
+from hybridengine.errors import ConfigError
+from hybridengine.model_shapes import ModelShape
+from hybridengine.reshard.megatron import NameSet, padded_vocab_size
+from hybridengine.topology.sizes import TrainSizes
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core's rotary scaling has built in; only `factor` can be chosen."""
+
+
+def available_names() -> NameSet:
+    """Transformer Engine's layer spec where it is installed and there is a GPU, else the local one."""
+    if is_needed():
+        return NameSet.LOCAL
+    try:
+        import transformer_engine  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return NameSet.LOCAL
+    return NameSet.TRANSFORMER_ENGINE
+
+
+class ScoreHead(nn.Module):
+    """A linear layer from the last hidden state to a few scores, the same on every tensor-parallel rank.
+
+    Stands where GPTModel has its output layer: a value head (one score), or a reward model's.
+    """
+
+    def __init__(self, hidden_size: int, num_labels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_labels, hidden_size, device=device()))
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """Scores [T, B, num_labels] in float32 of hidden states [T, B, H]."""
+        return F.linear(hidden, self.weight).float(), None
+
+
+def transformer_config(
+    shape: ModelShape, sizes: TrainSizes, dtype: str, recompute: bool = False
+) -> TransformerConfig:
+    """Megatron-core's configuration of a dense decoder."""
+    on_gpu = not is_needed()
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        tensor_model_parallel_size=sizes.tp_size,
+        pipeline_model_parallel_size=sizes.pp_size,
+        pipeline_dtype=DTYPES[dtype],
+        params_dtype=DTYPES[dtype],
+        bf16=dtype == "bfloat16",
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
+        calculate_per_token_loss=True,
+        perform_initialization=False,
+        use_cpu_initialization=not on_gpu,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=on_gpu,
+        masked_softmax_fusion=on_gpu,
+        persist_layer_norm=on_gpu,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+    )
+
+
+def build_model(
+    shape: ModelShape,
+    sizes: TrainSizes,
+    groups: ProcessGroupCollection,
+    dtype: str = "float32",
+    names: NameSet = NameSet.LOCAL,
+    recompute: bool = False,
+) -> GPTModel:
+    """This rank's part of the model, with weights that are not yet set.
+
+    Raises:
+        ConfigError: rotary scaling that megatron-core cannot express.
+    """
+    scaling = dict(shape.rope_scaling)
+    factor = float(scaling.pop("factor", 8.0))
+    if scaling and scaling != LLAMA3_ROPE:
+        raise ConfigError(f"rope_scaling={scaling} is not supported by megatron-core; it must be {LLAMA3_ROPE}")
+    stages = shape.split_layers(sizes.pp_size)
+    first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
+    with device_shim():
+        model = GPTModel(
+            config=transformer_config(shape, sizes, dtype, recompute),
+            transformer_layer_spec=stage_spec(names, shape.qk_norm, len(stages[groups.pp.rank()])),  # type: ignore[arg-type]
+            vocab_size=padded_vocab_size(shape.vocab_size, sizes.tp_size),
+            max_sequence_length=shape.max_positions,
+            pre_process=first,
+            post_process=last,
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=int(shape.rope_theta),
+            rope_scaling=bool(shape.rope_scaling),
+            rope_scaling_factor=factor,
+            pg_collection=groups,
+        )
+        if last and shape.num_labels:
+            model.output_layer = ScoreHead(shape.hidden_size, shape.num_labels)
+        _mark_sharded(model)
+        return model.to(device=device(), dtype=DTYPES[dtype])
+
+
+def _mark_sharded(model: GPTModel) -> None:
+    """Say which weights are sharded, as Megatron's initialisation would: the gradient norm leaves duplicates out."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            weight = module.weight
+            if weight is not None and not getattr(weight, "tensor_model_parallel", False):
+                set_tensor_model_parallel_attributes(weight, True, dim, 1)

@@ -1,0 +1,108 @@
+"""Lets Megatron-core run on a machine without a GPU: its CUDA calls are answered by the CPU.
+
+Megatron-core asks for the current CUDA device, creates tensors with `device="cuda"`, and its distributed optimizer wants
+`Tensor.type()` to name a CUDA type. Within `device_shim()` these are mapped to the CPU. On a machine with a GPU the
+context does nothing; the shim is never active there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+def is_needed() -> bool:
+    """True where there is no GPU."""
+    return not torch.cuda.is_available()
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Creates tensors on the CPU that were asked for on a GPU, and reports CUDA tensor type names."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to:
+            args = (args[0], *(_CPU if _names_cuda(argument) else argument for argument in args[1:]))
+        if _names_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        return func(*args, **kwargs)
+
+
+def _names_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+class _NoStream:
+    """Stands for a CUDA stream where everything is in order anyway."""
+
+    def wait_stream(self, other: object) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    wait_event = record_event = wait_stream
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+_ANSWERS: dict[str, Any] = {
+    "current_device": lambda: _CPU,
+    "set_device": _nothing,
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+    "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+    "manual_seed": torch.manual_seed,
+    "current_stream": lambda *args, **kwargs: _NoStream(),
+    "default_stream": lambda *args, **kwargs: _NoStream(),
+    "Stream": lambda *args, **kwargs: _NoStream(),
+    "stream": lambda *args, **kwargs: contextlib.nullcontext(),
+    "device_count": lambda: 1,
+    "nvtx.range_push": _nothing,
+    "nvtx.range_pop": _nothing,
+    "random.get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+    "random.set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+}
+
+_depth = 0
+
+
+@contextlib.contextmanager
+def device_shim() -> Iterator[None]:
+    """Maps Megatron's CUDA calls to the CPU while the context is open; does nothing where there is a GPU."""
+    global _depth
+    if not is_needed() or _depth:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for name, answer in _ANSWERS.items():
+            stack.enter_context(mock.patch(f"torch.cuda.{name}", answer))
+        stack.enter_context(_CudaToCpu())
+        _depth += 1
+        try:
+            yield
+        finally:
+            _depth -= 1
+
+
+def device() -> torch.device:
+    """The device of this rank's tensors."""
+    return _CPU if is_needed() else torch.device("cuda", torch.cuda.current_device())

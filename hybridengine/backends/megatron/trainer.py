@@ -1,0 +1,220 @@
+"""A Megatron-core model on one rank: forward passes, and training with the distributed optimizer.
+
+Weights live in one storage per parameter, so that the HybridEngine can take them away and give them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from hybridengine.backends.megatron import compat
+from hybridengine.backends.megatron.groups import build_groups
+from hybridengine.backends.megatron.model import DTYPES, build_model
+from hybridengine.backends.megatron.shim import device, device_shim
+from hybridengine.backends.megatron.step import LossFunction, MicroBatch, OutputFunction, PipelineRunner
+from hybridengine.errors import HybridEngineError
+from hybridengine.model_shapes import ModelShape
+from hybridengine.reshard.layout import Layout
+from hybridengine.reshard.megatron import NameSet, megatron_layout
+from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.runtime.storage import WeightStorage
+from hybridengine.topology.grid import Grid
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Adam with decoupled weight decay and a learning-rate schedule."""
+
+    lr: float
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    decay_steps: int = 1_000_000
+    """Optimizer steps until `min_lr`; constant schedules ignore it."""
+    schedule: str = "constant"
+    """`constant`, `linear` or `cosine`."""
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    """Largest norm of the gradient over all ranks; 0 for none."""
+    offload: str = "none"
+    """`none`, or `optimizer`: keep optimizer state in host memory while generating."""
+
+
+class MegatronModel:
+    """One rank's part of a model for forward passes only, e.g. a reference or reward model."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        grid: Grid,
+        rank: int,
+        registry: ProcessGroups,
+        dtype: str = "float32",
+        names: NameSet = NameSet.LOCAL,
+        recompute: bool = False,
+    ) -> None:
+        compat.check_version()
+        self.shape, self.grid, self.rank, self.dtype, self.names = shape, grid, rank, dtype, names
+        self.groups: ProcessGroupCollection = build_groups(grid, registry)
+        self.layout: Layout = megatron_layout(shape, grid, names)
+        self._module = build_model(shape, grid.sizes, self.groups, dtype, names, recompute)
+        self.weights = WeightStorage(self._parameters())
+        self._runner = PipelineRunner(self._module, self.groups)
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return dict(self._module.named_parameters())
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True where outputs and losses arise."""
+        return self._runner.is_last_stage
+
+    def forward(self, batches: Sequence[MicroBatch], output: OutputFunction) -> list[dict[str, Tensor]]:
+        """Results of `output` for each micro-batch, in order; empty on all stages but the last."""
+        return self._runner.forward(batches, output)
+
+
+class MegatronTrainer(MegatronModel):
+    """One rank's part of a model that is trained."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        grid: Grid,
+        rank: int,
+        registry: ProcessGroups,
+        optimizer: OptimizerSettings,
+        dtype: str = "float32",
+        names: NameSet = NameSet.LOCAL,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__(shape, grid, rank, registry, dtype, names, recompute)
+        self._settings = optimizer
+        self._optimizer = None
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True
+        )
+        with device_shim(), compat.one_bucket_per_parameter(self._module):
+            self._ddp = DistributedDataParallel(
+                self._module.config,
+                ddp_config,
+                self._module,
+                disable_bucketing=True,
+                pg_collection=self.groups,
+            )
+        owners = compat.split_parameter_buffers(self._ddp)
+        by_name = self._parameters()
+        self.weights = WeightStorage(
+            by_name, {name: owners[parameter] for name, parameter in self._module.named_parameters()}
+        )
+        self._gradients = compat.gradient_buffers(self._ddp)
+        self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]
+        self._runner = PipelineRunner(self._ddp, self.groups)
+
+    def start_optimizer(self) -> None:
+        """Make the optimizer; call once the weights are loaded, because its master weights are copies of them."""
+        settings = self._settings
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad,
+            bf16=self.dtype == "bfloat16",
+            params_dtype=DTYPES[self.dtype],
+            use_distributed_optimizer=True,
+        )
+        with device_shim():
+            self._optimizer = get_megatron_optimizer(
+                config, [self._ddp], use_gloo_process_groups=False, pg_collection=self.groups
+            )
+            compat.hand_in_tensor_group(self._optimizer, self.groups.tp)
+            self._schedule = OptimizerParamScheduler(
+                self._optimizer,
+                init_lr=0.0,
+                max_lr=settings.lr,
+                min_lr=settings.min_lr,
+                lr_warmup_steps=settings.warmup_steps,
+                lr_decay_steps=max(settings.decay_steps, settings.warmup_steps + 1),
+                lr_decay_style=settings.schedule,
+                start_wd=settings.weight_decay,
+                end_wd=settings.weight_decay,
+                wd_incr_steps=0,
+                wd_incr_style="constant",
+            )
+
+    def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
+        """One optimizer step over all micro-batches of all data-parallel ranks.
+
+        The gradient is that of the loss sum divided by the number of tokens over all ranks.
+
+        Returns:
+            `grad_norm`, `lr`, and on the last stage the sums of `loss` over this rank's micro-batches.
+
+        Raises:
+            HybridEngineError: the gradient is not finite; the weights are unchanged.
+        """
+        assert self._optimizer is not None, "start_optimizer comes after loading weights"
+        with device_shim():
+            self._ddp.zero_grad_buffer()
+            self._optimizer.zero_grad()
+        results = self._runner.forward_backward(batches, loss)
+        with device_shim():
+            successful, grad_norm, _ = self._optimizer.step()
+        if not successful or grad_norm is None or not torch.isfinite(torch.as_tensor(float(grad_norm))):
+            raise HybridEngineError(
+                f"grad_norm={grad_norm} is not finite; lower the learning rate or look for bad rows in the batch"
+            )
+        metrics = {"grad_norm": float(grad_norm), "lr": self._optimizer.param_groups[0]["lr"]}
+        with device_shim():
+            self._schedule.step(increment=1)
+        for sums in results:
+            for name, value in sums.items():
+                metrics[name] = metrics.get(name, 0.0) + float(value)
+        return metrics
+
+    def leave_training(self) -> None:
+        """Release gradient buffers, and move optimizer state to host memory where the settings say so."""
+        for buffer in self._gradients:
+            buffer.untyped_storage().resize_(0)
+        if self._settings.offload == "optimizer":
+            self._move_optimizer_state(torch.device("cpu"))
+
+    def enter_training(self) -> None:
+        """Take gradient buffers and optimizer state back."""
+        for buffer, num_bytes in zip(self._gradients, self._gradient_bytes, strict=True):
+            buffer.untyped_storage().resize_(num_bytes)
+        if self._settings.offload == "optimizer":
+            self._move_optimizer_state(device())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes that the gradient buffers own now."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._gradients)
+
+    def _move_optimizer_state(self, target: torch.device) -> None:
+        """Move Adam's moments, and float32 master weights that are no views of the model's own weights."""
+        if self._optimizer is None:
+            return
+        model_storages = {p.untyped_storage()._cdata for p in self._module.parameters()}
+        for one in compat.plain_optimizers(self._optimizer):
+            for group in one.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.untyped_storage()._cdata not in model_storages:
+                        parameter.data = parameter.data.to(target)
+            for state in one.optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, Tensor):
+                        state[name] = value.to(target)

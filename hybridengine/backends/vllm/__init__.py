@@ -1,0 +1,1 @@
+"""vLLM as a generation engine inside a rank's own process."""

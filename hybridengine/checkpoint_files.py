@@ -1,0 +1,197 @@
+"""Files of a Hugging Face checkpoint, checked from their headers: no weights are read.
+
+A safetensors file is 8 bytes (little-endian length n), n bytes of JSON (name -> dtype, shape, data_offsets) and the
+data. That is enough to tell a truncated file, and a `config.json` that describes other tensors.
+Source: https://huggingface.co/docs/safetensors (format).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridengine.errors import CheckpointError, ConfigError, raise_all
+from hybridengine.model_shapes import EMBEDDING, LM_HEAD, ModelShape
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+WEIGHT_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
+"""Weight types that can be loaded -> bytes of an element."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+MAX_LISTED = 4
+"""Tensors named in one message."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One entry of a safetensors header."""
+
+    name: str
+    dtype: str
+    """As safetensors writes it: F32, BF16, ..."""
+    shape: tuple[int, ...]
+    begin: int
+    """First byte, counted from the end of the header."""
+    end: int
+    file: Path
+
+
+def check_checkpoint(folder: str | Path) -> ModelShape:
+    """Shape of the checkpoint in `folder`, whose files are complete and agree with its `config.json`.
+
+    Raises:
+        CheckpointError: everything that is wrong with it, in one list.
+    """
+    raise_all(checkpoint_problems(folder), CheckpointError)
+    return ModelShape.from_folder(folder)
+
+
+def checkpoint_problems(folder: str | Path) -> list[str]:
+    """What is wrong with the checkpoint in `folder`, as value, rule and remedy; empty where nothing is."""
+    folder = Path(folder)
+    problems: list[str] = []
+    shape = None
+    try:
+        shape = ModelShape.from_folder(folder)
+    except (CheckpointError, ConfigError) as error:
+        text = str(error)
+        problems.append(text if str(folder) in text else f"{folder / 'config.json'}: {text}")
+    files, file_problems = _weight_files(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            tensors |= {tensor.name: tensor for tensor in read_header(file)}
+        except CheckpointError as error:
+            file_problems.append(str(error))
+    problems += file_problems
+    if shape is not None and not file_problems:
+        problems += _disagreements(folder, shape, tensors)
+    return problems
+
+
+def read_header(file: str | Path) -> list[StoredTensor]:
+    """Entries of a safetensors file, in the order of their bytes.
+
+    Raises:
+        CheckpointError: the file is missing, truncated, or no safetensors file.
+    """
+    file = Path(file)
+    remedy = "copy the file again from where it came"
+    try:
+        size_bytes = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if size_bytes < 8 + header_bytes and header_bytes <= MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{file} is truncated: its header takes {8 + header_bytes} bytes, the file has {size_bytes};"
+                    f" {remedy}"
+                )
+            text = stream.read(header_bytes) if 0 < header_bytes <= MAX_HEADER_BYTES else b""
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}); restore it") from None
+    try:
+        tensors = [
+            _entry(file, name, entry) for name, entry in json.loads(text).items() if name != "__metadata__"
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(
+            f"{file} has no readable safetensors header ({size_bytes} bytes); {remedy}"
+        ) from None
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
+    expected_bytes = 8 + header_bytes + max((tensor.end for tensor in tensors), default=0)
+    if size_bytes < expected_bytes:
+        raise CheckpointError(
+            f"{file} is truncated: its header describes {expected_bytes} bytes, the file has {size_bytes}; {remedy}"
+        )
+    return tensors
+
+
+def _entry(file: Path, name: str, entry: dict[str, Any]) -> StoredTensor:
+    begin, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError(name)
+    return StoredTensor(name, entry["dtype"], shape, begin, end, file)
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
+    """Safetensors files of a checkpoint, and what is wrong with their list."""
+    index = folder / INDEX_FILE
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE], []
+    if not index.exists():
+        return [], [
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; save the model as safetensors there"
+        ]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [folder / name for name in names]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return [], [f"{index} is no index of shards ({error}); restore the original file"]
+    if not files:
+        return [], [f"{index} names no shard; restore the original file"]
+    missing = [file for file in files if not file.is_file()]
+    problems = [f"{file}, named by {INDEX_FILE}, does not exist; restore it" for file in missing]
+    return [file for file in files if file not in missing], problems
+
+
+def _disagreements(folder: Path, shape: ModelShape, tensors: dict[str, StoredTensor]) -> list[str]:
+    """Where the stored tensors are not the ones that `config.json` describes."""
+    expected = dict(shape.tensors)
+    if LM_HEAD in tensors and shape.tied_embeddings:
+        expected[LM_HEAD] = expected[EMBEDDING]  # some exporters store a tied head as well
+    config, remedy = (
+        folder / "config.json",
+        "config.json and weights must be of one model: restore the original pair",
+    )
+    missing = [name for name in expected if name not in tensors]
+    unexpected = [name for name in tensors if name not in expected and not name.endswith(".inv_freq")]
+    both = [tensors[name] for name in expected if name in tensors]
+    problems = []
+    if missing:
+        problems.append(f"{folder}: {_listed(missing)} described by {config} but not stored; {remedy}")
+    if unexpected:
+        problems.append(f"{folder}: {_listed(unexpected)} stored but not described by {config}; {remedy}")
+    other = [
+        f"{t.name} is {list(t.shape)}, not {list(expected[t.name])}"
+        for t in both
+        if t.shape != expected[t.name]
+    ]
+    if other:
+        problems.append(f"{folder}: shapes differ from {config}: {_joined(other, '; ')}; {remedy}")
+    untyped = [f"{t.name} ({t.dtype})" for t in both if t.dtype not in WEIGHT_DTYPES]
+    if untyped:
+        problems.append(
+            f"{folder}: {_joined(untyped)} stored in a type that cannot be trained;"
+            " convert the checkpoint to float32 or bfloat16"
+        )
+    wrong = [t for t in both if t.dtype in WEIGHT_DTYPES and t.end - t.begin != _size_bytes(t)]
+    if wrong:
+        problems.append(
+            f"{folder}: {_listed([t.name for t in wrong])} stored with another number of bytes than shape and type"
+            " take; copy the file again from where it came"
+        )
+    return problems
+
+
+def _size_bytes(tensor: StoredTensor) -> int:
+    return math.prod(tensor.shape) * WEIGHT_DTYPES[tensor.dtype]
+
+
+def _listed(names: list[str]) -> str:
+    """'3 tensors (a, b, c)', followed by a participle in the caller's sentence."""
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({_joined(names)})"
+
+
+def _joined(parts: list[str], separator: str = ", ") -> str:
+    more = f"{separator}and {len(parts) - MAX_LISTED} more" if len(parts) > MAX_LISTED else ""
+    return separator.join(parts[:MAX_LISTED]) + more

@@ -1,0 +1,7 @@
+"""Configuration of a run: one YAML file plus `key=value` overrides, typed, frozen, checked as a whole."""
+
+from hybridengine.config.checks import check_run, model_shape
+from hybridengine.config.loading import load_config
+from hybridengine.config.run_config import ROLES, Role, RunConfig
+
+__all__ = ["ROLES", "Role", "RunConfig", "check_run", "load_config", "model_shape"]

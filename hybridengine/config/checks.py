@@ -1,0 +1,325 @@
+"""Rules between the values of a configuration: sizes against ranks, model, widths and files.
+
+Every rule gives its message and the keys that it concerns, so that a rule is left out where one of its keys is
+already in question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridengine.checkpoint_files import checkpoint_problems
+from hybridengine.config.run_config import Role, RunConfig
+from hybridengine.errors import CheckpointError, ConfigError
+from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
+
+
+class Conflict(NamedTuple):
+    """A rule that a configuration breaks."""
+
+    message: str
+    keys: tuple[str, ...]
+
+
+def check_run(config: RunConfig, *, dry_run: bool = False) -> list[str]:
+    """Every rule between values that `config` breaks, as value, rule and remedy; empty where it breaks none."""
+    return [conflict.message for conflict in find_conflicts(config, dry_run=dry_run)]
+
+
+def find_conflicts(config: RunConfig, *, dry_run: bool = False) -> list[Conflict]:
+    """As `check_run`, each message with the keys that it concerns."""
+    conflicts = [*_sources(config), *_sizes(config), *_rows(config), *_schedules(config)]
+    if not dry_run:
+        conflicts += _files(config)
+    conflicts += _models(config, dry_run)
+    for role in config.model_roles:
+        shape = _shape_or_none(config, role)
+        if shape is not None:
+            conflicts += _sharding(config, role, shape)
+    shape = _shape_or_none(config, "actor")
+    if shape is not None:
+        conflicts += _generation(config, shape)
+    return conflicts
+
+
+def model_shape(config: RunConfig, role: Role = "actor") -> ModelShape:
+    """Shape of a role's model: of its checkpoint, of the model to build, or of `model.hf_config`.
+
+    Raises:
+        ConfigError, CheckpointError: the model is not described, or cannot be used.
+    """
+    path = getattr(getattr(config, role), "path", None)
+    if path is None and config.model.build is not None:
+        return config.model.build.shape()
+    folder = path or config.model.path
+    if folder is not None and (Path(folder) / "config.json").exists():
+        return ModelShape.from_folder(folder)
+    if path is None and config.model.hf_config is not None:
+        return ModelShape.from_folder(config.model.hf_config)
+    if folder is None:
+        raise ConfigError("model is given by none of path, gguf and build; add one")
+    return ModelShape.from_folder(folder)
+
+
+def _shape_or_none(config: RunConfig, role: Role) -> ModelShape | None:
+    """Shape of a role's model; None where it has none to check, which `_models` then says."""
+    try:
+        return model_shape(config, role)
+    except (ConfigError, CheckpointError):
+        return None
+
+
+def _sources(config: RunConfig) -> Iterator[Conflict]:
+    """Either-or keys, and keys that need one another."""
+    model, data, reward = config.model, config.data, config.reward
+    yield from _exactly_one("model", {"path": model.path, "gguf": model.gguf, "build": model.build})
+    yield from _exactly_one("data", {"train_file": data.train_file, "task": data.task})
+    if model.gguf is not None and model.hf_config is None:
+        yield Conflict(
+            f"model.gguf={model.gguf} needs model.hf_config; name the config.json of the same model",
+            ("model.gguf", "model.hf_config"),
+        )
+    if data.task is not None and data.eval_file is not None:
+        yield Conflict(
+            f"data.eval_file={data.eval_file} is not read, since data.task generates the held-out rows;"
+            " leave one of them out",
+            ("data.eval_file", "data.task"),
+        )
+    if config.warmup is not None and config.warmup.file is None and data.task is None:
+        yield Conflict(
+            "warmup needs demonstrations; give warmup.file, or data.task, or leave warmup out",
+            ("warmup.file", "data.task"),
+        )
+    if reward.kind == "model" and reward.path is None:
+        yield Conflict(
+            "reward.kind=model needs a checkpoint; give reward.path, or reward.kind=function",
+            ("reward.kind", "reward.path"),
+        )
+    for name in ("terms", "digits") if data.task is not None else ():
+        low, high = getattr(data.task, f"min_{name}"), getattr(data.task, f"max_{name}")
+        if low > high:
+            yield Conflict(
+                f"data.task.min_{name}={low} exceeds data.task.max_{name}={high}; lower the one or raise the other",
+                (f"data.task.min_{name}", f"data.task.max_{name}"),
+            )
+
+
+def _exactly_one(section: str, values: dict[str, object]) -> Iterator[Conflict]:
+    given = [name for name, value in values.items() if value is not None]
+    if len(given) != 1:
+        found = " and ".join(given) if given else "none"
+        yield Conflict(
+            f"{section} must be given by exactly one of {', '.join(values)}, found {found};"
+            f" {'leave out all but one' if given else 'add one'}",
+            tuple(f"{section}.{name}" for name in values),
+        )
+
+
+def _sizes(config: RunConfig) -> Iterator[Conflict]:
+    """p·t·d of every role against the ranks, (p_g, t_g) inside (p, t)."""
+    for role in config.model_roles:
+        sizes = config.train_sizes(role)
+        if sizes.num_ranks != config.num_ranks:
+            key = _sizes_key(config, role)
+            fitting = f"{sizes.pp_size}·{sizes.tp_size}·{sizes.dp_size} = {sizes.num_ranks}"
+            replicas, rest = divmod(config.num_ranks, sizes.model_parallel_size)
+            remedy = (
+                f"choose {sizes.pp_size}-{sizes.tp_size}-{replicas}, or"
+                if not rest
+                else "choose other sizes, or"
+            )
+            yield Conflict(
+                f"{key}={sizes} takes p·t·d = {fitting} ranks, which must equal the {config.num_ranks} of"
+                f" cluster.ranks_per_node={list(config.cluster.ranks_per_node)}; {remedy} give the cluster"
+                f" {sizes.num_ranks} ranks",
+                (key, "cluster.ranks_per_node"),
+            )
+    for problem in config.actor.gen_sizes.problems_inside(config.actor.train_sizes):
+        yield Conflict(
+            f"actor.generate={config.actor.generate}: {problem}", ("actor.generate", "actor.parallel")
+        )
+
+
+def _sharding(config: RunConfig, role: Role, shape: ModelShape) -> Iterator[Conflict]:
+    """t against heads and MLP width, p against layers."""
+    key, sizes = _sizes_key(config, role), config.train_sizes(role)
+    for problem in shape.tp_problems(sizes.tp_size):
+        yield Conflict(f"{key}={sizes}: {problem}", (key, "model", f"{role}.path"))
+    try:
+        shape.split_layers(sizes.pp_size)
+    except ConfigError as error:
+        yield Conflict(f"{key}={sizes}: {error}", (key, "model", f"{role}.path"))
+
+
+def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
+    """Widths against positions and micro-batches, one sequence against the KV cache."""
+    rollout, width = config.rollout, config.max_tokens
+    widths = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
+    sum_text = (
+        f"max_prompt_tokens={rollout.max_prompt_tokens} + max_response_tokens={rollout.max_response_tokens}"
+    )
+    if width > shape.max_positions:
+        yield Conflict(
+            f"rollout.{sum_text} = {width} tokens exceed the model's max_positions={shape.max_positions};"
+            f" lower them by {width - shape.max_positions}",
+            (*widths, "model"),
+        )
+    gen = config.actor.gen_sizes
+    layers, kv_heads = -(-shape.num_layers // gen.pp_size), max(1, shape.num_kv_heads // gen.tp_size)
+    needed = 2 * layers * kv_heads * shape.head_dim * DTYPE_BYTES[config.model.dtype] * width
+    if needed > rollout.kv_cache_bytes:
+        yield Conflict(
+            f"rollout.kv_cache_bytes={rollout.kv_cache_bytes} must hold one sequence of {width} tokens, which takes"
+            f" {needed} bytes at p_g-t_g = {gen}; raise it to a multiple of {needed}",
+            ("rollout.kv_cache_bytes", *widths, "actor.generate", "model"),
+        )
+    if config.cluster.device == "cpu" and shape.head_dim % 32:
+        yield Conflict(
+            f"head_dim={shape.head_dim} is not a multiple of 32, which vLLM needs on a CPU; use another model, or"
+            " cluster.device=cuda",
+            ("cluster.device", "model"),
+        )
+
+
+def _rows(config: RunConfig) -> Iterator[Conflict]:
+    """Rows of an iteration against the replicas that share them, one row against a micro-batch."""
+    rows, row_keys = config.rows_per_step, ("data.batch_size", "rollout.samples_per_prompt")
+    rows_text = (
+        f"data.batch_size={config.data.batch_size} · rollout.samples_per_prompt="
+        f"{config.rollout.samples_per_prompt} = {rows} rows"
+    )
+    if not config.actor.gen_sizes.problems_inside(config.actor.train_sizes):
+        engines = config.generation_grid.num_replicas
+        if rows % engines:
+            yield Conflict(
+                f"{rows_text} must split evenly over the d·d_g = {engines} engines of actor.parallel="
+                f"{config.actor.parallel}, actor.generate={config.actor.generate}; choose a multiple of {engines}",
+                (*row_keys, "actor.parallel", "actor.generate"),
+            )
+    for role in config.model_roles:
+        section, key, replicas = (
+            getattr(config, role),
+            _sizes_key(config, role),
+            config.train_sizes(role).dp_size,
+        )
+        mini_batches = getattr(section, "mini_batches", 1)
+        parts = replicas * mini_batches
+        if rows % parts:
+            among = f"{mini_batches} mini-batches of {role} and " if mini_batches > 1 else ""
+            yield Conflict(
+                f"{rows_text} must split evenly over {among}the d = {replicas} replicas of {key}="
+                f"{config.train_sizes(role)}; choose a multiple of {parts}",
+                (*row_keys, key, f"{role}.mini_batches"),
+            )
+        if section.micro_batch_tokens < config.max_tokens:
+            yield Conflict(
+                f"{role}.micro_batch_tokens={section.micro_batch_tokens} must hold one row of {config.max_tokens}"
+                f" tokens (prompt and response); raise it to at least {config.max_tokens}",
+                (f"{role}.micro_batch_tokens", "rollout.max_prompt_tokens", "rollout.max_response_tokens"),
+            )
+    if config.warmup is not None and config.warmup.batch_size % config.actor.train_sizes.dp_size:
+        replicas = config.actor.train_sizes.dp_size
+        yield Conflict(
+            f"warmup.batch_size={config.warmup.batch_size} must split evenly over the d = {replicas} replicas of"
+            f" actor.parallel={config.actor.parallel}; choose a multiple of {replicas}",
+            ("warmup", "actor.parallel"),
+        )
+
+
+def _schedules(config: RunConfig) -> Iterator[Conflict]:
+    """Learning-rate schedules against the length of the run."""
+    for role in ("actor", "critic"):
+        section = getattr(config, role)
+        optimizer, prefix = section.optimizer, f"{role}.optimizer"
+        steps = config.run.steps * section.ppo_epochs * section.mini_batches
+        if optimizer.warmup_steps and optimizer.warmup_steps >= steps:
+            yield Conflict(
+                f"{prefix}.warmup_steps={optimizer.warmup_steps} must be fewer than the run's {steps} optimizer steps;"
+                f" choose at most {steps - 1}",
+                (f"{prefix}.warmup_steps", "run.steps", f"{role}.ppo_epochs", f"{role}.mini_batches"),
+            )
+        if optimizer.min_lr > optimizer.lr:
+            yield Conflict(
+                f"{prefix}.min_lr={optimizer.min_lr} exceeds {prefix}.lr={optimizer.lr}; lower min_lr",
+                (f"{prefix}.min_lr", f"{prefix}.lr"),
+            )
+
+
+def _files(config: RunConfig) -> Iterator[Conflict]:
+    """Files that must be there before anything starts."""
+    for key, path in (
+        ("data.train_file", config.data.train_file),
+        ("data.eval_file", config.data.eval_file),
+        ("warmup.file", config.warmup and config.warmup.file),
+    ):
+        if path is not None and not Path(path).is_file():
+            yield Conflict(f"{key}={path} is not a file; {_paths_hint(path)}", (key,))
+    tokenizer = config.model.tokenizer
+    if tokenizer is not None and not Path(tokenizer).is_dir():
+        yield Conflict(
+            f"model.tokenizer={tokenizer} is not a folder; {_paths_hint(tokenizer)}", ("model.tokenizer",)
+        )
+
+
+def _models(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
+    """Every checkpoint, and every description of a model, that the configuration names."""
+    model = config.model
+    described = None
+    try:
+        if model.hf_config is not None:
+            described = ModelShape.from_folder(model.hf_config)
+    except (ConfigError, CheckpointError) as error:
+        yield Conflict(f"model.hf_config: {error}", ("model.hf_config",))
+    try:
+        if model.build is not None:
+            model.build.shape()
+    except ConfigError as error:
+        yield Conflict(f"model.build: {error}", ("model.build",))
+    elsewhere = dry_run and described is not None and not Path(model.path or "").is_dir()
+    if model.path is not None and not elsewhere:
+        hint = ", or give model.hf_config" if dry_run else ""
+        problems = list(_checkpoint("model.path", model.path, hint))
+        yield from problems
+        if model.hf_config and described and not problems and described != ModelShape.from_folder(model.path):
+            yield Conflict(
+                f"model.hf_config={model.hf_config} describes another model than {model.path}/config.json;"
+                " leave hf_config out, or name the checkpoint's own config.json",
+                ("model.hf_config", "model.path"),
+            )
+    if config.critic.path is not None:
+        yield from _checkpoint("critic.path", config.critic.path)
+    if config.reward.kind == "model" and config.reward.path is not None:
+        yield from _checkpoint("reward.path", config.reward.path)
+        yield from _reward_head(config)
+
+
+def _checkpoint(key: str, path: str, hint: str = "") -> Iterator[Conflict]:
+    if not Path(path).is_dir():
+        yield Conflict(f"{key}={path} is not a folder; {_paths_hint(path)}{hint}", (key,))
+        return
+    for problem in checkpoint_problems(path):
+        yield Conflict(f"{key}: {problem}", (key,))
+
+
+def _reward_head(config: RunConfig) -> Iterator[Conflict]:
+    shape = _shape_or_none(config, "reward")
+    if shape is not None and shape.num_labels != 1:
+        found = f"{shape.num_labels} labels" if shape.num_labels else "no score head"
+        yield Conflict(
+            f"reward.path={config.reward.path} has {found}, a reward model gives one score; use a"
+            " ...ForSequenceClassification checkpoint with num_labels=1",
+            ("reward.path",),
+        )
+
+
+def _sizes_key(config: RunConfig, role: Role) -> str:
+    """The key that a role's sizes come from."""
+    return f"{role}.parallel" if getattr(config, role).parallel else "actor.parallel"
+
+
+def _paths_hint(path: str) -> str:
+    if Path(path).is_absolute():
+        return "name one that exists"
+    return f"name one that exists, relative paths start at {Path.cwd()}"

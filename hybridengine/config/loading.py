@@ -1,0 +1,276 @@
+"""YAML file and `key=value` overrides -> `RunConfig`, with every problem in one error.
+
+Problems come in three kinds, and the later ones are found even where there are earlier ones: an override without a
+value, a key or value that the sections do not allow, and values that do not fit together. A rule between values is
+left out only where one of these values is itself in question.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from hybridengine.config.checks import find_conflicts
+from hybridengine.config.run_config import RunConfig
+from hybridengine.errors import ConfigError, raise_all
+
+Problem = tuple[str, str]
+"""Dotted key in question, message."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> RunConfig:
+    """Configuration of the run that `path` and the `key=value` overrides describe; the last of equal keys counts.
+
+    Args:
+        dry_run: accept that the checkpoint and the data are not on this machine, as long as `model.hf_config` gives
+            the shapes.
+
+    Raises:
+        ConfigError: everything that is wrong, in one list.
+    """
+    tree = _read_yaml(Path(path))
+    problems = list(_apply_overrides(tree, overrides))
+    try:
+        values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise_all([*(text for _, text in problems), _unresolved(path, error)])
+        raise AssertionError("unreachable") from error
+    assert isinstance(values, dict), "the root of a configuration is a mapping"
+    values = {str(key): value for key, value in values.items()}
+    _drop_empty_sections(values)
+    run = values.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", Path(path).stem)
+
+    config, found = _validate(values)
+    problems += found
+    in_question = {key for key, _ in problems}
+    conflicts = find_conflicts(config, dry_run=dry_run) if config is not None else []
+    messages = [message for _, message in problems]
+    messages += [text for text, keys in conflicts if not any(_touches(key, in_question) for key in keys)]
+    raise_all(messages)
+    assert config is not None, "without a problem there is a configuration"
+    return config
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        tree = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} does not exist; name a run configuration such as configs/arithmetic.yaml"
+        ) from None
+    except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); name a YAML file") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{where}: not valid YAML ({error.problem}); correct this line") from None
+    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
+        raise ConfigError(f"{path}: not valid YAML ({_first_line(error)}); correct the file") from None
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(f"{path} holds a list, not sections; start it with a section such as 'run:'")
+    return tree
+
+
+def _apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> Iterator[Problem]:
+    """Write each `key=value` into the tree."""
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.split(".")) or key != key.strip():
+            yield "", f"override {text!r} is not key=value; write for instance actor.parallel=2-2-1"
+            continue
+        try:
+            parsed = OmegaConf.from_dotlist([f"value={value}"])["value"]
+            if isinstance(OmegaConf.select(tree, key), DictConfig) and not isinstance(
+                parsed, DictConfig | None
+            ):
+                yield key, f"override {text!r} would replace the whole section {key}; write {key}.KEY=value"
+                continue
+            OmegaConf.update(tree, key, parsed, merge=True, force_add=True)
+        except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, IndexError) as error:
+            yield (
+                key,
+                f"override {text!r} cannot be applied ({_first_line(error)}); write key=value with a plain value",
+            )
+
+
+def _unresolved(path: str | Path, error: OmegaConfBaseException) -> str:
+    """Message for a `???` or a `${...}` that has no value."""
+    key = f" at {error.full_key}" if error.full_key else ""
+    return f"{path}{key}: {_first_line(error)}; write the value itself"
+
+
+def _drop_empty_sections(values: dict[str, Any]) -> None:
+    """`critic:` with nothing beneath means the section's defaults."""
+    for name, field in RunConfig.model_fields.items():
+        if name in values and values[name] is None and not _is_optional(field.annotation):
+            del values[name]
+
+
+def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
+    """Configuration without the entries that are wrong, and what is wrong with them."""
+    problems: list[Problem] = []
+    while True:
+        try:
+            text = json.dumps(values, default=str)
+            return RunConfig.model_validate_json(text, strict=True), problems
+        except ValidationError as error:
+            removed = False
+            for item in error.errors():
+                location, problem = _describe(item)
+                problems += problem
+                removed |= _remove(values, location)
+            if not removed:
+                return None, problems
+
+
+def _describe(item: Any) -> tuple[list[str | int], list[Problem]]:
+    """Where a pydantic error lies, and its problems: its key first, then the key that was probably meant."""
+    location = list(item["loc"])
+    key = _dotted(location)
+    value, kind, context = item["input"], item["type"], item.get("ctx", {})
+    if kind == "extra_forbidden":
+        near = _suggestions(location)
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"keys here are {', '.join(_siblings(location))}"
+        )
+        message = f"unknown key {key}; {hint}"
+        return location, [(key, message), *((other, message) for other in near)]
+    if kind == "value_error":
+        message = f"{key}: {context['error']}"
+    elif kind in ("model_type", "model_attributes_type", "dict_type"):
+        message = f"{key}={_shown(value)} must be a section with keys of its own; write them beneath {key}"
+    elif kind == "missing":
+        message = f"{key} is missing; {_remedy(location)}"
+    elif kind == "literal_error":
+        near = difflib.get_close_matches(
+            str(value), [str(choice) for choice in context["expected"].split("'")], n=1
+        )
+        message = f"{key}={_shown(value)} must be {context['expected']}" + (
+            f"; did you mean {near[0]!r}?" if near else "; choose one of these"
+        )
+    else:
+        message = f"{key}={_shown(value)} must be {_rule(item['msg'])}; {_remedy(location)}"
+    return location, [(key, message)]
+
+
+def _rule(text: str) -> str:
+    """Pydantic's message as the end of a sentence that begins "value must be"."""
+    rule = text.removeprefix("Input should be ").replace("a valid ", "a ")
+    for theirs, ours in (
+        ("greater than or equal to", "at least"),
+        ("less than or equal to", "at most"),
+        ("a integer", "an integer"),
+        ("a array", "a list"),
+        ("Tuple should have", "a list of"),
+        (" after validation", ""),
+    ):
+        rule = rule.replace(theirs, ours)
+    return rule[0].lower() + rule[1:]
+
+
+def _remedy(location: Sequence[str | int]) -> str:
+    """The way back to the default, and what the key means."""
+    model: type[BaseModel] = RunConfig
+    field = None
+    for part in location:
+        if isinstance(part, int):
+            break
+        field = model.model_fields[part]
+        model = _section_of(field.annotation) or model
+    assert field is not None, "a value that is wrong has a key"
+    meaning = (field.description or "").rstrip(".")
+    default = json.dumps(field.get_default(), default=str)
+    return f"correct it, or leave it out for the default {default} (it is: {meaning[0].lower()}{meaning[1:]})"
+
+
+def _remove(values: Any, location: Sequence[str | int]) -> bool:
+    """Take the entry at `location`, or the list that holds it, out of `values`; whether there was one."""
+    for index, part in enumerate(location):
+        if not isinstance(values, dict) or part not in values:
+            return False
+        inner = values[part]
+        if index == len(location) - 1 or not isinstance(inner, dict):
+            del values[part]
+            return True
+        values = inner
+    return False
+
+
+def _suggestions(location: Sequence[str | int]) -> list[str]:
+    """Existing dotted keys close to an unknown one: siblings first, then the same name in another section."""
+    parent, name = _dotted(location[:-1]), str(location[-1])
+    near = difflib.get_close_matches(name, _siblings(location), n=1, cutoff=0.7)
+    if near:
+        return [f"{parent}.{near[0]}" if parent else near[0]]
+    keys = list(all_keys())
+    elsewhere = [key for key in keys if key.split(".")[-1] == name]
+    if not elsewhere:
+        elsewhere = difflib.get_close_matches(_dotted(location), keys, n=1, cutoff=0.75)
+    return elsewhere[:3]
+
+
+def _siblings(location: Sequence[str | int]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for part in location[:-1]:
+        model = _section_of(model.model_fields[str(part)].annotation) or model
+    return list(model.model_fields)
+
+
+def all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of every section and field that a configuration may have."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        section = _section_of(field.annotation)
+        if section is not None:
+            yield from all_keys(section, f"{prefix}{name}.")
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field's type is, or None for a plain value."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def _is_optional(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
+
+
+def _touches(key: str, others: Iterable[str]) -> bool:
+    """Whether `key` is one of `others`, lies beneath one, or holds one."""
+    return any(
+        key == other or key.startswith(other + ".") or other.startswith((key + ".", key + "["))
+        for other in others
+        if other
+    )
+
+
+def _dotted(location: Iterable[str | int]) -> str:
+    """run.name, cluster.ranks_per_node[0]."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(
+        "."
+    )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

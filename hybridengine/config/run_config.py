@@ -1,0 +1,141 @@
+"""The configuration of one run, and everything that follows from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, get_args
+
+from hybridengine.config.sections import (
+    ActorSection,
+    AlgorithmSection,
+    ClusterSection,
+    CriticSection,
+    DataSection,
+    ModelSection,
+    ReferenceSection,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+    TimeoutSection,
+    WarmupSection,
+)
+from hybridengine.config.values import Section
+from hybridengine.topology.generation import GenerationGrid
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import TrainSizes
+
+Role = Literal["actor", "critic", "reference", "reward"]
+"""A model of the dataflow."""
+
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+class RunConfig(Section):
+    """One run. Made by `load_config`, never changed afterwards."""
+
+    run: RunSection = RunSection()
+    """Name, place and length of the run."""
+    cluster: ClusterSection = ClusterSection()
+    """The ranks, and on what they run."""
+    model: ModelSection = ModelSection()
+    """The actor's starting point."""
+    actor: ActorSection = ActorSection()
+    """The policy."""
+    critic: CriticSection = CriticSection()
+    """The value model."""
+    reference: ReferenceSection = ReferenceSection()
+    """The frozen copy of the actor's starting point."""
+    reward: RewardSection = RewardSection()
+    """What a response is worth."""
+    rollout: RolloutSection = RolloutSection()
+    """Generation."""
+    data: DataSection = DataSection()
+    """Prompts."""
+    algorithm: AlgorithmSection = AlgorithmSection()
+    """From scores to advantages."""
+    warmup: WarmupSection | None = None
+    """Supervised steps before RL; left out, there are none."""
+    timeouts: TimeoutSection = TimeoutSection()
+    """When waiting ends."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole cluster."""
+        return self.cluster.num_ranks
+
+    @property
+    def model_roles(self) -> tuple[Role, ...]:
+        """Roles that hold weights on the ranks: a reward function holds none."""
+        return tuple(role for role in ROLES if role != "reward" or self.reward.kind == "model")
+
+    def train_sizes(self, role: Role) -> TrainSizes:
+        """(p, t, d) of a role; the actor's where the role does not say."""
+        return TrainSizes.parse(getattr(self, role).parallel or self.actor.parallel)
+
+    def grid(self, role: Role) -> Grid:
+        """Training grid of a role, in the cluster's rank order."""
+        return Grid(self.train_sizes(role), self.cluster.order)
+
+    @property
+    def generation_grid(self) -> GenerationGrid:
+        """The actor's generation layout over its training grid."""
+        return GenerationGrid(self.grid("actor"), self.actor.gen_sizes, self.actor.grouping_method)
+
+    @property
+    def max_tokens(self) -> int:
+        """T = P + R: the width of a prompt and its response."""
+        return self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def rows_per_step(self) -> int:
+        """Sequences of one iteration: prompts times responses per prompt."""
+        return self.data.batch_size * self.rollout.samples_per_prompt
+
+    @property
+    def run_folder(self) -> Path:
+        """Folder of everything that this run writes."""
+        return Path(self.run.folder) / self.run.name
+
+    @property
+    def model_folder(self) -> Path:
+        """Hugging Face checkpoint that the run starts from; a converted or built one is written here."""
+        return Path(self.model.path) if self.model.path else self.run_folder / "model"
+
+    @property
+    def start_folder(self) -> Path:
+        """Hugging Face checkpoint that actor and reference enter RL with: after the warm-up where there is one."""
+        return self.run_folder / "warmup" if self.warmup else self.model_folder
+
+    @property
+    def critic_folder(self) -> Path:
+        """Hugging Face checkpoint that the critic enters RL with."""
+        return Path(self.critic.path) if self.critic.path else self.start_folder
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Folder of the tokenizer."""
+        return Path(self.model.tokenizer) if self.model.tokenizer else self.model_folder
+
+    @property
+    def data_folder(self) -> Path:
+        """Folder that a task writes its files to."""
+        return self.run_folder / "data"
+
+    @property
+    def train_file(self) -> Path:
+        """Prompts to train on; for a task, where they are written."""
+        return Path(self.data.train_file) if self.data.train_file else self.data_folder / "train.jsonl"
+
+    @property
+    def eval_file(self) -> Path | None:
+        """Held-out prompts; for a task, where they are written."""
+        if self.data.eval_file:
+            return Path(self.data.eval_file)
+        return self.data_folder / "held_out.jsonl" if self.data.task else None
+
+    @property
+    def demonstrations_file(self) -> Path | None:
+        """Rows with a response for the warm-up; None without a warm-up."""
+        if self.warmup is None:
+            return None
+        return Path(self.warmup.file) if self.warmup.file else self.data_folder / "demonstrations.jsonl"

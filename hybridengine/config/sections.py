@@ -1,0 +1,345 @@
+"""The sections of a run configuration, one class each. A field is described in the line beneath it.
+
+Values are plain and small; what follows from them (rank counts, grids, folders, widths) is a property of `RunConfig`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from hybridengine.config.values import (
+    Bytes,
+    Count,
+    CountOrZero,
+    FolderName,
+    GenSizesText,
+    ImportPath,
+    NonNegative,
+    PathText,
+    Positive,
+    Section,
+    Share,
+    TrainSizesText,
+)
+from hybridengine.model_shapes import ModelShape
+from hybridengine.topology.generation import Grouping
+from hybridengine.topology.grid import RankOrder
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+
+MEBIBYTE = 2**20
+
+
+class RunSection(Section):
+    """Name, place and length of the run."""
+
+    name: FolderName = "run"
+    """Folder of this run inside `folder`; the configuration file's name where it is left out."""
+    folder: PathText = "runs"
+    """Folder of all runs."""
+    seed: CountOrZero = 0
+    """Seed of everything random: weights, data, sampling."""
+    steps: Count = 100
+    """RL iterations."""
+    eval_every: CountOrZero = 10
+    """Iterations between two evaluations; 0 evaluates before the first and after the last only."""
+
+
+class ClusterSection(Section):
+    """The ranks, and on what they run."""
+
+    ranks_per_node: Annotated[tuple[Count, ...], Field(min_length=1)] = (1,)
+    """Ranks on each node, one GPU or CPU process each: [8, 8] is two nodes of 8."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where models compute; auto takes GPUs where the node has them."""
+    rank_order: Literal["paper", "megatron"] = "paper"
+    """Which axis varies fastest with the rank: tensor, pipeline, data (paper) or tensor, data, pipeline (megatron)."""
+    address: PathText | None = None
+    """Ray cluster to join: "auto" or host:port; left out, a local one is started for the run."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all nodes."""
+        return sum(self.ranks_per_node)
+
+    @property
+    def order(self) -> RankOrder:
+        """Rank order as the topology knows it."""
+        return RankOrder[self.rank_order.upper()]
+
+
+class BuildSection(Section):
+    """A small model that the project builds itself, weights and tokenizer."""
+
+    family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    """Architecture."""
+    num_layers: Count = 4
+    """Decoder layers."""
+    hidden_size: Count = 128
+    """Width of the residual stream."""
+    ffn_hidden_size: Count = 384
+    """Width of the MLP."""
+    num_heads: Count = 4
+    """Query heads."""
+    num_kv_heads: Count = 2
+    """Key and value heads."""
+    head_dim: Count = 32
+    """Width of a head; vLLM on a CPU needs a multiple of 32."""
+    vocab_size: Count = 59
+    """Rows of the embedding, at least the tokenizer's tokens."""
+    max_positions: Count = 256
+    """Longest sequence, prompt and response."""
+    tied_embeddings: bool = True
+    """The output head shares the embedding's weights."""
+    rope_theta: Positive = 10000.0
+    """Base of the rotary frequencies."""
+
+    def hf_config(self) -> dict[str, Any]:
+        """Contents of the model's Hugging Face `config.json`."""
+        prefix = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[self.family]
+        return {
+            "architectures": [f"{prefix}ForCausalLM"],
+            "model_type": self.family,
+            "num_hidden_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.ffn_hidden_size,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_positions,
+            "tie_word_embeddings": self.tied_embeddings,
+            "rope_theta": self.rope_theta,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "attention_bias": self.family == "qwen2",
+        }
+
+    def shape(self) -> ModelShape:
+        """Shape of the model.
+
+        Raises:
+            ConfigError: the sizes do not fit together.
+        """
+        return ModelShape.from_hf_config(self.hf_config())
+
+
+class ModelSection(Section):
+    """The actor's starting point: a checkpoint, a GGUF file to convert, or a model to build."""
+
+    path: PathText | None = None
+    """Hugging Face checkpoint folder; exactly one of `path`, `gguf` and `build` is given."""
+    gguf: PathText | None = None
+    """GGUF file to convert into the run's folder; "package:FILE" is a file inside an installed Python package."""
+    build: BuildSection | None = None
+    """Small model to build into the run's folder."""
+    hf_config: PathText | None = None
+    """A config.json with the shapes: needed by `gguf`, and by --dry-run where the checkpoint is elsewhere."""
+    tokenizer: PathText | None = None
+    """Tokenizer folder; the checkpoint's own where it is left out."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights, in training and in generation."""
+
+
+class OptimizerSection(Section):
+    """AdamW under Megatron's distributed optimizer."""
+
+    lr: Positive = 1e-5
+    """Learning rate after warm-up."""
+    min_lr: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine schedule."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after warm-up."""
+    warmup_steps: CountOrZero = 0
+    """Optimizer steps over which the learning rate rises from 0."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    clip_grad: NonNegative = 1.0
+    """Largest gradient norm; 0 does not clip."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay rates of the two moments."""
+    eps: Positive = 1e-8
+    """Term that keeps the update's denominator above 0."""
+
+
+class TrainedSection(Section):
+    """What every model that is trained has in common."""
+
+    optimizer: OptimizerSection = OptimizerSection()
+    """How the weights are updated."""
+    micro_batch_tokens: Count = 4096
+    """Most tokens of one micro-batch; rows are packed into micro-batches by their lengths."""
+    ppo_epochs: Count = 1
+    """Passes over the rows of an iteration."""
+    mini_batches: Count = 1
+    """Optimizer steps per pass."""
+    offload: Literal["none", "optimizer"] = "none"
+    """What moves to host memory while the model does not train; optimizer: its moments and master weights."""
+    recompute: Literal["none", "full"] = "none"
+    """Activations computed again in the backward pass instead of being kept."""
+
+
+class ActorSection(TrainedSection):
+    """The policy: trains at p-t-d, generates at p_g-t_g on the same ranks."""
+
+    parallel: TrainSizesText = "1-1-1"
+    """Training sizes p-t-d: pipeline stages, tensor shards, data-parallel replicas."""
+    generate: GenSizesText = "1-1"
+    """Generation sizes p_g-t_g of one engine; p_g divides p, t_g divides t."""
+    grouping: Literal["interval", "vanilla"] = "interval"
+    """Which ranks of a replica form an engine; interval holds no weight byte twice."""
+    bucket_bytes: Bytes = 64 * MEBIBYTE
+    """Weights that are in flight at once while switching."""
+    clip_low: Share = 0.2
+    """The policy ratio is clipped below at 1 - clip_low."""
+    clip_high: Positive = 0.2
+    """The policy ratio is clipped above at 1 + clip_high."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+
+    @property
+    def train_sizes(self) -> TrainSizes:
+        """(p, t, d)."""
+        return TrainSizes.parse(self.parallel)
+
+    @property
+    def gen_sizes(self) -> GenSizes:
+        """(p_g, t_g)."""
+        return GenSizes.parse(self.generate)
+
+    @property
+    def grouping_method(self) -> Grouping:
+        """Grouping as the topology knows it."""
+        return Grouping(self.grouping)
+
+
+class CriticSection(TrainedSection):
+    """The value model."""
+
+    parallel: TrainSizesText | None = None
+    """Training sizes p-t-d; the actor's where left out."""
+    path: PathText | None = None
+    """Checkpoint to start from; the actor's where left out, with a new value head."""
+    value_clip: NonNegative = 0.2
+    """A new value moves at most this far from the old one in the loss; 0 does not clip."""
+
+
+class ReferenceSection(Section):
+    """The frozen copy of the actor's starting point that the KL penalty is measured against."""
+
+    parallel: TrainSizesText | None = None
+    """Sizes p-t-d; the actor's where left out."""
+    micro_batch_tokens: Count = 4096
+    """Most tokens of one micro-batch."""
+
+
+class RewardSection(Section):
+    """What a response is worth: a function of its text, or a model's score."""
+
+    kind: Literal["function", "model"] = "function"
+    """function: rule-based, verifiable; model: a sequence-classification checkpoint with one label."""
+    function: ImportPath = "hybridengine.data.tasks:arithmetic_reward"
+    """The rule-based reward, package.module:function."""
+    path: PathText | None = None
+    """The reward model's checkpoint folder."""
+    parallel: TrainSizesText | None = None
+    """Sizes p-t-d of the reward model; the actor's where left out."""
+    micro_batch_tokens: Count = 4096
+    """Most tokens of one micro-batch."""
+
+
+class RolloutSection(Section):
+    """Generation with vLLM."""
+
+    max_prompt_tokens: Count = 64
+    """Width of the prompt columns; a longer prompt is an error."""
+    max_response_tokens: Count = 64
+    """Width of the response columns; generation stops there."""
+    samples_per_prompt: Count = 1
+    """Responses per prompt."""
+    temperature: Positive = 1.0
+    """Sampling temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the smallest set of tokens with this probability; 1 is off."""
+    top_k: CountOrZero = 0
+    """Sample from the k most probable tokens; 0 is off."""
+    kv_cache_bytes: Bytes = 256 * MEBIBYTE
+    """KV cache of one rank while it generates."""
+    max_num_seqs: Count = 256
+    """Most sequences that an engine advances at once."""
+
+
+class TaskSection(Section):
+    """The verifiable task of the demo: reasoning-gym's sums, written into the run's folder."""
+
+    name: Literal["arithmetic"] = "arithmetic"
+    """The task."""
+    min_terms: Annotated[int, Field(ge=2)] = 3
+    """Fewest terms of a sum."""
+    max_terms: Annotated[int, Field(ge=2)] = 3
+    """Most terms of a sum."""
+    min_digits: Count = 1
+    """Fewest digits of a term."""
+    max_digits: Count = 1
+    """Most digits of a term."""
+    worked_fraction: Share = 0.35
+    """Demonstrations that work the sum out before they answer; the others answer at once."""
+    train_rows: Count = 2048
+    """Problems to train on."""
+    eval_rows: Count = 256
+    """Held-out problems; none of them is among the training problems."""
+    seed: CountOrZero = 0
+    """Seed of the problems, apart from the run's."""
+
+
+class DataSection(Section):
+    """Prompts: JSONL or parquet files, or a task that generates them."""
+
+    train_file: PathText | None = None
+    """Prompts to train on; either this or `task`."""
+    eval_file: PathText | None = None
+    """Held-out prompts."""
+    task: TaskSection | None = None
+    """Task that generates both files; either this or `train_file`."""
+    batch_size: Count = 32
+    """Prompts per iteration."""
+
+
+class AlgorithmSection(Section):
+    """From scores to advantages."""
+
+    name: Literal["ppo"] = "ppo"
+    """The dataflow."""
+    gamma: Share = 1.0
+    """Discount of later rewards."""
+    lam: Share = 0.95
+    """Lambda of generalised advantage estimation."""
+    kl_coef: NonNegative = 0.05
+    """Weight of the KL penalty on each token's reward."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL divergence from the reference."""
+    whiten_advantages: bool = True
+    """Advantages get mean 0 and variance 1 over the valid tokens."""
+
+
+class WarmupSection(Section):
+    """Supervised steps on demonstrations before RL, in the actor's own worker."""
+
+    file: PathText | None = None
+    """Demonstrations: rows with a response; the task's own where it is left out."""
+    steps: Count = 100
+    """Optimizer steps."""
+    batch_size: Count = 64
+    """Problems per step."""
+    lr: Positive = 1e-3
+    """Learning rate."""
+
+
+class TimeoutSection(Section):
+    """When waiting ends, in seconds."""
+
+    start_s: Positive = 600.0
+    """Until all workers have started."""
+    call_s: Positive = 1800.0
+    """Until every rank has answered one call."""

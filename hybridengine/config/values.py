@@ -1,0 +1,97 @@
+"""Types of single configuration values: ranges, byte sizes, parallel sizes, import paths."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from hybridengine.errors import TopologyError
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+
+BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+class Section(BaseModel):
+    """A part of the run configuration: typed, frozen, no key beyond those that are declared."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        validate_default=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+def _parse_bytes(value: Any) -> Any:
+    """Bytes written as an integer or with a unit: "64MiB"."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(B|KiB|MiB|GiB)", value.strip())
+    if match is None:
+        raise ValueError(
+            f"{value!r} is not a size in bytes; write an integer or a unit such as 64MiB or 1.5GiB"
+        )
+    return int(float(match[1]) * BYTE_UNITS[match[2]])
+
+
+def _check_train_sizes(text: str) -> str:
+    try:
+        return str(TrainSizes.parse(text))
+    except TopologyError as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_gen_sizes(text: str) -> str:
+    try:
+        return str(GenSizes.parse(text))
+    except TopologyError as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
+        raise ValueError(
+            f"{text!r} cannot be the name of a folder; use letters, digits, '.', '_' and '-',"
+            " a letter or digit first"
+        )
+    return text
+
+
+def _check_import_path(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", text):
+        raise ValueError(f"{text!r} is not a function's import path; write package.module:function")
+    return text
+
+
+def _check_path(text: str) -> str:
+    if not text.strip():
+        raise ValueError("the path is empty; name a file or folder, or leave the key out")
+    return text
+
+
+Count = Annotated[int, Field(ge=1)]
+"""A positive integer."""
+CountOrZero = Annotated[int, Field(ge=0)]
+"""An integer from 0 on."""
+Positive = Annotated[float, Field(gt=0)]
+"""A number above 0."""
+NonNegative = Annotated[float, Field(ge=0)]
+"""A number from 0 on."""
+Share = Annotated[float, Field(ge=0, le=1)]
+"""A number from 0 to 1."""
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=1)]
+"""Bytes: an integer, or with a unit such as 64MiB."""
+TrainSizesText = Annotated[str, AfterValidator(_check_train_sizes)]
+"""p-t-d, e.g. "2-2-1"."""
+GenSizesText = Annotated[str, AfterValidator(_check_gen_sizes)]
+"""p_g-t_g, e.g. "1-1"."""
+FolderName = Annotated[str, AfterValidator(_check_name)]
+"""A name that is safe as one folder."""
+ImportPath = Annotated[str, AfterValidator(_check_import_path)]
+"""package.module:function."""
+PathText = Annotated[str, AfterValidator(_check_path)]
+"""A path; a relative one starts at the folder in which the command is run."""

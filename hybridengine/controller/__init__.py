@@ -1,0 +1,1 @@
+"""The single controller: pools of rank processes, worker groups, and the results of their calls (Ray)."""

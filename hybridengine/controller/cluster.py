@@ -1,0 +1,120 @@
+"""The Ray cluster: starting one on this machine, what its nodes offer, and the order of nodes."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+QUIET_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the behaviour of later versions; silences a warning per process
+    "RAY_prestart_worker_first_driver": "0",  # idle processes that no rank, each with its own environment, can use
+    "RAY_enable_worker_prestart": "0",
+}
+"""Set before Ray starts here; values of the caller's environment win."""
+
+
+@dataclass(frozen=True)
+class NodeOffer:
+    """What one node of the cluster has in total."""
+
+    address: str
+    num_cpus: int
+    num_gpus: int
+
+    def num_ranks(self, cpus_per_rank: int, use_gpus: bool) -> int:
+        """Ranks that fit on the node."""
+        by_cpus = self.num_cpus // cpus_per_rank if cpus_per_rank else self.num_gpus
+        return min(by_cpus, self.num_gpus) if use_gpus else by_cpus
+
+    def __str__(self) -> str:
+        return f"{self.address} with {self.num_cpus} CPUs and {self.num_gpus} GPUs"
+
+
+def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
+    """Connect to the cluster that RAY_ADDRESS names, or else start a quiet one on this machine; once per process.
+
+    `num_cpus` are logical: that many ranks can run, also on fewer cores. Batches travel by copy: Ray's zero-copy
+    tensors (RAY_ENABLE_ZERO_COPY_TORCH_TENSORS) are read-only shared memory that a worker's in-place operation would
+    crash on, so they are left off.
+    """
+    if ray.is_initialized():
+        return
+    for name, value in QUIET_RAY.items():
+        os.environ.setdefault(name, value)
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(address=os.environ["RAY_ADDRESS"], logging_level=logging.WARNING)
+    else:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+        )
+
+
+def node_offers() -> list[NodeOffer]:
+    """What the live nodes of the connected cluster have, in node order."""
+    offers = []
+    for node in sorted(_live_nodes(), key=lambda node: node_key(node["NodeManagerAddress"], node["NodeID"])):
+        resources: Mapping[str, float] = node["Resources"]
+        offers.append(
+            NodeOffer(node["NodeManagerAddress"], int(resources.get("CPU", 0)), int(resources.get("GPU", 0)))
+        )
+    return offers
+
+
+def node_addresses() -> dict[str, str]:
+    """Ray's node id -> address of the live nodes."""
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in _live_nodes()}
+
+
+def capacity_problems(
+    ranks_per_node: Sequence[int], cpus_per_rank: int, use_gpus: bool, offers: Sequence[NodeOffer]
+) -> list[str]:
+    """Why the ranks do not fit on distinct nodes of the cluster; empty where they do."""
+    fitting = sorted((offer.num_ranks(cpus_per_rank, use_gpus) for offer in offers), reverse=True)
+    wanted = sorted(ranks_per_node, reverse=True)
+    if len(wanted) <= len(fitting) and all(need <= room for need, room in zip(wanted, fitting, strict=False)):
+        return []
+    each = f"{cpus_per_rank} CPU" + (" and 1 GPU" if use_gpus else "")
+    listing = "; ".join(map(str, offers)) or "no live node"
+    return [
+        f"ranks_per_node={list(ranks_per_node)} needs {sum(wanted)} ranks on {len(wanted)} nodes ({each} each), but"
+        f" the cluster has room for {fitting} ranks per node: {listing}; choose smaller parallel sizes, or"
+        " start the cluster with more nodes, CPUs or GPUs"
+    ]
+
+
+def node_key(address: str, node_id: str) -> tuple[Any, ...]:
+    """Sort key of a node: addresses as numbers (10.0.0.9 before 10.0.0.10), then names, then Ray's node id."""
+    try:
+        number = ipaddress.ip_address(address)
+    except ValueError:
+        return (1, 0, 0, address, node_id)
+    return (0, number.version, int(number), address, node_id)
+
+
+def order_bundles(ranks_per_node: Sequence[int], bundle_keys: Sequence[tuple[Any, ...]]) -> list[int]:
+    """Bundle for each position of `ranks_per_node`: among bundles of equal size, nodes in ascending order.
+
+    `bundle_keys[b]` is the `node_key` of the node on which Ray placed bundle b, which has ranks_per_node[b] ranks.
+    Ray may place bundles of equal size on nodes in any order; ranks must not depend on it.
+    """
+    chosen = [0] * len(ranks_per_node)
+    for size in set(ranks_per_node):
+        positions = [position for position, ranks in enumerate(ranks_per_node) if ranks == size]
+        for position, bundle in zip(positions, sorted(positions, key=lambda b: bundle_keys[b]), strict=True):
+            chosen[position] = bundle
+    return chosen
+
+
+def _live_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]

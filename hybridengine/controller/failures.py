@@ -1,0 +1,153 @@
+"""How a failure on a rank reaches the controller: as data, so that no class needs to unpickle to be reported.
+
+Every call of a rank process ends in an `Outcome`; an exception becomes the `RankFailure` inside it. The controller
+turns failures into a `RankFailedError` (one rank, with its traceback) and hangs into a `WorkerTimeoutError`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import PurePath
+
+from hybridengine.errors import WorkerError
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """Why one rank could not do what it was asked."""
+
+    rank: int
+    error: str
+    """Class name and message of the exception, or how the process died."""
+    traceback: str = ""
+    """Traceback on the rank; empty where the process died."""
+    pickled: bytes | None = None
+    """The exception itself, where it can be pickled."""
+    died: bool = False
+    """The process is gone, and every role in it."""
+    in_collective: bool = False
+    """Raised inside torch.distributed: usually the echo of another rank's failure."""
+    role: str = ""
+    method: str = ""
+    place: str = ""
+    """Coordinate and node, e.g. "pp=0 dp=0 tp=1, node 10.0.0.4"."""
+
+    @property
+    def original(self) -> BaseException | None:
+        """The exception raised on the rank; None where it cannot cross processes."""
+        if self.pickled is None:
+            return None
+        try:
+            return pickle.loads(self.pickled)
+        except Exception:  # the class is unknown here, or its constructor wants other arguments
+            return None
+
+    @property
+    def operation(self) -> str:
+        return f"{self.role}.{self.method}" if self.role else self.method
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one call ended on one rank."""
+
+    rank: int
+    seconds: float
+    """Time inside the worker's method."""
+    failure: RankFailure | None = None
+
+
+class RankFailedError(WorkerError):
+    """A rank raised or died; the message has its traceback, `original` the exception where it could travel.
+
+    The original exception is also the error's ``__cause__``.
+    """
+
+    def __init__(self, message: str, failure: RankFailure) -> None:
+        super().__init__(message, failure)
+        self.failure = failure
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+    @property
+    def original(self) -> BaseException | None:
+        return self.failure.original
+
+    @property
+    def rank(self) -> int:
+        return self.failure.rank
+
+    @property
+    def role(self) -> str:
+        return self.failure.role
+
+    @property
+    def method(self) -> str:
+        return self.failure.method
+
+    @property
+    def place(self) -> str:
+        """Coordinate and node."""
+        return self.failure.place
+
+
+def failure_of(rank: int, error: BaseException) -> RankFailure:
+    """Describe an exception on the rank that raised it."""
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:  # an exception that cannot travel is reported as text
+        pickled = None
+    return RankFailure(
+        rank=rank,
+        error=f"{type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+        pickled=pickled,
+        in_collective=_lost_a_peer(error),
+    )
+
+
+def rank_failed(failure: RankFailure, others: list[RankFailure]) -> RankFailedError:
+    """The error for a failed rank; `others` are ranks that failed in the same call and are only counted."""
+    verb = "died" if failure.died else "failed"
+    message = f"{failure.operation} {verb} on rank {failure.rank} ({failure.place}): {failure.error}"
+    if others:
+        named = ", ".join(f"{other.rank} ({_first_line(other.error)})" for other in others)
+        message += f"\nalso failed: rank {named}"
+    if failure.traceback:
+        message += f"\ntraceback on rank {failure.rank}:\n{failure.traceback.rstrip()}"
+    error = RankFailedError(message, failure)
+    error.__cause__ = failure.original
+    return error
+
+
+def root_cause(failures: list[RankFailure]) -> tuple[RankFailure, list[RankFailure]]:
+    """The failure to report and the others: a dead rank before an exception before the echo of one."""
+    ordered = sorted(failures, key=lambda failure: (not failure.died, failure.in_collective, failure.rank))
+    return ordered[0], ordered[1:]
+
+
+def locate(failure: RankFailure, role: str, method: str, place: str) -> RankFailure:
+    """The failure with what only the controller knows."""
+    return replace(failure, role=role, method=method, place=place)
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """Whether the exception comes from a collective: gloo and NCCL name themselves, else the innermost frame says."""
+    if type(error).__module__.startswith("torch.distributed") or "/gloo/" in str(error):
+        return True
+    frames, last = error.__traceback__, None
+    while frames is not None:
+        last, frames = frames, frames.tb_next
+    if last is None:
+        return False
+    parts = PurePath(last.tb_frame.f_code.co_filename).parts
+    return ("torch", "distributed") in pairwise(parts)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0][:200]

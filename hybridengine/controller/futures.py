@@ -1,0 +1,112 @@
+"""Results of group calls that may not exist yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import RayError
+
+from hybridengine.controller.waiting import Operation
+from hybridengine.errors import WorkerError
+
+
+class Future:
+    """The result of a group call; can be passed, as it is, to calls of other groups.
+
+    The result is what the method's protocol collects: one TensorDict where rows are concatenated, else a list by
+    source rank.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        results: Mapping[int, ObjectRef],
+        collect: Callable[[list[Any]], Any],
+        timeout_s: float,
+        blocked_by: Callable[[int], str | None],
+    ) -> None:
+        """`results` are references to the results of the source ranks, in row order."""
+        self._operation = operation
+        self._results = dict(results)
+        self._collect = collect
+        self._timeout_s = timeout_s
+        self._blocked_by = blocked_by
+        self._error: WorkerError | None = None
+        self._collected = False
+        self._value: Any = None
+
+    @property
+    def operation(self) -> Operation:
+        """The call on the ranks."""
+        return self._operation
+
+    @property
+    def seconds(self) -> float:
+        """Time inside the method on the slowest rank; complete once `wait` or `get` has returned."""
+        return self._operation.seconds
+
+    @property
+    def reported(self) -> bool:
+        """Whether `wait` or `get` has raised the call's failure."""
+        return self._error is not None
+
+    def done(self) -> bool:
+        """Whether every rank has answered or one has failed; `get` then returns or raises at once."""
+        return self._operation.poll() or self._operation.failed
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until every rank has ended the call; the result stays where it is.
+
+        Raises:
+            RankFailedError: a rank raised or died.
+            WorkerTimeoutError: ranks have not answered after `timeout_s`, the group's timeout by default.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._collected:
+            return
+        try:
+            self._operation.wait(self._timeout_s if timeout_s is None else timeout_s, self._blocked_by)
+        except WorkerError as error:
+            if self._operation.failed:  # a timeout can be waited for again, a failure stays
+                self._error = error
+                self._results.clear()
+            raise
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        """The collected result.
+
+        Raises:
+            RankFailedError: a rank raised or died.
+            WorkerTimeoutError: ranks have not answered after `timeout_s`, the group's timeout by default.
+            ProtocolError: ranks returned results that cannot be concatenated.
+        """
+        self.wait(timeout_s)
+        if not self._collected:
+            self._value = self._collect(self._fetch())
+            self._collected = True
+            self._results.clear()
+        return self._value
+
+    def _fetch(self) -> list[Any]:
+        try:
+            return ray.get(list(self._results.values()), timeout=self._timeout_s)
+        except RayError as error:
+            raise WorkerError(
+                f"{self._operation} ended, but its results are lost ({type(error).__name__}: {error});"
+                " a rank or its node has died since: start again from the last checkpoint"
+            ) from error
+
+    def __repr__(self) -> str:
+        missing = self._operation.missing
+        state = f"waiting for ranks {list(missing)}" if missing else "complete"
+        return f"Future({self._operation}, {state})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be sent to a rank inside another value; pass it as an argument of its own, or call"
+            " get() first"
+        )

@@ -1,0 +1,307 @@
+"""A pool of ranks: reserved nodes, one process per rank, one torch.distributed world over all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hybridengine.controller import cluster
+from hybridengine.controller.futures import Future
+from hybridengine.controller.rank_process import RankIdentity, RankProcess, Seat, process_environment
+from hybridengine.controller.waiting import Operation
+from hybridengine.errors import ConfigError, WorkerError, raise_all
+
+logger = logging.getLogger(__name__)
+
+RESERVE_TIMEOUT_S = 60.0
+"""Wait for nodes that another job or a pool closed just now still holds."""
+LEAVE_TIMEOUT_S = 10.0
+"""Wait for ranks to leave the world before they are ended."""
+
+
+class ResourcePool:
+    """Ranks on the nodes of a Ray cluster, shared by the worker groups that are made on it.
+
+    Nothing starts before the first worker group is made on the pool, or `start`. Ranks are numbered by (node, GPU):
+    nodes by address as a number, never in Ray's order of bundles. As a context manager, the pool waits on a normal
+    exit for calls whose result nobody fetched, and ends its processes in any case.
+
+        with ResourcePool(gpus_per_node=[8, 8]) as pool:
+            actor = WorkerGroup(pool, ActorWorker, parallel="1-4-4", generate="1-2")
+    """
+
+    def __init__(
+        self,
+        ranks_per_node: Sequence[int] | None = None,
+        *,
+        gpus_per_node: Sequence[int] | None = None,
+        use_gpus: bool = False,
+        env: Mapping[str, str] | None = None,
+        cpus_per_rank: int = 1,
+        start_timeout_s: float = 600.0,
+        timeout_s: float = 3600.0,
+    ) -> None:
+        """Describe a pool.
+
+        `gpus_per_node` is short for as many ranks with `use_gpus`. `env` are environment variables that every
+        process has from its start. `timeout_s` bounds group calls and torch.distributed's collectives.
+
+        Raises:
+            ConfigError: none or both of ranks_per_node and gpus_per_node are given, or a number is not positive.
+        """
+        if (ranks_per_node is None) == (gpus_per_node is None):
+            raise ConfigError("a ResourcePool takes ranks_per_node or gpus_per_node, and exactly one of them")
+        self.ranks_per_node = tuple(ranks_per_node or gpus_per_node or ())
+        self.use_gpus = use_gpus or gpus_per_node is not None
+        self.cpus_per_rank = cpus_per_rank
+        self.start_timeout_s = start_timeout_s
+        self.timeout_s = timeout_s
+        self.sent_bytes = 0
+        """Bytes of batches that the controller has sent to ranks."""
+        self.received_bytes = 0
+        """Bytes of batches that the controller has received from ranks."""
+        if not self.ranks_per_node or any(ranks < 1 for ranks in self.ranks_per_node) or cpus_per_rank < 1:
+            raise ConfigError(
+                f"ranks_per_node={list(self.ranks_per_node)} with cpus_per_rank={cpus_per_rank}:"
+                " give at least one node, and positive numbers"
+            )
+        self._env = dict(env or {})
+        self._placement: PlacementGroup | None = None
+        self._processes: list[Any] = []
+        self._identities: list[RankIdentity] = []
+        self._unfinished: list[Future] = []
+        self._roles: set[str] = set()
+        self._closed = False
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.ranks_per_node)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Address of each rank's node; empty before the start."""
+        return tuple(identity.node for identity in self._identities)
+
+    @property
+    def started(self) -> bool:
+        return bool(self._identities)
+
+    def start(self) -> None:
+        """Reserve the nodes, start the rank processes and join them to one torch.distributed world; once.
+
+        Raises:
+            ConfigError: the cluster is too small, or its nodes stay occupied.
+            WorkerError: a process failed while starting, or ranks did not arrive in time.
+        """
+        if self._closed:
+            raise WorkerError("the pool is closed, and its processes have ended; make a new ResourcePool")
+        if self.started:
+            return
+        cluster.start_ray(num_cpus=self.num_ranks * self.cpus_per_rank)
+        raise_all(
+            cluster.capacity_problems(
+                self.ranks_per_node, self.cpus_per_rank, self.use_gpus, cluster.node_offers()
+            )
+        )
+        try:
+            self._reserve()
+            self._start_processes()
+            self._join_world()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(
+        self,
+        role: str,
+        method: str,
+        calls: Callable[[int, Any], tuple[ObjectRef, ObjectRef]],
+        *,
+        sources: Sequence[int],
+        collect: Callable[[list[Any]], Any],
+        timeout_s: float,
+        places: Sequence[str],
+    ) -> Future:
+        """Make one call on every rank: `calls(rank, process)` returns references to its outcome and its result.
+
+        Raises:
+            RankFailedError: an earlier call whose result nobody fetched has failed.
+        """
+        self.raise_failures()
+        references = [calls(rank, process) for rank, process in enumerate(self._processes)]
+        operation = Operation(role, method, {rank: ref for rank, (ref, _) in enumerate(references)}, places)
+        results = {rank: references[rank][1] for rank in sources}
+        future = Future(operation, results, collect, timeout_s, self._operation_of)
+        self._unfinished.append(future)
+        return future
+
+    def raise_failures(self) -> None:
+        """Raise the failure of a call whose result nobody has fetched; waits for nothing.
+
+        Raises:
+            RankFailedError: there is one.
+        """
+        failed = [future for future in self._unfinished if future.done() and future.operation.failed]
+        self._unfinished = [future for future in self._unfinished if future.operation.missing]
+        for future in failed:
+            if not future.reported:
+                future.wait()
+
+    def wait(self) -> None:
+        """Wait for every call made so far.
+
+        Raises:
+            RankFailedError: one of them failed.
+            WorkerTimeoutError: one of them did not end in time.
+        """
+        self.raise_failures()
+        for future in list(self._unfinished):
+            if not future.reported:
+                future.wait()
+        self._unfinished.clear()
+
+    def add_role_name(self, role: str) -> None:
+        """Take a role's name for a worker group.
+
+        Raises:
+            ConfigError: another group of the pool has it.
+        """
+        if role in self._roles:
+            raise ConfigError(
+                f"role {role!r} exists in this pool; give each worker group a role of its own, e.g. role='{role}_2'"
+            )
+        self._roles.add(role)
+
+    def close(self) -> None:
+        """End all processes and give the nodes back; idle ranks leave the world first."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.started and all(future.done() and not future.operation.failed for future in self._unfinished):
+            try:
+                self._on_all(
+                    "leave_world", lambda rank, process: process.leave_world.remote(), LEAVE_TIMEOUT_S
+                )
+            except WorkerError as error:
+                logger.warning("ranks were ended without leaving the world: %s", error)
+        if not ray.is_initialized():
+            return
+        for process in self._processes:
+            ray.kill(process)
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+
+    def __enter__(self) -> ResourcePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        try:
+            if error is None and self.started:
+                self.wait()
+        finally:
+            self.close()
+
+    def _reserve(self) -> None:
+        bundles = []
+        for ranks in self.ranks_per_node:
+            bundles.append({"CPU": ranks * self.cpus_per_rank} | ({"GPU": ranks} if self.use_gpus else {}))
+        strategy = "STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK"
+        self._placement = placement_group(bundles, strategy=strategy)
+        if not self._placement.wait(timeout_seconds=RESERVE_TIMEOUT_S):
+            free = {name: ray.available_resources().get(name, 0.0) for name in ("CPU", "GPU")}
+            raise ConfigError(
+                f"ranks_per_node={list(self.ranks_per_node)} fits in the cluster, but was not free within"
+                f" {RESERVE_TIMEOUT_S:g} s (free now: {free['CPU']:g} CPUs, {free['GPU']:g} GPUs);"
+                " close the other pools, or wait for other jobs to end"
+            )
+
+    def _start_processes(self) -> None:
+        """Start the processes, bundle by bundle in node order, and number them."""
+        assert self._placement is not None, "_reserve comes first"
+        addresses = cluster.node_addresses()
+        node_ids: Mapping[int, str] = placement_group_table(self._placement)["bundles_to_node_id"]
+        keys = [
+            cluster.node_key(addresses[node_ids[b]], node_ids[b]) for b in range(len(self.ranks_per_node))
+        ]
+        order = cluster.order_bundles(self.ranks_per_node, keys)
+        process_class = ray.remote(RankProcess)
+        for bundle, num_ranks in zip(order, self.ranks_per_node, strict=True):
+            for _ in range(num_ranks):
+                self._processes.append(
+                    process_class.options(
+                        num_cpus=self.cpus_per_rank,
+                        num_gpus=1 if self.use_gpus else 0,
+                        runtime_env={"env_vars": process_environment(self.use_gpus, self._env)},
+                        scheduling_strategy=PlacementGroupSchedulingStrategy(
+                            self._placement, placement_group_bundle_index=bundle
+                        ),
+                    ).remote()
+                )
+        seats = self._on_all(
+            "take_seat", lambda rank, process: process.take_seat.remote(rank), self.start_timeout_s
+        )
+        self._processes, self._identities = _number(self._processes, seats, self.ranks_per_node)
+
+    def _join_world(self) -> None:
+        timeout_s = self.start_timeout_s
+        ports = self._on_all(
+            "take_rank",
+            lambda rank, process: process.take_rank.remote(self._identities[rank], timeout_s),
+            timeout_s,
+        )
+        master_addr = self.nodes[0] if len(self.ranks_per_node) > 1 else "127.0.0.1"
+        self._on_all(
+            "join_world",
+            lambda rank, process: process.join_world.remote(master_addr, ports[0], self.timeout_s),
+            timeout_s,
+        )
+
+    def _on_all(self, method: str, call: Callable[[int, Any], ObjectRef], timeout_s: float) -> list[Any]:
+        """Results of a method of `RankProcess` on all ranks."""
+        places = [f"node {node}" for node in self.nodes] or ["not started"] * self.num_ranks
+        references: list[Any] = [call(rank, process) for rank, process in enumerate(self._processes)]
+        Operation("pool", method, {rank: refs[0] for rank, refs in enumerate(references)}, places).wait(
+            timeout_s
+        )
+        return ray.get([refs[1] for refs in references], timeout=timeout_s)
+
+    def _operation_of(self, rank: int) -> str | None:
+        """The first call that the rank has not ended, in the order in which they were made."""
+        for future in self._unfinished:
+            future.operation.poll()
+            if rank in future.operation.missing:
+                return str(future.operation)
+        return None
+
+
+def _number(
+    processes: Sequence[Any], seats: Sequence[Seat], ranks_per_node: Sequence[int]
+) -> tuple[list[Any], list[RankIdentity]]:
+    """Processes in rank order and their identities: node by node, on each by GPU."""
+    ordered: list[Any] = []
+    identities: list[RankIdentity] = []
+    begin = 0
+    for num_local in ranks_per_node:
+        local = sorted(range(begin, begin + num_local), key=lambda index: (seats[index].gpu or 0, index))
+        gpus = tuple(gpu for gpu in (seats[index].gpu for index in local) if gpu is not None)
+        for local_rank, index in enumerate(local):
+            ordered.append(processes[index])
+            identities.append(
+                RankIdentity(len(identities), len(processes), local_rank, num_local, seats[index].node, gpus)
+            )
+        begin += num_local
+    return ordered, identities

@@ -1,0 +1,214 @@
+"""The process of one rank: it hosts several roles, which take turns in the process's main thread.
+
+The pool turns `RankProcess` into a Ray actor with one thread, so that calls run in the order in which the controller
+made them, the same on every rank, and in the main thread, which signal handlers want.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import ray
+
+from hybridengine.controller.context import RankContext
+from hybridengine.controller.failures import Outcome, failure_of
+from hybridengine.errors import WorkerError
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a process runs, before it has a rank."""
+
+    node: str
+    gpu: int | None
+    """Index of the GPU that Ray gave to the process; None on a CPU pool."""
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """A rank of the pool's world, as torch.distributed and launchers' environment variables have it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: str
+    node_gpus: tuple[int, ...]
+    """GPUs of the pool on this node, ascending; `local_rank` indexes them. Empty on a CPU pool."""
+
+    def environment(self, master_addr: str, master_port: int) -> dict[str, str]:
+        return {
+            "MASTER_ADDR": master_addr,
+            "MASTER_PORT": str(master_port),
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+        }
+
+
+class RankProcess:
+    """One rank of a pool. Every method returns an `Outcome` and a result, and never raises."""
+
+    def __init__(self) -> None:
+        self._identity: RankIdentity | None = None
+        self._store: Any = None
+        self._workers: dict[str, Any] = {}
+
+    def __repr__(self) -> str:  # Ray's prefix of every line that the process prints
+        return "rank ?" if self._identity is None else f"rank {self._identity.rank}"
+
+    @ray.method(num_returns=2)
+    def take_seat(self, seat: int) -> tuple[Outcome, Seat]:
+        """Import torch, the slow part of starting, and say where the process runs; `seat` stands in for a rank."""
+
+        def look() -> Seat:
+            importlib.import_module("torch.distributed")
+            gpus = [int(gpu) for gpu in ray.get_gpu_ids()]
+            return Seat(ray.util.get_node_ip_address(), gpus[0] if gpus else None)
+
+        return self._run(seat, look)
+
+    @ray.method(num_returns=2)
+    def take_rank(self, identity: RankIdentity, timeout_s: float) -> tuple[Outcome, int]:
+        """Become a rank; rank 0 opens the world's store and returns its port.
+
+        The visible GPUs are the pool's on this node, in one order for all its processes.
+        """
+
+        def become() -> int:
+            self._identity = identity
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, identity.node_gpus))
+            return self._open_store(timeout_s) if identity.rank == 0 else 0
+
+        return self._run(identity.rank, become)
+
+    @ray.method(num_returns=2)
+    def join_world(self, master_addr: str, master_port: int, timeout_s: float) -> tuple[Outcome, None]:
+        """Initialise torch.distributed: gloo, and NCCL for tensors on GPUs."""
+        identity = self._taken()
+
+        def join() -> None:
+            os.environ.update(identity.environment(master_addr, master_port))
+            timeout = timedelta(seconds=timeout_s)
+            torch = importlib.import_module("torch")
+            distributed = importlib.import_module("torch.distributed")
+            backend = "gloo"
+            if identity.node_gpus:
+                torch.cuda.set_device(identity.local_rank)
+                backend = "cpu:gloo,cuda:nccl"
+            if self._store is None:
+                self._store = distributed.TCPStore(master_addr, master_port, is_master=False, timeout=timeout)
+            distributed.init_process_group(
+                backend,
+                store=distributed.PrefixStore("world", self._store),
+                rank=identity.rank,
+                world_size=identity.world_size,
+                timeout=timeout,
+            )
+            distributed.barrier()
+
+        return self._run(identity.rank, join)
+
+    @ray.method(num_returns=2)
+    def add_role(self, context: RankContext, worker: str | bytes, config: bytes) -> tuple[Outcome, None]:
+        """Make the worker of a role; `worker` is an import path or a pickled class, `config` pickled kwargs."""
+
+        def make() -> None:
+            if context.role in self._workers:
+                raise WorkerError(
+                    f"role {context.role!r} exists on rank {context.rank}; give each group a role of its own"
+                )
+            cls = import_object(worker) if isinstance(worker, str) else pickle.loads(worker)
+            self._workers[context.role] = cls(context, **pickle.loads(config))
+
+        return self._run(context.rank, make)
+
+    @ray.method(num_returns=2)
+    def call(
+        self, role: str, method: str, arguments: Arguments, collect: bool, timeout_s: float
+    ) -> tuple[Outcome, Any]:
+        """Run a method of a role's worker; the result is returned where `collect`, else None.
+
+        A method that runs longer than `timeout_s` prints the stack of every thread to the process's log.
+        """
+
+        def run() -> Any:
+            args, kwargs = arguments
+            result = getattr(self._workers[role], method)(*args, **kwargs)
+            return result if collect else None
+
+        # Before the controller's own deadline, after which it may end the process.
+        faulthandler.dump_traceback_later(0.9 * timeout_s, file=sys.__stderr__ or sys.stderr)
+        try:
+            return self._run(self._taken().rank, run)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    @ray.method(num_returns=2)
+    def leave_world(self) -> tuple[Outcome, None]:
+        """Drop all roles and leave torch.distributed."""
+
+        def leave() -> None:
+            self._workers.clear()
+            distributed = importlib.import_module("torch.distributed")
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
+
+        return self._run(self._taken().rank, leave)
+
+    def _taken(self) -> RankIdentity:
+        assert self._identity is not None, "take_rank comes first"
+        return self._identity
+
+    def _open_store(self, timeout_s: float) -> int:
+        # Port 0: the system picks a free one and the store holds it, so that no other process can take it meanwhile.
+        distributed = importlib.import_module("torch.distributed")
+        timeout = timedelta(seconds=timeout_s)
+        self._store = distributed.TCPStore(
+            "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout
+        )
+        return self._store.port
+
+    @staticmethod
+    def _run(rank: int, task: Callable[[], Any]) -> tuple[Outcome, Any]:
+        begin = time.perf_counter()
+        try:
+            result = task()
+        except Exception as error:  # carried to the controller as data, with rank and traceback
+            return Outcome(rank, time.perf_counter() - begin, failure_of(rank, error)), None
+        return Outcome(rank, time.perf_counter() - begin), result
+
+
+def import_object(path: str) -> Any:
+    """The object at "package.module.Name".
+
+    Raises:
+        WorkerError: there is no such module or name.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise WorkerError(
+            f"{path!r} cannot be imported ({error}); write the class as package.module.Name"
+        ) from error
+
+
+def process_environment(use_gpus: bool, extra: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables that a rank process must have before it imports anything; `extra` wins."""
+    if use_gpus:
+        # Every process sees all GPUs of the pool on its node, as under torchrun; take_rank narrows them.
+        return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} | dict(extra)
+    return {"OMP_NUM_THREADS": "1"} | dict(extra)

@@ -1,0 +1,189 @@
+"""Worker groups: every registered method of a worker class, called on all ranks of a pool as one call."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray import ObjectRef, cloudpickle
+
+from hybridengine.controller.context import RankContext
+from hybridengine.controller.futures import Future
+from hybridengine.controller.pool import ResourcePool
+from hybridengine.controller.rank_process import import_object
+from hybridengine.controller.rows import collect_results, resolve, split_arguments, traffic_bytes
+from hybridengine.errors import ConfigError, raise_all
+from hybridengine.protocols import GroupTopology, Protocol, registered
+from hybridengine.topology.generation import GenerationGrid, Grouping
+from hybridengine.topology.grid import Grid, RankOrder
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+
+
+class WorkerGroup:
+    """One role on the ranks of a pool; its registered methods are attributes that read like calls.
+
+        critic = WorkerGroup(pool, CriticWorker, parallel="1-2-2", config={"lr": 1e-5})
+        values = critic.compute_values(rollout)     # a Future, at once
+        values.get()["values"]
+
+    Batches among the arguments are split by the method's protocol, other values go to every rank unchanged. A future
+    of another group is accepted as an argument: the call then waits for it first, since rows still pass through the
+    controller (`controller.rows.resolve` is the place that changes when they no longer do).
+
+    Calls run on every rank in the order in which they were made, also those of other groups on the same pool. A call
+    whose result nobody fetches is not forgotten: its failure is raised by the next call on the pool.
+    """
+
+    def __init__(
+        self,
+        pool: ResourcePool,
+        worker: type | str,
+        *,
+        parallel: str | TrainSizes,
+        generate: str | GenSizes | None = None,
+        order: RankOrder = RankOrder.PAPER,
+        grouping: Grouping = Grouping.INTERVAL,
+        role: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Make the worker ``worker(context, **config)`` on every rank of the pool, and start the pool if need be.
+
+        `worker` is a class, or its import path "package.module.Name". `role` is by default the class's name without
+        "Worker". `timeout_s` bounds each call, the making of the workers included; by default the pool's.
+
+        Raises:
+            ConfigError, TopologyError, ProtocolError: before anything starts: sizes that do not multiply to the ranks
+                of the pool or do not nest, a role that exists, a class without registered methods.
+            RankFailedError: a worker's constructor failed.
+        """
+        cls = import_object(worker) if isinstance(worker, str) else worker
+        methods = registered(cls)
+        self.pool = pool
+        self.role = role or _role_of(cls)
+        self.timeout_s = pool.timeout_s if timeout_s is None else timeout_s
+        grid = Grid(TrainSizes.parse(parallel) if isinstance(parallel, str) else parallel, order)
+        sizes = GenSizes.parse(generate) if isinstance(generate, str) else generate
+        self.topology = GroupTopology(grid, None if sizes is None else GenerationGrid(grid, sizes, grouping))
+        self._methods = methods
+        self._signatures = {name: inspect.signature(function) for name, (function, _) in methods.items()}
+        raise_all(self._problems(cls))
+        pool.add_role_name(self.role)
+        pool.start()
+        self._contexts = [
+            RankContext(
+                self.role, rank, grid.num_ranks, self.topology, grid.coordinate(rank), pool.nodes[rank]
+            )
+            for rank in range(grid.num_ranks)
+        ]
+        self._places = [f"{context.coordinate}, node {context.node}" for context in self._contexts]
+        self._make_workers(worker, dict(config or {}))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.topology.num_ranks
+
+    def __getattr__(self, name: str) -> Callable[..., Future]:
+        methods = self.__dict__.get("_methods", {})
+        if name not in methods:
+            near = difflib.get_close_matches(name, methods, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(methods)) or 'none'}"
+            raise AttributeError(f"{name!r} is no registered method of {self.__dict__.get('role')!r}; {hint}")
+
+        def group_call(*args: Any, **kwargs: Any) -> Future:
+            return self._call(name, args, kwargs)
+
+        function, _ = methods[name]
+        group_call.__name__, group_call.__doc__ = name, function.__doc__
+        return group_call
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._methods]
+
+    def __repr__(self) -> str:
+        return f"WorkerGroup({self.role}, {self.topology}, {self.num_ranks} ranks)"
+
+    def protocol(self, method: str) -> Protocol:
+        """Transfer protocol of a registered method."""
+        return self._methods[method][1]
+
+    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future:
+        operation = f"{self.role}.{method}"
+        protocol = self.protocol(method)
+        try:
+            self._signatures[method].bind(self, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{operation}{self._signatures[method]}: {error}") from None
+        arguments = resolve(args, kwargs)
+        parts, part_of_rank = split_arguments(protocol, self.topology, arguments, operation)
+        sources = protocol.source_ranks(self.topology)
+        references = [ray.put(part) for part in parts]
+        part_bytes = [traffic_bytes(part) for part in parts]
+        self.pool.sent_bytes += sum(part_bytes[part] for part in part_of_rank)
+
+        def call(rank: int, process: Any) -> tuple[ObjectRef, ObjectRef]:
+            return process.call.remote(
+                self.role, method, references[part_of_rank[rank]], rank in sources, self.timeout_s
+            )
+
+        def collect(results: list[Any]) -> Any:
+            self.pool.received_bytes += traffic_bytes(results)
+            return collect_results(protocol, results, operation)
+
+        return self.pool.submit(
+            self.role,
+            method,
+            call,
+            sources=sources,
+            collect=collect,
+            timeout_s=self.timeout_s,
+            places=self._places,
+        )
+
+    def _make_workers(self, worker: type | str, config: dict[str, Any]) -> None:
+        shipped = worker if isinstance(worker, str) else cloudpickle.dumps(worker)
+        kwargs = cloudpickle.dumps(config)
+
+        def make(rank: int, process: Any) -> tuple[ObjectRef, ObjectRef]:
+            return process.add_role.remote(self._contexts[rank], shipped, kwargs)
+
+        self.pool.submit(
+            self.role,
+            "__init__",
+            make,
+            sources=range(self.num_ranks),
+            collect=list,
+            timeout_s=self.timeout_s,
+            places=self._places,
+        ).wait()
+
+    def _problems(self, cls: type) -> list[str]:
+        problems = []
+        if self.num_ranks != self.pool.num_ranks:
+            sizes = self.topology.grid.sizes
+            problems.append(
+                f"{self.role}: parallel={sizes} makes {sizes.pp_size}·{sizes.tp_size}·{sizes.dp_size} ="
+                f" {self.num_ranks} ranks, and the pool has {self.pool.num_ranks}; choose sizes whose product is"
+                f" {self.pool.num_ranks}"
+            )
+        if not self._methods:
+            problems.append(
+                f"{cls.__name__} has no registered method; decorate those that the controller calls with @register"
+            )
+        for name in sorted(self._methods):
+            if hasattr(WorkerGroup, name) or name in self.__dict__:
+                problems.append(
+                    f"{cls.__name__}.{name} has the name of an attribute of WorkerGroup; rename the method"
+                )
+        return problems
+
+
+def _role_of(cls: type) -> str:
+    name = cls.__name__.removesuffix("Worker")
+    if not name:
+        raise ConfigError(f"no role can be derived from the class name {cls.__name__!r}; pass role=...")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

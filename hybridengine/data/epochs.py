@@ -1,0 +1,28 @@
+"""Endless shuffled epochs with random access: a resume needs only the number of the step."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+
+def shuffled_rows(num_rows: int, batch_size: int, seed: int, step: int) -> list[int]:
+    """Row numbers of batch `step` (from 0).
+
+    The rows form one endless stream of epochs, each a permutation of its own; batches are cut from the stream,
+    so one may span two epochs.
+
+    Guarantees: every epoch holds each row exactly once, and the result depends on nothing but the arguments.
+    """
+    assert num_rows > 0 and batch_size > 0 and step >= 0, f"{num_rows=} {batch_size=} {step=}"
+    rows: list[int] = []
+    for position in range(step * batch_size, (step + 1) * batch_size):
+        epoch, offset = divmod(position, num_rows)
+        rows.append(int(_order(num_rows, seed, epoch)[offset]))
+    return rows
+
+
+@lru_cache(maxsize=4)
+def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_rows)

@@ -1,0 +1,107 @@
+"""Tokenizers: loading one with the checks that training needs, and building the demo's own."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hybridengine.errors import DataError, raise_all
+
+PAD, UNKNOWN, TURN_START, TURN_END = "<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>"
+THINK_START, THINK_END = "<think>", "</think>"
+
+ROLES = ("system", "user", "assistant")
+"""One token each, so that a short problem stays a short prompt."""
+
+CHARACTERS = string.digits + string.ascii_lowercase + " \n+-*/=().,?!:"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    + TURN_START
+    + "{{ message['role'] }}{{ message['content'] }}"
+    + TURN_END
+    + "{% endfor %}{% if add_generation_prompt %}"
+    + TURN_START
+    + "assistant{% endif %}"
+)
+"""ChatML without its line breaks, which would only lengthen the sequences."""
+
+
+def load_tokenizer(folder: str | Path, pad_with_eos: bool = False) -> PreTrainedTokenizerBase:
+    """The Hugging Face tokenizer of a local folder, with an end-of-sequence token, a padding token and a chat template.
+
+    `pad_with_eos` uses the end-of-sequence token for padding where the folder names no padding token. It is harmless
+    here, because sequence lengths decide what is padding; it must be asked for, because other programs read the token.
+
+    Raises:
+        DataError: no such folder, no loadable tokenizer in it, or missing tokens or template (all of them).
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"tokenizer folder {folder} does not exist; name a folder with tokenizer.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers and tokenizers raise a dozen types, among them bare Exception
+        raise DataError(
+            f"{folder} holds no loadable tokenizer ({type(error).__name__}: {error});"
+            " it needs tokenizer.json and tokenizer_config.json"
+        ) from None
+    if pad_with_eos and tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    check_tokenizer(tokenizer, str(folder))
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raise one DataError that lists what `tokenizer` lacks for training and generating."""
+    settings = f"tokenizer_config.json of {name}"
+    problems = []
+    if tokenizer.eos_token_id is None:
+        problems.append(
+            f"tokenizer {name} has eos_token=None, responses could not end; set eos_token in {settings}"
+        )
+    if tokenizer.pad_token_id is None:
+        problems.append(
+            f"tokenizer {name} has pad_token=None, batches are padded; set pad_token in {settings},"
+            " or ask for pad_with_eos"
+        )
+    if not tokenizer.chat_template:
+        problems.append(
+            f"tokenizer {name} has no chat template, prompts are chat messages;"
+            f" set chat_template in {settings} or add chat_template.jinja beside it"
+        )
+    raise_all(problems, DataError)
+
+
+def token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
+    """Number of the special token `name` ("eos", "pad"), which `check_tokenizer` has found to be there."""
+    number = getattr(tokenizer, f"{name}_token_id")
+    assert isinstance(number, int), f"{name}_token_id={number!r}; load tokenizers with load_tokenizer"
+    return number
+
+
+def build_arithmetic_tokenizer() -> PreTrainedTokenizerFast:
+    """The demo's tokenizer: one token per character, role and special token; 59 tokens, an odd number on purpose.
+
+    An odd vocabulary makes every even tensor-parallel degree pad it, as with real models. `save_pretrained` writes
+    it as a Hugging Face tokenizer folder.
+    """
+    tokens = [PAD, UNKNOWN, TURN_START, TURN_END, THINK_START, THINK_END, *ROLES, *CHARACTERS]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([PAD, UNKNOWN, TURN_START, TURN_END])
+    tokenizer.add_tokens([THINK_START, THINK_END, *ROLES])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        eos_token=TURN_END,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        padding_side="right",
+    )

@@ -1,0 +1,56 @@
+"""Names of the metrics that console, summary, scripts and tests rely on. Others are free."""
+
+from __future__ import annotations
+
+STEP = "step"
+REWARD_MEAN = "reward/mean"
+"""Mean score of the step's responses."""
+KL_MEAN = "kl/mean"
+"""Mean over response tokens of the KL estimate between actor and reference."""
+EXACT_MATCH = "eval/exact_match"
+"""Share of held-out problems answered correctly, 0 to 1; only in rows of steps that were evaluated."""
+
+GENERATE_S = "time/generate_s"
+SWITCH_TO_GENERATE_S = "time/switch_to_generate_s"
+SWITCH_TO_TRAIN_S = "time/switch_to_train_s"
+UPDATE_ACTOR_S = "time/update_actor_s"
+UPDATE_CRITIC_S = "time/update_critic_s"
+STEP_S = "time/step_s"
+"""The whole step, from prompts to updated models."""
+
+RECEIVED_BYTES = "switch/received_bytes"
+PEAK_WEIGHT_BYTES = "switch/peak_weight_bytes"
+REDUNDANT_BYTES = "switch/redundant_bytes"
+LOG_PROB_ABS_DIFF_MAX = "rollout/log_prob_abs_diff_max"
+"""Largest |log-prob by the engine - log-prob by the training model| of a sampled token."""
+TOKENS_PER_S = "throughput/tokens_per_s"
+"""Prompt and response tokens of the step over `time/step_s`."""
+
+TRAINING_STEP_KEYS = (
+    STEP,
+    REWARD_MEAN,
+    KL_MEAN,
+    GENERATE_S,
+    SWITCH_TO_GENERATE_S,
+    SWITCH_TO_TRAIN_S,
+    UPDATE_ACTOR_S,
+    UPDATE_CRITIC_S,
+    STEP_S,
+    RECEIVED_BYTES,
+    PEAK_WEIGHT_BYTES,
+    REDUNDANT_BYTES,
+    LOG_PROB_ABS_DIFF_MAX,
+)
+"""What every row of a training step has; `eval/exact_match` comes on top where the step was evaluated."""
+
+
+def time_key(phase: str) -> str:
+    """The metric of a phase's seconds: "generate" -> "time/generate_s"."""
+    return f"time/{phase}_s"
+
+
+def phase_of(key: str) -> str | None:
+    """The phase whose seconds `key` holds, None where it is another metric: the inverse of `time_key`."""
+    if key.startswith("time/") and key.endswith("_s"):
+        return key.removeprefix("time/").removesuffix("_s")
+    return None

@@ -1,0 +1,284 @@
+"""Transfer protocols: which rows of a batch go to which ranks of a worker group, and whose results come back.
+
+A protocol is data over row ranges, never over rows: it says for `num_rows` rows and the topology of a group which
+range each rank gets, and which ranks' results, in row order, are the result of the call. Who moves the bytes is not
+its business.
+
+    protocol           distribute                                        collect
+    ONE_TO_ALL         the same rows to every rank                       from every rank
+    3D_PROTO           split over DP, a DP group's rows to all its ranks concat: last stage, tp 0 of every DP group
+    3D_ALL_MICRO_DP    split over all d · d_g generation replicas        concat: one rank of each replica
+    3D_PP_ONLY         the same rows to every rank                       from tp 0, dp 0 of every stage
+    DP_PROTO           split over all ranks                              concat from every rank
+    ALL_TO_ALL         one item per rank, made by the caller             from every rank
+
+Uneven splits are allowed: sizes differ by at most one, earlier replicas get more. No rank of a splitting protocol may
+be left without rows, for a rank that skips a collective makes its peers hang.
+
+Source: HybridFlow, arXiv 2409.19256, table 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import isfunction
+from itertools import pairwise
+from typing import Any, TypeVar, cast
+
+from hybridengine.errors import ProtocolError
+from hybridengine.topology.generation import GenerationGrid
+from hybridengine.topology.grid import Grid, RankOrder
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+
+RowRanges = tuple[range, ...]
+"""One range of rows per rank of a group, in rank order."""
+
+
+@dataclass(frozen=True)
+class GroupTopology:
+    """How the ranks of one worker group are arranged."""
+
+    grid: Grid
+    generation: GenerationGrid | None = None
+    """Generation groups of the same ranks; None for a group that does not generate."""
+
+    def __post_init__(self) -> None:
+        if self.generation is not None and self.generation.train != self.grid:
+            raise ProtocolError(
+                f"the generation grid lies over {self.generation.train}, the group over {self.grid};"
+                " build GenerationGrid on the group's own grid"
+            )
+
+    @classmethod
+    def parse(
+        cls, parallel: str, generate: str | None = None, order: RankOrder = RankOrder.PAPER
+    ) -> GroupTopology:
+        """Topology of sizes written as the paper does: parallel "p-t-d", generate "p_g-t_g"."""
+        grid = Grid(TrainSizes.parse(parallel), order)
+        return cls(grid, None if generate is None else GenerationGrid(grid, GenSizes.parse(generate)))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.grid.num_ranks
+
+    def __str__(self) -> str:
+        generates = "" if self.generation is None else f" generating at {self.generation.sizes}"
+        return f"{self.grid.sizes}{generates}"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How the rows of one call travel to the ranks of a group and back."""
+
+    name: str
+    split: Callable[[int, GroupTopology], RowRanges]
+    """(num_rows, topology) -> the rows of each rank."""
+    sources: Callable[[GroupTopology], tuple[int, ...]]
+    """Ranks whose results are collected, in row order."""
+    concatenates: bool
+    """Whether the sources' rows form one batch again; otherwise the result is a list by source rank."""
+    takes_items: bool = False
+    """Whether every argument is a list with one item per rank, and not a batch of rows."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def row_ranges(self, num_rows: int, topology: GroupTopology) -> RowRanges:
+        """`split`, checked.
+
+        Raises:
+            ProtocolError: there are too few rows, or a user's protocol is inconsistent: not one range per rank,
+                a range outside of the rows, or sources whose ranges do not tile the rows they concatenate.
+        """
+        ranges = self.split(num_rows, topology)
+        if len(ranges) != topology.num_ranks:
+            raise ProtocolError(
+                f"{self.name} splits rows into {len(ranges)} ranges for {topology.num_ranks} ranks ({topology});"
+                " `split` must return one range per rank"
+            )
+        for rank, rows in enumerate(ranges):
+            if rows.step != 1 or not 0 <= rows.start <= rows.stop <= num_rows:
+                raise ProtocolError(
+                    f"{self.name} gives rank {rank} the rows {rows} of {num_rows};"
+                    " `split` must return ranges with step 1 inside of the rows"
+                )
+        if self.concatenates:
+            self._check_tiling(num_rows, ranges, topology)
+        return ranges
+
+    def source_ranks(self, topology: GroupTopology) -> tuple[int, ...]:
+        """`sources`, checked: distinct ranks of the group, at least one.
+
+        Raises:
+            ProtocolError: a user's protocol names none, one twice, or one outside of the group.
+        """
+        ranks = tuple(self.sources(topology))
+        if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(topology.num_ranks)):
+            raise ProtocolError(
+                f"{self.name} collects from ranks {ranks} of {topology};"
+                f" `sources` must return distinct ranks between 0 and {topology.num_ranks - 1}"
+            )
+        return ranks
+
+    def _check_tiling(self, num_rows: int, ranges: RowRanges, topology: GroupTopology) -> None:
+        expected = 0
+        for rank in self.source_ranks(topology):
+            if ranges[rank].start != expected:
+                raise ProtocolError(
+                    f"{self.name} concatenates rows {ranges[rank]} of rank {rank} where row {expected} is due;"
+                    " the ranges of `sources`, in order, must cover every row once"
+                )
+            expected = ranges[rank].stop
+        if expected != num_rows:
+            raise ProtocolError(
+                f"{self.name} collects rows 0 to {expected} of {num_rows};"
+                " the ranges of `sources`, in order, must cover every row once"
+            )
+
+
+def even_split(num_rows: int, num_parts: int, parts: str = "parts") -> RowRanges:
+    """`num_rows` consecutive rows in `num_parts` ranges whose sizes differ by at most one, larger ones first.
+
+    Raises:
+        ProtocolError: there are fewer rows than parts; `parts` names them in the message.
+    """
+    if num_rows < num_parts:
+        raise ProtocolError(
+            f"{num_rows} rows cannot be split over {num_parts} {parts}: each needs at least one row,"
+            f" or its ranks would miss the group's collectives; pass {num_parts} rows or more"
+        )
+    size, longer = divmod(num_rows, num_parts)
+    starts = [part * size + min(part, longer) for part in range(num_parts + 1)]
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
+
+
+def _all_ranks(topology: GroupTopology) -> tuple[int, ...]:
+    return tuple(range(topology.num_ranks))
+
+
+def _same_rows(num_rows: int, topology: GroupTopology) -> RowRanges:
+    return (range(num_rows),) * topology.num_ranks
+
+
+def _split_over_dp(num_rows: int, topology: GroupTopology) -> RowRanges:
+    parts = even_split(num_rows, topology.grid.sizes.dp_size, f"data-parallel replicas of {topology}")
+    return tuple(parts[place.dp_rank] for place in topology.grid.coordinates())
+
+
+def _split_over_replicas(num_rows: int, topology: GroupTopology) -> RowRanges:
+    generation = _generation(topology)
+    parts = even_split(num_rows, generation.num_replicas, f"generation replicas of {topology}")
+    return tuple(parts[generation.replica_index(rank)] for rank in range(topology.num_ranks))
+
+
+def _split_over_ranks(num_rows: int, topology: GroupTopology) -> RowRanges:
+    return even_split(num_rows, topology.num_ranks, f"ranks of {topology}")
+
+
+def _one_item_each(num_items: int, topology: GroupTopology) -> RowRanges:
+    if num_items != topology.num_ranks:
+        raise ProtocolError(
+            f"{num_items} items for the {topology.num_ranks} ranks of {topology}: ALL_TO_ALL splits nothing;"
+            " pass lists with one item per rank, in rank order"
+        )
+    return tuple(range(rank, rank + 1) for rank in range(num_items))
+
+
+def _last_stage_of_dp(topology: GroupTopology) -> tuple[int, ...]:
+    last_stage = topology.grid.sizes.pp_size - 1
+    ranks = [
+        (place.dp_rank, rank)
+        for rank, place in enumerate(topology.grid.coordinates())
+        if place.pp_rank == last_stage and place.tp_rank == 0
+    ]
+    return tuple(rank for _, rank in sorted(ranks))
+
+
+def _last_stage_of_replicas(topology: GroupTopology) -> tuple[int, ...]:
+    generation = _generation(topology)
+    last_stage = generation.sizes.pp_size - 1
+    ranks = []
+    for rank in range(topology.num_ranks):
+        place = generation.coordinate(rank)
+        if place.pp_rank == last_stage and place.tp_rank == 0:
+            ranks.append((generation.replica_index(rank), rank))
+    return tuple(rank for _, rank in sorted(ranks))
+
+
+def _every_stage(topology: GroupTopology) -> tuple[int, ...]:
+    ranks = [
+        (place.pp_rank, rank)
+        for rank, place in enumerate(topology.grid.coordinates())
+        if place.dp_rank == 0 and place.tp_rank == 0
+    ]
+    return tuple(rank for _, rank in sorted(ranks))
+
+
+def _generation(topology: GroupTopology) -> GenerationGrid:
+    if topology.generation is None:
+        raise ProtocolError(
+            f"3D_ALL_MICRO_DP needs generation sizes, and the group {topology} has none;"
+            ' give it some, e.g. generate="1-1", or register the method with 3D_PROTO'
+        )
+    return topology.generation
+
+
+ONE_TO_ALL = Protocol("ONE_TO_ALL", _same_rows, _all_ranks, concatenates=False)
+PROTO_3D = Protocol("3D_PROTO", _split_over_dp, _last_stage_of_dp, concatenates=True)
+PROTO_3D_ALL_MICRO_DP = Protocol(
+    "3D_ALL_MICRO_DP", _split_over_replicas, _last_stage_of_replicas, concatenates=True
+)
+PROTO_3D_PP_ONLY = Protocol("3D_PP_ONLY", _same_rows, _every_stage, concatenates=False)
+DP_PROTO = Protocol("DP_PROTO", _split_over_ranks, _all_ranks, concatenates=True)
+ALL_TO_ALL = Protocol("ALL_TO_ALL", _one_item_each, _all_ranks, concatenates=False, takes_items=True)
+
+PAPER_PROTOCOLS = {
+    protocol.name: protocol
+    for protocol in (ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, PROTO_3D_PP_ONLY, DP_PROTO, ALL_TO_ALL)
+}
+"""The six protocols of table 3 by the paper's names."""
+
+_ATTRIBUTE = "_transfer_protocol"
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def register(protocol: Protocol) -> Callable[[_Function], _Function]:
+    """Decorator that makes a worker method callable through its group, with rows travelling by `protocol`.
+
+    Raises:
+        ProtocolError: what is given is not a protocol, or what is decorated is not a plain method.
+    """
+    if not isinstance(protocol, Protocol):
+        raise ProtocolError(f"@register({protocol!r}) names no protocol; write e.g. @register(PROTO_3D)")
+
+    def mark(function: _Function) -> _Function:
+        if not isfunction(cast(object, function)):
+            raise ProtocolError(
+                f"@register({protocol.name}) decorates {function!r}, which is not a plain method;"
+                " put @register outermost, on a method that takes self"
+            )
+        setattr(function, _ATTRIBUTE, protocol)
+        return function
+
+    return mark
+
+
+def registered(cls: type) -> dict[str, tuple[Callable[..., Any], Protocol]]:
+    """Registered methods of `cls` and its bases: name -> (function, protocol).
+
+    Raises:
+        ProtocolError: a subclass overrides a registered method without registering its own.
+    """
+    found: dict[str, tuple[Callable[..., Any], Protocol]] = {}
+    for base in reversed(cls.__mro__):
+        for name, function in vars(base).items():
+            protocol = vars(function).get(_ATTRIBUTE) if isfunction(function) else None
+            if protocol is not None:
+                found[name] = (function, protocol)
+            elif name in found:
+                raise ProtocolError(
+                    f"{base.__name__}.{name} overrides a method registered with {found[name][1].name} without"
+                    f" @register; decorate it with a protocol as well"
+                )
+    return found

@@ -1,0 +1,52 @@
+"""Boxes: half-open n-dimensional intervals of a tensor, written as one (start, stop) pair per dimension."""
+
+from __future__ import annotations
+
+import math
+
+Box = tuple[tuple[int, int], ...]
+
+
+def full_box(shape: tuple[int, ...]) -> Box:
+    """The box that covers a whole tensor of `shape`."""
+    return tuple((0, size) for size in shape)
+
+
+def extents(box: Box) -> tuple[int, ...]:
+    """Size of the box along each dimension."""
+    return tuple(stop - start for start, stop in box)
+
+
+def num_elements(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def starts(box: Box) -> tuple[int, ...]:
+    return tuple(start for start, _ in box)
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """Elements in both boxes; None where there are none."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def subtract(box: Box, hole: Box) -> list[Box]:
+    """Disjoint boxes that cover the elements of `box` outside of `hole`."""
+    common = intersect(box, hole)
+    if common is None:
+        return [box]
+    rest, core = [], list(box)
+    for dim, ((start, stop), (inner_start, inner_stop)) in enumerate(zip(box, common, strict=True)):
+        for part in ((start, inner_start), (inner_stop, stop)):
+            if part[0] < part[1]:
+                rest.append((*core[:dim], part, *core[dim + 1 :]))
+        core[dim] = (inner_start, inner_stop)
+    return rest
+
+
+def moved(box: Box, origin: tuple[int, ...], target: tuple[int, ...]) -> Box:
+    """`box` in coordinates where the point `origin` has become the point `target`."""
+    return tuple(
+        (start - o + t, stop - o + t) for (start, stop), o, t in zip(box, origin, target, strict=True)
+    )

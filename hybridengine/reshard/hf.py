@@ -1,0 +1,14 @@
+"""The layout of a Hugging Face checkpoint: every logical tensor, whole, at the ranks that hold the files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hybridengine.model_shapes import ModelShape
+from hybridengine.reshard.layout import Layout, Shard, whole
+
+
+def hf_layout(shape: ModelShape, ranks: Iterable[int] = (0,)) -> Layout:
+    """Layout in which each of `ranks` holds all logical tensors under their own names."""
+    shard = Shard(tuple(whole(name, name, size) for name, size in shape.tensors.items()))
+    return Layout(shape, dict.fromkeys(ranks, "all"), {"all": shard}, kind="hugging face")

@@ -1,0 +1,131 @@
+"""A layout says which parameters each rank has, and which boxes of which logical tensors they hold.
+
+Layouts are data: fused projections, replicated heads, padded vocabularies, tied embeddings and uneven pipeline stages
+are rows of these tables. `hf`, `megatron` and `vllm` beside this file write the tables; everything that moves weights
+reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from hybridengine.errors import PlanError
+from hybridengine.model_shapes import ModelShape
+from hybridengine.reshard.boxes import Box, extents, full_box, num_elements
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a logical tensor, and where it lies in a local parameter."""
+
+    tensor: str
+    box: Box
+    offset: tuple[int, ...]
+    """Index in the local parameter of the box's first element."""
+
+    @property
+    def local_box(self) -> Box:
+        """The elements of the local parameter that hold the box."""
+        return tuple((o, o + size) for o, size in zip(self.offset, extents(self.box), strict=True))
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """A parameter as one rank stores it; elements that no piece covers are padding and stay zero."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def has_padding(self) -> bool:
+        return sum(num_elements(piece.box) for piece in self.pieces) < self.num_elements
+
+
+@dataclass(frozen=True)
+class Shard:
+    """All parameters of one place in a layout."""
+
+    parameters: tuple[LocalParameter, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(parameter.num_elements for parameter in self.parameters)
+
+    def named(self) -> dict[str, LocalParameter]:
+        return {parameter.name: parameter for parameter in self.parameters}
+
+    def pieces_of(self) -> dict[str, list[tuple[str, Piece]]]:
+        """Logical tensor -> (parameter name, piece) for everything that this shard holds."""
+        found: dict[str, list[tuple[str, Piece]]] = {}
+        for parameter in self.parameters:
+            for piece in parameter.pieces:
+                found.setdefault(piece.tensor, []).append((parameter.name, piece))
+        return found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shards of a model over ranks. Ranks with the same key hold the same shard."""
+
+    shape: ModelShape
+    keys: Mapping[int, Hashable]
+    """Rank -> key of its shard."""
+    shards: Mapping[Hashable, Shard]
+    kind: str = field(default="", compare=False)
+    """What the layout belongs to, for messages: "megatron 2-2-1"."""
+
+    def shard(self, rank: int) -> Shard:
+        """What `rank` holds.
+
+        Raises:
+            PlanError: the layout has no such rank.
+        """
+        if rank not in self.keys:
+            raise PlanError(f"rank {rank} is not part of the layout {self.kind}; its ranks are {list(self.keys)}")
+        return self.shards[self.keys[rank]]
+
+
+def whole(name: str, tensor: str, shape: tuple[int, ...]) -> LocalParameter:
+    """A parameter that is a logical tensor, unsharded."""
+    return LocalParameter(name, shape, (Piece(tensor, full_box(shape), (0,) * len(shape)),))
+
+
+def sharded(name: str, tensor: str, shape: tuple[int, ...], dim: int, index: int, count: int) -> LocalParameter:
+    """Shard `index` of `count` equal shards of a logical tensor along `dim`."""
+    size = shape[dim] // count
+    box = list(full_box(shape))
+    box[dim] = (index * size, (index + 1) * size)
+    local = (*shape[:dim], size, *shape[dim + 1 :])
+    return LocalParameter(name, local, (Piece(tensor, tuple(box), (0,) * len(shape)),))
+
+
+def row_stack(name: str, parts: list[tuple[str, tuple[int, ...], tuple[int, int]]]) -> LocalParameter:
+    """A parameter made of row ranges of logical tensors, one below the other.
+
+    Each part is (logical tensor, its shape, (first row, last row + 1)); empty ranges are left out.
+    """
+    pieces, row = [], 0
+    columns: tuple[int, ...] = ()
+    for tensor, shape, (start, stop) in parts:
+        columns = shape[1:]
+        if start < stop:
+            pieces.append(Piece(tensor, ((start, stop), *full_box(columns)), (row, *(0 for _ in columns))))
+            row += stop - start
+    return LocalParameter(name, (row, *columns), tuple(pieces))
+
+
+def vocab_shard(
+    name: str, tensor: str, shape: tuple[int, ...], padded_rows: int, index: int, count: int
+) -> LocalParameter:
+    """Shard `index` of `count` of a vocabulary matrix that is padded to `padded_rows`; padding rows have no piece."""
+    size = padded_rows // count
+    start, stop = index * size, min((index + 1) * size, shape[0])
+    pieces = (Piece(tensor, ((start, stop), (0, shape[1])), (0, 0)),) if start < stop else ()
+    return LocalParameter(name, (size, shape[1]), pieces)

@@ -1,0 +1,84 @@
+"""The layout of vLLM's dense decoders under (p_g, t_g), laid over a generation grid.
+
+Rows of a fused parameter, per tensor-parallel rank: `qkv_proj` = [q heads; k heads; v heads], `gate_up_proj` =
+[gate rows; up rows], `embed_tokens` and `lm_head` = an equal share of the vocabulary, padded to a multiple of 64.
+With tied embeddings the head is the embedding: the last stage then has `embed_tokens` as well.
+"""
+
+from __future__ import annotations
+
+from hybridengine.model_shapes import EMBEDDING, FINAL_NORM, LM_HEAD, ModelShape
+from hybridengine.reshard.layout import Layout, LocalParameter, Shard, row_stack, sharded, vocab_shard, whole
+from hybridengine.reshard.megatron import VOCAB_MULTIPLE
+from hybridengine.topology.generation import GenerationGrid
+
+
+def gen_stage_layers(shape: ModelShape, train_pp_size: int, gen_pp_size: int) -> tuple[range, ...]:
+    """Layers of each generation stage: the union of p/p_g consecutive training stages, so that stages nest."""
+    stages = shape.split_layers(train_pp_size)
+    joined = train_pp_size // gen_pp_size
+    return tuple(
+        range(stages[first * joined].start, stages[(first + 1) * joined - 1].stop)
+        for first in range(gen_pp_size)
+    )
+
+
+def vllm_layout(shape: ModelShape, generation: GenerationGrid) -> Layout:
+    """Layout of the engines over the ranks of a generation grid."""
+    sizes, train = generation.sizes, generation.train.sizes
+    stages = gen_stage_layers(shape, train.pp_size, sizes.pp_size)
+    places = {rank: generation.coordinate(rank) for rank in range(train.num_ranks)}
+    keys = {rank: (place.pp_rank, place.tp_rank) for rank, place in places.items()}
+    shards = {key: vllm_shard(shape, stages, *key, sizes.tp_size) for key in sorted(set(keys.values()))}
+    return Layout(shape, keys, shards, kind=f"vllm {sizes}")
+
+
+def vllm_shard(
+    shape: ModelShape, stages: tuple[range, ...], pp_rank: int, tp_rank: int, tp_size: int
+) -> Shard:
+    """Parameters of the engine rank at (`pp_rank`, `tp_rank`)."""
+    first, last = pp_rank == 0, pp_rank == len(stages) - 1
+    padded = -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    vocab_shape = shape.tensors[EMBEDDING]
+    parameters: list[LocalParameter] = []
+    if first or (last and shape.tied_embeddings):
+        parameters.append(vocab_shard(EMBEDDING, EMBEDDING, vocab_shape, padded, tp_rank, tp_size))
+    for layer in stages[pp_rank]:
+        parameters += _layer(shape, layer, tp_rank, tp_size)
+    if last:
+        parameters.append(whole(FINAL_NORM, FINAL_NORM, shape.tensors[FINAL_NORM]))
+        if not shape.tied_embeddings:
+            parameters.append(vocab_shard(LM_HEAD, LM_HEAD, vocab_shape, padded, tp_rank, tp_size))
+    return Shard(tuple(parameters))
+
+
+def _layer(shape: ModelShape, layer: int, tp_rank: int, tp_size: int) -> list[LocalParameter]:
+    prefix = f"model.layers.{layer}."
+    tensors = shape.layer_tensors(layer)
+    attention = prefix + "self_attn."
+
+    def share(tensor: str) -> tuple[str, tuple[int, ...], tuple[int, int]]:
+        rows = tensors[tensor][0] // tp_size
+        return tensor, tensors[tensor], (tp_rank * rows, (tp_rank + 1) * rows)
+
+    parameters = [
+        row_stack(f"{attention}qkv_proj.{kind}", [share(f"{attention}{part}_proj.{kind}") for part in "qkv"])
+        for kind in (("weight", "bias") if shape.qkv_bias else ("weight",))
+    ]
+    output, down = attention + "o_proj.weight", prefix + "mlp.down_proj.weight"
+    parameters.append(sharded(output, output, tensors[output], dim=1, index=tp_rank, count=tp_size))
+    if shape.qk_norm:
+        parameters += [
+            whole(name, name, tensors[name])
+            for name in (attention + "q_norm.weight", attention + "k_norm.weight")
+        ]
+    parameters.append(
+        row_stack(
+            prefix + "mlp.gate_up_proj.weight",
+            [share(prefix + f"mlp.{half}_proj.weight") for half in ("gate", "up")],
+        )
+    )
+    parameters.append(sharded(down, down, tensors[down], dim=1, index=tp_rank, count=tp_size))
+    for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+        parameters.append(whole(prefix + norm, prefix + norm, tensors[prefix + norm]))
+    return parameters

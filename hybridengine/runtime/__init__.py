@@ -1,0 +1,1 @@
+"""What runs on a rank: batches, storages, the ledger, transports, the plan executor and the HybridEngine."""

@@ -1,0 +1,61 @@
+"""Rows of a batch: a TensorDict of batch size [B], its columns tensors or NonTensorStacks of strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
+
+from hybridengine.errors import ProtocolError
+
+
+def num_rows(batch: TensorDictBase) -> int:
+    """B.
+
+    Raises:
+        ProtocolError: the batch has no row dim.
+    """
+    if not batch.batch_dims:
+        raise ProtocolError(
+            f"a TensorDict with columns {_columns(batch)} has no rows; give it batch_size=[num_rows]"
+        )
+    return batch.batch_size[0]
+
+
+def slice_rows(batch: TensorDictBase, rows: range) -> TensorDict:
+    """The rows of a range, in storage of their own: pickling a view would send the whole batch."""
+    return cast(TensorDict, batch[rows.start : rows.stop].clone())
+
+
+def concat_rows(batches: Sequence[TensorDictBase]) -> TensorDict:
+    """The rows of all batches, in order.
+
+    Raises:
+        ProtocolError: there is no batch, or their columns differ.
+    """
+    if not batches:
+        raise ProtocolError("no batches to concatenate; collect from at least one rank")
+    for batch in batches[1:]:
+        if _columns(batch) != _columns(batches[0]):
+            raise ProtocolError(
+                f"batches with columns {_columns(batches[0])} and {_columns(batch)} cannot be concatenated;"
+                " every rank must return the same columns"
+            )
+    return cast(TensorDict, torch.cat(list(batches)))  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def payload_bytes(batch: TensorDictBase) -> int:
+    """Bytes of the columns' content: tensors as stored, strings in UTF-8."""
+    total = batch.bytes()
+    for name in _columns(batch):
+        column = batch.get(name)
+        if isinstance(column, NonTensorStack):
+            total += sum(len(str(value).encode()) for value in column.tolist())
+    return total
+
+
+def _columns(batch: TensorDictBase) -> list[str]:
+    names = batch.keys()
+    return sorted(str(name) for name in names)

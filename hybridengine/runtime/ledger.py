@@ -1,0 +1,90 @@
+"""The storage ledger: what weights cost in memory and on the network during a switch, read from the storages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from torch import Tensor
+
+from hybridengine.runtime.storage import WeightStorage
+
+
+@dataclass(frozen=True)
+class SwitchReport:
+    """What one switch did on one rank."""
+
+    direction: str
+    """`to_generate` or `to_train`."""
+    received_bytes: int
+    """Weight bytes that came from other ranks, counted at the transport."""
+    peak_weight_bytes: int
+    """Most bytes of weights and staging buffers at any moment of the switch."""
+    redundant_bytes: int
+    """Bytes of the other mode's weights that are still held after the switch."""
+    weight_bytes: int
+    """Bytes of weights held after the switch."""
+    seconds: float
+
+    def as_dict(self) -> dict[str, str | int | float]:
+        return asdict(self)
+
+
+class StorageLedger:
+    """Follows the weight bytes of a rank: the storages of both modes, and staging buffers.
+
+    Args:
+        storages: mode -> weights of that mode.
+    """
+
+    def __init__(self, storages: Mapping[str, WeightStorage]) -> None:
+        self._storages = dict(storages)
+        self._staging: dict[int, int] = {}
+        self._received = 0
+        self._peak = 0
+        self._started = time.perf_counter()
+
+    @property
+    def live_bytes(self) -> int:
+        """Weight and staging bytes held now."""
+        weights = sum(storage.live_bytes for storage in self._storages.values())
+        return weights + sum(self._staging.values())
+
+    def begin(self) -> None:
+        """Start counting a switch."""
+        self._received, self._peak = 0, 0
+        self._started = time.perf_counter()
+        self.note()
+
+    def note(self) -> None:
+        """Take the present bytes into the peak; called whenever memory has been taken."""
+        self._peak = max(self._peak, self.live_bytes)
+
+    def stage(self, buffers: list[Tensor]) -> None:
+        """Count staging buffers until `unstage`."""
+        for buffer in buffers:
+            self._staging[buffer.untyped_storage()._cdata] = buffer.untyped_storage().nbytes()
+        self.note()
+
+    def unstage(self, buffers: list[Tensor]) -> None:
+        """Stop counting staging buffers that are about to be freed."""
+        for buffer in buffers:
+            self._staging.pop(buffer.untyped_storage()._cdata, None)
+
+    def receive(self, num_bytes: int) -> None:
+        """Count bytes that arrived from another rank."""
+        self._received += num_bytes
+
+    def finish(self, direction: str, mode: str) -> SwitchReport:
+        """Report of the switch that ends in `mode`."""
+        self.note()
+        others = sum(storage.live_bytes for name, storage in self._storages.items() if name != mode)
+        return SwitchReport(
+            direction=direction,
+            received_bytes=self._received,
+            peak_weight_bytes=self._peak,
+            redundant_bytes=others,
+            weight_bytes=self.live_bytes,
+            seconds=time.perf_counter() - self._started,
+        )

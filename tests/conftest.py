@@ -1,0 +1,35 @@
+"""Order and selection of the tests: quick ones first, `gpu` ones only where there is a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+LANES = ("unit", "gloo", "full")
+"""Folders of tests, in the order in which they run; a test in gloo/ or full/ carries that marker."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by their folder, sort the folders, and leave out `gpu` tests where there is no GPU."""
+    root = Path(__file__).parent
+    for item in items:
+        lane = _lane(item, root)
+        if lane in ("gloo", "full"):
+            item.add_marker(lane)
+    items.sort(key=lambda item: LANES.index(_lane(item, root)))  # stable: the order inside a folder stays
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_gpu():
+        config.hook.pytest_deselected(items=on_gpu)
+        items[:] = [item for item in items if item not in on_gpu]
+
+
+def _lane(item: pytest.Item, root: Path) -> str:
+    parts = item.path.relative_to(root).parts if item.path.is_relative_to(root) else ()
+    return parts[0] if parts and parts[0] in LANES else "unit"
+
+
+def _has_gpu() -> bool:
+    import torch  # only where a collected test needs the answer
+
+    return torch.cuda.is_available()

@@ -1,0 +1,216 @@
+"""Checkpoint files: complete ones pass, and each way of being broken is named, from headers alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridengine.checkpoint_files import check_checkpoint, checkpoint_problems, read_header
+from hybridengine.errors import CheckpointError
+from hybridengine.model_shapes import LM_HEAD, ModelShape
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 10,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
+
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+def write_safetensors(file: Path, tensors: dict[str, tuple[int, ...]], dtype: str = "F32") -> None:
+    """A file with zeros, written by hand from the format's description."""
+    header, offset = {}, 0
+    for name, shape in tensors.items():
+        size = math.prod(shape) * {"F32": 4, "BF16": 2, "I64": 8, "F8_E4M3": 1}[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(offset))
+
+
+def write_checkpoint(
+    folder: Path,
+    config: dict[str, Any] = CONFIG,
+    shards: int = 1,
+    dtype: str = "F32",
+    change: dict[str, tuple[int, ...] | None] | None = None,
+) -> Path:
+    """A checkpoint as `config` describes it, but for tensors with another shape (None: left out) in `change`."""
+    tensors = ModelShape.from_hf_config(config).tensors | (change or {})
+    stored = {name: shape for name, shape in tensors.items() if shape is not None}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        write_safetensors(folder / "model.safetensors", stored, dtype)
+        return folder
+    names = [f"model-{number:05}-of-{shards:05}.safetensors" for number in range(1, shards + 1)]
+    weight_map = {tensor: names[index % shards] for index, tensor in enumerate(stored)}
+    for name in names:
+        write_safetensors(
+            folder / name, {t: stored[t] for t, file in weight_map.items() if file == name}, dtype
+        )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_complete_checkpoint_gives_its_shape(tmp_path: Path, shards: int, dtype: str, tied: bool) -> None:
+    config = CONFIG | {"tie_word_embeddings": tied}
+    shape = check_checkpoint(write_checkpoint(tmp_path, config, shards, dtype))
+    assert shape == ModelShape.from_hf_config(config)
+
+
+def test_files_of_safetensors_itself_are_read_alike(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    safetensors = pytest.importorskip("safetensors.numpy")
+    arrays = {
+        "b": numpy.zeros((2, 3), "float32"),
+        "a": numpy.zeros((5,), "float16"),
+        "empty": numpy.zeros((0, 4), "f4"),
+    }
+    safetensors.save_file(arrays, tmp_path / "x.safetensors", metadata={"format": "np"})
+    found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in read_header(tmp_path / "x.safetensors")}
+    assert found == {"b": ("F32", (2, 3)), "a": ("F16", (5,)), "empty": ("F32", (0, 4))}
+
+
+def test_a_tied_head_may_be_stored_as_well(tmp_path: Path) -> None:
+    assert checkpoint_problems(write_checkpoint(tmp_path, change={LM_HEAD: (10, 8)})) == []
+
+
+def test_a_stored_tied_head_must_have_the_embedding_shape(tmp_path: Path) -> None:
+    (problem,) = checkpoint_problems(write_checkpoint(tmp_path, change={LM_HEAD: (11, 8)}))
+    assert "lm_head.weight is [11, 8], not [10, 8]" in problem
+
+
+def test_missing_folder_names_config_and_weights(tmp_path: Path) -> None:
+    problems = checkpoint_problems(tmp_path / "nowhere")
+    assert len(problems) == 2
+    assert f"{tmp_path}/nowhere/config.json does not exist" in problems[0]
+    assert "has neither model.safetensors nor model.safetensors.index.json" in problems[1]
+
+
+def test_missing_shards_are_all_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, shards=3)
+    for number in (1, 3):
+        (tmp_path / f"model-0000{number}-of-00003.safetensors").unlink()
+    problems = checkpoint_problems(tmp_path)
+    assert len(problems) == 2
+    for number, problem in zip((1, 3), problems, strict=True):
+        assert f"model-0000{number}-of-00003.safetensors, named by model.safetensors.index.json" in problem
+        assert problem.endswith("does not exist; restore it")
+
+
+@pytest.mark.parametrize("cut", [1, 100])
+def test_truncated_data_gives_both_sizes(tmp_path: Path, cut: int) -> None:
+    file = write_checkpoint(tmp_path) / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-cut])
+    (problem,) = checkpoint_problems(tmp_path)
+    assert (
+        f"is truncated: its header describes {len(whole)} bytes, the file has {len(whole) - cut}" in problem
+    )
+
+
+@pytest.mark.parametrize("kept", [0, 5, 8, 40])
+def test_truncated_header(tmp_path: Path, kept: int) -> None:
+    file = write_checkpoint(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    (problem,) = checkpoint_problems(tmp_path)
+    assert "is truncated" in problem
+    assert f"the file has {kept}" in problem
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        struct.pack("<Q", 4) + b"{}{}" + bytes(9),
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 10) + b'{"a": "b"}',
+    ],
+)
+def test_other_files_have_no_readable_header(tmp_path: Path, content: bytes) -> None:
+    (write_checkpoint(tmp_path) / "model.safetensors").write_bytes(content)
+    (problem,) = checkpoint_problems(tmp_path)
+    assert "has no readable safetensors header" in problem
+
+
+def test_disagreements_with_the_config_are_all_listed(tmp_path: Path) -> None:
+    norm = "model.layers.0.input_layernorm.weight"
+    write_checkpoint(
+        tmp_path, change={norm: None, GATE: (12, 9), "model.layers.2.mlp.up_proj.weight": (12, 8)}
+    )
+    with pytest.raises(CheckpointError) as caught:
+        check_checkpoint(tmp_path)
+    text = str(caught.value)
+    assert text.startswith("3 problems:")
+    assert f"1 tensor ({norm}) described by {tmp_path}/config.json but not stored" in text
+    assert "1 tensor (model.layers.2.mlp.up_proj.weight) stored but not described by" in text
+    assert f"{GATE} is [12, 9], not [12, 8]" in text
+    assert text.count("restore the original pair") == 3
+
+
+def test_a_config_with_more_layers_names_only_the_first_tensors(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 3}))
+    (problem,) = checkpoint_problems(tmp_path)
+    assert "12 tensors (model.layers.2.input_layernorm.weight, " in problem
+    assert "and 8 more)" in problem
+
+
+def test_an_untied_head_that_is_not_stored(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": False}))
+    (problem,) = checkpoint_problems(tmp_path)
+    assert "1 tensor (lm_head.weight) described by" in problem
+
+
+@pytest.mark.parametrize("dtype", ["I64", "F8_E4M3"])
+def test_weights_of_another_kind(tmp_path: Path, dtype: str) -> None:
+    (problem,) = checkpoint_problems(write_checkpoint(tmp_path, dtype=dtype))
+    assert f"model.embed_tokens.weight ({dtype})" in problem
+    assert "convert the checkpoint to float32 or bfloat16" in problem
+
+
+def test_offsets_that_disagree_with_the_shape(tmp_path: Path) -> None:
+    file = write_checkpoint(tmp_path) / "model.safetensors"
+    content = file.read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + size])
+    header[GATE]["data_offsets"][1] -= 4
+    text = json.dumps(header).encode().ljust(size)
+    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+    (problem,) = checkpoint_problems(tmp_path)
+    assert f"1 tensor ({GATE}) stored with another number of bytes" in problem
+
+
+def test_unsupported_architecture_is_found_beside_a_broken_file(tmp_path: Path) -> None:
+    file = write_checkpoint(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["MambaForCausalLM"]}))
+    first, second = checkpoint_problems(tmp_path)
+    assert f"{tmp_path}/config.json: architectures=['MambaForCausalLM'] is not supported; use one of" in first
+    assert "is truncated" in second
+
+
+@pytest.mark.parametrize("text", ["{}", "not json", '{"weight_map": {}}', '{"weight_map": {"a": 3}}'])
+def test_a_broken_index(tmp_path: Path, text: str) -> None:
+    write_checkpoint(tmp_path, shards=2)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    (problem,) = checkpoint_problems(tmp_path)
+    assert "model.safetensors.index.json" in problem
+    assert "restore the original file" in problem

@@ -1,0 +1,289 @@
+"""Loading: YAML, overrides, types and unknown keys, with what the error says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from hybridengine.config import RunConfig, load_config, model_shape
+from hybridengine.config.loading import all_keys
+from hybridengine.config.run_config import ROLES
+from hybridengine.errors import ConfigError
+from hybridengine.topology.generation import GenerationGrid, Grouping
+from hybridengine.topology.grid import Grid, RankOrder
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+
+ROOT = Path(__file__).parents[2]
+SMALL = "model: {build: {}}\ndata: {task: {}}\n"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """The shortest valid configuration."""
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL)
+    return path
+
+
+def problems_of(path: Path, *overrides: str, dry_run: bool = False) -> list[str]:
+    """Messages of the error that these overrides give."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, dry_run=dry_run)
+    text = str(caught.value)
+    if not re.match(r"\d+ problems:\n", text):
+        return [text]
+    return [re.sub(r"^  \d+\. ", "", line) for line in text.splitlines()[1:]]
+
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_committed_configuration_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config(path, dry_run=True)
+    assert config.run.name == path.stem
+    for role in config.model_roles:
+        assert config.train_sizes(role).num_ranks == config.num_ranks
+
+
+def test_the_committed_configurations_are_the_four_that_the_readme_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    known = {  # parameters: counted by hand from the models' cards
+        "arithmetic": (4, None),
+        "llama3-70b-16nodes": (128, 70_553_706_496),
+        "qwen2.5-7b-8gpu": (8, 7_615_616_512),
+        "smollm2": (6, 134_515_008),
+    }
+    assert [path.stem for path in CONFIGS] == sorted(known)
+    for path in CONFIGS:
+        config = load_config(path, dry_run=True)
+        num_ranks, num_parameters = known[path.stem]
+        assert config.num_ranks == num_ranks
+        if num_parameters:
+            assert model_shape(config).num_parameters == num_parameters
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "smollm2"])
+def test_the_cpu_configurations_load_for_a_real_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    load_config(Path("configs") / f"{name}.yaml")
+
+
+def test_defaults_and_derived_values(small: Path) -> None:
+    config = load_config(small)
+    assert config.run.name == "small"
+    assert (config.num_ranks, config.max_tokens, config.rows_per_step) == (1, 128, 32)
+    assert config.model_roles == ("actor", "critic", "reference")
+    assert config.run_folder == Path("runs/small")
+    assert config.model_folder == config.start_folder == config.critic_folder == Path("runs/small/model")
+    assert config.train_file == Path("runs/small/data/train.jsonl")
+    assert config.eval_file == Path("runs/small/data/held_out.jsonl")
+    assert config.demonstrations_file is None
+
+
+def test_a_warmup_moves_the_starting_point(small: Path) -> None:
+    config = load_config(small, ["warmup.steps=3"])
+    assert config.model_folder == Path("runs/small/model")
+    assert config.start_folder == config.critic_folder == Path("runs/small/warmup")
+    assert config.demonstrations_file == Path("runs/small/data/demonstrations.jsonl")
+
+
+def test_overrides_reach_every_kind_of_value(small: Path) -> None:
+    config = load_config(
+        small,
+        [
+            "cluster.ranks_per_node=[4,4]",
+            "actor.parallel=2-2-2",
+            "actor.generate=1-2",
+            "critic.parallel=1-2-4",
+            "actor.optimizer.lr=3e-4",
+            "actor.optimizer.betas=[0.8, 0.9]",
+            "actor.bucket_bytes=1.5MiB",
+            "algorithm.whiten_advantages=false",
+            "cluster.rank_order=megatron",
+            "run.steps=7",
+            "run.steps=8",
+        ],
+    )
+    assert config.num_ranks == 8
+    assert config.actor.train_sizes == TrainSizes(2, 2, 2)
+    assert config.train_sizes("reference") == TrainSizes(2, 2, 2)
+    assert config.train_sizes("critic") == TrainSizes(1, 2, 4)
+    grid = Grid(TrainSizes(2, 2, 2), RankOrder.MEGATRON)
+    assert config.grid("actor") == grid
+    assert config.generation_grid == GenerationGrid(grid, GenSizes(1, 2), Grouping.INTERVAL)
+    assert (config.actor.optimizer.lr, config.actor.optimizer.betas) == (3e-4, (0.8, 0.9))
+    assert config.actor.bucket_bytes == 1_572_864
+    assert config.algorithm.whiten_advantages is False
+    assert config.run.steps == 8  # the last one counts
+
+
+def test_nothing_can_be_changed(small: Path) -> None:
+    config = load_config(small)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.actor.parallel = "1-1-2"  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="frozen"):
+        config.critic = config.critic  # type: ignore[misc]
+
+
+def test_every_key_is_described() -> None:
+    def undescribed(model, prefix=""):
+        for name, field in model.model_fields.items():
+            if not field.description:
+                yield prefix + name
+            for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
+                if hasattr(kind, "model_fields"):
+                    yield from undescribed(kind, f"{prefix}{name}.")
+
+    assert list(undescribed(RunConfig)) == []
+    keys = list(all_keys())
+    assert len(keys) == len(set(keys))
+    assert {f"{role}.parallel" for role in ROLES} < set(keys)
+    assert {"actor.optimizer.lr", "model.build.vocab_size", "warmup.lr"} < set(keys)
+
+
+def test_empty_sections_mean_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(SMALL + "critic:\nwarmup:\n")
+    config = load_config(path)
+    assert config.critic.value_clip == 0.2
+    assert config.warmup is None
+
+
+@pytest.mark.parametrize(
+    ("override", "messages"),
+    [
+        ("actor.paralel=1-1-1", ["unknown key actor.paralel; did you mean actor.parallel?"]),
+        ("modle.path=x", ["unknown key modle; did you mean model?"]),
+        (
+            "actor.optimizer.learning_rate=1",
+            ["unknown key actor.optimizer.learning_rate; keys here are lr, min_lr, "],
+        ),
+        ("kl_coef=0.1", ["unknown key kl_coef; did you mean algorithm.kl_coef?"]),
+        ("batch_size=4", ["unknown key batch_size; did you mean data.batch_size or warmup.batch_size?"]),
+        ("rollout.temprature=1", ["unknown key rollout.temprature; did you mean rollout.temperature?"]),
+        ("foo", ["override 'foo' is not key=value; write for instance actor.parallel=2-2-1"]),
+        ("=3", ["override '=3' is not key=value"]),
+        ("a..b=3", ["override 'a..b=3' is not key=value"]),
+        ("run.seed=[1", ["override 'run.seed=[1' cannot be applied ("]),
+        ("model=3", ["override 'model=3' would replace the whole section model; write model.KEY=value"]),
+        ("actor=3", ["actor=3 must be a section with keys of its own; write them beneath actor"]),
+        ("run.steps=0", ["run.steps=0 must be at least 1; correct it, or leave it out for the default 100"]),
+        ("run.steps=many", ['run.steps="many" must be an integer; ']),
+        ("run.steps=1.5", ["run.steps=1.5 must be an integer; "]),
+        ("run.steps=true", ["run.steps=true must be an integer; "]),
+        ("run.seed=-1", ["run.seed=-1 must be at least 0; "]),
+        ("algorithm.gamma=1.5", ["algorithm.gamma=1.5 must be at most 1; "]),
+        ("actor.optimizer.lr=fast", ['actor.optimizer.lr="fast" must be a number; ']),
+        ("actor.optimizer.lr=.inf", ["actor.optimizer.lr=Infinity must be a finite number; "]),
+        ("actor.optimizer.betas=[0.9]", ["actor.optimizer.betas[1] is missing; "]),
+        ("actor.optimizer.betas=[0.9,1.0]", ["actor.optimizer.betas[1]=1.0 must be less than 1; "]),
+        (
+            "cluster.ranks_per_node=[]",
+            ["cluster.ranks_per_node=[] must be a list of at least 1 item, not 0; "],
+        ),
+        ("cluster.ranks_per_node=4", ["cluster.ranks_per_node=4 must be a list; "]),
+        ("cluster.ranks_per_node=[2,-1]", ["cluster.ranks_per_node[1]=-1 must be at least 1; "]),
+        ("algorithm.kl_estimator=k4", ["algorithm.kl_estimator=\"k4\" must be 'k1', 'k2' or 'k3'; "]),
+        ("actor.grouping=intervall", ["'interval' or 'vanilla'; did you mean 'interval'?"]),
+        (
+            "actor.parallel=2-2",
+            ["actor.parallel: '2-2' is not a parallel size; write p-t-d such as \"2-2-1\""],
+        ),
+        ("actor.parallel=0-1-1", ["actor.parallel: pp_size=0 must be a positive integer"]),
+        ("actor.generate=1-1-1", ["actor.generate: '1-1-1' is not a parallel size; write p_g-t_g such as"]),
+        ("critic.parallel=two", ["critic.parallel: 'two' is not a parallel size; write p-t-d"]),
+        (
+            "actor.bucket_bytes=64MB",
+            ["actor.bucket_bytes: '64MB' is not a size in bytes; write an integer or a unit"],
+        ),
+        (
+            "reward.function=tasks.reward",
+            ["reward.function: 'tasks.reward' is not a function's import path; write"],
+        ),
+        ("run.name=a/b", ["run.name: 'a/b' cannot be the name of a folder"]),
+        ("run.name=007", ["run.name=7 must be a string"]),
+        ("run.name=${nothing}", ["Interpolation key 'nothing' not found"]),
+        ("run.folder=' '", ["run.folder: the path is empty"]),
+        ("run.folder=", ["run.folder=null must be a string; "]),
+    ],
+)
+def test_bad_overrides(small: Path, override: str, messages: list[str]) -> None:
+    found = problems_of(small, override)
+    assert len(found) == len(messages), found
+    for text, message in zip(found, messages, strict=True):
+        assert message in text
+
+
+def test_all_kinds_of_problems_come_at_once(small: Path) -> None:
+    found = problems_of(
+        small,
+        "nonsense",
+        "actor.paralel=2-1-1",
+        "run.seed=x",
+        "rollout.max_prompt_tokens=500",
+        "critic.parallel=1-2-1",
+    )
+    assert sorted(text.split(" ")[0] for text in found) == [
+        "critic.parallel=1-2-1",
+        "override",
+        "rollout.max_prompt_tokens=500",
+        'run.seed="x"',
+        "unknown",
+    ]
+
+
+def test_no_rule_is_checked_on_a_value_in_question(small: Path) -> None:
+    # With the default 1-1-1 in place of the misspelt sizes, the ranks would seem to be wrong as well.
+    found = problems_of(small, "cluster.ranks_per_node=[4]", "actor.paralel=2-2-1", "critic.parallel=4-1-1")
+    assert found == ["unknown key actor.paralel; did you mean actor.parallel?"]
+    found = problems_of(small, "cluster.ranks_per_node=[4,x]", "actor.parallel=2-2-1")
+    assert len(found) == 1
+    assert found[0].startswith('cluster.ranks_per_node[1]="x" must be an integer')
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run:\n  steps: 3\n bad\n", "a.yaml, line 3, column 2: not valid YAML"),
+        ("run:\n  steps: [1, 2\n", "a.yaml, line 3, column 1: not valid YAML"),
+        (
+            "run: {steps: 1}\nrun: {steps: 2}\n",
+            "a.yaml, line 2, column 1: not valid YAML (found duplicate key run)",
+        ),
+        ("- 1\n- 2\n", "a.yaml holds a list, not sections; start it with a section such as 'run:'"),
+        ("3\n", "a.yaml"),
+        ("run:\n  name: ???\n", "a.yaml at run.name: Missing mandatory value: name; write"),
+        ("run: 3\n" + SMALL, "run=3 must be a section with keys of its own; write them beneath run"),
+        ("actr: {}\n" + SMALL, "unknown key actr; did you mean actor?"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert message in str(caught.value)
+
+
+def test_a_file_that_does_not_exist(tmp_path: Path) -> None:
+    (message,) = problems_of(tmp_path / "no.yaml")
+    assert (
+        message
+        == f"{tmp_path}/no.yaml does not exist; name a run configuration such as configs/arithmetic.yaml"
+    )
+    (message,) = problems_of(tmp_path)
+    assert "cannot be read" in message
+
+
+def test_a_binary_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(b"\xff\xfe\x00\x80\x81")
+    (message,) = problems_of(path)
+    assert str(path) in message

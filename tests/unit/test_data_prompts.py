@@ -1,0 +1,132 @@
+"""Prompt and demonstration batches: their tokens, their order, and limits."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+
+import pytest
+
+from hybridengine.data.demonstrations import DemonstrationDataset
+from hybridengine.data.epochs import shuffled_rows
+from hybridengine.data.prompts import PromptDataset
+from hybridengine.data.tokenizer import build_arithmetic_tokenizer
+from hybridengine.errors import DataError
+
+ROWS = [
+    {"prompt": f"{n} + 1 =", "answer": str(n + 1), "response": f"<think></think>{n + 1}"} for n in range(7)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_arithmetic_tokenizer()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write(tmp_path, ROWS)
+
+
+def write(folder, rows):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prompt_text(row):
+    return f"<|im_start|>user{row['prompt']}<|im_end|><|im_start|>assistant"
+
+
+def test_a_batch_holds_the_templated_prompts_right_padded(path, tokenizer):
+    batch = PromptDataset(path, tokenizer, max_prompt_tokens=20).rows([4, 0, 4])
+    assert list(batch.batch_size) == [3]
+    assert batch["prompt_tokens"].shape == (3, 20)
+    assert batch["row_ids"].tolist() == [4, 0, 4]
+    assert list(batch["answers"]) == ["5", "1", "5"]
+    for tokens, length, row in zip(
+        batch["prompt_tokens"], batch["prompt_lengths"], (ROWS[4], ROWS[0], ROWS[4]), strict=True
+    ):
+        assert tokenizer.decode(tokens[:length]) == prompt_text(row)
+        assert tokens[length:].tolist() == [tokenizer.pad_token_id] * (20 - int(length))
+    assert str(batch["prompt_tokens"].dtype) == str(batch["prompt_lengths"].dtype) == "torch.int64"
+
+
+def test_chat_messages_go_through_the_template(tmp_path, tokenizer):
+    messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1"}]
+    data = PromptDataset(write(tmp_path, [{"prompt": messages, "answer": 2.5}]), tokenizer, 20)
+    row = data.rows([0])
+    text = tokenizer.decode(row["prompt_tokens"][0, : row["prompt_lengths"][0]])
+    assert text == "<|im_start|>systemadd<|im_end|><|im_start|>user1<|im_end|><|im_start|>assistant"
+    assert list(row["answers"]) == ["2.5"]
+
+
+@pytest.mark.parametrize(("num_rows", "batch_size"), [(1, 1), (1, 4), (5, 2), (7, 7), (8, 3), (100, 16)])
+def test_every_epoch_holds_each_row_once(num_rows, batch_size):
+    steps = 3 * num_rows
+    stream = [row for step in range(steps) for row in shuffled_rows(num_rows, batch_size, 5, step)]
+    epochs = [stream[first : first + num_rows] for first in range(0, len(stream), num_rows)]
+    assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
+    if num_rows >= 100:
+        assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
+        assert (
+            stream[:100]
+            != [row for step in range(7) for row in shuffled_rows(num_rows, batch_size, 6, step)][:100]
+        )
+
+
+def test_a_resume_needs_only_the_step(path, tokenizer):
+    whole = PromptDataset(path, tokenizer, 20, seed=3)
+    seen = [batch["row_ids"].tolist() for batch in itertools.islice(whole.batches(3), 9)]
+    resumed = PromptDataset(path, tokenizer, 20, seed=3)
+    later = [batch["row_ids"].tolist() for batch in itertools.islice(resumed.batches(3, first_step=5), 4)]
+    assert later == seen[5:]
+    assert resumed.batch(7, 3)["row_ids"].tolist() == seen[7]
+    assert Counter(itertools.chain(*seen[:7])) == dict.fromkeys(range(7), 3)
+
+
+def test_all_rows_covers_the_file_in_order(path, tokenizer):
+    batches = list(PromptDataset(path, tokenizer, 20).all_rows(3))
+    assert [batch["row_ids"].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_long_prompts_are_all_named(tmp_path, tokenizer):
+    rows = [{"prompt": "1" * n, "answer": "1"} for n in (5, 6, 20)]
+    assert len(PromptDataset(write(tmp_path, rows[:1]), tokenizer, max_prompt_tokens=10)) == 1
+    with pytest.raises(DataError) as caught:
+        PromptDataset(write(tmp_path, rows), tokenizer, max_prompt_tokens=10)
+    text = str(caught.value)
+    assert "line 2: the prompt has 11 tokens, max_prompt_tokens=10; raise the limit" in text
+    assert "line 3: the prompt has 25 tokens" in text
+    assert "line 1" not in text
+
+
+def test_characters_that_the_tokenizer_lacks_are_named(tmp_path, tokenizer):
+    with pytest.raises(DataError, match="line 1: 2 parts of the prompt are unknown to the tokenizer"):
+        PromptDataset(write(tmp_path, [{"prompt": "1 € 2 $", "answer": "1"}]), tokenizer, 20)
+
+
+def test_a_template_that_refuses_a_prompt_is_reported(path):
+    strict = build_arithmetic_tokenizer()
+    strict.chat_template = "{{ raise_exception('no users here') }}"
+    with pytest.raises(DataError, match=r"line 1: the chat template refuses the prompt \(no users here\)"):
+        PromptDataset(path, strict, 20)
+
+
+def test_demonstrations_follow_their_prompts(path, tokenizer):
+    data = DemonstrationDataset(path, tokenizer, max_prompt_tokens=12, max_response_tokens=5, seed=1)
+    batch = data.rows([6, 2])
+    assert batch["tokens"].shape == (2, 17)
+    for number, row in enumerate((ROWS[6], ROWS[2])):
+        prompt, response = int(batch["prompt_lengths"][number]), int(batch["response_lengths"][number])
+        tokens = batch["tokens"][number]
+        assert tokenizer.decode(tokens[:prompt]) == prompt_text(row)
+        assert tokenizer.decode(tokens[prompt : prompt + response]) == row["response"] + "<|im_end|>"
+        assert set(tokens[prompt + response :].tolist()) <= {tokenizer.pad_token_id}
+    assert data.batch(4, 3)["row_ids"].tolist() == shuffled_rows(7, 3, 1, 4)
+
+
+def test_long_responses_are_named(path, tokenizer):
+    with pytest.raises(DataError, match=r"line 7: the response has 4 tokens .* max_response_tokens=3"):
+        DemonstrationDataset(path, tokenizer, 12, 3)

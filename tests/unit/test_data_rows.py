@@ -1,0 +1,108 @@
+"""Rows of data files: every malformed one is reported with its number."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from hybridengine.data.rows import read_rows
+from hybridengine.errors import DataError
+
+GOOD = {"prompt": "1 + 2 =", "answer": "3"}
+CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 2 ="}]
+
+
+def write(folder, *lines, name="rows.jsonl"):
+    path = folder / name
+    path.write_bytes(
+        b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+    )
+    return path
+
+
+def test_jsonl_rows_keep_their_values(tmp_path):
+    path = write(tmp_path, GOOD, b"", {"prompt": CHAT, "answer": {"b": [1, "ü"]}, "level": 4}, b"")
+    first, second = read_rows(path)
+    assert (first.prompt, first.answer, first.place) == ("1 + 2 =", "3", "rows.jsonl, line 1")
+    assert first.messages == [{"role": "user", "content": "1 + 2 ="}]
+    assert second.place == "rows.jsonl, line 3"
+    assert second.messages == CHAT
+    assert json.loads(second.answer) == {"b": [1, "ü"]}
+
+
+def test_a_parquet_file_gives_the_same_rows_as_jsonl(tmp_path):
+    rows = [{"prompt": CHAT, "answer": f"{n}", "response": f"r{n}"} for n in range(3)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    from_parquet = read_rows(tmp_path / "rows.parquet", needs_response=True)
+    from_jsonl = read_rows(write(tmp_path, *rows), needs_response=True)
+    assert [(r.prompt, r.answer, r.response) for r in from_parquet] == [
+        (r.prompt, r.answer, r.response) for r in from_jsonl
+    ]
+    assert from_parquet[2].place == "rows.parquet, row 3"
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (b'{"prompt": "1 + 2", ', "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        ([1, 2], "is a JSON list"),
+        (b"null", "is a JSON NoneType"),
+        ({"prompt": "1"}, "lack 'answer'"),
+        ({"answer": "1", "prompt": None}, "lack 'prompt'"),
+        ({"answer": "1", "prompt": ""}, "must be a text that is not empty"),
+        ({"answer": "1", "prompt": 7}, "prompt=7 must be a text"),
+        ({"answer": "1", "prompt": []}, "has no chat message"),
+        ({"answer": "1", "prompt": ["hello"]}, "prompt message 'hello' must be an object"),
+        ({"answer": "1", "prompt": [{"role": "user"}]}, "must be an object with the texts"),
+        ({"answer": "1", "prompt": [{"role": "assistant", "content": "hi"}]}, "role='assistant'"),
+    ],
+)
+def test_each_malformed_row_is_named_by_its_line(tmp_path, bad, said):
+    with pytest.raises(DataError) as caught:
+        read_rows(write(tmp_path, GOOD, b"", bad, GOOD))
+    assert "rows.jsonl, line 3: " in str(caught.value)
+    assert said in str(caught.value)
+    assert str(caught.value).count("rows.jsonl, line") == 1
+
+
+def test_all_malformed_rows_are_reported_at_once_up_to_ten(tmp_path):
+    with pytest.raises(DataError) as caught:
+        read_rows(write(tmp_path, {"prompt": "1"}, GOOD, b"{", {"answer": "1"}))
+    text = str(caught.value)
+    assert text.startswith("3 problems:")
+    assert [f"line {n}:" in text for n in (1, 2, 3, 4)] == [True, False, True, True]
+
+    with pytest.raises(DataError) as caught:
+        read_rows(write(tmp_path, *[b"{"] * 25))
+    text = str(caught.value)
+    assert "line 10:" in text and "line 11:" not in text
+    assert "and 15 more malformed rows" in text
+    assert str(pickle.loads(pickle.dumps(caught.value))) == text
+
+
+def test_a_missing_response_matters_only_for_demonstrations(tmp_path):
+    path = write(tmp_path, GOOD)
+    assert read_rows(path)[0].response is None
+    with pytest.raises(DataError, match=r"line 1: .* lack 'response'"):
+        read_rows(path, needs_response=True)
+    with pytest.raises(DataError, match="response=5 must be a text"):
+        read_rows(write(tmp_path, GOOD | {"response": 5}), needs_response=True)
+
+
+def test_files_that_are_no_data_set(tmp_path):
+    with pytest.raises(DataError, match=r"rows\.csv ends in '\.csv'; it must end in \.jsonl or \.parquet"):
+        read_rows(write(tmp_path, GOOD, name="rows.csv"))
+    with pytest.raises(DataError, match=r"missing\.jsonl does not exist"):
+        read_rows(tmp_path / "missing.jsonl")
+    with pytest.raises(DataError, match="has no rows"):
+        read_rows(write(tmp_path, b"", b"  "))
+    with pytest.raises(DataError, match="is not a readable parquet file"):
+        read_rows(write(tmp_path, b"PAR1 but not really", name="rows.parquet"))
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["1"]}), tmp_path / "other.parquet")
+    with pytest.raises(DataError, match=r"row 1: keys \['question'\] lack 'prompt', 'answer'"):
+        read_rows(tmp_path / "other.parquet")

@@ -1,0 +1,111 @@
+"""The arithmetic task: its files, its demonstrations and its reward."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hybridengine.data.tasks import (
+    ArithmeticTask,
+    Problem,
+    arithmetic_reward,
+    demonstrated_response,
+    exact_match,
+    final_answer,
+    write_arithmetic_files,
+)
+from hybridengine.errors import DataError
+
+pytest.importorskip("reasoning_gym")
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_files_hold_distinct_correct_problems_and_disjoint_held_out_ones(tmp_path):
+    task = ArithmeticTask(min_terms=2, max_terms=4, min_digits=1, max_digits=2, worked_fraction=0.3)
+    paths = write_arithmetic_files(tmp_path / "new", task, seed=4, num_train=400, num_held_out=100)
+    train, held_out, demonstrations = (read(paths[key]) for key in ("train", "held_out", "demonstrations"))
+    prompts = [row["prompt"] for row in train + held_out]
+    assert len(set(prompts)) == 500
+    for row in train + held_out:
+        assert row["prompt"].endswith(" =")
+        assert int(row["answer"]) == eval(row["prompt"][:-2])
+    assert {len(prompt.split()) for prompt in prompts} == {4, 6, 8}
+    assert [(row["prompt"], row["answer"]) for row in demonstrations] == [
+        (row["prompt"], row["answer"]) for row in train
+    ]
+    assert all(exact_match(row["response"], row["answer"]) for row in demonstrations)
+    longer = [row for row in demonstrations if len(row["prompt"].split()) > 4]
+    worked = sum(not row["response"].startswith("<think></think>") for row in longer)
+    assert 0.2 < worked / len(longer) < 0.4
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path):
+    def contents(name, seed):
+        paths = write_arithmetic_files(tmp_path / name, ArithmeticTask(), seed, num_train=50, num_held_out=20)
+        return [path.read_bytes() for path in paths.values()]
+
+    first = contents("a", 1)
+    assert contents("b", 1) == first
+    assert not set(contents("c", 2)[0].splitlines()) & set(first[0].splitlines()[:5])
+
+
+def test_a_task_with_too_few_problems_is_refused(tmp_path):
+    tiny = ArithmeticTask(min_terms=2, max_terms=2)
+    with pytest.raises(DataError, match=r"250 distinct problems wanted, .* has about 200"):
+        write_arithmetic_files(tmp_path, tiny, seed=0, num_train=200, num_held_out=50)
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_task_values_are_listed_at_once():
+    with pytest.raises(DataError) as caught:
+        ArithmeticTask(min_terms=1, max_digits=0, worked_fraction=1.5)
+    text = str(caught.value)
+    assert text.startswith("3 problems:")
+    assert "min_terms=1" in text and "max_digits=0" in text and "worked_fraction=1.5" in text
+
+
+def test_demonstrated_responses():
+    problem = Problem("3 - 8 + 5 - 1", "-1")
+    assert problem.prompt == "3 - 8 + 5 - 1 ="
+    assert demonstrated_response(problem, works_out=True) == "<think>-5 0</think>-1"
+    assert demonstrated_response(problem, works_out=False) == "<think></think>-1"
+
+
+@pytest.mark.parametrize(
+    ("response", "found"),
+    [
+        ("12", "12"),
+        (" 12\n", "12"),
+        ("<think>3</think>12", "12"),
+        ("<think>3</think>4</think> 12", "12"),
+        ("<think>12", "<think>12"),
+        ("<think>12</think>", ""),
+        ("", ""),
+    ],
+)
+def test_the_final_answer_follows_the_last_thought(response, found):
+    assert final_answer(response) == found
+    assert exact_match(response, "12") == float(found == "12")
+
+
+def test_the_reward_is_full_or_nothing():
+    cases = [
+        ("6", "6", 1.0),
+        ("<think>7 6</think>6", "6", 1.0),
+        ("+06", "6", 1.0),
+        ("6.0", "6", 1.0),
+        ("-6", "6", 0.0),
+        ("16", "6", 0.0),
+        ("6 6", "6", 0.0),
+        ("0123456789", "6", 0.0),
+        ("<think>6</think>", "6", 0.0),
+        ("", "6", 0.0),
+    ]
+    responses, answers, wanted = zip(*cases, strict=True)
+    assert arithmetic_reward(responses, answers) == list(wanted)
+    with pytest.raises(DataError, match="2 responses and 1 answers"):
+        arithmetic_reward(["1", "2"], ["1"])
