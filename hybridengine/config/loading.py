@@ -216,10 +216,9 @@ def _suggestions(location: Sequence[str | int]) -> list[str]:
     if near:
         return [f"{parent}.{near[0]}" if parent else near[0]]
     keys = list(all_keys())
-    elsewhere = [key for key in keys if key.split(".")[-1] == name]
-    if not elsewhere:
-        elsewhere = difflib.get_close_matches(_dotted(location), keys, n=1, cutoff=0.75)
-    return elsewhere[:3]
+    leaves = {key.rpartition(".")[2] for key in keys}
+    near = [name] if name in leaves else difflib.get_close_matches(name, leaves, n=1, cutoff=0.75)
+    return [key for key in keys if key.rpartition(".")[2] in near][:3]
 
 
 def _siblings(location: Sequence[str | int]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def rows(first: int, last: int) -> TensorDict:
 def test_slices_put_together_are_the_batch_again() -> None:
     batch = rows(0, 7)
     for cuts in ([0, 3, 7], [0, 1, 2, 7], [0, 7]):
-        parts = [slice_rows(batch, range(begin, end)) for begin, end in zip(cuts, cuts[1:], strict=False)]
+        parts = [slice_rows(batch, range(begin, end)) for begin, end in pairwise(cuts)]
         again = concat_rows(parts)
         assert num_rows(again) == 7
         assert again["row_ids"].tolist() == list(range(7))

@@ -162,8 +162,8 @@ def test_empty_sections_mean_defaults(tmp_path: Path) -> None:
         ("actor.paralel=1-1-1", ["unknown key actor.paralel; did you mean actor.parallel?"]),
         ("modle.path=x", ["unknown key modle; did you mean model?"]),
         (
-            "actor.optimizer.learning_rate=1",
-            ["unknown key actor.optimizer.learning_rate; keys here are lr, min_lr, "],
+            "actor.optimizer.momentum=1",
+            ["unknown key actor.optimizer.momentum; keys here are lr, min_lr, "],
         ),
         ("kl_coef=0.1", ["unknown key kl_coef; did you mean algorithm.kl_coef?"]),
         ("batch_size=4", ["unknown key batch_size; did you mean data.batch_size or warmup.batch_size?"]),

@@ -1,0 +1,59 @@
+"""vLLM's process groups, built from a generation grid before an engine exists.
+
+vLLM would lay its groups over consecutive ranks of the world. With its groups in place already, several engines live in
+one world, with the tensor-parallel groups of interval grouping.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+from vllm.distributed import parallel_state
+
+from hybridengine.errors import TopologyError
+from hybridengine.topology.generation import GenerationGrid
+from hybridengine.topology.grid import Groups
+
+
+def install_groups(generation: GenerationGrid, identity: str) -> None:
+    """Give vLLM the groups of `generation`. Collective over the world; once per process.
+
+    Args:
+        identity: names the job in shared memory; must differ between jobs on one node.
+
+    Raises:
+        TopologyError: another generation grid is installed already.
+    """
+    wanted = (generation.tp_groups, generation.pp_groups)
+    if parallel_state.model_parallel_is_initialized():
+        if _installed != [wanted]:
+            raise TopologyError(
+                f"this process has vLLM groups already, {generation.sizes} over {generation.train.sizes} needs others;"
+                " one process hosts engines of one generation grid"
+            )
+        return
+    os.environ["VLLM_DIST_IDENT"] = identity
+    world = tuple(range(generation.train.num_ranks))
+    singles: Groups = tuple((rank,) for rank in world)
+    parallel_state._WORLD = _group((world,), "world", communicates=False)
+    parallel_state._NODE_COUNT = parallel_state._node_count(parallel_state._WORLD.cpu_group)
+    parallel_state._TP = _group(generation.tp_groups, "tp")
+    parallel_state._PP = _group(generation.pp_groups, "pp")
+    for axis in ("_DP", "_EP", "_DCP", "_PCP"):
+        setattr(parallel_state, axis, _group(singles, axis.strip("_").lower()))
+    parallel_state._ETP = parallel_state._TP
+    _installed[:] = [wanted]
+
+
+_installed: list[tuple[Groups, Groups]] = []
+
+
+def _group(groups: Groups, name: str, communicates: bool = True) -> parallel_state.GroupCoordinator:
+    return parallel_state.GroupCoordinator(
+        group_ranks=[list(ranks) for ranks in groups],
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        torch_distributed_backend=dist.get_backend(),
+        use_device_communicator=communicates,
+        group_name=name,
+    )
