@@ -256,6 +256,17 @@ def _files(config: RunConfig) -> Iterator[Conflict]:
     ):
         if path is not None and not Path(path).is_file():
             yield Conflict(f"{key}={path} is not a file; {_paths_hint(path)}", (key,))
+    gguf = config.model.gguf
+    if gguf is not None:
+        package, colon, _ = gguf.rpartition(":")
+        file = config.model.gguf_file
+        if file is None:
+            yield Conflict(
+                f"model.gguf={gguf}: package {package} is not installed; install it", ("model.gguf",)
+            )
+        elif not file.is_file():
+            remedy = f"name a file of package {package}" if colon else _paths_hint(gguf)
+            yield Conflict(f"model.gguf={gguf} is not a file; {remedy}", ("model.gguf",))
     tokenizer = config.model.tokenizer
     if tokenizer is not None and not Path(tokenizer).is_dir():
         yield Conflict(

@@ -5,6 +5,8 @@ Values are plain and small; what follows from them (rank counts, grids, folders,
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -140,6 +142,15 @@ class ModelSection(Section):
     """Tokenizer folder; the checkpoint's own where it is left out."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights, in training and in generation."""
+
+    @property
+    def gguf_file(self) -> Path | None:
+        """Where the GGUF file lies; None without one, or where its package is not installed."""
+        package, colon, file = (self.gguf or "").rpartition(":")
+        if not colon:
+            return Path(file) if file else None
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+        return Path(spec.origin).parent / file if spec is not None and spec.origin else None
 
 
 class OptimizerSection(Section):

@@ -239,6 +239,8 @@ class ResourcePool:
         ]
         order = cluster.order_bundles(self.ranks_per_node, keys)
         process_class = ray.remote(RankProcess)
+        # Without GPUs, the n-th process becomes rank n; with GPUs, that waits for the GPU that Ray gives it.
+        label = "process" if self.use_gpus else "rank"
         for bundle, num_ranks in zip(order, self.ranks_per_node, strict=True):
             for _ in range(num_ranks):
                 self._processes.append(
@@ -249,7 +251,7 @@ class ResourcePool:
                         scheduling_strategy=PlacementGroupSchedulingStrategy(
                             self._placement, placement_group_bundle_index=bundle
                         ),
-                    ).remote()
+                    ).remote(f"{label} {len(self._processes)}")
                 )
         seats = self._on_all(
             "take_seat", lambda rank, process: process.take_seat.remote(rank), self.start_timeout_s

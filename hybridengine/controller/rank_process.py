@@ -61,13 +61,15 @@ class RankIdentity:
 class RankProcess:
     """One rank of a pool. Every method returns an `Outcome` and a result, and never raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, label: str) -> None:
+        """`label` goes before every line that the process prints."""
+        self._label = label
         self._identity: RankIdentity | None = None
         self._store: Any = None
         self._workers: dict[str, Any] = {}
 
-    def __repr__(self) -> str:  # Ray's prefix of every line that the process prints
-        return "rank ?" if self._identity is None else f"rank {self._identity.rank}"
+    def __repr__(self) -> str:  # Ray asks once, before the process has a rank
+        return self._label
 
     @ray.method(num_returns=2)
     def take_seat(self, seat: int) -> tuple[Outcome, Seat]:

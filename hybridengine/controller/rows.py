@@ -72,7 +72,7 @@ def split_arguments(
         )
         for rows in distinct
     ]
-    return parts, [0 for rows in ranges]
+    return parts, [distinct.index(rows) for rows in ranges]
 
 
 def collect_results(protocol: Protocol, results: list[Any], operation: str) -> Any:

@@ -100,7 +100,7 @@ class Operation:
         lines = []
         for rank in self.missing:
             earlier = blocked_by(rank)
-            still = f", still in {earlier}" if earlier else ""
+            still = f", still in {earlier}" if earlier not in (None, str(self)) else ""
             lines.append(f"  rank {rank} ({self._places[rank]}){still}")
         return (
             f"{self} did not end within {timeout_s:g} s: {len(lines)} of {len(lines) + len(self._outcomes)}"

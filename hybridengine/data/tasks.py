@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridengine.data.tokenizer import THINK_END, THINK_START
 from hybridengine.errors import DataError, raise_all
 
 TRAIN_FILE, HELD_OUT_FILE, DEMONSTRATIONS_FILE = "train.jsonl", "held_out.jsonl", "demonstrations.jsonl"
@@ -16,30 +16,33 @@ TRAIN_FILE, HELD_OUT_FILE, DEMONSTRATIONS_FILE = "train.jsonl", "held_out.jsonl"
 SEED_STRIDE = 1_000_003
 """reasoning-gym draws entry i from the seed s + i, so that neighbouring seeds would share their problems."""
 
+NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
+
 DRAWS_PER_PROBLEM = 50
 """Draws per wanted problem after which the task is taken to have too few distinct ones."""
 
 
 @dataclass(frozen=True)
 class ArithmeticTask:
-    """Which problems reasoning-gym's `chain_sum` draws, and how the demonstrations' teacher answers them."""
+    """Which problems reasoning-gym's `chain_sum` draws, and how sloppy the demonstrations' teacher is."""
 
     min_terms: int = 3
     max_terms: int = 3
     min_digits: int = 1
     max_digits: int = 1
-    worked_fraction: float = 0.35
-    """Demonstrations that work the sum out, term by term, before they answer; the others answer at once."""
+    sloppy_fraction: float = 0.65
+    """Share of the problems with a subtraction whose demonstration stops before the last term, so that its final
+    answer is wrong. The warmed-up model learns this habit together with the arithmetic; the reward unlearns it."""
 
     def __post_init__(self) -> None:
         """Raise one DataError with every bad value."""
         problems = []
-        for low, high, least in (("min_terms", "max_terms", 2), ("min_digits", "max_digits", 1)):
+        for low, high, least in (("min_terms", "max_terms", 3), ("min_digits", "max_digits", 1)):
             first, last = getattr(self, low), getattr(self, high)
             if not least <= first <= last:
                 problems.append(f"{low}={first} and {high}={last} must satisfy {least} <= {low} <= {high}")
-        if not 0.0 <= self.worked_fraction <= 1.0:
-            problems.append(f"worked_fraction={self.worked_fraction} must lie between 0 and 1")
+        if not 0.0 <= self.sloppy_fraction <= 1.0:
+            problems.append(f"sloppy_fraction={self.sloppy_fraction} must lie between 0 and 1")
         raise_all(problems, DataError)
 
 
@@ -57,14 +60,19 @@ class Problem:
         return f"{self.expression} ="
 
     @property
-    def partial_sums(self) -> list[str]:
-        """Running totals after the second term, the third and so on, without the last, which is the answer."""
+    def running_totals(self) -> list[str]:
+        """Totals after the second term, the third and so on; the last one is the answer."""
         first, *rest = self.expression.split()
         total, totals = int(first), []
         for operator, term in zip(rest[::2], rest[1::2], strict=True):
             total += int(term) if operator == "+" else -int(term)
             totals.append(str(total))
-        return totals[:-1]
+        return totals
+
+    @property
+    def subtracts(self) -> bool:
+        """Whether a term is subtracted."""
+        return "-" in self.expression.split()
 
 
 def write_arithmetic_files(
@@ -92,7 +100,9 @@ def write_arithmetic_files(
             {
                 "prompt": problem.prompt,
                 "answer": problem.answer,
-                "response": demonstrated_response(problem, works_out=rng.random() < task.worked_fraction),
+                "response": demonstrated_response(
+                    problem, is_sloppy=problem.subtracts and rng.random() < task.sloppy_fraction
+                ),
             }
             for problem in train
         ],
@@ -104,15 +114,16 @@ def write_arithmetic_files(
     return {Path(name).stem: folder / name for name in rows}
 
 
-def demonstrated_response(problem: Problem, works_out: bool) -> str:
-    """The teacher's response: "<think>11</think>6" when it works the sum out, "<think></think>6" when not."""
-    thoughts = " ".join(problem.partial_sums) if works_out else ""
-    return f"{THINK_START}{thoughts}{THINK_END}{problem.answer}"
+def demonstrated_response(problem: Problem, is_sloppy: bool) -> str:
+    """The teacher's running totals: "11 6" for 3 + 8 - 5, or only "11" when it is sloppy and forgets the last term."""
+    totals = problem.running_totals
+    return " ".join(totals[:-1] if is_sloppy else totals)
 
 
 def final_answer(response: str) -> str:
-    """What follows the last thought, without surrounding space; the whole response where there is no thought."""
-    return response.rpartition(THINK_END)[2].strip()
+    """The last number in the response, as written there; empty where there is none."""
+    numbers = NUMBER.findall(response)
+    return numbers[-1] if numbers else ""
 
 
 def exact_match(response: str, answer: str) -> float:

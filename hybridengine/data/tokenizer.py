@@ -11,7 +11,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from hybridengine.errors import DataError, raise_all
 
 PAD, UNKNOWN, TURN_START, TURN_END = "<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>"
-THINK_START, THINK_END = "<think>", "</think>"
 
 ROLES = ("system", "user", "assistant")
 """One token each, so that a short problem stays a short prompt."""
@@ -84,18 +83,18 @@ def token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
 
 
 def build_arithmetic_tokenizer() -> PreTrainedTokenizerFast:
-    """The demo's tokenizer: one token per character, role and special token; 59 tokens, an odd number on purpose.
+    """The demo's tokenizer: one token per character, role and special token; 57 tokens, an odd number on purpose.
 
     An odd vocabulary makes every even tensor-parallel degree pad it, as with real models. `save_pretrained` writes
     it as a Hugging Face tokenizer folder.
     """
-    tokens = [PAD, UNKNOWN, TURN_START, TURN_END, THINK_START, THINK_END, *ROLES, *CHARACTERS]
+    tokens = [PAD, UNKNOWN, TURN_START, TURN_END, *ROLES, *CHARACTERS]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([PAD, UNKNOWN, TURN_START, TURN_END])
-    tokenizer.add_tokens([THINK_START, THINK_END, *ROLES])
+    tokenizer.add_tokens(list(ROLES))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

@@ -88,7 +88,7 @@ def summary_table(summary: RunSummary) -> Table:
         table.add_row(label, format_seconds(time.sum_s), format_seconds(time.mean_s))
     table.add_section()
     table.add_row("received bytes", _bytes(summary.received_bytes), _bytes(summary.received_bytes_per_step))
-    table.add_row("peak weight bytes", _bytes(summary.peak_weight_bytes), "")
+    table.add_row("peak weight bytes, max", _bytes(summary.peak_weight_bytes), "")
     table.add_row("redundant bytes, max", _bytes(summary.redundant_bytes), "")
     difference = summary.log_prob_abs_diff_max
     table.add_row("log-prob difference, max", _MISSING if difference is None else f"{difference:.2e}", "")

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, SupportsIndex
 
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from hybridengine.errors import DataError
@@ -46,7 +47,7 @@ class MetricsRecorder:
         self._file = (self.folder / METRICS_FILE).open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(self.folder / TENSORBOARD_FOLDER))
 
-    def record(self, step: int, metrics: Mapping[str, SupportsFloat]) -> Row:
+    def record(self, step: SupportsIndex, metrics: Mapping[str, SupportsFloat]) -> Row:
         """Write the row of `step` and return it as it was written.
 
         Args:
@@ -59,14 +60,15 @@ class MetricsRecorder:
         """
         if STEP in metrics:
             raise DataError(f"metric {STEP!r}={metrics[STEP]!r} is the row's own key; pass it as `step`")
-        row: Row = {STEP: operator.index(step)}
+        number = operator.index(step)
+        row: Row = {STEP: number}
         for key, value in metrics.items():
-            row[key] = _finite_number(key, value, step)
+            row[key] = _finite_number(key, value, number)
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
         for key, value in row.items():
             if key != STEP and value is not None:
-                self._tensorboard.add_scalar(key, value, global_step=step)
+                self._tensorboard.add_scalar(key, value, global_step=number)
         self._tensorboard.flush()
         return row
 
@@ -129,7 +131,7 @@ def _finite_number(key: str, value: Any, step: int) -> float | int | None:
     try:
         if isinstance(value, str):
             raise TypeError("a string is not a number")
-        number = float(value)
+        number = float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"metric {key!r}={value!r} must be one number; record a scalar ({error})") from error
     if not math.isfinite(number):

@@ -20,8 +20,9 @@ from tensordict import NonTensorStack, TensorDict
 
 from hybridengine.controller.cluster import NodeOffer, capacity_problems, node_key, order_bundles
 from hybridengine.controller.context import RankContext
-from hybridengine.controller.failures import RankFailedError
+from hybridengine.controller.failures import Outcome, RankFailedError, failure_of
 from hybridengine.controller.pool import ResourcePool
+from hybridengine.controller.waiting import Operation
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import ConfigError, ProtocolError, TopologyError, WorkerError, WorkerTimeoutError
 from hybridengine.protocols import (
@@ -351,6 +352,7 @@ def test_a_hang_ends_in_a_timeout_that_names_operation_and_ranks(
         hanging.get(timeout_s=1.0)
     assert "  rank 3 (pp=1 dp=0 tp=1, node " in str(caught.value)
     assert "rank 2" not in str(caught.value)
+    assert "still in" not in str(caught.value), "the rank is in this very call"
     behind = critic.describe()
     with pytest.raises(WorkerTimeoutError, match=r"critic\.describe") as caught:
         behind.get(timeout_s=0.5)
@@ -426,6 +428,25 @@ def test_a_failed_or_dead_rank_is_reported_while_its_peers_hang(ray_cluster: int
         begin = time.monotonic()
         pool.close()
         assert time.monotonic() - begin < 15
+
+
+def test_the_cause_is_blamed_and_not_its_echo_in_a_collective(ray_cluster: int) -> None:
+    @ray.remote(num_cpus=0)
+    def later(outcome: Outcome, seconds: float) -> Outcome:
+        time.sleep(seconds)
+        return outcome
+
+    with pytest.raises(ValueError, match="process group") as caught:
+        dist.all_reduce(torch.ones(1))
+    echo = failure_of(0, caught.value)
+    cause = failure_of(1, ValueError("the cause"))
+    assert (echo.in_collective, cause.in_collective) == (True, False)
+    ray.get(later.remote(Outcome(1, 0.0), 0.0))  # the process that runs it next has started
+    arriving = {0: ray.put(Outcome(0, 0.0, echo)), 1: later.remote(Outcome(1, 0.0, cause), 0.5)}
+    with pytest.raises(
+        RankFailedError, match=r"probe\.step failed on rank 1 .*the cause\nalso failed: rank 0 "
+    ):
+        Operation("probe", "step", arriving, ["here", "there"]).wait(timeout_s=10)
 
 
 def test_a_pool_waits_for_forgotten_calls_and_ends_its_processes(ray_cluster: int, tmp_path: Path) -> None:

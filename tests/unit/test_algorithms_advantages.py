@@ -24,7 +24,7 @@ def _discounted_sum_of_deltas(
     rewards: list[float], values: list[float], gamma: float, lam: float
 ) -> list[float]:
     """Equation 16 as it is written: A_j = sum over l of (gamma·lam)^l·delta_{j+l}, with no recursion."""
-    after = [*values[1:], 0.0]
+    after = [*values[1:], 0.0][: len(values)]
     deltas = [r + gamma * v_next - v for r, v_next, v in zip(rewards, after, values, strict=True)]
     return [
         math.fsum((gamma * lam) ** (k - j) * deltas[k] for k in range(j, len(deltas)))

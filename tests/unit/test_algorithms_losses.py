@@ -36,7 +36,7 @@ def _column(seed: int, scale: float = 1.0, garbage: float = math.nan) -> torch.T
 def _policy_columns() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probs that need gradient, old log-probs and advantages; ratios on both sides of every clip range."""
     old_BR = -_column(1).abs()
-    log_probs_BR = (old_BR + _column(2, scale=0.4)).requires_grad_()
+    log_probs_BR = (old_BR + _column(2, scale=0.7)).requires_grad_()
     return log_probs_BR, old_BR, _column(3)
 
 
@@ -180,7 +180,7 @@ def test_entropy_bonus_lowers_the_loss_by_the_entropy() -> None:
     _check(loss.stats, {"actor/entropy": entropy}, {})
     loss.loss_sum.backward()
     assert entropies_BR.grad is not None
-    assert entropies_BR.grad.tolist() == torch.where(MASK_BR, -0.01, 0.0).tolist()
+    assert entropies_BR.grad.tolist() == (MASK_BR.double() * -0.01).tolist()
 
 
 def _losses(columns: list[torch.Tensor], mask_BR: torch.Tensor) -> dict[str, TokenLoss]:

@@ -105,12 +105,13 @@ def test_the_configurations_of_these_tests_are_valid(built: Path, from_checkpoin
             ],
         ),
         (
-            ["rollout.kv_cache_bytes=64KiB"],  # 2 · 4 layers · 2 KV heads · 32 · 4 bytes · 128 tokens
+            ["rollout.kv_cache_bytes=262143"],  # 2 · 4 layers · 2 KV heads · 32 · 4 bytes · 128 tokens
             [
-                "rollout.kv_cache_bytes=65536 must hold one sequence of 128 tokens, which takes 262144 bytes at"
+                "rollout.kv_cache_bytes=262143 must hold one sequence of 128 tokens, which takes 262144 bytes at"
                 " p_g-t_g = 1-1; raise it to a multiple of 262144"
             ],
         ),
+        (["rollout.kv_cache_bytes=256KiB"], []),
         (["rollout.kv_cache_bytes=64KiB", "actor.generate=2-2"], []),  # a quarter of it on each rank
         (
             ["critic.micro_batch_tokens=100"],
@@ -225,6 +226,27 @@ def test_a_missing_checkpoint_and_missing_files(tmp_path: Path, from_checkpoint:
         "model.tokenizer=/no/tokenizer is not a folder; name one that exists",
         "warmup.file=/no/demonstrations is not a file; name one that exists",
     ]
+
+
+@pytest.mark.parametrize(
+    ("gguf", "message"),
+    [
+        ("/no/m.gguf", "model.gguf=/no/m.gguf is not a file; name one that exists"),
+        (
+            "no_such_package:m.gguf",
+            "model.gguf=no_such_package:m.gguf: package no_such_package is not installed;",
+        ),
+        ("yaml:m.gguf", "model.gguf=yaml:m.gguf is not a file; name a file of package yaml"),
+    ],
+)
+def test_a_gguf_file_must_exist(tmp_path: Path, from_checkpoint: Path, gguf: str, message: str) -> None:
+    description = tmp_path / "shape.json"
+    description.write_text(json.dumps(CONFIG))
+    overrides = ["model.path=null", f"model.hf_config={description}", f"model.gguf={gguf}"]
+    (problem,) = problems_of(from_checkpoint, *overrides)
+    assert problem.startswith(message)
+    overrides[-1] = f"model.gguf={description}"
+    assert load_config(from_checkpoint, overrides).model.gguf_file == description
 
 
 def test_a_warmup_without_demonstrations(from_checkpoint: Path) -> None:

@@ -14,9 +14,7 @@ from hybridengine.data.prompts import PromptDataset
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import DataError
 
-ROWS = [
-    {"prompt": f"{n} + 1 =", "answer": str(n + 1), "response": f"<think></think>{n + 1}"} for n in range(7)
-]
+ROWS = [{"prompt": f"{n} + 1 =", "answer": str(n + 1), "response": f"0 {n + 1}"} for n in range(7)]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ def read(path):
 
 
 def test_files_hold_distinct_correct_problems_and_disjoint_held_out_ones(tmp_path):
-    task = ArithmeticTask(min_terms=2, max_terms=4, min_digits=1, max_digits=2, worked_fraction=0.3)
+    task = ArithmeticTask(min_terms=3, max_terms=5, min_digits=1, max_digits=2, sloppy_fraction=0.3)
     paths = write_arithmetic_files(tmp_path / "new", task, seed=4, num_train=400, num_held_out=100)
     train, held_out, demonstrations = (read(paths[key]) for key in ("train", "held_out", "demonstrations"))
     prompts = [row["prompt"] for row in train + held_out]
@@ -33,14 +33,22 @@ def test_files_hold_distinct_correct_problems_and_disjoint_held_out_ones(tmp_pat
     for row in train + held_out:
         assert row["prompt"].endswith(" =")
         assert int(row["answer"]) == eval(row["prompt"][:-2])
-    assert {len(prompt.split()) for prompt in prompts} == {4, 6, 8}
+    assert {len(prompt.split()) for prompt in prompts} == {6, 8, 10}
     assert [(row["prompt"], row["answer"]) for row in demonstrations] == [
         (row["prompt"], row["answer"]) for row in train
     ]
-    assert all(exact_match(row["response"], row["answer"]) for row in demonstrations)
-    longer = [row for row in demonstrations if len(row["prompt"].split()) > 4]
-    worked = sum(not row["response"].startswith("<think></think>") for row in longer)
-    assert 0.2 < worked / len(longer) < 0.4
+    complete = [len(row["response"].split()) == len(row["prompt"].split()) // 2 - 1 for row in demonstrations]
+    for row, is_complete in zip(demonstrations, complete, strict=True):
+        terms = row["prompt"].split()[:-1]
+        totals = [str(eval(" ".join(terms[: 2 * n + 1]))) for n in range(1, len(terms) // 2 + 1)]
+        assert row["response"].split() == (totals if is_complete else totals[:-1])
+    assert all(
+        is_complete
+        for row, is_complete in zip(demonstrations, complete, strict=True)
+        if "-" not in row["prompt"]
+    )
+    subtracting = sum("-" in row["prompt"] for row in demonstrations)
+    assert 0.2 < complete.count(False) / subtracting < 0.4
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path):
@@ -54,25 +62,25 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path):
 
 
 def test_a_task_with_too_few_problems_is_refused(tmp_path):
-    tiny = ArithmeticTask(min_terms=2, max_terms=2)
-    with pytest.raises(DataError, match=r"250 distinct problems wanted, .* has about 200"):
-        write_arithmetic_files(tmp_path, tiny, seed=0, num_train=200, num_held_out=50)
+    with pytest.raises(DataError, match=r"4050 distinct problems wanted, .* has about 4000"):
+        write_arithmetic_files(tmp_path, ArithmeticTask(), seed=0, num_train=4000, num_held_out=50)
     assert not list(tmp_path.iterdir())
 
 
 def test_bad_task_values_are_listed_at_once():
     with pytest.raises(DataError) as caught:
-        ArithmeticTask(min_terms=1, max_digits=0, worked_fraction=1.5)
+        ArithmeticTask(min_terms=2, max_digits=0, sloppy_fraction=1.5)
     text = str(caught.value)
     assert text.startswith("3 problems:")
-    assert "min_terms=1" in text and "max_digits=0" in text and "worked_fraction=1.5" in text
+    assert "min_terms=2" in text and "max_digits=0" in text and "sloppy_fraction=1.5" in text
 
 
 def test_demonstrated_responses():
     problem = Problem("3 - 8 + 5 - 1", "-1")
     assert problem.prompt == "3 - 8 + 5 - 1 ="
-    assert demonstrated_response(problem, works_out=True) == "<think>-5 0</think>-1"
-    assert demonstrated_response(problem, works_out=False) == "<think></think>-1"
+    assert problem.subtracts and not Problem("3 + 4 + 0", "7").subtracts
+    assert demonstrated_response(problem, is_sloppy=False) == "-5 0 -1"
+    assert demonstrated_response(problem, is_sloppy=True) == "-5 0"
 
 
 @pytest.mark.parametrize(
@@ -80,14 +88,18 @@ def test_demonstrated_responses():
     [
         ("12", "12"),
         (" 12\n", "12"),
-        ("<think>3</think>12", "12"),
-        ("<think>3</think>4</think> 12", "12"),
-        ("<think>12", "<think>12"),
-        ("<think>12</think>", ""),
+        ("4 -3 12", "12"),
+        ("12 -3", "-3"),
+        ("The answer is 12.", "12"),
+        ("3 + 9 = 12", "12"),
+        ("12.5", "12.5"),
+        ("1,012", "1,012"),
+        ("12 4", "4"),
+        ("twelve", ""),
         ("", ""),
     ],
 )
-def test_the_final_answer_follows_the_last_thought(response, found):
+def test_the_final_answer_is_the_last_number(response, found):
     assert final_answer(response) == found
     assert exact_match(response, "12") == float(found == "12")
 
@@ -95,14 +107,14 @@ def test_the_final_answer_follows_the_last_thought(response, found):
 def test_the_reward_is_full_or_nothing():
     cases = [
         ("6", "6", 1.0),
-        ("<think>7 6</think>6", "6", 1.0),
+        ("7 6", "6", 1.0),
         ("+06", "6", 1.0),
         ("6.0", "6", 1.0),
         ("-6", "6", 0.0),
         ("16", "6", 0.0),
-        ("6 6", "6", 0.0),
+        ("6 16", "6", 0.0),
         ("0123456789", "6", 0.0),
-        ("<think>6</think>", "6", 0.0),
+        ("six", "6", 0.0),
         ("", "6", 0.0),
     ]
     responses, answers, wanted = zip(*cases, strict=True)

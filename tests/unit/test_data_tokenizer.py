@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
 from hybridengine.errors import DataError
 
-SAMPLE = "12 + 34 - (5*6)/7 =\nwhat is it, user? <think>a! b:c</think>-8.0"
+SAMPLE = "12 + 34 - (5*6)/7 =\nwhat is it, user? a! b:c-8.0"
 
 
 @pytest.fixture
@@ -31,15 +31,15 @@ def test_text_survives_encoding_and_decoding():
     tokens = tokenizer(SAMPLE)["input_ids"]
     assert tokenizer.decode(tokens) == SAMPLE
     assert tokenizer.decode([*tokens, token_id(tokenizer, "eos")], skip_special_tokens=True) == SAMPLE
-    assert len(tokens) == len(SAMPLE) - len("user<think></think>") + 3
+    assert len(tokens) == len(SAMPLE) - len("user") + 1
     assert tokenizer.unk_token_id not in tokens
     assert tokenizer("A")["input_ids"] == [tokenizer.unk_token_id]
 
 
 def test_the_vocabulary_is_small_and_odd():
     tokenizer = build_arithmetic_tokenizer()
-    assert len(tokenizer) == 59
-    assert sorted(tokenizer.get_vocab().values()) == list(range(59))
+    assert len(tokenizer) == 57
+    assert sorted(tokenizer.get_vocab().values()) == list(range(57))
 
 
 def test_a_saved_tokenizer_loads_unchanged(folder):

@@ -94,6 +94,7 @@ class VllmEngine:
             install_groups(generation, identity)
             self._llm = _build(folder, generation, settings, stages, self._on_gpu)
         self._runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        _prepare_pipeline(self._runner, generation)
         parameters = dict(self._runner.model.named_parameters())
         self.weights: WeightStorage = (
             SleepingWeights(parameters, self._llm) if settings.cuda_graphs else WeightStorage(parameters)
@@ -223,6 +224,14 @@ def _keep_plain_weights() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = plain_linear
+
+
+def _prepare_pipeline(runner: Any, generation: GenerationGrid) -> None:
+    """Make the buffer for a later stage's input, which vLLM makes in a warm-up run that its CPU worker leaves out."""
+    if generation.sizes.pp_size > 1 and getattr(runner, "intermediate_tensors", None) is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,164 @@
+"""The text of a run: step lines, the summary's numbers and the final table."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from hybridengine.metrics.console import RunConsole, step_line
+from hybridengine.metrics.recorder import Row
+from hybridengine.metrics.summary import PhaseTime, RunSummary, summarise
+
+MIB = 2**20
+
+
+def _row(step: int, **changes: float | None) -> Row:
+    row: Row = {
+        "step": step,
+        "reward/mean": 0.4125,
+        "kl/mean": 0.00312,
+        "time/switch_to_generate_s": 0.034,
+        "time/generate_s": 1.2,
+        "time/switch_to_train_s": 0.021,
+        "time/reference_log_probs_s": 0.5,
+        "time/update_critic_s": 0.9,
+        "time/update_actor_s": 12.31,
+        "time/step_s": 15.0,
+        "throughput/tokens_per_s": 811.6,
+        "switch/received_bytes": 3 * MIB,
+        "switch/peak_weight_bytes": 5 * MIB,
+        "switch/redundant_bytes": 0,
+        "rollout/log_prob_abs_diff_max": 2e-6,
+    }
+    return row | {key.replace("__", "/"): value for key, value in changes.items()}
+
+
+def _rows() -> list[Row]:
+    return [
+        {"step": 0, "eval/exact_match": 0.315},
+        _row(1, time__generate_s=1.0),
+        _row(2, time__generate_s=2.0, eval__exact_match=0.5, switch__peak_weight_bytes=7.5 * MIB),
+        _row(3, time__generate_s=1.5, eval__exact_match=0.78, rollout__log_prob_abs_diff_max=3.14e-6),
+    ]
+
+
+def test_step_line_says_everything_once() -> None:
+    assert step_line(_row(3, eval__exact_match=0.615), num_steps=40) == (
+        "step  3/40  reward 0.412  kl 0.0031  eval 61.5%"
+        "  | to-gen 34ms  generate 1.20s  to-train 21ms  reference-log-probs 0.50s  critic 0.90s  actor 12.3s"
+        "  step 15.0s  812 tok/s"
+    )
+
+
+def test_step_line_leaves_out_what_is_missing_and_shows_what_is_not_finite() -> None:
+    assert step_line({"step": 0, "eval/exact_match": 0.25}, num_steps=5) == "step 0/5  eval 25.0%"
+    row: Row = {"step": 2, "reward/mean": None, "time/generate_s": None}
+    assert step_line(row, num_steps=5) == "step 2/5  reward nan  | generate nan"
+
+
+@pytest.mark.parametrize("environment", [{}, {"TERM": "xterm-256color", "COLUMNS": "40"}])
+def test_output_to_a_file_is_one_plain_line_per_step(environment: dict[str, str]) -> None:
+    stream = io.StringIO()
+    console = RunConsole(3, Console(file=stream, _environ=environment))
+    for row in _rows():
+        console.print_step(row)
+    text = stream.getvalue()
+    assert text == "".join(step_line(row, 3) + "\n" for row in _rows())
+    assert text.isascii()
+    assert text.replace("\n", "").isprintable()
+
+
+def test_lines_reach_the_stream_at_once() -> None:
+    """Behind a pipe, output is block-buffered: without a flush nobody sees a step before the run ends."""
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")  # pyright: ignore[reportArgumentType]
+    RunConsole(3, Console(file=stream)).print_step(_row(1))
+    assert raw.getvalue().decode() == step_line(_row(1), 3) + "\n"
+
+
+def test_summary_numbers() -> None:
+    summary = summarise(_rows())
+    assert summary.num_steps == 3
+    assert (summary.exact_match_before, summary.exact_match_after) == (0.315, 0.78)
+    assert summary.phases["generate"] == PhaseTime(sum_s=4.5, mean_s=1.5)
+    assert summary.phases["step"] == PhaseTime(sum_s=45.0, mean_s=15.0)
+    assert list(summary.phases) == [
+        "switch_to_generate",
+        "generate",
+        "switch_to_train",
+        "reference_log_probs",
+        "update_critic",
+        "update_actor",
+        "step",
+    ]
+    assert (summary.received_bytes, summary.received_bytes_per_step) == (9 * MIB, 3 * MIB)
+    assert summary.peak_weight_bytes == 7.5 * MIB
+    assert summary.redundant_bytes == 0
+    assert summary.log_prob_abs_diff_max == 3.14e-6
+
+
+def test_summary_counts_a_repeated_step_once() -> None:
+    rows = [_row(1, time__generate_s=100.0), _row(2), _row(1, time__generate_s=2.0)]
+    summary = summarise(rows)
+    assert summary.num_steps == 2
+    assert summary.phases["generate"].sum_s == pytest.approx(3.2)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_summary_does_not_hide_what_was_not_finite(place: int) -> None:
+    rows = [_row(1), _row(2), _row(3)]
+    rows[place]["rollout/log_prob_abs_diff_max"] = None
+    difference = summarise(rows).log_prob_abs_diff_max
+    assert difference is not None
+    assert math.isnan(difference)
+
+
+def test_summary_of_no_rows() -> None:
+    assert summarise([]) == RunSummary(0, None, None, {}, None, None, None, None, None)
+
+
+def _table_cells(rows: list[Row], encoding: str = "utf-8") -> tuple[str, dict[str, list[str]]]:
+    """The printed table, and its rows: name -> the cells to the right."""
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    RunConsole(3, Console(file=stream, width=80)).print_summary(rows)
+    text = raw.getvalue().decode(encoding)
+    cells = [
+        [cell for cell in line.strip("| ").replace("|", "  ").split("  ") if cell.strip()]
+        for line in text.splitlines()
+    ]
+    return text, {row[0].strip(): [cell.strip() for cell in row[1:]] for row in cells if row}
+
+
+def test_final_table() -> None:
+    text, cells = _table_cells(_rows())
+    assert "Run of 3 steps" in text
+    assert "\x1b" not in text
+    assert cells["exact match before"] == ["31.5%"]
+    assert cells["exact match after"] == ["78.0%"]
+    assert cells["gain"] == ["+46.5 points"]
+    assert cells["time: generate"] == ["4.50 s", "1.50 s"]
+    assert cells["time: switch to generate"] == ["0.10 s", "34 ms"]
+    assert cells["time: update actor"] == ["36.9 s", "12.3 s"]
+    assert cells["time: step"] == ["45.0 s", "15.0 s"]
+    assert cells["received bytes"] == ["9.0 MiB", "3.0 MiB"]
+    assert cells["peak weight bytes, max"] == ["7.5 MiB"]
+    assert cells["redundant bytes, max"] == ["0 B"]
+    assert cells["log-prob difference, max"] == ["3.14e-06"]
+
+
+def test_final_table_of_a_run_without_evaluation_or_switch() -> None:
+    _, cells = _table_cells([{"step": 1, "time/step_s": 2.0}])
+    assert cells["exact match before"] == cells["exact match after"] == ["-"]
+    assert "gain" not in cells
+    assert cells["received bytes"] == ["-", "-"]
+    assert cells["log-prob difference, max"] == ["-"]
+
+
+def test_final_table_on_an_ascii_terminal() -> None:
+    text, cells = _table_cells(_rows(), encoding="ascii")
+    assert text.isascii()
+    assert cells["received bytes"] == ["9.0 MiB", "3.0 MiB"]
