@@ -29,7 +29,7 @@ def test_files_hold_distinct_correct_problems_and_disjoint_held_out_ones(tmp_pat
     paths = write_arithmetic_files(tmp_path / "new", task, seed=4, num_train=400, num_held_out=100)
     train, held_out, demonstrations = (read(paths[key]) for key in ("train", "held_out", "demonstrations"))
     prompts = [row["prompt"] for row in train + held_out]
-    assert len(set(prompts)) == 500
+    assert (len(train), len(held_out), len(set(prompts))) == (400, 100, 500)
     for row in train + held_out:
         assert row["prompt"].endswith(" =")
         assert int(row["answer"]) == eval(row["prompt"][:-2])

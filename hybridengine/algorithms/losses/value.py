@@ -37,7 +37,7 @@ def value_loss(
     if clip_value is None:
         clipped_error_BR = squared_error_BR
     else:
-        # Clamped to bounds, not by adding a clamped difference: inside the range it must be V to the last bit.
+        # Not V_old plus a clamped difference: inside the range it must be V to the last bit.
         clipped_BR = values_BR.clamp(old_values_BR - clip_value, old_values_BR + clip_value)
         clipped_error_BR = (clipped_BR - returns_BR).square()
     loss_sum = masked_sum(0.5 * torch.maximum(squared_error_BR, clipped_error_BR), mask_BR)
