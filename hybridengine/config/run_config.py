@@ -79,7 +79,7 @@ class RunConfig(Section):
     @property
     def generation_grid(self) -> GenerationGrid:
         """The actor's generation layout over its training grid."""
-        return GenerationGrid(self.grid("actor"), self.actor.gen_sizes, self.actor.grouping_method)
+        return GenerationGrid(self.grid("actor"), self.actor.gen_sizes)
 
     @property
     def max_tokens(self) -> int:

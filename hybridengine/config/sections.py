@@ -26,7 +26,6 @@ from hybridengine.config.values import (
     TrainSizesText,
 )
 from hybridengine.model_shapes import ModelShape
-from hybridengine.topology.generation import Grouping
 from hybridengine.topology.grid import RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
@@ -198,8 +197,6 @@ class ActorSection(TrainedSection):
     """Training sizes p-t-d: pipeline stages, tensor shards, data-parallel replicas."""
     generate: GenSizesText = "1-1"
     """Generation sizes p_g-t_g of one engine; p_g divides p, t_g divides t."""
-    grouping: Literal["interval", "vanilla"] = "interval"
-    """Which ranks of a replica form an engine; interval holds no weight byte twice."""
     bucket_bytes: Bytes = 64 * MEBIBYTE
     """Weights that are in flight at once while switching."""
     clip_low: Share = 0.2
@@ -218,11 +215,6 @@ class ActorSection(TrainedSection):
     def gen_sizes(self) -> GenSizes:
         """(p_g, t_g)."""
         return GenSizes.parse(self.generate)
-
-    @property
-    def grouping_method(self) -> Grouping:
-        """Grouping as the topology knows it."""
-        return Grouping(self.grouping)
 
 
 class CriticSection(TrainedSection):
@@ -271,14 +263,12 @@ class RolloutSection(Section):
     """Responses per prompt."""
     temperature: Positive = 1.0
     """Sampling temperature."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the smallest set of tokens with this probability; 1 is off."""
-    top_k: CountOrZero = 0
-    """Sample from the k most probable tokens; 0 is off."""
     kv_cache_bytes: Bytes = 256 * MEBIBYTE
     """KV cache of one rank while it generates."""
     max_num_seqs: Count = 256
     """Most sequences that an engine advances at once."""
+    cuda_graphs: bool = False
+    """Capture CUDA graphs for decoding; weights then go through vLLM's sleep mode, which takes them all at once."""
 
 
 class TaskSection(Section):

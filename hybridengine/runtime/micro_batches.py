@@ -3,8 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
 
 from hybridengine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MicroRows:
+    """Some rows of a batch, cut to their own longest prompt and response."""
+
+    rows: list[int]
+    """Their places in the batch."""
+    columns: dict[str, Tensor]
+    """`tokens` [b, t]; `positions` [b, r], where in the model's output the distribution of response token j is found;
+    `mask` [b, r], True at response tokens; and the response-aligned columns asked for, [b, r]."""
+
+
+def cut_rows(batch: TensorDictBase, max_tokens: int, response_columns: Sequence[str] = ()) -> list[MicroRows]:
+    """Micro-batches of a batch of prompts and responses (`tokens`, `prompt_lengths`, `response_lengths`).
+
+    Raises:
+        ConfigError: one row alone exceeds `max_tokens`.
+    """
+    lengths = batch["prompt_lengths"] + batch["response_lengths"]
+    return [
+        MicroRows(rows, _columns(batch, rows, response_columns))
+        for rows in balance_rows(lengths.tolist(), max_tokens)
+    ]
+
+
+def _columns(batch: TensorDictBase, rows: list[int], response_columns: Sequence[str]) -> dict[str, Tensor]:
+    prompts, responses = batch["prompt_lengths"][rows], batch["response_lengths"][rows]
+    width, longest = int((prompts + responses).max()), max(1, int(responses.max()))
+    steps = torch.arange(longest)
+    mask = steps < responses.unsqueeze(1)
+    columns = {
+        "tokens": batch["tokens"][rows, :width],
+        "positions": (prompts.unsqueeze(1) - 1 + steps).clamp(max=width - 1),
+        "mask": mask,
+    }
+    return columns | {name: batch[name][rows, :longest] for name in response_columns}
+
+
+def gather_rows(parts: Sequence[tuple[MicroRows, Tensor]], num_rows: int, width: int) -> Tensor:
+    """[num_rows, width] float32 from the [b, r] results of micro-batches; zero beyond each response."""
+    whole = torch.zeros(num_rows, width)
+    for micro, values in parts:
+        part = values.detach().float().cpu().masked_fill(~micro.columns["mask"], 0.0)
+        whole[micro.rows, : part.size(1)] = part
+    return whole
 
 
 def balance_rows(token_counts: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -41,3 +41,13 @@ class ProcessGroups:
         if own is None:
             raise TopologyError(f"rank {rank} is in none of the groups {[list(ranks) for ranks in groups]}")
         return own
+
+
+_of_process: list[ProcessGroups] = []
+
+
+def process_groups(timeout_s: float) -> ProcessGroups:
+    """The registry that all roles of this process share; made at the first call, whose timeout counts."""
+    if not _of_process:
+        _of_process.append(ProcessGroups(timeout_s))
+    return _of_process[0]

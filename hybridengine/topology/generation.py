@@ -115,5 +115,5 @@ class GenerationGrid:
 
     def replica_index(self, rank: int) -> int:
         """Which of the d · d_g engines `rank` belongs to."""
-        place = self._coordinates[rank]
+        place = self.coordinate(rank)
         return place.dp_rank * self.micro_dp_size + place.micro_dp_rank

@@ -106,7 +106,12 @@ class Grid:
         )
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The one of `groups(*axes)` that holds `rank`."""
+        """The one of `groups(*axes)` that holds `rank`.
+
+        Raises:
+            TopologyError: the rank is outside of the grid, or an axis does not exist.
+        """
+        self.coordinate(rank)  # raises for a rank that does not exist
         return next(group for group in self.groups(*axes) if rank in group)
 
 

@@ -99,5 +99,5 @@ def _parse(text: str, count: int, form: str) -> list[int]:
 def _check_positive(sizes: object, fields: tuple[str, ...]) -> None:
     for field in fields:
         value = getattr(sizes, field)
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:  # True is an int, and no size
             raise TopologyError(f"{field}={value!r} must be a positive integer")

@@ -24,8 +24,8 @@ MicroBatch = dict[str, Tensor]
 OutputFunction = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
 """(model output [B, T, W], micro-batch) -> tensors by name."""
 
-LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, dict[str, Tensor]]]
-"""(model output [B, T, W], micro-batch) -> (loss summed over tokens, number of tokens, sums for the metrics)."""
+LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, Any]]
+"""(model output [B, T, W], micro-batch) -> (loss summed over tokens, number of tokens, whatever the caller collects)."""
 
 
 class PipelineRunner:
@@ -53,17 +53,15 @@ class PipelineRunner:
         with torch.no_grad():
             return self._run(batches, collect, forward_only=True)
 
-    def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[dict[str, Tensor]]:
+    def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
         """Accumulate the gradient of the mean loss per token over all micro-batches of all data-parallel ranks.
 
-        Returns the sums for the metrics of each micro-batch; empty on all stages but the last.
+        Returns what `loss` gives to collect for each micro-batch; empty on all stages but the last.
         """
         self.module.train()
         return self._run(batches, loss, forward_only=False)
 
-    def _run(
-        self, batches: Sequence[MicroBatch], loss: LossFunction, forward_only: bool
-    ) -> list[dict[str, Tensor]]:
+    def _run(self, batches: Sequence[MicroBatch], loss: LossFunction, forward_only: bool) -> list[Any]:
         def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch = next(iterator)
             tokens = batch["tokens"]

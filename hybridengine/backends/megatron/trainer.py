@@ -5,8 +5,10 @@ Weights live in one storage per parameter, so that the HybridEngine can take the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -47,6 +49,17 @@ class OptimizerSettings:
     """Largest norm of the gradient over all ranks; 0 for none."""
     offload: str = "none"
     """`none`, or `optimizer`: keep optimizer state in host memory while generating."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Norm over all ranks, before clipping."""
+    lr: float
+    collected: list[Any]
+    """What the loss function gave to collect for each micro-batch; empty on all stages but the last."""
 
 
 class MegatronModel:
@@ -92,14 +105,13 @@ class MegatronTrainer(MegatronModel):
         grid: Grid,
         rank: int,
         registry: ProcessGroups,
-        optimizer: OptimizerSettings,
         dtype: str = "float32",
         names: NameSet = NameSet.LOCAL,
         recompute: bool = False,
     ) -> None:
         super().__init__(shape, grid, rank, registry, dtype, names, recompute)
-        self._settings = optimizer
-        self._optimizer = None
+        self._settings: OptimizerSettings | None = None
+        self._optimizer: Any = None
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True
         )
@@ -120,9 +132,12 @@ class MegatronTrainer(MegatronModel):
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]
         self._runner = PipelineRunner(self._ddp, self.groups)
 
-    def start_optimizer(self) -> None:
-        """Make the optimizer; call once the weights are loaded, because its master weights are copies of them."""
-        settings = self._settings
+    def start_optimizer(self, settings: OptimizerSettings) -> None:
+        """Make the optimizer, or a new one with fresh state.
+
+        Call once the weights are loaded, because its master weights are copies of them.
+        """
+        self._settings = settings
         config = OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -155,54 +170,51 @@ class MegatronTrainer(MegatronModel):
                 wd_incr_style="constant",
             )
 
-    def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
+    def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
         """One optimizer step over all micro-batches of all data-parallel ranks.
 
         The gradient is that of the loss sum divided by the number of tokens over all ranks.
 
-        Returns:
-            `grad_norm`, `lr`, and on the last stage the sums of `loss` over this rank's micro-batches.
-
         Raises:
             HybridEngineError: the gradient is not finite; the weights are unchanged.
         """
-        assert self._optimizer is not None, "start_optimizer comes after loading weights"
+        assert self._optimizer is not None, "start_optimizer comes before the first step"
         with device_shim():
             self._ddp.zero_grad_buffer()
             self._optimizer.zero_grad()
-        results = self._runner.forward_backward(batches, loss)
+        collected = self._runner.forward_backward(batches, loss)
         with device_shim():
             successful, grad_norm, _ = self._optimizer.step()
-        if not successful or grad_norm is None or not torch.isfinite(torch.as_tensor(float(grad_norm))):
+            lr = self._optimizer.param_groups[0]["lr"]
+            self._schedule.step(increment=1)
+        if not successful or not math.isfinite(float(grad_norm)):
             raise HybridEngineError(
                 f"grad_norm={grad_norm} is not finite; lower the learning rate or look for bad rows in the batch"
             )
-        metrics = {"grad_norm": float(grad_norm), "lr": self._optimizer.param_groups[0]["lr"]}
-        with device_shim():
-            self._schedule.step(increment=1)
-        for sums in results:
-            for name, value in sums.items():
-                metrics[name] = metrics.get(name, 0.0) + float(value)
-        return metrics
+        return StepResult(float(grad_norm), lr, collected)
 
     def leave_training(self) -> None:
         """Release gradient buffers, and move optimizer state to host memory where the settings say so."""
         for buffer in self._gradients:
             buffer.untyped_storage().resize_(0)
-        if self._settings.offload == "optimizer":
+        if self._offloads_optimizer:
             self._move_optimizer_state(torch.device("cpu"))
 
     def enter_training(self) -> None:
         """Take gradient buffers and optimizer state back."""
         for buffer, num_bytes in zip(self._gradients, self._gradient_bytes, strict=True):
             buffer.untyped_storage().resize_(num_bytes)
-        if self._settings.offload == "optimizer":
+        if self._offloads_optimizer:
             self._move_optimizer_state(device())
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes that the gradient buffers own now."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._gradients)
+
+    @property
+    def _offloads_optimizer(self) -> bool:
+        return self._settings is not None and self._settings.offload == "optimizer"
 
     def _move_optimizer_state(self, target: torch.device) -> None:
         """Move Adam's moments, and float32 master weights that are no views of the model's own weights."""

@@ -136,6 +136,7 @@ class _CheckpointWriter:
     def __init__(self, folder: Path, weights: WeightStorage, shape: ModelShape, max_file_bytes: int) -> None:
         self._folder, self._partial = folder, folder.with_name(folder.name + ".partial")
         self._weights, self._shape, self._max_file_bytes = weights, shape, max_file_bytes
+        shutil.rmtree(self._partial, ignore_errors=True)  # what an export that failed has left
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._files: list[list[str]] = []
@@ -144,11 +145,12 @@ class _CheckpointWriter:
         """Take tensors over from the storage that just received them."""
         for name in names:
             tensor = self._weights[name].to("cpu", copy=True)
+            num_bytes = tensor.numel() * tensor.element_size()
+            if self._pending_bytes + num_bytes > self._max_file_bytes:
+                self._flush()
             self._pending[name] = tensor
-            self._pending_bytes += tensor.numel() * tensor.element_size()
+            self._pending_bytes += num_bytes
         self._weights.release(names)
-        if self._pending_bytes >= self._max_file_bytes:
-            self._flush()
 
     def _flush(self) -> None:
         if self._pending:

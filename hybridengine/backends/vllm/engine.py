@@ -26,16 +26,6 @@ from hybridengine.reshard.vllm import gen_stage_layers, vllm_layout
 from hybridengine.runtime.storage import WeightStorage
 from hybridengine.topology.generation import GenerationGrid
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCHDYNAMO_DISABLE": "1",
-}
-"""What a rank's process needs in its environment before vLLM is imported, on a machine without a GPU."""
-
-
 @dataclass(frozen=True)
 class EngineSettings:
     """How an engine is built."""

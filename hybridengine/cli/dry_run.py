@@ -1,0 +1,126 @@
+"""What a run would do: groups, the switch's plan, and memory per rank. Starts nothing, needs no torch."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from hybridengine.config import RunConfig, model_shape
+from hybridengine.config.run_config import Role
+from hybridengine.metrics.formatting import format_bytes
+from hybridengine.planning.memory import SwitchCost, switch_cost, training_memory
+from hybridengine.topology.grid import Groups
+
+SHOWN_GROUPS = 8
+
+
+def print_dry_run(config: RunConfig) -> None:
+    """Print groups, plan summary and memory estimate."""
+    console = Console(highlight=False)
+    for line in [*layout_lines(config), *group_lines(config), *memory_lines(config)]:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def layout_lines(config: RunConfig) -> list[str]:
+    """Sizes of every role, and what the switch costs."""
+    shape = model_shape(config)
+    generation = config.generation_grid
+    cost = _cost(config)
+    total = shape.weight_bytes(config.model.dtype)
+    return [
+        f"model: {shape.family}, {shape.num_layers} layers, {shape.num_parameters:,} parameters,"
+        f" {format_bytes(total)} in {config.model.dtype}",
+        f"ranks: {config.num_ranks} on {len(config.cluster.ranks_per_node)} node(s), {config.cluster.rank_order} order",
+        "roles: " + ", ".join(f"{role} {config.train_sizes(role)}" for role in config.model_roles)
+        + f" (p-t-d); generation {config.actor.gen_sizes} (p_g-t_g) in {generation.num_replicas} engine(s),"
+        f" d_g={generation.micro_dp_size}",
+        f"switch: each rank receives at most {format_bytes(cost.received_bytes)}"
+        f" ({cost.received_bytes / total:.1%} of the model), peak {format_bytes(cost.peak_bytes)} of weights"
+        f" (training shard {format_bytes(cost.train_bytes)}, generation shard {format_bytes(cost.gen_bytes)}),"
+        f" redundant 0 B; back: 0 B received",
+    ]
+
+
+def group_lines(config: RunConfig) -> list[str]:
+    """Training groups of every role and generation groups of the actor."""
+    lines = ["", "groups"]
+    for role in config.model_roles:
+        grid = config.grid(role)
+        for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
+            lines.append(f"  {role:<10} {name:<10} {_groups(grid.groups(axis))}")
+    generation = config.generation_grid
+    for name, groups in (
+        ("tensor", generation.tp_groups),
+        ("pipeline", generation.pp_groups),
+        ("micro-DP", generation.micro_dp_groups),
+    ):
+        lines.append(f"  generation {name:<10} {_groups(groups)}")
+    crossing = _crossing(config, generation.micro_dp_groups)
+    lines.append(
+        f"  {crossing} of {len(generation.micro_dp_groups)} micro-DP groups cross nodes"
+        + ("; cluster.rank_order=paper keeps a replica together" if crossing else "")
+    )
+    return lines
+
+
+def memory_lines(config: RunConfig) -> list[str]:
+    """Plan summary and memory per rank and phase, of the rank with the most."""
+    cost = _cost(config)
+    lines = ["", f"plan (first replica of {config.actor.train_sizes.dp_size})"]
+    for plan in cost.plans[:SHOWN_GROUPS]:
+        lines.append(f"  {plan}")
+    lines.append(f"  buckets of at most {format_bytes(cost.bucket_bytes)}; digest {cost.plans[0].digest[:16]}")
+    lines += ["", "memory per rank (activations and framework overhead left out)"]
+    resident = {"train": 0, "generate": 0}
+    rows = []
+    for role in config.model_roles:
+        memory = training_memory(model_shape(config, role), config.grid(role), config.model.dtype)
+        trains = role in ("actor", "critic")
+        own = memory.weights_bytes + (memory.gradients_bytes + memory.optimizer_bytes if trains else 0)
+        resident["train"] += own
+        resident["generate"] += _held_while_generating(config, role, cost, own, memory.optimizer_bytes)
+        text = f"  {role:<10} weights {format_bytes(memory.weights_bytes)}"
+        if trains:
+            text += (
+                f", gradients {format_bytes(memory.gradients_bytes)},"
+                f" optimizer {format_bytes(memory.optimizer_bytes)}"
+            )
+        rows.append(text)
+    cache = config.rollout.kv_cache_bytes
+    lines += rows
+    lines.append(f"  training    {format_bytes(resident['train'])} in all")
+    lines.append(
+        f"  generating  {format_bytes(resident['generate'] + cache)} in all, KV cache {format_bytes(cache)} included"
+    )
+    lines.append(
+        f"  switching   {format_bytes(resident['generate'] - cost.gen_bytes + cost.peak_bytes)} at its peak"
+    )
+    return lines
+
+
+def _held_while_generating(config: RunConfig, role: Role, cost: SwitchCost, own: int, optimizer: int) -> int:
+    """The actor's weights take the engine's layout, its gradients go, its optimizer where that is offloaded."""
+    if role != "actor":
+        return own
+    return cost.gen_bytes + (0 if config.actor.offload == "optimizer" else optimizer)
+
+
+def _cost(config: RunConfig) -> SwitchCost:
+    return switch_cost(
+        model_shape(config), config.generation_grid, config.model.dtype, config.actor.bucket_bytes
+    )
+
+
+def _groups(groups: Groups) -> str:
+    shown = " ".join(_ranks(group) for group in groups[:SHOWN_GROUPS])
+    return shown + (f" ... {len(groups)} groups" if len(groups) > SHOWN_GROUPS else "")
+
+
+def _ranks(group: tuple[int, ...]) -> str:
+    if len(group) > 8:
+        return f"[{group[0]},{group[1]},...,{group[-1]}]"
+    return "[" + ",".join(map(str, group)) + "]"
+
+
+def _crossing(config: RunConfig, groups: Groups) -> int:
+    node_of = [node for node, count in enumerate(config.cluster.ranks_per_node) for _ in range(count)]
+    return sum(1 for group in groups if len({node_of[rank] for rank in group}) > 1)

@@ -1,0 +1,84 @@
+"""`hybridengine`: train a model with RL on a Megatron HybridEngine, or see what a run would do."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hybridengine import __version__
+from hybridengine.errors import CheckpointError, ConfigError, DataError, HybridEngineError, TopologyError
+
+EXAMPLES = """examples:
+  hybridengine train configs/arithmetic.yaml                       the demo: four ranks on a CPU
+  hybridengine train configs/arithmetic.yaml run.steps=5           any key of the file can be overridden
+  hybridengine train configs/arithmetic.yaml actor.generate=1-2    another generation layout, p_g-t_g
+  hybridengine train configs/llama3-70b-16nodes.yaml --dry-run     groups, plan and memory; starts nothing
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except (ConfigError, TopologyError, CheckpointError, DataError) as error:
+        print(f"hybridengine: {error}", file=sys.stderr)
+        return 2
+    except HybridEngineError as error:
+        print(f"hybridengine: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("hybridengine: interrupted; what the run has written so far is kept", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hybridengine",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"hybridengine {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="train a model as a configuration file says",
+        description="Train a model as a configuration file says. Writes runs/NAME/: metrics.jsonl (a row per step),"
+        " tensorboard/, and the trained model as a Hugging Face checkpoint.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("config", metavar="CONFIG", help="YAML file, e.g. configs/arithmetic.yaml")
+    train.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="values that replace those of the file, e.g. actor.parallel=2-2-1 (p-t-d), actor.generate=1-1 (p_g-t_g)",
+    )
+    train.add_argument(
+        "--dry-run", action="store_true", help="print groups, plan and memory estimate, and start nothing"
+    )
+    train.set_defaults(run=_train)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    from hybridengine.config import load_config
+
+    config = load_config(options.config, options.overrides, dry_run=options.dry_run)
+    if options.dry_run:
+        from hybridengine.cli.dry_run import print_dry_run
+
+        print_dry_run(config)
+        return 0
+    from hybridengine.cli.train import train
+
+    train(config)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Files that a run needs before its processes start: a built or converted model, task data, tokenised rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridengine.checkpoint_files import check_checkpoint
+from hybridengine.config import RunConfig
+from hybridengine.data.demonstrations import DemonstrationDataset
+from hybridengine.data.prompts import PromptDataset
+from hybridengine.data.rewards import load_reward_function
+from hybridengine.data.tasks import ArithmeticTask, write_arithmetic_files
+from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
+from hybridengine.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What was read from the run's files."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptDataset
+    held_out: PromptDataset | None
+    demonstrations: DemonstrationDataset | None
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        assert isinstance(self.tokenizer.eos_token_id, int), "load_tokenizer checks it"
+        return (self.tokenizer.eos_token_id,)
+
+
+def free_run(config: RunConfig) -> RunConfig:
+    """`config`, or with the first free name NAME-2, NAME-3, ... where its folder holds a run already."""
+    name, number = config.run.name, 1
+    while (config.run_folder / "metrics.jsonl").exists():
+        number += 1
+        config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{name}-{number}"})})
+    return config
+
+
+def prepare_files(config: RunConfig) -> RunFiles:
+    """Write what the run builds itself, then read and check everything that it needs.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: before any process has started.
+    """
+    if config.reward.kind == "function":
+        load_reward_function(config.reward.function)
+    if config.model.build is not None:
+        _build_model(config)
+    elif config.model.gguf is not None:
+        convert_gguf(config)
+    shape = check_checkpoint(config.model_folder)
+    if config.data.task is not None:
+        task = config.data.task
+        names = {field.name for field in fields(ArithmeticTask)}
+        write_arithmetic_files(
+            config.data_folder,
+            ArithmeticTask(**{key: value for key, value in task.model_dump().items() if key in names}),
+            task.seed,
+            task.train_rows,
+            task.eval_rows,
+        )
+    tokenizer = load_tokenizer(config.tokenizer_folder, pad_with_eos=True)
+    if len(tokenizer) > shape.vocab_size:
+        raise ConfigError(
+            f"the tokenizer of {config.tokenizer_folder} has {len(tokenizer)} tokens, the model's"
+            f" vocab_size={shape.vocab_size} is smaller; use the model's own tokenizer"
+        )
+    rollout, seed = config.rollout, config.run.seed
+    prompts = PromptDataset(config.train_file, tokenizer, rollout.max_prompt_tokens, seed)
+    if len(prompts) < config.data.batch_size:
+        raise DataError(
+            f"{config.train_file} has {len(prompts)} prompts, data.batch_size={config.data.batch_size} wants more in"
+            " each step; lower it or add prompts"
+        )
+    held_out = demonstrations = None
+    if config.eval_file is not None:
+        held_out = PromptDataset(config.eval_file, tokenizer, rollout.max_prompt_tokens, seed)
+    if config.demonstrations_file is not None:
+        demonstrations = DemonstrationDataset(
+            config.demonstrations_file,
+            tokenizer,
+            rollout.max_prompt_tokens,
+            rollout.max_response_tokens,
+            seed,
+        )
+    return RunFiles(tokenizer, prompts, held_out, demonstrations)
+
+
+def _build_model(config: RunConfig) -> None:
+    """Write the small model with random weights, and its tokenizer, as a Hugging Face checkpoint."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    assert config.model.build is not None, "called for models to build"
+    described = config.model.build.hf_config()
+    with torch.random.fork_rng():
+        torch.manual_seed(config.run.seed)
+        hf_config = AutoConfig.for_model(
+            **{key: value for key, value in described.items() if key != "architectures"}
+        )
+        model = AutoModelForCausalLM.from_config(hf_config)
+    model.save_pretrained(config.model_folder)
+    build_arithmetic_tokenizer().save_pretrained(config.model_folder)
+
+
+def convert_gguf(config: RunConfig) -> None:
+    """Write the weights and the tokenizer of a GGUF file as a Hugging Face checkpoint.
+
+    Raises:
+        ConfigError: the packages that read GGUF are missing.
+    """
+    file = config.model.gguf_file
+    assert file is not None and config.model.hf_config is not None, "checked with the configuration"
+    if (config.model_folder / "model.safetensors").exists():
+        return
+    try:
+        import accelerate  # noqa: F401
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"model.gguf needs {error.name}; install hybridengine[smollm2]") from None
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    described = json.loads(Path(config.model.hf_config).read_text())
+    hf_config = AutoConfig.for_model(**{k: v for k, v in described.items() if k != "architectures"})
+    # A fresh model holds the weights as plain tensors, without what reading a GGUF file left attached to them.
+    model = AutoModelForCausalLM.from_config(hf_config)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(config.model_folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(config.model_folder)

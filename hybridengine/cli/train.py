@@ -1,0 +1,153 @@
+"""A training run: files, processes, warm-up, the dataflow, and what a person sees of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from tensordict import TensorDict
+
+from hybridengine.backends.vllm import environment
+from hybridengine.cli.dry_run import layout_lines
+from hybridengine.cli.prepare import RunFiles, free_run, prepare_files
+from hybridengine.config import RunConfig
+from hybridengine.config.run_config import Role
+from hybridengine.controller.cluster import node_offers, start_ray
+from hybridengine.controller.pool import ResourcePool
+from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.drivers.evaluation import evaluate
+from hybridengine.drivers.ppo import PpoRoles, ppo_step
+from hybridengine.drivers.warmup import warm_up
+from hybridengine.metrics import keys
+from hybridengine.metrics.console import RunConsole
+from hybridengine.metrics.recorder import MetricsRecorder, read_rows
+
+SEED_STRIDES = (1_000_003, 65_537)
+"""Requests of one run must not share seeds: seed = (run · a + step) · b + row."""
+
+
+def train(config: RunConfig) -> None:
+    """Carry out a run, and print its progress."""
+    console = Console()
+    started = time.perf_counter()
+
+    def say(text: str) -> None:
+        console.print(f"[{time.perf_counter() - started:6.1f}s] {text}", markup=False, highlight=False, soft_wrap=True)
+
+    config = free_run(config)
+    say(f"run {config.run_folder}: {config.run.steps} steps of {config.rows_per_step} sequences")
+    files = prepare_files(config)
+    for line in layout_lines(config):
+        say(line)
+    with _pool(config) as pool:
+        say(f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process (about a minute on a CPU)")
+        actor = _group(pool, config, "actor", folder=config.model_folder, stop_token_ids=files.stop_token_ids)
+        say("actor ready: one copy of the weights, two layouts")
+        if config.warmup is not None and files.demonstrations is not None:
+            steps = config.warmup.steps
+            warm_up(
+                actor,
+                files.demonstrations,
+                config.warmup,
+                lambda step, loss: say(f"warm-up {step}/{steps}: loss {loss:.3f}"),
+            )
+            actor.save_checkpoint(str(config.start_folder), str(config.model_folder)).wait()
+            say(f"warmed-up model saved: {config.start_folder}")
+        actor.start_training()
+        roles = PpoRoles(
+            actor=actor,
+            critic=_group(pool, config, "critic", folder=config.critic_folder),
+            reference=_group(pool, config, "reference", folder=config.start_folder),
+            reward=_reward(pool, config),
+        )
+        say("critic, reference and reward ready on the same ranks")
+        _train_ppo(config, roles, files, console)
+        actor.save_checkpoint(str(config.run_folder / "final"), str(config.model_folder)).wait()
+        say(f"trained model saved: {config.run_folder / 'final'}")
+    rows = read_rows(config.run_folder)
+    RunConsole(config.run.steps, console).print_summary(rows)
+    say(f"metrics: {config.run_folder / 'metrics.jsonl'}; tensorboard --logdir {config.run_folder / 'tensorboard'}")
+
+
+def _train_ppo(config: RunConfig, roles: PpoRoles, files: RunFiles, console: Console) -> None:
+    """All iterations, with a row of metrics and a line on the console for each."""
+    steps = config.run.steps
+    output = RunConsole(steps, console)
+    with MetricsRecorder(config.run_folder) as recorder:
+        measure = _evaluation(roles, files)
+        output.print_step(recorder.record(0, measure()))
+        for step in range(1, steps + 1):
+            begin = time.perf_counter()
+            metrics = ppo_step(roles, _prompts(config, files, step), config.algorithm)
+            seconds = time.perf_counter() - begin
+            metrics |= {keys.STEP_S: seconds, keys.TOKENS_PER_S: metrics["rollout/tokens"] / seconds}
+            every = config.run.eval_every
+            if step == steps or (every and step % every == 0):
+                metrics |= measure()
+            output.print_step(recorder.record(step, metrics))
+
+
+def _evaluation(roles: PpoRoles, files: RunFiles) -> Callable[[], dict[str, float]]:
+    if files.held_out is None:
+        return dict
+    prompts = files.held_out.rows(range(len(files.held_out)))
+    return lambda: evaluate(roles.actor, roles.reward, prompts)
+
+
+def _prompts(config: RunConfig, files: RunFiles, step: int) -> TensorDict:
+    """Prompts of a step, each `samples_per_prompt` times, every row with a seed of its own."""
+    row_ids = files.prompts.batch(step - 1, config.data.batch_size)["row_ids"]
+    prompts = files.prompts.rows(row_ids.repeat_interleave(config.rollout.samples_per_prompt).tolist())
+    first = (config.run.seed * SEED_STRIDES[0] + step) * SEED_STRIDES[1]
+    prompts["seeds"] = (first + torch.arange(len(prompts))) % 2**31
+    return prompts
+
+
+def _pool(config: RunConfig) -> ResourcePool:
+    if config.cluster.address is not None:
+        os.environ["RAY_ADDRESS"] = config.cluster.address
+    start_ray(num_cpus=config.num_ranks)
+    has_gpus = any(offer.num_gpus for offer in node_offers())
+    use_gpus = config.cluster.device == "cuda" or (config.cluster.device == "auto" and has_gpus)
+    return ResourcePool(
+        ranks_per_node=config.cluster.ranks_per_node,
+        use_gpus=use_gpus,
+        env=environment.ON_GPU if use_gpus else environment.ON_CPU,
+        start_timeout_s=config.timeouts.start_s,
+        timeout_s=config.timeouts.call_s,
+    )
+
+
+WORKERS = {
+    "actor": "workers.actor.ActorWorker",
+    "critic": "workers.critic.CriticWorker",
+    "reference": "workers.reference.ReferenceWorker",
+}
+"""Worker classes by import path: this package never imports them."""
+
+
+def _group(pool: ResourcePool, config: RunConfig, role: Role, **arguments: object) -> WorkerGroup:
+    return WorkerGroup(
+        pool,
+        WORKERS[role],
+        role=role,
+        parallel=config.train_sizes(role),
+        generate=config.actor.gen_sizes if role == "actor" else None,
+        order=config.cluster.order,
+        config={"run": config, **arguments},
+    )
+
+
+def _reward(pool: ResourcePool, config: RunConfig) -> WorkerGroup:
+    scored_by_model = config.reward.kind == "model"
+    return WorkerGroup(
+        pool,
+        "workers.reward.RewardModelWorker" if scored_by_model else "workers.reward.RewardFunctionWorker",
+        role="reward",
+        parallel=config.train_sizes("reward"),
+        order=config.cluster.order,
+        config={"run": config} | ({"folder": config.reward.path} if scored_by_model else {}),
+    )

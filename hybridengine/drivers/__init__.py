@@ -1,0 +1,1 @@
+"""RL dataflows as plain Python over worker groups: one file each."""

@@ -1,0 +1,1 @@
+"""What a run will need: memory per rank and phase. No torch."""

@@ -1,0 +1,22 @@
+"""Imported once by the forkserver, so that every rank starts with these modules loaded. Nothing here may start a thread."""
+
+from __future__ import annotations
+
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Megatron-core says six times that there is no GPU
+
+    import pytest  # noqa: F401  # a rank imports the module of the function that it runs, and that imports pytest
+    import safetensors.torch  # noqa: F401
+    import torch.distributed  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401
+    from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
+    from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
+
+    import hybridengine.backends.megatron.groups
+    import hybridengine.backends.megatron.vocab_parallel
+    import hybridengine.backends.megatron.weights
+    import hybridengine.runtime.hybrid_engine
+    import hybridengine.topology.generation
+    import tests.gloo.ranks  # noqa: F401

@@ -1,0 +1,177 @@
+"""Starts gloo ranks from a warm forkserver, runs a function on each, and brings back what it returns."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from multiprocessing import connection, forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+}
+"""What the forkserver, and so every rank, has in its environment besides this process's own."""
+
+GRACE_S = 5.0
+"""How long the other ranks may go on after the first has failed."""
+
+
+class RankError(Exception):
+    """A rank raised, died, or did not end in time."""
+
+
+class RankLauncher:
+    """Runs module-level functions on fresh ranks, each a fork of a process that has imported everything already."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.gloo.preload"])
+        with _environment(ENVIRONMENT):
+            forkserver.ensure_running()
+
+    def __call__(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 60.0,
+        may_die: Collection[int] = (),
+    ) -> list[Any]:
+        """What `function(rank, *args)` returns on every rank, in rank order.
+
+        The ranks are a gloo world; each has one thread. Tensors come back by value.
+
+        Args:
+            may_die: ranks that may end without an answer; theirs is None.
+
+        Raises:
+            RankError: a rank raised (its traceback is in the message), died, or has not ended after `timeout_s`.
+        """
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        payload = pickle.dumps((function, args))
+        connections, processes = {}, []
+        try:
+            for rank in range(world_size):
+                own, theirs = self._context.Pipe()
+                process = self._context.Process(
+                    target=_run_rank, args=(theirs, rank, world_size, store.port, payload), daemon=True
+                )
+                process.start()
+                theirs.close()
+                connections[rank] = own
+                processes.append(process)
+            return _Answers(connections, processes, time.monotonic() + timeout_s, may_die).collect()
+        finally:
+            for own in connections.values():
+                own.close()  # a rank exits when its connection closes
+            _end(processes)
+
+
+class _Answers:
+    """Waits for one answer of each rank."""
+
+    def __init__(
+        self,
+        connections: dict[int, connection.Connection],
+        processes: list[BaseProcess],
+        deadline: float,
+        may_die: Collection[int],
+    ) -> None:
+        self._connections, self._processes, self._deadline = dict(connections), processes, deadline
+        self._may_die = may_die
+        self._values: dict[int, Any] = {}
+        self._errors: dict[int, str] = {}
+
+    def collect(self) -> list[Any]:
+        world_size = len(self._connections)
+        while self._connections:
+            left_s = self._deadline - time.monotonic()
+            ready = connection.wait(list(self._connections.values()), timeout=max(0.0, left_s))
+            if not ready:
+                break
+            for rank in [rank for rank, own in self._connections.items() if own in ready]:
+                self._take(rank)
+        if self._errors or self._connections:
+            raise RankError(self._message())
+        return [self._values[rank] for rank in range(world_size)]
+
+    def _take(self, rank: int) -> None:
+        try:
+            kind, content = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionError):
+            self._processes[rank].join(GRACE_S)
+            kind, content = "error", f"the process ended with exit code {self._processes[rank].exitcode}\n"
+            if rank in self._may_die:
+                kind, content = "value", None
+        del self._connections[rank]
+        if kind == "value":
+            self._values[rank] = content
+            return
+        self._errors[rank] = content
+        self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
+
+    def _message(self) -> str:
+        """The first error in full (those of other ranks mostly follow from it), the others by their last line."""
+        parts = []
+        for rank, text in self._errors.items():
+            parts.append(f"rank {rank}:\n{text}" if not parts else f"rank {rank}: {text.strip().splitlines()[-1]}")
+        if self._connections:
+            parts.append(f"ranks {list(self._connections)} have not ended in time and were killed")
+        return "\n".join(parts)
+
+
+def _run_rank(
+    own: connection.Connection, rank: int, world_size: int, port: int, payload: bytes
+) -> None:
+    try:
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        function, args = pickle.loads(payload)
+        answer, stays = pickle.dumps(("value", function(rank, *args))), True
+    except BaseException:
+        answer, stays = pickle.dumps(("error", traceback.format_exc())), False
+    with contextlib.suppress(OSError, EOFError):
+        own.send_bytes(answer)
+        if stays:
+            own.recv_bytes()  # until the last rank has answered: others may still talk to this one
+    os._exit(0)
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    deadline = time.monotonic() + 1.0
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

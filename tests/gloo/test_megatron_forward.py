@@ -1,0 +1,171 @@
+"""Megatron-core against transformers: equal log-probabilities and entropies, and checkpoints that survive unchanged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hybridengine.backends.megatron.groups import initialize_globals
+from hybridengine.backends.megatron.trainer import MegatronModel
+from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
+from hybridengine.backends.megatron.weights import load_weights, save_weights
+from hybridengine.model_shapes import ModelShape
+from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.topology.grid import Grid, RankOrder
+from hybridengine.topology.sizes import TrainSizes
+from tests.gloo.ranks import RankLauncher
+from tests.gloo.tiny_models import CLASSES, write_model
+
+LAYOUTS = [
+    ("1-1-4", RankOrder.PAPER),
+    ("1-2-2", RankOrder.PAPER),
+    ("2-1-2", RankOrder.PAPER),
+    ("2-2-1", RankOrder.PAPER),
+    ("1-4-1", RankOrder.PAPER),
+    ("4-1-1", RankOrder.PAPER),
+    ("1-2-2", RankOrder.MEGATRON),
+    ("2-1-2", RankOrder.MEGATRON),
+]
+MODELS = [(family, tied) for family in CLASSES for tied in (False, True)]
+MAX_FILE_BYTES = 150_000
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw under one layout."""
+
+    is_last_stage: bool
+    outputs: list[dict[str, Tensor]]
+
+
+def forward_and_export(
+    rank: int, folder: Path, batches: list[Tensor], layouts: list[tuple[str, RankOrder]], exports: Path
+) -> list[Outcome]:
+    initialize_globals(1)
+    registry = ProcessGroups()
+    shape = ModelShape.from_folder(folder)
+    outcomes = []
+    for sizes, order in layouts:
+        model = MegatronModel(shape, Grid(TrainSizes.parse(sizes), order), rank, registry)
+        load_weights(model, folder)
+
+        def output(logits: Tensor, batch: dict[str, Tensor], model: MegatronModel = model) -> dict[str, Tensor]:
+            log_probs, entropy = vocab_parallel_log_probs(
+                logits[:, :-1], batch["tokens"][:, 1:], shape.vocab_size, model.groups.tp
+            )
+            return {"log_probs": log_probs, "entropy": entropy}
+
+        outputs = model.forward([{"tokens": tokens} for tokens in batches], output)
+        outcomes.append(Outcome(model.is_last_stage, outputs))
+        save_weights(model, registry, exports / f"{sizes}-{order.name}", folder, max_file_bytes=MAX_FILE_BYTES)
+    return outcomes
+
+
+def reference(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-probabilities of the next tokens, entropies), both [B, T - 1] float64, from transformers' logits."""
+    with torch.no_grad():
+        logits = model(tokens).logits[:, :-1].double()
+    log_probs = logits.log_softmax(-1)
+    return log_probs.gather(-1, tokens[:, 1:, None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
+def assert_outcomes(
+    model: torch.nn.Module, batches: list[Tensor], layouts: list[tuple[str, RankOrder]], by_rank: list[list[Outcome]]
+) -> None:
+    expected = [reference(model, tokens) for tokens in batches]
+    for index, (sizes, order) in enumerate(layouts):
+        train = TrainSizes.parse(sizes)
+        on_last_stage = [outcomes[index] for outcomes in by_rank if outcomes[index].is_last_stage]
+        assert len(on_last_stage) == train.tp_size * train.dp_size
+        assert all(not outcomes[index].outputs for outcomes in by_rank if not outcomes[index].is_last_stage)
+        for outcome in on_last_stage:
+            for output, (log_probs, entropy) in zip(outcome.outputs, expected, strict=True):
+                worst = (output["log_probs"] - log_probs).abs().max().item()
+                assert worst < TOLERANCE, f"{sizes} {order.name}: log-probs differ by {worst}"
+                worst = (output["entropy"] - entropy).abs().max().item()
+                assert worst < TOLERANCE, f"{sizes} {order.name}: entropies differ by {worst}"
+
+
+def read_checkpoint(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        part = load_file(file)
+        assert not tensors.keys() & part.keys()
+        tensors |= part
+    return tensors
+
+
+@pytest.mark.parametrize(("family", "tied"), MODELS, ids=[f"{f}-{'tied' if t else 'untied'}" for f, t in MODELS])
+def test_log_probs_and_round_trip_of_every_family_and_layout(
+    family: str, tied: bool, tmp_path: Path, run_ranks: RankLauncher
+):
+    source, exports = tmp_path / "source", tmp_path / "exports"
+    model = write_model(source, family, tied)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 131, (rows, length), generator=generator) for rows, length in ((3, 9), (1, 14))]
+
+    by_rank = run_ranks(4, forward_and_export, source, batches, LAYOUTS, exports, timeout_s=120)
+
+    assert_outcomes(model, batches, LAYOUTS, by_rank)
+    original = read_checkpoint(source)
+    assert ("lm_head.weight" in original) is not tied
+    for sizes, order in LAYOUTS:
+        folder = exports / f"{sizes}-{order.name}"
+        files = list(folder.glob("*.safetensors"))
+        assert len(files) > 1
+        assert all(file.stat().st_size < MAX_FILE_BYTES + 4096 for file in files)  # and a header
+        exported = read_checkpoint(folder)
+        assert exported.keys() == original.keys()
+        assert all(torch.equal(exported[name], original[name]) for name in original), (sizes, order)
+    loaded = type(model).from_pretrained(exports / "2-2-1-PAPER")
+    assert torch.equal(loaded(batches[0]).logits, model(batches[0]).logits)
+
+
+def test_llama_3_rope_scaling(tmp_path: Path, run_ranks: RankLauncher):
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    long = {"max_position_embeddings": 32768, "num_hidden_layers": 2}
+    scaled = write_model(tmp_path / "scaled", "llama", rope_parameters=scaling, **long)
+    plain = write_model(tmp_path / "plain", "llama", **long)
+    # Scaling slows the turns that take more than 2048 positions, which a short sequence does not see.
+    tokens = torch.randint(0, 131, (1, 1200), generator=torch.Generator().manual_seed(0))
+    assert (reference(scaled, tokens)[0] - reference(plain, tokens)[0]).abs().max() > 100 * TOLERANCE
+    layouts = [("1-2-1", RankOrder.PAPER), ("2-1-1", RankOrder.PAPER)]
+
+    by_rank = run_ranks(2, forward_and_export, tmp_path / "scaled", [tokens], layouts, tmp_path / "exports")
+
+    assert_outcomes(scaled, [tokens], layouts, by_rank)
+
+
+def export_over(rank: int, source: Path, target: Path) -> None:
+    initialize_globals(1)
+    registry = ProcessGroups()
+    model = MegatronModel(ModelShape.from_folder(source), Grid(TrainSizes(1, 1, 1)), rank, registry)
+    load_weights(model, source)
+    save_weights(model, registry, target, source)
+
+
+def test_export_replaces_an_older_folder_and_the_leavings_of_a_failed_one(tmp_path: Path, run_ranks: RankLauncher):
+    write_model(tmp_path / "source", "qwen2")
+    target, partial = tmp_path / "target", tmp_path / "target.partial"
+    for folder in (target, partial):
+        folder.mkdir()
+        (folder / "model-00001-of-00002.safetensors").write_text("left over")
+
+    run_ranks(1, export_over, tmp_path / "source", target)
+
+    assert {file.name for file in target.iterdir()} >= {"model.safetensors", "config.json"}
+    assert not (target / "model-00001-of-00002.safetensors").exists()
+    assert not partial.exists()

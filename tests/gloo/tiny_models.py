@@ -1,0 +1,60 @@
+"""Small Hugging Face checkpoints with every weight random: norms and biases too, so that each of them matters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
+
+CLASSES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification),
+}
+"""Family -> (configuration, language model, model with a score head)."""
+
+SIZES = {
+    "vocab_size": 131,  # prime: no degree divides it
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,  # uneven pipeline stages for p = 2 and 4
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,  # grouped-query attention
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+
+
+def write_model(
+    folder: Path, family: str, tied: bool = False, dtype: str = "float32", num_labels: int = 0, **sizes: Any
+) -> PreTrainedModel:
+    """A random model, saved in `folder`.
+
+    Args:
+        num_labels: outputs of a score head instead of a language-model head; 0 for a language model.
+        sizes: entries of the configuration that differ from `SIZES`.
+    """
+    config_class, language_model, scorer = CLASSES[family]
+    labels = {"num_labels": num_labels} if num_labels else {}
+    config = config_class(tie_word_embeddings=tied, **{**SIZES, **labels, **sizes})
+    model = (scorer if num_labels else language_model)(config)
+    generator = torch.Generator().manual_seed(20)
+    for name, parameter in model.named_parameters():
+        mean = 1.0 if "norm" in name else 0.0
+        parameter.data.normal_(mean, 0.15, generator=generator)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return model

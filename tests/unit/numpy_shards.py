@@ -1,0 +1,191 @@
+"""Shards of a model in plain numpy, written without layouts, pieces or grids: what the tests compare layouts with.
+
+Every element of a logical tensor is a number of its own, from 1; 0 is padding. Two arrays are equal only if they hold
+the same elements of the same tensors in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hybridengine.model_shapes import ModelShape
+from hybridengine.reshard.layout import Shard
+
+Arrays = dict[str, np.ndarray]
+
+HF_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
+MEGATRON_NORMS = {
+    "local": ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
+    "transformer_engine": (
+        "self_attention.linear_qkv.layer_norm_weight",
+        "mlp.linear_fc1.layer_norm_weight",
+    ),
+}
+
+
+def small_shape(
+    family: str = "llama",
+    *,
+    tied: bool = False,
+    vocab: int = 131,
+    layers: int = 5,
+    kv_heads: int = 4,
+    num_labels: int = 0,
+) -> ModelShape:
+    """A model whose sizes are all different: hidden 6, two query heads per KV head of 2, MLP 3 rows per KV head."""
+    return ModelShape(
+        family=family,
+        num_layers=layers,
+        hidden_size=6,
+        ffn_hidden_size=3 * kv_heads,
+        num_heads=2 * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=2,
+        vocab_size=vocab,
+        max_positions=64,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tied_embeddings=tied,
+        num_labels=num_labels,
+    )
+
+
+def numbered(shape: ModelShape) -> Arrays:
+    """All logical tensors, their elements numbered from 1 without a gap."""
+    tensors, first = {}, 1
+    for name, size in shape.tensors.items():
+        count = int(np.prod(size))
+        tensors[name] = np.arange(first, first + count).reshape(size)
+        first += count
+    return tensors
+
+
+def cut_shard(shard: Shard, tensors: Arrays) -> Arrays:
+    """Local parameters as the pieces of a shard describe them.
+
+    Raises:
+        AssertionError: two pieces claim one element, or a piece leaves its parameter or its tensor.
+    """
+    found = {}
+    for parameter in shard.parameters:
+        values = np.zeros(parameter.shape, dtype=np.int64)
+        for piece in parameter.pieces:
+            box = tensors[piece.tensor][tuple(slice(a, b) for a, b in piece.box)]
+            inside = tuple(slice(a, b) for a, b in piece.local_box)
+            assert box.shape == tuple(b - a for a, b in piece.box), f"{piece} leaves its tensor"
+            assert values[inside].shape == box.shape, f"{piece} leaves {parameter.name}"
+            assert not values[inside].any(), f"{piece} overlaps another piece of {parameter.name}"
+            values[inside] = box
+        assert parameter.name not in found, f"{parameter.name} exists twice"
+        found[parameter.name] = values
+    return found
+
+
+def pad_rows(matrix: np.ndarray, *divisors: int) -> np.ndarray:
+    """`matrix` with zero rows below, up to the first row count that all `divisors` divide."""
+    rows = len(matrix)
+    while any(rows % divisor for divisor in divisors):
+        rows += 1
+    return np.concatenate([matrix, np.zeros((rows - len(matrix), matrix.shape[1]), matrix.dtype)])
+
+
+def stages_of(num_layers: int, pp_size: int) -> list[list[int]]:
+    """Layers of each training stage; numpy gives the first parts the longer shares."""
+    return [part.tolist() for part in np.array_split(np.arange(num_layers), pp_size)]
+
+
+def megatron_qkv(shape: ModelShape, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Megatron's whole fused QKV: (groups, heads of a group and k and v, head_dim, ...) flattened to rows."""
+    groups = shape.num_kv_heads
+    split = [part.reshape(groups, -1, shape.head_dim, *part.shape[1:]) for part in (q, k, v)]
+    return np.concatenate(split, axis=1).reshape(-1, *q.shape[1:])
+
+
+def megatron_reference(
+    shape: ModelShape, tensors: Arrays, pp: int, p: int, tp: int, t: int, names: str = "local"
+) -> Arrays:
+    """Parameters of Megatron's rank at (pp, tp) under (p, t)."""
+
+    def part(whole: np.ndarray, axis: int) -> np.ndarray:
+        return np.split(whole, t, axis)[tp]
+
+    local: Arrays = {}
+    if pp == 0:
+        local["embedding.word_embeddings.weight"] = part(pad_rows(tensors["model.embed_tokens.weight"], 64, t), 0)
+    for index, layer in enumerate(stages_of(shape.num_layers, p)[pp]):
+        old, new = f"model.layers.{layer}.", f"decoder.layers.{index}."
+        for hf_norm, norm in zip(HF_NORMS, MEGATRON_NORMS[names], strict=True):
+            local[new + norm] = tensors[old + hf_norm]
+        for kind in ("weight", "bias") if shape.family == "qwen2" else ("weight",):
+            fused = megatron_qkv(shape, *(tensors[f"{old}self_attn.{x}_proj.{kind}"] for x in "qkv"))
+            local[f"{new}self_attention.linear_qkv.{kind}"] = part(fused, 0)
+        if shape.family == "qwen3":
+            for x in "qk":
+                local[f"{new}self_attention.{x}_layernorm.weight"] = tensors[f"{old}self_attn.{x}_norm.weight"]
+        local[new + "self_attention.linear_proj.weight"] = part(tensors[old + "self_attn.o_proj.weight"], 1)
+        gate, up = (part(tensors[f"{old}mlp.{x}_proj.weight"], 0) for x in ("gate", "up"))
+        local[new + "mlp.linear_fc1.weight"] = np.concatenate([gate, up])
+        local[new + "mlp.linear_fc2.weight"] = part(tensors[old + "mlp.down_proj.weight"], 1)
+    if pp == p - 1:
+        local["decoder.final_layernorm.weight"] = tensors["model.norm.weight"]
+        if shape.num_labels:
+            local["output_layer.weight"] = tensors["score.weight"]
+        elif not shape.tied_embeddings or p > 1:
+            head = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
+            local["output_layer.weight"] = part(pad_rows(tensors[head], 64, t), 0)
+    return local
+
+
+def vllm_reference(
+    shape: ModelShape, tensors: Arrays, gen_pp: int, p: int, p_g: int, gen_tp: int, t_g: int
+) -> Arrays:
+    """Parameters of the engine rank at (gen_pp, gen_tp), whose stages join p/p_g training stages."""
+
+    def part(whole: np.ndarray, axis: int = 0) -> np.ndarray:
+        return np.split(whole, t_g, axis)[gen_tp]
+
+    joined = p // p_g
+    layers = sum(stages_of(shape.num_layers, p)[gen_pp * joined : (gen_pp + 1) * joined], [])
+    first, last = gen_pp == 0, gen_pp == p_g - 1
+    local: Arrays = {}
+    if first or (last and shape.tied_embeddings):
+        local["model.embed_tokens.weight"] = part(pad_rows(tensors["model.embed_tokens.weight"], 64))
+    for layer in layers:
+        prefix = f"model.layers.{layer}."
+        for kind in ("weight", "bias") if shape.family == "qwen2" else ("weight",):
+            rows = [part(tensors[f"{prefix}self_attn.{x}_proj.{kind}"]) for x in "qkv"]
+            local[f"{prefix}self_attn.qkv_proj.{kind}"] = np.concatenate(rows)
+        if shape.family == "qwen3":
+            for x in "qk":
+                local[f"{prefix}self_attn.{x}_norm.weight"] = tensors[f"{prefix}self_attn.{x}_norm.weight"]
+        local[prefix + "self_attn.o_proj.weight"] = part(tensors[prefix + "self_attn.o_proj.weight"], 1)
+        halves = [part(tensors[f"{prefix}mlp.{x}_proj.weight"]) for x in ("gate", "up")]
+        local[prefix + "mlp.gate_up_proj.weight"] = np.concatenate(halves)
+        local[prefix + "mlp.down_proj.weight"] = part(tensors[prefix + "mlp.down_proj.weight"], 1)
+        for norm in HF_NORMS:
+            local[prefix + norm] = tensors[prefix + norm]
+    if last:
+        local["model.norm.weight"] = tensors["model.norm.weight"]
+        if not shape.tied_embeddings:
+            local["lm_head.weight"] = part(pad_rows(tensors["lm_head.weight"], 64))
+    return local
+
+
+def assert_same(found: Arrays, expected: Arrays, where: str) -> None:
+    """Same names, shapes and elements."""
+    assert sorted(found) == sorted(expected), where
+    for name, values in expected.items():
+        assert found[name].shape == values.shape, f"{where} {name}"
+        assert np.array_equal(found[name], values), f"{where} {name}"
+
+
+def holders(locals_of: dict[int, Arrays], num_elements: int, keep: Callable[[str], bool] = bool) -> np.ndarray:
+    """How often each element, by its number minus 1, is held in all parameters whose name `keep` accepts."""
+    count = np.zeros(num_elements + 1, dtype=np.int64)
+    for local in locals_of.values():
+        for name, values in local.items():
+            if keep(name):
+                count += np.bincount(values.ravel(), minlength=num_elements + 1)
+    return count[1:]

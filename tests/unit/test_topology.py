@@ -1,0 +1,262 @@
+"""Grids and groups: the worked examples of the paper, Megatron's own rank generator, and exhaustive small grids."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from itertools import chain, combinations
+
+import pytest
+
+from hybridengine.errors import TopologyError
+from hybridengine.topology.generation import GenCoordinate, GenerationGrid, Grouping
+from hybridengine.topology.grid import Coordinate, Grid, Groups, RankOrder
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+
+MAX_RANKS = 16
+AXES = ("tp", "dp", "pp")
+
+
+def sizes_up_to(num_ranks: int) -> list[tuple[int, int, int]]:
+    """All (p, t, d) with p·t·d <= num_ranks."""
+    counts = range(1, num_ranks + 1)
+    return [(p, t, d) for p in counts for t in counts for d in counts if p * t * d <= num_ranks]
+
+
+def nested_grids(num_ranks: int, grouping: Grouping) -> Iterator[GenerationGrid]:
+    """Every generation grid inside every training grid, in both rank orders."""
+    for order in RankOrder:
+        for p, t, d in sizes_up_to(num_ranks):
+            for p_g in (n for n in range(1, p + 1) if p % n == 0):
+                for t_g in (n for n in range(1, t + 1) if t % n == 0):
+                    yield GenerationGrid(Grid(TrainSizes(p, t, d), order), GenSizes(p_g, t_g), grouping)
+
+
+def generation(train: str, gen: str, grouping: str, order: RankOrder = RankOrder.PAPER) -> GenerationGrid:
+    return GenerationGrid(Grid(TrainSizes.parse(train), order), GenSizes.parse(gen), Grouping(grouping))
+
+
+def partitions(groups: Groups, num_ranks: int, group_size: int) -> bool:
+    """Whether every rank is in one group, all groups have `group_size` ascending ranks, ordered by first rank."""
+    ordered = all(list(group) == sorted(group) for group in groups) and list(groups) == sorted(groups)
+    sized = all(len(group) == group_size for group in groups)
+    return ordered and sized and sorted(chain(*groups)) == list(range(num_ranks))
+
+
+# The table of worked examples: training, generation, grouping, generation TP groups, micro-DP groups.
+WORKED = [
+    ("1-4-2", "1-2", "vanilla", [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    ("1-4-2", "1-2", "interval", [[0, 2], [1, 3], [4, 6], [5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    ("2-4-1", "1-2", "interval", [[0, 2], [1, 3], [4, 6], [5, 7]], [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    ("4-2-1", "2-1", "interval", [[n] for n in range(8)], [[0, 1, 2, 3], [4, 5, 6, 7]]),
+]
+
+
+@pytest.mark.parametrize(("train", "gen", "grouping", "tp_groups", "micro_dp_groups"), WORKED)
+def test_worked_examples(
+    train: str, gen: str, grouping: str, tp_groups: list[list[int]], micro_dp_groups: list[list[int]]
+) -> None:
+    grid = generation(train, gen, grouping)
+    assert [list(group) for group in grid.tp_groups] == tp_groups
+    assert [list(group) for group in grid.micro_dp_groups] == micro_dp_groups
+
+
+def test_worked_example_of_generation_pipelines() -> None:
+    grid = generation("4-2-1", "2-1", "interval")
+    assert grid.pp_groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert grid.engine_groups == grid.pp_groups
+
+
+def shard_ends(index: int, count: int) -> tuple[int, int]:
+    """Interval `index` of `count`, in units that every degree up to 16 divides (720720 = lcm(1..16))."""
+    return index * 720720 // count, (index + 1) * 720720 // count
+
+
+def overlap(grid: GenerationGrid, rank: int) -> tuple[bool, bool]:
+    """(the training shard is inside the generation shard, the two share elements), over both axes."""
+    train, gen, sizes = grid.train.coordinate(rank), grid.coordinate(rank), grid.train.sizes
+    inside, shared = True, True
+    for (a, b), (c, d) in (
+        (shard_ends(train.pp_rank, sizes.pp_size), shard_ends(gen.pp_rank, grid.sizes.pp_size)),
+        (shard_ends(train.tp_rank, sizes.tp_size), shard_ends(gen.tp_rank, grid.sizes.tp_size)),
+    ):
+        inside &= c <= a and b <= d
+        shared &= max(a, c) < min(b, d)
+    return inside, shared
+
+
+def test_vanilla_grouping_leaves_ranks_without_overlap() -> None:
+    grid = generation("1-4-2", "1-2", "vanilla")
+    assert [rank for rank in range(8) if not overlap(grid, rank)[1]] == [1, 2, 5, 6]
+
+
+def test_interval_grouping_puts_every_training_shard_inside_the_generation_shard() -> None:
+    grids = list(nested_grids(MAX_RANKS, Grouping.INTERVAL))
+    assert len(grids) > 500
+    for grid in grids:
+        for rank in range(grid.train.num_ranks):
+            assert overlap(grid, rank) == (True, True), (grid, rank)
+
+
+def test_interval_coordinates_follow_the_formula_of_the_paper() -> None:
+    for grid in nested_grids(MAX_RANKS, Grouping.INTERVAL):
+        p, t = grid.train.sizes.pp_size, grid.train.sizes.tp_size
+        p_g, t_g = grid.sizes.pp_size, grid.sizes.tp_size
+        for rank in range(grid.train.num_ranks):
+            train, gen = grid.train.coordinate(rank), grid.coordinate(rank)
+            assert gen.tp_rank == int(train.tp_rank * t_g / t)
+            assert gen.pp_rank == int(train.pp_rank * p_g / p)
+            micro = (gen.micro_dp_rank // (t // t_g), gen.micro_dp_rank % (t // t_g))
+            assert micro == (train.pp_rank % (p // p_g), train.tp_rank % (t // t_g))
+            assert gen.dp_rank == train.dp_rank
+            assert grid.replica_index(rank) == gen.dp_rank * grid.micro_dp_size + gen.micro_dp_rank
+
+
+def test_vanilla_engines_are_consecutive_ranks_of_a_replica_in_the_papers_order() -> None:
+    for grid in nested_grids(MAX_RANKS, Grouping.VANILLA):
+        if grid.train.order is RankOrder.PAPER:
+            size, total = grid.sizes.num_ranks, grid.train.num_ranks
+            assert grid.engine_groups == tuple(tuple(range(n, n + size)) for n in range(0, total, size))
+
+
+@pytest.mark.parametrize("grouping", list(Grouping))
+def test_generation_groups_partition_the_ranks(grouping: Grouping) -> None:
+    for grid in nested_grids(MAX_RANKS, grouping):
+        total, p_g, t_g = grid.train.num_ranks, grid.sizes.pp_size, grid.sizes.tp_size
+        d_g = grid.micro_dp_size
+        assert d_g * p_g * t_g == grid.train.sizes.model_parallel_size
+        assert partitions(grid.tp_groups, total, t_g)
+        assert partitions(grid.pp_groups, total, p_g)
+        assert partitions(grid.engine_groups, total, p_g * t_g)
+        assert partitions(grid.micro_dp_groups, total, d_g)
+        assert len(grid.engine_groups) == grid.num_replicas == d_g * grid.train.sizes.dp_size
+        assert sorted({grid.replica_index(rank) for rank in range(total)}) == list(range(grid.num_replicas))
+        replicas = grid.train.groups("pp", "tp")
+        for group in grid.micro_dp_groups:  # the domain of a weight gather lies inside one training replica
+            assert sum(set(group) <= set(replica) for replica in replicas) == 1
+
+
+def test_tensor_groups_of_engines_ascend_in_generation_tp_rank() -> None:
+    """vLLM takes the position in a group for the tensor-parallel rank."""
+    for grouping in Grouping:
+        for grid in nested_grids(MAX_RANKS, grouping):
+            for group in grid.tp_groups:
+                assert [grid.coordinate(rank).tp_rank for rank in group] == list(range(grid.sizes.tp_size))
+            for group in grid.pp_groups:
+                assert [grid.coordinate(rank).pp_rank for rank in group] == list(range(grid.sizes.pp_size))
+
+
+def test_rank_order_decides_whether_gathers_cross_nodes() -> None:
+    """2-4-2 -> 1-2 on two nodes of 8 ranks."""
+    crossing = {}
+    for order in RankOrder:
+        groups = generation("2-4-2", "1-2", "interval", order).micro_dp_groups
+        crossing[order] = (sum(len({rank // 8 for rank in group}) > 1 for group in groups), len(groups))
+    assert crossing == {RankOrder.PAPER: (0, 4), RankOrder.MEGATRON: (4, 4)}
+
+
+MEGATRON_ORDERS = {RankOrder.MEGATRON: "tp-cp-ep-dp-pp", RankOrder.PAPER: "tp-cp-ep-pp-dp"}
+
+
+@pytest.mark.parametrize("order", list(RankOrder))
+def test_training_groups_equal_those_of_megatrons_rank_generator(order: RankOrder) -> None:
+    rank_generator = pytest.importorskip("megatron.core.parallel_state").RankGenerator
+    tokens = [axes for count in (1, 2, 3) for axes in combinations(AXES, count)]
+    for p, t, d in sizes_up_to(MAX_RANKS):
+        theirs = rank_generator(tp=t, ep=1, dp=d, pp=p, cp=1, order=MEGATRON_ORDERS[order])
+        grid = Grid(TrainSizes(p, t, d), order)
+        for axes in tokens:
+            expected = sorted(sorted(group) for group in theirs.get_ranks("-".join(axes)))
+            assert [list(group) for group in grid.groups(*axes)] == expected, (p, t, d, axes)
+
+
+@pytest.mark.parametrize("order", list(RankOrder))
+def test_ranks_and_coordinates_are_inverse(order: RankOrder) -> None:
+    for p, t, d in sizes_up_to(MAX_RANKS):
+        grid = Grid(TrainSizes(p, t, d), order)
+        places = list(grid.coordinates())
+        assert len(set(places)) == grid.num_ranks == p * t * d
+        for rank, place in enumerate(places):
+            pp, dp, tp = place.pp_rank, place.dp_rank, place.tp_rank
+            formula = dp * p * t + pp * t + tp if order is RankOrder.PAPER else pp * t * d + dp * t + tp
+            assert rank == formula == grid.rank(place)
+            assert grid.coordinate(rank) == place
+
+
+def test_group_of_is_the_group_that_holds_the_rank() -> None:
+    grid = Grid(TrainSizes(2, 2, 2))
+    assert grid.group_of(5, "tp") == (4, 5)
+    assert grid.group_of(5, "dp") == (1, 5)
+    assert grid.group_of(5, "pp") == (5, 7)
+    assert grid.group_of(5, "pp", "tp") == (4, 5, 6, 7)
+    assert grid.group_of(5, "pp", "dp", "tp") == tuple(range(8))
+    assert grid.groups() == tuple((rank,) for rank in range(8))
+
+
+def test_sizes_are_written_as_in_the_paper() -> None:
+    assert TrainSizes.parse("2-4-8") == TrainSizes(pp_size=2, tp_size=4, dp_size=8)
+    assert GenSizes.parse("2-4") == GenSizes(pp_size=2, tp_size=4)
+    assert (str(TrainSizes(2, 4, 8)), str(GenSizes(1, 12))) == ("2-4-8", "1-12")
+    assert (TrainSizes(2, 4, 8).num_ranks, TrainSizes(2, 4, 8).model_parallel_size) == (64, 8)
+    assert GenSizes(1, 2).micro_dp_size(TrainSizes(2, 4, 8)) == 4
+
+
+@pytest.mark.parametrize("text", ["", "2-2", "2-2-1-1", "2-2-", "-2-2-1", "a-2-1", "2 2 1", "2-2-1.0", "2--1"])
+def test_malformed_training_sizes_name_the_form(text: str) -> None:
+    with pytest.raises(TopologyError) as caught:
+        TrainSizes.parse(text)
+    assert str(caught.value) == f'{text!r} is not a parallel size; write p-t-d such as "2-2-1"'
+
+
+@pytest.mark.parametrize("text", ["2", "2-2-1", "2-x"])
+def test_malformed_generation_sizes_name_the_form(text: str) -> None:
+    with pytest.raises(TopologyError, match='is not a parallel size; write p_g-t_g such as "1-2"'):
+        GenSizes.parse(text)
+
+
+def test_sizes_must_be_positive() -> None:
+    with pytest.raises(TopologyError, match="^tp_size=0 must be a positive integer$"):
+        TrainSizes.parse("1-0-1")
+    with pytest.raises(TopologyError, match=r"^pp_size=-1 must be a positive integer$"):
+        GenSizes(-1, 2)
+    with pytest.raises(TopologyError, match=r"^dp_size=1\.5 must be a positive integer$"):
+        TrainSizes(1, 1, 1.5)  # type: ignore[arg-type]
+    with pytest.raises(TopologyError, match="^tp_size=True must be a positive integer$"):
+        GenSizes(1, True)
+
+
+def test_sizes_that_do_not_nest_are_all_named() -> None:
+    with pytest.raises(TopologyError) as caught:
+        GenerationGrid(Grid(TrainSizes(4, 6, 1)), GenSizes(3, 4))
+    assert str(caught.value) == (
+        "p_g=3 does not divide p=4 (training 4-6-1, generation 3-4); choose p_g from 1, 2, 4; "
+        "t_g=4 does not divide t=6 (training 4-6-1, generation 3-4); choose t_g from 1, 2, 3, 6"
+    )
+    assert GenSizes(2, 3).problems_inside(TrainSizes(4, 6, 1)) == []
+    assert GenSizes(8, 1).problems_inside(TrainSizes(4, 6, 1)) != []  # more stages than training has
+
+
+def test_ranks_and_coordinates_outside_of_the_grid() -> None:
+    grid = Grid(TrainSizes(2, 2, 1))
+    for rank in (-1, 4):
+        with pytest.raises(
+            TopologyError, match=f"^rank {rank} is outside of 2-2-1, which has ranks 0 to 3$"
+        ) as caught:
+            grid.coordinate(rank)
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    with pytest.raises(TopologyError, match="^dp_rank=1 is outside of 2-2-1, whose dp size is 1$"):
+        grid.rank(Coordinate(0, 1, 0))
+    with pytest.raises(TopologyError, match="^axis 'ep' does not exist; axes are pp, dp and tp$"):
+        grid.groups("tp", "ep")
+    with pytest.raises(TopologyError, match="^rank 4 is outside of 2-2-1"):
+        GenerationGrid(grid, GenSizes(1, 1)).coordinate(4)
+    with pytest.raises(TopologyError, match="^rank 4 is outside of 2-2-1, which has ranks 0 to 3$"):
+        grid.group_of(4, "tp")
+    for index in (-1, 4):
+        with pytest.raises(TopologyError, match=f"^rank {index} is outside of 2-2-1"):
+            GenerationGrid(grid, GenSizes(1, 1)).replica_index(index)
+
+
+def test_coordinates_print_their_axes() -> None:
+    assert str(Coordinate(1, 0, 3)) == "pp=1 dp=0 tp=3"
+    assert str(GenCoordinate(0, 1, 0, 2)) == "dp=0 micro_dp=1 gen_pp=0 gen_tp=2"

@@ -1,0 +1,194 @@
+"""The actor: trains the policy with Megatron-core and generates with vLLM, on the same ranks and weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from hybridengine.algorithms.losses.aggregation import TokenLoss, TokenStats
+from hybridengine.algorithms.losses.entropy import entropy_bonus
+from hybridengine.algorithms.losses.policy import policy_loss
+from hybridengine.backends.megatron.outputs import response_log_probs
+from hybridengine.backends.megatron.weights import save_weights
+from hybridengine.backends.vllm.engine import EngineSettings, SamplingSettings, VllmEngine
+from hybridengine.config import RunConfig
+from hybridengine.controller.context import RankContext
+from hybridengine.model_shapes import DTYPE_BYTES
+from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, register
+from hybridengine.reshard.planner import compile_plan
+from hybridengine.runtime.hybrid_engine import HybridEngine
+from hybridengine.runtime.micro_batches import cut_rows
+from hybridengine.runtime.transport import PointToPointTransport
+from workers.model_worker import TrainedWorker, optimizer_settings
+
+
+class ActorWorker(TrainedWorker):
+    """One rank of the actor.
+
+    Args:
+        folder: checkpoint to start from.
+        stop_token_ids: tokens that end a response.
+    """
+
+    def __init__(
+        self, context: RankContext, run: RunConfig, folder: str | Path, stop_token_ids: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(context, run, folder)
+        generation = context.topology.generation
+        assert generation is not None, "an actor's group has generation sizes"
+        self._stop_token_ids = stop_token_ids
+        self._engine = VllmEngine(
+            folder,
+            self.shape,
+            generation,
+            EngineSettings(
+                max_model_tokens=run.max_tokens,
+                max_sequences=run.rollout.max_num_seqs,
+                kv_cache_bytes=run.rollout.kv_cache_bytes,
+                dtype=run.model.dtype,
+                seed=run.run.seed,
+                cuda_graphs=run.rollout.cuda_graphs,
+            ),
+            identity=f"hybridengine-{os.environ['MASTER_PORT']}",
+        )
+        domain = next(group for group in generation.micro_dp_groups if context.rank in group)
+        self.hybrid = HybridEngine(
+            compile_plan(
+                self.trainer.layout,
+                self._engine.layout,
+                domain,
+                run.actor.bucket_bytes // DTYPE_BYTES[run.model.dtype],
+            ),
+            context.rank,
+            self.trainer,
+            self._engine,
+            PointToPointTransport(self.registry.of(generation.micro_dp_groups)),
+        )
+
+    @register(ONE_TO_ALL)
+    def start_training(self) -> None:
+        """Start RL's optimizer on the present weights."""
+        self.start_optimizer()
+
+    @register(ONE_TO_ALL)
+    def start_supervised(self, lr: float, steps: int) -> None:
+        """Start the optimizer of the supervised warm-up: the rate rises over a tenth of its steps, then falls."""
+        self.trainer.start_optimizer(
+            optimizer_settings(
+                self.section,
+                steps,
+                lr=lr,
+                min_lr=0.1 * lr,
+                schedule="cosine",
+                warmup_steps=max(1, steps // 10),
+                decay_steps=steps,
+            )
+        )
+
+    @register(PROTO_3D)
+    def update_supervised(self, batch: TensorDictBase) -> dict[str, float]:
+        """One optimizer step on demonstrations: the mean negative log-probability of their response tokens."""
+
+        def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
+            log_probs, _ = self._log_probs(logits, columns, temperature=1.0)
+            mask = columns["mask"]
+            total = -(log_probs * mask).sum()
+            count = mask.sum()
+            stats = TokenStats({"warmup/loss": total.detach().clone()})
+            return total, count.int(), (stats, int(count))
+
+        micro = cut_rows(batch, self.max_tokens)
+        result = self.trainer.train_step([part.columns for part in micro], loss)
+        return self.reduce_stats(result.collected) if self.model.is_last_stage else {}
+
+    @register(ONE_TO_ALL)
+    def switch_to_generate(self) -> dict[str, str | int | float]:
+        """Give the weights to the engine; the report of this rank's switch."""
+        return self.hybrid.to_generate().as_dict()
+
+    @register(ONE_TO_ALL)
+    def switch_to_train(self) -> dict[str, str | int | float]:
+        """Take the weights back; the report of this rank's switch."""
+        return self.hybrid.to_train().as_dict()
+
+    @register(PROTO_3D_ALL_MICRO_DP)
+    def generate_sequences(self, prompts: TensorDictBase, greedy: bool = False) -> TensorDict:
+        """A response to each prompt. Takes `prompt_tokens`, `prompt_lengths` and `seeds` [B].
+
+        Returns all columns of `prompts`, and `tokens` [B, P + R], `response_lengths` [B], `rollout_log_probs` [B, R].
+        """
+        lengths = prompts["prompt_lengths"].tolist()
+        rows = prompts["prompt_tokens"].tolist()
+        outputs = self._engine.generate(
+            [row[:length] for row, length in zip(rows, lengths, strict=True)],
+            prompts["seeds"].tolist(),
+            SamplingSettings(
+                max_tokens=self.run.rollout.max_response_tokens,
+                temperature=0.0 if greedy else self.run.rollout.temperature,
+                stop_token_ids=self._stop_token_ids,
+            ),
+        )
+        width = self.run.rollout.max_response_tokens
+        padding = self._stop_token_ids[0] if self._stop_token_ids else 0
+        tokens = torch.full((len(rows), prompts["prompt_tokens"].size(1) + width), padding)
+        log_probs = torch.zeros(len(rows), width)
+        for row, (prompt, length, output) in enumerate(zip(rows, lengths, outputs, strict=True)):
+            sequence = prompt[:length] + output.token_ids
+            tokens[row, : len(sequence)] = torch.tensor(sequence)
+            log_probs[row, : len(output.log_probs)] = torch.tensor(output.log_probs)
+        rollout = prompts.clone()
+        rollout["tokens"] = tokens
+        rollout["response_lengths"] = torch.tensor([len(output.token_ids) for output in outputs])
+        rollout["rollout_log_probs"] = log_probs
+        return rollout  # type: ignore[return-value]
+
+    @register(PROTO_3D)
+    def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
+        """`log_probs` and `entropies` [B, R] of the response tokens under the training model."""
+        temperature = self.run.rollout.temperature
+
+        def output(logits: Tensor, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+            log_probs, entropies = self._log_probs(logits, columns, temperature)
+            return {"log_probs": log_probs, "entropies": entropies}
+
+        results = self.forward_rows(rollout, output)
+        return None if results is None else TensorDict(results, batch_size=[len(rollout)])  # type: ignore[arg-type]
+
+    @register(PROTO_3D)
+    def update(self, batch: TensorDictBase) -> dict[str, float]:
+        """PPO's policy update. Takes a rollout with `log_probs` and `advantages` [B, R]; metrics on the last stage."""
+        section, temperature = self.run.actor, self.run.rollout.temperature
+
+        def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
+            log_probs, entropies = self._log_probs(logits, columns, temperature)
+            mask = columns["mask"]
+            total: TokenLoss = policy_loss(
+                log_probs,
+                columns["log_probs"],
+                columns["advantages"],
+                mask,
+                section.clip_low,
+                section.clip_high,
+            )
+            total = total + entropy_bonus(entropies, mask, section.entropy_coef)
+            count = mask.sum()
+            return total.loss_sum, count.int(), (total.stats, int(count))
+
+        return self.update_rows(batch, ["log_probs", "advantages"], loss)
+
+    @register(ONE_TO_ALL)
+    def save_checkpoint(self, folder: str, companions: str) -> None:
+        """Write the policy as a Hugging Face checkpoint, with the config and tokenizer files of `companions`."""
+        save_weights(self.trainer, self.registry, folder, companions)
+
+    def _log_probs(
+        self, logits: Tensor, columns: dict[str, Tensor], temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        return response_log_probs(
+            logits, columns, self.shape.vocab_size, self.model.groups.tp, temperature
+        )

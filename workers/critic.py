@@ -1,0 +1,50 @@
+"""The critic: estimates the value of every state of a response."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from hybridengine.algorithms.losses.value import value_loss
+from hybridengine.backends.megatron.outputs import response_values
+from hybridengine.config import RunConfig
+from hybridengine.controller.context import RankContext
+from hybridengine.protocols import PROTO_3D, register
+from workers.model_worker import TrainedWorker
+
+
+class CriticWorker(TrainedWorker):
+    """One rank of the critic: a language model whose head is one value per token, zero at first."""
+
+    def __init__(self, context: RankContext, run: RunConfig, folder: str | Path) -> None:
+        super().__init__(context, run, folder, score_head=True)
+        self.start_optimizer()
+
+    @register(PROTO_3D)
+    def compute_values(self, rollout: TensorDictBase) -> TensorDict | None:
+        """`values` [B, R]: the value of the state before each response token."""
+        results = self.forward_rows(
+            rollout, lambda scores, columns: {"values": response_values(scores, columns)}
+        )
+        return None if results is None else TensorDict(results, batch_size=[len(rollout)])  # type: ignore[arg-type]
+
+    @register(PROTO_3D)
+    def update(self, batch: TensorDictBase) -> dict[str, float]:
+        """Update towards `returns`. Takes a rollout with `values` and `returns` [B, R]; metrics on the last stage."""
+
+        def loss(scores: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
+            mask = columns["mask"]
+            total = value_loss(
+                response_values(scores, columns),
+                columns["values"],
+                columns["returns"],
+                mask,
+                self.run.critic.value_clip or None,
+            )
+            count = mask.sum()
+            return total.loss_sum, count.int(), (total.stats, int(count))
+
+        return self.update_rows(batch, ["values", "returns"], loss)

@@ -1,0 +1,152 @@
+"""What every worker with a Megatron model has in common: its place, its model, and running rows through it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from hybridengine.algorithms.losses.aggregation import TokenStats, merge_stats
+from hybridengine.backends.megatron.groups import initialize_globals
+from hybridengine.backends.megatron.model import available_names
+from hybridengine.backends.megatron.shim import device
+from hybridengine.backends.megatron.step import LossFunction, OutputFunction
+from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer, OptimizerSettings
+from hybridengine.backends.megatron.weights import load_weights
+from hybridengine.config import RunConfig
+from hybridengine.config.sections import TrainedSection
+from hybridengine.controller.context import RankContext
+from hybridengine.model_shapes import ModelShape
+from hybridengine.runtime.micro_batches import cut_rows, gather_rows
+from hybridengine.runtime.process_groups import process_groups
+
+
+class ModelWorker:
+    """A model on this rank, loaded from a Hugging Face checkpoint folder.
+
+    Args:
+        score_head: give the model one score per token instead of a vocabulary (a critic).
+        trains: build a trainer; otherwise the model only runs forward.
+    """
+
+    def __init__(
+        self, context: RankContext, run: RunConfig, folder: str | Path, *, score_head: bool, trains: bool
+    ) -> None:
+        self.context, self.run = context, run
+        self.registry = process_groups(run.timeouts.call_s)
+        initialize_globals(run.run.seed)
+        shape = ModelShape.from_folder(folder)
+        if score_head:
+            shape = replace(shape, num_labels=1, tied_embeddings=False)
+        self.shape = shape
+        section = getattr(run, context.role)
+        build = MegatronTrainer if trains else MegatronModel
+        self.model = build(
+            shape,
+            context.topology.grid,
+            context.rank,
+            self.registry,
+            dtype=run.model.dtype,
+            names=available_names(),
+            recompute=getattr(section, "recompute", "none") == "full",
+        )
+        load_weights(self.model, folder)
+        self.max_tokens: int = section.micro_batch_tokens
+
+    def forward_rows(self, batch: TensorDictBase, output: OutputFunction) -> dict[str, Tensor] | None:
+        """Response-aligned results of `output` for all rows, [B, R] each; None on all stages but the last."""
+        micro = cut_rows(batch, self.max_tokens)
+        results = self.model.forward([part.columns for part in micro], output)
+        if not self.model.is_last_stage:
+            return None
+        width = batch["tokens"].size(1) - batch["prompt_tokens"].size(1)
+        return {
+            name: gather_rows(
+                [(part, result[name]) for part, result in zip(micro, results, strict=True)], len(batch), width
+            )
+            for name in results[0]
+        }
+
+
+class TrainedWorker(ModelWorker):
+    """A model that is trained on this rank."""
+
+    def __init__(
+        self, context: RankContext, run: RunConfig, folder: str | Path, *, score_head: bool = False
+    ) -> None:
+        super().__init__(context, run, folder, score_head=score_head, trains=True)
+        assert isinstance(self.model, MegatronTrainer), "trains=True builds a trainer"
+        self.trainer = self.model
+        self.section: TrainedSection = getattr(run, context.role)
+        self._updates = 0
+
+    def start_optimizer(self) -> None:
+        """Start RL's optimizer, with fresh state."""
+        self.trainer.start_optimizer(optimizer_settings(self.section, self.run.run.steps))
+
+    def update_rows(
+        self, batch: TensorDictBase, columns: list[str], loss: LossFunction
+    ) -> dict[str, float]:
+        """Epochs of mini-batches over this replica's rows; metrics over all replicas, equal on the last stage.
+
+        `loss` collects a `TokenStats` and the number of tokens of each micro-batch.
+        """
+        self._updates += 1
+        collected: list[tuple[TokenStats, int]] = []
+        norms: list[float] = []
+        lr = 0.0
+        # The same order on all ranks of a replica, another one in each update.
+        generator = torch.Generator().manual_seed(self.run.run.seed * 1_000_003 + self._updates)
+        for _ in range(self.section.ppo_epochs):
+            order = torch.randperm(len(batch), generator=generator)
+            for rows in order.chunk(self.section.mini_batches):
+                micro = cut_rows(batch[rows], self.max_tokens, columns)
+                result = self.trainer.train_step([part.columns for part in micro], loss)
+                collected += result.collected
+                norms.append(result.grad_norm)
+                lr = result.lr
+        if not self.model.is_last_stage:
+            return {}
+        role = self.context.role
+        metrics = self.reduce_stats(collected)
+        return metrics | {f"{role}/grad_norm": sum(norms) / len(norms), f"{role}/lr": lr}
+
+    def reduce_stats(self, collected: list[tuple[TokenStats, int]]) -> dict[str, float]:
+        """Statistics of all micro-batches of all data-parallel replicas."""
+        stats = merge_stats([part for part, _ in collected])
+        tokens = sum(count for _, count in collected)
+        group = self.model.groups.dp
+        sums = torch.tensor([tokens, *map(float, stats.sums.values())], dtype=torch.float64, device=device())
+        maxima = torch.tensor([*map(float, stats.maxima.values()), 0.0], dtype=torch.float64, device=device())
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        merged = TokenStats(
+            dict(zip(stats.sums, sums[1:], strict=True)),
+            dict(zip(stats.maxima, maxima, strict=False)),
+        )
+        return merged.metrics(int(sums[0]))
+
+
+def optimizer_settings(section: TrainedSection, steps: int, **changes: Any) -> OptimizerSettings:
+    """Megatron's settings of a configured optimizer, for a run of `steps` iterations."""
+    optimizer = section.optimizer
+    settings = OptimizerSettings(
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        warmup_steps=optimizer.warmup_steps,
+        decay_steps=steps * section.ppo_epochs * section.mini_batches,
+        schedule=optimizer.schedule,
+        weight_decay=optimizer.weight_decay,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        clip_grad=optimizer.clip_grad,
+        offload=section.offload,
+    )
+    return replace(settings, **changes)
+
+

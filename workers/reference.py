@@ -1,0 +1,34 @@
+"""The reference policy: the frozen model that the KL penalty is measured against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from hybridengine.backends.megatron.outputs import response_log_probs
+from hybridengine.config import RunConfig
+from hybridengine.controller.context import RankContext
+from hybridengine.protocols import PROTO_3D, register
+from workers.model_worker import ModelWorker
+
+
+class ReferenceWorker(ModelWorker):
+    """One rank of the reference policy."""
+
+    def __init__(self, context: RankContext, run: RunConfig, folder: str | Path) -> None:
+        super().__init__(context, run, folder, score_head=False, trains=False)
+
+    @register(PROTO_3D)
+    def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
+        """`ref_log_probs` [B, R] of the response tokens."""
+
+        def output(logits: Tensor, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+            log_probs, _ = response_log_probs(
+                logits, columns, self.shape.vocab_size, self.model.groups.tp, self.run.rollout.temperature
+            )
+            return {"ref_log_probs": log_probs}
+
+        results = self.forward_rows(rollout, output)
+        return None if results is None else TensorDict(results, batch_size=[len(rollout)])  # type: ignore[arg-type]
