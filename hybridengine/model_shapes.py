@@ -31,6 +31,13 @@ ARCHITECTURES = {
 }
 """Hugging Face architecture -> family."""
 
+_DEFAULT_SIZES: dict[str, dict[str, int]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+}
+"""What transformers assumes where a `config.json` lacks the key."""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -80,14 +87,19 @@ class ModelShape:
             "num_attention_heads",
             "vocab_size",
         )
-        missing = [key for key in required if not isinstance(config.get(key), int) or config[key] < 1]
-        if missing:
+        optional = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+        sizes = _DEFAULT_SIZES[family] | {key: config[key] for key in optional if key in config}
+        wrong = [key for key in required if not _is_size(config.get(key))]
+        wrong += [key for key, value in sizes.items() if value is not None and not _is_size(value)]
+        if wrong:
             raise ConfigError(
-                f"config.json of {known[0]}: {', '.join(missing)} must be present and positive integers;"
+                f"config.json of {known[0]}: {', '.join(wrong)} must be present and positive integers;"
                 " restore the model's original config.json"
             )
         num_heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+        head_dim = sizes.get("head_dim")
+        if head_dim is None:
+            head_dim = _even_head_dim(config["hidden_size"], num_heads)
         classifies = known[0].endswith("ForSequenceClassification")
         id2label = config.get("id2label")
         num_labels = config.get("num_labels") or (len(id2label) if id2label else 2)
@@ -97,10 +109,10 @@ class ModelShape:
             hidden_size=config["hidden_size"],
             ffn_hidden_size=config["intermediate_size"],
             num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            num_kv_heads=sizes.get("num_key_value_heads") or num_heads,
             head_dim=head_dim,
             vocab_size=config["vocab_size"],
-            max_positions=config.get("max_position_embeddings", 2048),
+            max_positions=sizes.get("max_position_embeddings") or _DEFAULT_SIZES[family]["max_position_embeddings"],
             qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
             tied_embeddings=bool(config.get("tie_word_embeddings", False)) and not classifies,
@@ -136,6 +148,11 @@ class ModelShape:
                 f"num_key_value_heads={self.num_kv_heads} does not divide num_attention_heads={self.num_heads};"
                 " restore the model's original config.json"
             )
+        if config.get("quantization_config"):
+            raise ConfigError("quantization_config is not supported; use the model's unquantised weights")
+        kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
+        if kinds:
+            raise ConfigError(f"layer_types={kinds} are not supported; use a model with full attention")
         if config.get("use_sliding_window"):
             raise ConfigError("use_sliding_window=true is not supported; use a model with full attention")
         if config.get("attention_bias") and self.family != "qwen2":
@@ -236,6 +253,19 @@ class ModelShape:
         return self.num_heads, self.num_kv_heads, self.ffn_hidden_size
 
 
+def _is_size(value: object) -> bool:
+    return type(value) is int and value > 0  # True is an int, and no size
+
+
+def _even_head_dim(hidden_size: int, num_heads: int) -> int:
+    if hidden_size % num_heads:
+        raise ConfigError(
+            f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size} and head_dim is not given;"
+            " restore the model's original config.json"
+        )
+    return hidden_size // num_heads
+
+
 def _one_of(choices: list[int]) -> str:
     texts = [str(choice) for choice in choices]
     return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
@@ -253,6 +283,11 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "llama3":
         raise ConfigError(f"rope_type={kind!r} is not supported; use 'default' or 'llama3'")
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [key for key in keys if not isinstance(nested.get(key), int | float)]
+    if missing:
+        raise ConfigError(
+            f"rope_type='llama3' needs the numbers {', '.join(missing)}; restore the model's original config.json"
+        )
     return {
         "rope_theta": float(theta),
         "rope_scaling": tuple((key, nested[key]) for key in keys),

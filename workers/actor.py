@@ -77,15 +77,15 @@ class ActorWorker(TrainedWorker):
 
     @register(ONE_TO_ALL)
     def start_supervised(self, lr: float, steps: int) -> None:
-        """Start the optimizer of the supervised warm-up: the rate rises over a tenth of its steps, then falls."""
+        """Start the optimizer of the supervised warm-up: the rate rises over a thirtieth of its steps, then falls."""
         self.trainer.start_optimizer(
             optimizer_settings(
                 self.section,
                 steps,
                 lr=lr,
-                min_lr=0.1 * lr,
+                min_lr=0.0,
                 schedule="cosine",
-                warmup_steps=max(1, steps // 10),
+                warmup_steps=max(1, steps // 30),
                 decay_steps=steps,
             )
         )

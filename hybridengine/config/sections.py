@@ -87,7 +87,7 @@ class BuildSection(Section):
     """Key and value heads."""
     head_dim: Count = 32
     """Width of a head; vLLM on a CPU needs a multiple of 32."""
-    vocab_size: Count = 59
+    vocab_size: Count = 57
     """Rows of the embedding, at least the tokenizer's tokens."""
     max_positions: Count = 256
     """Longest sequence, prompt and response."""
@@ -95,6 +95,8 @@ class BuildSection(Section):
     """The output head shares the embedding's weights."""
     rope_theta: Positive = 10000.0
     """Base of the rotary frequencies."""
+    init_std: Positive = 0.02
+    """Standard deviation of the random weights."""
 
     def hf_config(self) -> dict[str, Any]:
         """Contents of the model's Hugging Face `config.json`."""
@@ -114,6 +116,7 @@ class BuildSection(Section):
             "rope_theta": self.rope_theta,
             "rms_norm_eps": 1e-6,
             "hidden_act": "silu",
+            "initializer_range": self.init_std,
             "attention_bias": self.family == "qwen2",
         }
 
@@ -276,17 +279,17 @@ class TaskSection(Section):
 
     name: Literal["arithmetic"] = "arithmetic"
     """The task."""
-    min_terms: Annotated[int, Field(ge=2)] = 3
+    min_terms: Annotated[int, Field(ge=3)] = 3
     """Fewest terms of a sum."""
-    max_terms: Annotated[int, Field(ge=2)] = 3
+    max_terms: Annotated[int, Field(ge=3)] = 3
     """Most terms of a sum."""
     min_digits: Count = 1
     """Fewest digits of a term."""
     max_digits: Count = 1
     """Most digits of a term."""
-    worked_fraction: Share = 0.35
-    """Demonstrations that work the sum out before they answer; the others answer at once."""
-    train_rows: Count = 2048
+    sloppy_fraction: Share = 0.67
+    """Share of the problems with a subtraction whose demonstration stops before the last term; RL unlearns the habit."""
+    train_rows: Count = 3072
     """Problems to train on."""
     eval_rows: Count = 256
     """Held-out problems; none of them is among the training problems."""

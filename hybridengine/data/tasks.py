@@ -30,7 +30,7 @@ class ArithmeticTask:
     max_terms: int = 3
     min_digits: int = 1
     max_digits: int = 1
-    sloppy_fraction: float = 0.6
+    sloppy_fraction: float = 0.67
     """Share of the problems with a subtraction whose demonstration stops before the last term, so that its final
     answer is wrong. The warmed-up model learns this habit together with the arithmetic; the reward unlearns it."""
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import string
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hybridengine.errors import DataError, raise_all
 
 PAD, UNKNOWN, TURN_START, TURN_END = "<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>"
+
+GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Names of the class whose behaviour is all in tokenizer.json; transformers 5 and earlier."""
 
 ROLES = ("system", "user", "assistant")
 """One token each, so that a short problem stays a short prompt."""
@@ -42,7 +46,7 @@ def load_tokenizer(folder: str | Path, pad_with_eos: bool = False) -> PreTrained
     if not folder.is_dir():
         raise DataError(f"tokenizer folder {folder} does not exist; name a folder with tokenizer.json")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = _loader(folder).from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise a dozen types, among them bare Exception
         raise DataError(
             f"{folder} holds no loadable tokenizer ({type(error).__name__}: {error});"
@@ -52,6 +56,17 @@ def load_tokenizer(folder: str | Path, pad_with_eos: bool = False) -> PreTrained
         tokenizer.pad_token = tokenizer.eos_token
     check_tokenizer(tokenizer, str(folder))
     return tokenizer
+
+
+def _loader(folder: Path) -> type[AutoTokenizer] | type[PreTrainedTokenizerFast]:
+    """AutoTokenizer, or the generic class where the folder names that one.
+
+    Beside a model's config.json, AutoTokenizer prefers the model family's own tokenizer class to a generic one, and
+    that class brings its own rules for splitting text in place of those in tokenizer.json.
+    """
+    settings = folder / "tokenizer_config.json"
+    named = json.loads(settings.read_text()).get("tokenizer_class") if settings.exists() else None
+    return PreTrainedTokenizerFast if named in GENERIC_CLASSES else AutoTokenizer
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -85,14 +100,19 @@ def token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
 def build_arithmetic_tokenizer() -> PreTrainedTokenizerFast:
     """The demo's tokenizer: one token per character, role and special token; 57 tokens, an odd number on purpose.
 
-    An odd vocabulary makes every even tensor-parallel degree pad it, as with real models. `save_pretrained` writes
-    it as a Hugging Face tokenizer folder.
+    Byte-level BPE without merges, so that the tokenizer class of the Qwen family, which AutoTokenizer picks beside a
+    Qwen model, reads it alike. An odd vocabulary makes every even tensor-parallel degree pad it, as with real models.
+    `save_pretrained` writes it as a Hugging Face tokenizer folder.
     """
-    tokens = [PAD, UNKNOWN, TURN_START, TURN_END, *ROLES, *CHARACTERS]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
+    # The byte-level alphabet writes a space as Ġ and a line break as Ċ.
+    characters = [{" ": "Ġ", "\n": "Ċ"}.get(character, character) for character in CHARACTERS]
+    vocabulary = {
+        token: number
+        for number, token in enumerate([PAD, UNKNOWN, TURN_START, TURN_END, *ROLES, *characters])
+    }
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[], unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([PAD, UNKNOWN, TURN_START, TURN_END])
     tokenizer.add_tokens(list(ROLES))
     return PreTrainedTokenizerFast(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import transformers
 from transformers import AutoTokenizer
 
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
@@ -87,3 +88,17 @@ def test_folders_without_a_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "trunc')
     with pytest.raises(DataError, match="no loadable tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_built_tokenizer_reads_alike_beside_a_model_of_the_qwen_family(tmp_path, family):
+    config = getattr(transformers, f"{family}Config")()
+    config.save_pretrained(tmp_path)
+    built = build_arithmetic_tokenizer()
+    built.save_pretrained(tmp_path)
+    text = "7 - 3 + 12 = 4 16\nso, is it?"
+    expected = built(text)["input_ids"]
+    assert len(expected) == len(text)
+    for loaded in (load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)):
+        assert loaded(text)["input_ids"] == expected
+        assert loaded.decode(expected) == text

@@ -5,12 +5,12 @@ Weights live in one storage per parameter, so that the HybridEngine can take the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -183,15 +183,25 @@ class MegatronTrainer(MegatronModel):
             self._ddp.zero_grad_buffer()
             self._optimizer.zero_grad()
         collected = self._runner.forward_backward(batches, loss)
+        if not self._gradients_are_finite():
+            raise HybridEngineError(
+                "the gradient is not finite; lower the learning rate or look for bad rows in the batch"
+            )
         with device_shim():
-            successful, grad_norm, _ = self._optimizer.step()
+            _, grad_norm, _ = self._optimizer.step()
             lr = self._optimizer.param_groups[0]["lr"]
             self._schedule.step(increment=1)
-        if not successful or not math.isfinite(float(grad_norm)):
-            raise HybridEngineError(
-                f"grad_norm={grad_norm} is not finite; lower the learning rate or look for bad rows in the batch"
-            )
         return StepResult(float(grad_norm), lr, collected)
+
+    def _gradients_are_finite(self) -> bool:
+        """True where no rank has an infinite gradient or one that is not a number; all ranks get the same answer.
+
+        Asked before the optimizer's step, which would carry it into the weights.
+        """
+        bad = [~torch.isfinite(torch.stack(torch.aminmax(buffer))).all() for buffer in self._gradients]
+        found = torch.stack(bad).any().float()
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.groups.intra_dist_opt)
+        return not found.item()
 
     def leave_training(self) -> None:
         """Release gradient buffers, and move optimizer state to host memory where the settings say so."""

@@ -1,0 +1,237 @@
+"""Runs on each rank: a Megatron trainer and a vLLM engine under one HybridEngine, three times there and back."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridengine.backends.megatron.groups import initialize_globals
+from hybridengine.backends.megatron.trainer import MegatronTrainer, OptimizerSettings
+from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
+from hybridengine.backends.megatron.weights import load_weights, save_weights
+from hybridengine.backends.vllm.engine import EngineSettings, Generated, SamplingSettings, VllmEngine
+from hybridengine.errors import StorageError
+from hybridengine.model_shapes import ModelShape
+from hybridengine.reshard.planner import compile_plan
+from hybridengine.runtime.hybrid_engine import HybridEngine
+from hybridengine.runtime.ledger import SwitchReport
+from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.runtime.storage import return_memory_to_system
+from hybridengine.runtime.transport import PointToPointTransport
+from hybridengine.topology.generation import GenerationGrid
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+from tests.full.vllm_ranks import take_place
+
+KV_CACHE_BYTES = 64 * 2**20
+MAX_TOKENS = 256
+BUCKET_ELEMENTS = 20_000
+NEW_TOKENS = 12
+TEMPERATURE = 0.7
+SEEDS = tuple(range(100, 106))
+OTHER_SEEDS = tuple(range(200, 206))
+
+
+def prompts_of(replica: int) -> list[list[int]]:
+    """Prompts of one engine: short ones, and two that fill whole blocks of the KV cache and share them."""
+    rng = random.Random(replica)
+    shared = [rng.randrange(131) for _ in range(150)]
+    short = [[rng.randrange(131) for _ in range(length)] for length in (1, 3, 7, 16)]
+    return [*short, shared, [*shared[:140], 5, 6]]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One switch to generation, what was generated, and what the trainer says of it once it is back."""
+
+    to_generate: SwitchReport
+    to_train: SwitchReport
+    greedy: list[Generated]
+    sampled: list[Generated]
+    sampled_again: list[Generated]
+    """The same requests a second time, with their prompts in the prefix cache."""
+    sampled_otherwise: list[Generated]
+    """With other seeds."""
+    megatron_log_probs: list[list[list[float]]]
+    """Of every engine's `sampled` tokens, [replica][request][token]; empty on all stages but the last."""
+    kv_cache_bytes: tuple[int, int]
+    """While generating, and afterwards."""
+    resident_bytes: tuple[int, int, int]
+    """Before, while generating, and afterwards."""
+    is_unchanged: bool
+    """Whether the training weights are bitwise what they were before the switch."""
+
+
+@dataclass
+class Outcome:
+    """What one rank saw."""
+
+    replica: int
+    vllm_parameters: dict[str, tuple[int, ...]]
+    layout_parameters: dict[str, tuple[int, ...]]
+    generators_kept: dict[str, bool]
+    """Random number generator -> whether building the engine left its state alone."""
+    num_threads: int
+    """After asking for 2."""
+    caches_prefixes: bool
+    block_tokens: int
+    error_while_training: str
+    rounds: list[Round] = field(default_factory=list)
+
+
+def live_through_rounds(rank: int, folder: Path, train: str, gen: str, exports: Path) -> Outcome:
+    """Round, round, two optimizer steps, export, round."""
+    identity = take_place(rank)
+    initialize_globals(1)
+    registry = ProcessGroups()
+    shape = ModelShape.from_folder(folder)
+    grid = Grid(TrainSizes.parse(train))
+    generation = GenerationGrid(grid, GenSizes.parse(gen))
+    trainer = MegatronTrainer(shape, grid, rank, registry)
+    load_weights(trainer, folder)
+    trainer.start_optimizer(OptimizerSettings(lr=0.02))
+
+    states = _generator_states()
+    settings = EngineSettings(MAX_TOKENS, kv_cache_bytes=KV_CACHE_BYTES, seed=17)
+    engine = VllmEngine(folder, shape, generation, settings, identity)
+    kept = {name: state == states[name] for name, state in _generator_states().items()}
+    torch.set_num_threads(2)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    domain = next(group for group in generation.micro_dp_groups if rank in group)
+    hybrid = HybridEngine(
+        compile_plan(trainer.layout, engine.layout, domain, BUCKET_ELEMENTS),
+        rank,
+        trainer,
+        engine,
+        PointToPointTransport(registry.of(generation.micro_dp_groups)),
+    )
+    cache = engine._llm.llm_engine.vllm_config.cache_config
+    outcome = Outcome(
+        replica=generation.replica_index(rank),
+        vllm_parameters={
+            name: tuple(parameter.shape) for name, parameter in engine._runner.model.named_parameters()
+        },
+        layout_parameters={p.name: p.shape for p in engine.layout.shard(rank).parameters},
+        generators_kept=kept,
+        num_threads=num_threads,
+        caches_prefixes=cache.enable_prefix_caching,
+        block_tokens=cache.block_size,
+        error_while_training=_error_of(lambda: engine.generate([[1]], [0], SamplingSettings(1))),
+    )
+    for number in range(3):
+        if number == 2:
+            _train(trainer, shape)
+            save_weights(trainer, registry, exports, folder)
+        outcome.rounds.append(_round(trainer, engine, hybrid, outcome.replica, shape))
+    return outcome
+
+
+def _round(
+    trainer: MegatronTrainer, engine: VllmEngine, hybrid: HybridEngine, replica: int, shape: ModelShape
+) -> Round:
+    before = {name: trainer.weights[name].clone() for name in trainer.weights.names}
+    prompts = prompts_of(replica)
+    sampling = SamplingSettings(NEW_TOKENS, TEMPERATURE)
+    return_memory_to_system()  # what the requests of an earlier round left behind
+    resident = [_resident_bytes()]
+    to_generate = hybrid.to_generate()
+    resident.append(_resident_bytes())
+    cache_bytes = [engine.kv_cache_bytes]
+    greedy = engine.generate(prompts, SEEDS, SamplingSettings(NEW_TOKENS, 0.0))
+    sampled = engine.generate(prompts, SEEDS, sampling)
+    again = engine.generate(prompts, SEEDS, sampling)
+    otherwise = engine.generate(prompts, OTHER_SEEDS, sampling)
+    to_train = hybrid.to_train()
+    cache_bytes.append(engine.kv_cache_bytes)
+    resident.append(_resident_bytes())
+    by_replica: dict[int, list[Generated]] = {}
+    everywhere: list[tuple[int, list[Generated]] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (replica, sampled))
+    by_replica = dict(sorted(entry for entry in everywhere if entry is not None))
+    return Round(
+        to_generate=to_generate,
+        to_train=to_train,
+        greedy=greedy,
+        sampled=sampled,
+        sampled_again=again,
+        sampled_otherwise=otherwise,
+        megatron_log_probs=_log_probs(trainer, shape, by_replica),
+        kv_cache_bytes=(cache_bytes[0], cache_bytes[1]),
+        resident_bytes=(resident[0], resident[1], resident[2]),
+        is_unchanged=all(torch.equal(before[name], trainer.weights[name]) for name in before),
+    )
+
+
+def _log_probs(
+    trainer: MegatronTrainer, shape: ModelShape, by_replica: dict[int, list[Generated]]
+) -> list[list[list[float]]]:
+    """Log-probabilities that the trainer gives to generated tokens; one micro-batch per engine."""
+    batches = []
+    for replica, outputs in by_replica.items():
+        rows = [p + output.token_ids for p, output in zip(prompts_of(replica), outputs, strict=True)]
+        tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+        for row, sequence in enumerate(rows):
+            tokens[row, : len(sequence)] = torch.tensor(sequence)
+        batches.append({"tokens": tokens})
+
+    def output(logits: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        log_probs, _ = vocab_parallel_log_probs(
+            logits[:, :-1], batch["tokens"][:, 1:], shape.vocab_size, trainer.groups.tp, TEMPERATURE
+        )
+        return {"log_probs": log_probs}
+
+    results = trainer.forward(batches, output)
+    if not trainer.is_last_stage:
+        return []
+    return [
+        [
+            result["log_probs"][row, len(prompt) - 1 : len(prompt) - 1 + len(generated.token_ids)].tolist()
+            for row, (prompt, generated) in enumerate(zip(prompts_of(replica), outputs, strict=True))
+        ]
+        for (replica, outputs), result in zip(by_replica.items(), results, strict=True)
+    ]
+
+
+def _train(trainer: MegatronTrainer, shape: ModelShape) -> None:
+    """Two large optimizer steps towards random tokens, the same on every replica."""
+    tokens = torch.randint(0, shape.vocab_size, (4, 20), generator=torch.Generator().manual_seed(1))
+
+    def loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
+        log_probs, _ = vocab_parallel_log_probs(
+            logits[:, :-1], batch["tokens"][:, 1:], shape.vocab_size, trainer.groups.tp
+        )
+        return -log_probs.sum(), torch.tensor(log_probs.numel(), dtype=torch.int32), None
+
+    for _ in range(2):
+        trainer.train_step([{"tokens": tokens}], loss)
+
+
+def _generator_states() -> dict[str, object]:
+    name, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "python": random.getstate(),
+        "numpy": (name, np.asarray(keys).tolist(), rest),
+    }
+
+
+def _error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except StorageError as error:
+        return str(error)
+    return ""
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

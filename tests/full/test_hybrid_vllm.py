@@ -1,0 +1,194 @@
+"""Real Megatron-core and real vLLM in the same processes, on one copy of the weights."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hybridengine.backends.vllm.engine import Generated
+from tests.full.hybrid_rounds import (
+    KV_CACHE_BYTES,
+    NEW_TOKENS,
+    TEMPERATURE,
+    Outcome,
+    Round,
+    live_through_rounds,
+    prompts_of,
+)
+from tests.full.vllm_ranks import VllmRankLauncher
+from tests.gloo.tiny_models import write_model
+
+TOLERANCE = 1e-4
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its two layouts on four ranks."""
+
+    family: str
+    tied: bool
+    train: str
+    gen: str
+
+    def __str__(self) -> str:
+        return f"{self.family}-{'tied' if self.tied else 'untied'}-{self.train}-to-{self.gen}"
+
+
+CASES = [
+    *[Case("qwen3", True, "2-2-1", gen) for gen in ("1-1", "1-2", "2-1", "2-2")],
+    Case("llama", False, "2-2-1", "2-1"),
+    Case("llama", False, "1-2-2", "1-2"),
+    Case("qwen2", True, "1-4-1", "1-2"),
+    Case("qwen2", False, "1-4-1", "1-4"),
+]
+
+
+@dataclass(frozen=True)
+class Lived:
+    """A case, what its ranks saw, and transformers' models before and after training."""
+
+    case: Case
+    ranks: list[Outcome]
+    before: PreTrainedModel
+    after: PreTrainedModel
+
+    def rounds(self, number: int) -> list[tuple[int, Round]]:
+        """(replica, round) of every rank."""
+        return [(outcome.replica, outcome.rounds[number]) for outcome in self.ranks]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def lived(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_vllm_ranks: VllmRankLauncher
+) -> Lived:
+    """All ranks' outcomes of a case; the ranks are started once for all tests of the case."""
+    case: Case = request.param
+    folder = tmp_path_factory.mktemp(str(case))
+    # vLLM on a CPU wants a head_dim that is a multiple of 32, and for Qwen2 hidden_size / num_heads.
+    sizes = {"head_dim": 32, "max_position_embeddings": 256, "hidden_size": 256 if case.family == "qwen2" else 64}
+    before = write_model(folder / "model", case.family, case.tied, **sizes)
+    ranks = run_vllm_ranks(
+        4, live_through_rounds, folder / "model", case.train, case.gen, folder / "trained", timeout_s=240
+    )
+    after = AutoModelForCausalLM.from_pretrained(folder / "trained", dtype=torch.float32)
+    return Lived(case, ranks, before, after)
+
+
+def test_vllm_has_the_parameters_of_its_layout(lived: Lived):
+    for outcome in lived.ranks:
+        assert outcome.vllm_parameters == outcome.layout_parameters
+
+
+def test_building_an_engine_leaves_the_process_as_it_was(lived: Lived):
+    for outcome in lived.ranks:
+        assert outcome.generators_kept == {"torch": True, "python": True, "numpy": True}
+        assert outcome.num_threads == 2
+
+
+def test_generating_while_training_is_an_error(lived: Lived):
+    for outcome in lived.ranks:
+        assert "switch to generation first" in outcome.error_while_training
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_greedy_tokens_are_those_of_transformers(lived: Lived, number: int):
+    model = lived.after if number == 2 else lived.before
+    for replica, seen in lived.rounds(number):
+        for prompt, generated in zip(prompts_of(replica), seen.greedy, strict=True):
+            assert len(generated.token_ids) == NEW_TOKENS
+            assert generated.token_ids == expected_logits(model, prompt, generated).argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_log_probs_of_both_backends_are_those_of_transformers(lived: Lived, number: int):
+    model = lived.after if number == 2 else lived.before
+    by_replica = {replica: seen.sampled for replica, seen in lived.rounds(number)}
+    expected = {
+        replica: [
+            token_log_probs(model, prompt, generated)
+            for prompt, generated in zip(prompts_of(replica), sampled, strict=True)
+        ]
+        for replica, sampled in by_replica.items()
+    }
+    compared = 0
+    for replica, seen in lived.rounds(number):
+        for generated, log_probs in zip(seen.sampled, expected[replica], strict=True):
+            torch.testing.assert_close(torch.tensor(generated.log_probs), log_probs, rtol=0, atol=TOLERANCE)
+        for replica_log_probs, (other, _) in zip(seen.megatron_log_probs, sorted(by_replica.items()), strict=False):
+            for found, log_probs in zip(replica_log_probs, expected[other], strict=True):
+                torch.testing.assert_close(torch.tensor(found), log_probs, rtol=0, atol=TOLERANCE)
+                compared += 1
+    stages = int(lived.case.train[0])
+    assert compared == 4 // stages * len(by_replica) * len(prompts_of(0))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_samples_follow_their_seeds_on_all_ranks_of_an_engine(lived: Lived, number: int):
+    first_of: dict[int, Round] = {}
+    for replica, seen in lived.rounds(number):
+        first = first_of.setdefault(replica, seen)
+        assert token_ids(seen.sampled) == token_ids(first.sampled)
+        assert token_ids(seen.sampled_otherwise) == token_ids(first.sampled_otherwise)
+        assert token_ids(seen.sampled_again) == token_ids(seen.sampled)
+        assert all(
+            one != other
+            for one, other in zip(token_ids(seen.sampled), token_ids(seen.sampled_otherwise), strict=True)
+        )
+
+
+def test_a_second_round_repeats_the_first(lived: Lived):
+    for (_, first), (_, second) in zip(lived.rounds(0), lived.rounds(1), strict=True):
+        assert token_ids(second.greedy) == token_ids(first.greedy)
+        assert second.sampled == first.sampled
+
+
+def test_tokens_follow_the_trained_weights_although_prefixes_are_cached(lived: Lived):
+    outcome = lived.ranks[0]
+    assert outcome.caches_prefixes
+    assert outcome.block_tokens < max(map(len, prompts_of(0)))  # so that a stale cache would be used
+    for (_, old), (_, new) in zip(lived.rounds(1), lived.rounds(2), strict=True):
+        assert all(a != b for a, b in zip(token_ids(old.greedy), token_ids(new.greedy), strict=True))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_switch_costs_what_the_layouts_say(lived: Lived, number: int):
+    """Weights come back bitwise; nothing is held twice; the KV cache exists only while generating."""
+    for _, seen in lived.rounds(number):
+        assert seen.is_unchanged
+        assert (seen.to_generate.redundant_bytes, seen.to_train.redundant_bytes) == (0, 0)
+        assert seen.to_train.received_bytes == 0
+        assert (seen.to_generate.received_bytes == 0) == (lived.case.gen == lived.case.train[:3])
+        at_work, at_rest = seen.kv_cache_bytes
+        assert 0.8 * KV_CACHE_BYTES <= at_work <= KV_CACHE_BYTES
+        assert at_rest == 0
+        before, generating, after = seen.resident_bytes
+        assert generating - before > at_work - 8 * MEBIBYTE
+        if number:  # the first round's rest: code and buffers of the first requests
+            assert abs(after - before) < 16 * MEBIBYTE
+
+
+def expected_logits(model: PreTrainedModel, prompt: list[int], generated: Generated) -> torch.Tensor:
+    """Logits from which each generated token was drawn, [tokens, V] float64."""
+    return logits_of(model, tuple(prompt + generated.token_ids))[len(prompt) - 1 : -1].double()
+
+
+@functools.lru_cache(maxsize=256)  # the ranks of an engine have the same sequences
+def logits_of(model: PreTrainedModel, tokens: tuple[int, ...]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+def token_log_probs(model: PreTrainedModel, prompt: list[int], generated: Generated) -> torch.Tensor:
+    """Log-probability of each generated token under the distribution it was drawn from, [tokens] float32."""
+    log_probs = (expected_logits(model, prompt, generated) / TEMPERATURE).log_softmax(-1)
+    return log_probs.gather(1, torch.tensor(generated.token_ids).unsqueeze(1)).squeeze(1).float()
+
+
+def token_ids(outputs: list[Generated]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]

@@ -1,0 +1,216 @@
+"""Whole runs through Ray with real workers: files, metrics, checkpoints, repeatability, and a cluster too small."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hybridengine.cli.main import main
+from hybridengine.cli.train import train
+from hybridengine.config import RunConfig, load_config
+from hybridengine.metrics import keys
+from hybridengine.metrics.recorder import Row, read_rows
+from hybridengine.planning.memory import switch_cost
+from hybridengine.config import model_shape
+
+pytestmark = pytest.mark.timeout(900)
+
+STEPS = 3
+SECTIONS: dict[str, Any] = {
+    "run": {"steps": STEPS, "eval_every": 2, "seed": 7},
+    "cluster": {"ranks_per_node": [4]},
+    "model": {
+        "build": {
+            "family": "qwen3",
+            "num_layers": 3,
+            "hidden_size": 64,
+            "ffn_hidden_size": 96,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 32,
+            "max_positions": 64,
+        }
+    },
+    "data": {
+        "batch_size": 8,
+        "task": {"name": "arithmetic", "train_rows": 64, "eval_rows": 6},
+    },
+    "warmup": {"steps": 8, "batch_size": 16, "lr": 3e-3},
+    "actor": {
+        "parallel": "2-2-1",
+        "generate": "1-1",
+        "bucket_bytes": "32KiB",
+        "mini_batches": 2,
+        "optimizer": {"lr": 1e-3},
+    },
+    "critic": {"parallel": "1-2-2", "mini_batches": 2, "optimizer": {"lr": 1e-3}},
+    "reference": {"parallel": "2-2-1"},
+    "rollout": {
+        "max_prompt_tokens": 32,
+        "max_response_tokens": 12,
+        "samples_per_prompt": 2,
+        "kv_cache_bytes": "16MiB",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended."""
+
+    config: RunConfig
+    folder: Path
+    rows: list[Row]
+    console: str
+
+    @property
+    def steps(self) -> list[Row]:
+        """Rows of the training steps."""
+        return self.rows[1:]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(SECTIONS))
+    return load_config(folder / "tiny.yaml", [f"run.folder={folder / 'runs'}"])
+
+
+@pytest.fixture(scope="module")
+def first_and_second(
+    config: RunConfig, ray_cluster: int, request: pytest.FixtureRequest
+) -> tuple[Run, Run]:
+    """The same configuration, run twice."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    runs = []
+    for name in ("tiny", "tiny-2"):
+        capture.read_global_capture()
+        train(config)
+        folder = config.run_folder.with_name(name)
+        runs.append(Run(config, folder, read_rows(folder), capture.read_global_capture()[0]))
+    return runs[0], runs[1]
+
+
+@pytest.fixture(scope="module")
+def run(first_and_second: tuple[Run, Run]) -> Run:
+    return first_and_second[0]
+
+
+def test_every_step_has_a_row_with_all_keys(run: Run):
+    assert [row[keys.STEP] for row in run.rows] == [0, 1, 2, 3]
+    assert [keys.EXACT_MATCH in row for row in run.rows] == [True, False, True, True]  # every 2 steps, and the last
+    for row in run.steps:
+        assert set(keys.TRAINING_STEP_KEYS) <= row.keys()
+        assert None not in row.values()  # null stands for a value that is not finite
+    for row in run.rows:
+        if keys.EXACT_MATCH in row:
+            assert float(row[keys.EXACT_MATCH] or 0) * 6 == pytest.approx(round(float(row[keys.EXACT_MATCH] or 0) * 6))
+
+
+def test_engine_and_trainer_agree_and_nothing_is_held_twice(run: Run):
+    for row in run.steps:
+        assert 0 < value(row, keys.LOG_PROB_ABS_DIFF_MAX) < 1e-3
+        assert row[keys.REDUNDANT_BYTES] == 0
+        assert row["switch/received_bytes_back"] == 0
+
+
+def test_bytes_of_a_switch_are_those_of_the_plan(run: Run):
+    config = run.config
+    cost = switch_cost(model_shape(config), config.generation_grid, config.model.dtype, config.actor.bucket_bytes)
+    for row in run.steps:
+        assert row[keys.RECEIVED_BYTES] == cost.received_bytes
+        assert cost.gen_bytes <= value(row, keys.PEAK_WEIGHT_BYTES) <= cost.peak_bytes
+
+
+def test_the_first_step_starts_from_the_reference(run: Run):
+    first = run.steps[0]
+    assert abs(value(first, keys.KL_MEAN)) < 1e-5
+    assert value(first, "critic/value_mean") != 0 or value(first, "critic/value_loss") >= 0
+    assert any(abs(value(row, keys.KL_MEAN)) > 1e-6 for row in run.steps[1:])
+
+
+def test_times_of_phases_fit_into_their_step(run: Run):
+    for row in run.steps:
+        phases = [float(row[key] or 0) for key in row if keys.phase_of(key) and key != keys.STEP_S]
+        assert all(seconds > 0 for seconds in phases)
+        assert max(phases) < value(row, keys.STEP_S)
+
+
+def test_tensorboard_has_the_same_scalars(run: Run):
+    events = EventAccumulator(str(run.folder / "tensorboard"))
+    events.Reload()
+    for key in (keys.REWARD_MEAN, keys.LOG_PROB_ABS_DIFF_MAX, keys.RECEIVED_BYTES):
+        scalars = [(event.step, event.value) for event in events.Scalars(key)]
+        assert scalars == [(row[keys.STEP], pytest.approx(row[key], rel=1e-5)) for row in run.steps]
+
+
+def test_the_console_has_a_line_per_step_and_the_summary(run: Run):
+    for step in range(STEPS + 1):
+        assert f"step {step}/{STEPS}" in run.console
+    for text in ("exact match before", "exact match after", "received bytes", "peak weight bytes", "redundant bytes"):
+        assert text in run.console
+    assert "Traceback" not in run.console
+
+
+def test_checkpoints_load_in_transformers_and_differ_by_the_training(run: Run):
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "final")
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "3 + 8 - 5 ="}], tokenize=False, add_generation_prompt=True
+    )
+    tokens = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    built, warm, final = (log_probs(load(run.folder / name), tokens) for name in ("model", "warmup", "final"))
+    assert (warm - built).abs().max() > 0.1
+    assert (final - warm).abs().max() > 1e-3
+    assert final.isfinite().all()
+
+
+def test_a_second_run_takes_a_folder_of_its_own_and_repeats_the_first(first_and_second: tuple[Run, Run]):
+    first, second = first_and_second
+    assert first.folder.name == "tiny" and second.folder.name == "tiny-2"
+    assert [comparable(row) for row in second.rows] == [comparable(row) for row in first.rows]
+    assert len(comparable(first.steps[0])) > 20
+    for name in ("warmup", "final"):
+        ours, theirs = (load(folder / name).state_dict() for folder in (first.folder, second.folder))
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_more_ranks_than_the_cluster_has(
+    tmp_path: Path, ray_cluster: int, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(SECTIONS))
+    sizes = ("cluster.ranks_per_node=[16]", "actor.parallel=2-2-4", "critic.parallel=1-2-8", "reference.parallel=2-2-4")
+    rows = ("data.batch_size=32",)
+    assert main(["train", str(tmp_path / "tiny.yaml"), f"run.folder={tmp_path}", *sizes, *rows]) == 2
+    message = capsys.readouterr().err
+    assert "ranks_per_node=[16] needs 16 ranks" in message
+    assert f"with {ray_cluster} CPUs" in message
+    assert "Traceback" not in message
+
+
+def value(row: Row, key: str) -> float:
+    found = row[key]
+    assert found is not None
+    return float(found)
+
+
+def comparable(row: Row) -> dict[str, Any]:
+    """A row without what differs between two runs: times."""
+    return {key: v for key, v in row.items() if not key.startswith(("time/", "throughput/"))}
+
+
+def load(folder: Path) -> PreTrainedModel:
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def log_probs(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens).logits.log_softmax(-1)

@@ -1,0 +1,115 @@
+"""Runs on each rank: the four worker classes as the controller makes them, with rows split by their protocols."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import NonTensorStack, TensorDict
+
+from hybridengine.config import Role, RunConfig
+from hybridengine.controller.context import RankContext
+from hybridengine.controller.rows import collect_results, split_arguments
+from hybridengine.protocols import GroupTopology, registered
+from hybridengine.runtime.batch import concat_rows
+from tests.full.vllm_ranks import take_place
+from workers.actor import ActorWorker
+from workers.critic import CriticWorker
+from workers.reference import ReferenceWorker
+from workers.reward import RewardFunctionWorker, RewardModelWorker
+
+NUM_ROWS = 12
+STOP_TOKEN = 3
+
+
+def rollout_of(run: RunConfig, seed: int = 0) -> TensorDict:
+    """Rows with prompts and responses of many lengths, among them a response of one token and one of full width."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt_width, width = run.rollout.max_prompt_tokens, run.rollout.max_response_tokens
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    prompts, responses = draw(1, prompt_width + 1, NUM_ROWS), draw(1, width + 1, NUM_ROWS)
+    responses[0], responses[1], prompts[2], prompts[3] = 1, width, 1, prompt_width
+    tokens = draw(4, 57, NUM_ROWS, prompt_width + width)
+    tokens[torch.arange(prompt_width + width) >= (prompts + responses).unsqueeze(1)] = 0
+    prompt_tokens = tokens[:, :prompt_width].clone()
+    prompt_tokens[torch.arange(prompt_width) >= prompts.unsqueeze(1)] = 0
+    return TensorDict(
+        {
+            "prompt_tokens": prompt_tokens,
+            "prompt_lengths": prompts,
+            "tokens": tokens,
+            "response_lengths": responses,
+            "row_ids": torch.arange(NUM_ROWS),
+            "answers": NonTensorStack(*map(str, range(NUM_ROWS))),
+            "seeds": torch.arange(NUM_ROWS) + 50,
+        },
+        batch_size=[NUM_ROWS],
+    )
+
+
+class Group:
+    """A worker on this rank; calls take all rows, pass this rank its own, and return what a controller would."""
+
+    def __init__(self, run: RunConfig, role: Role, worker: type, rank: int, **arguments: Any) -> None:
+        grid = run.grid(role)
+        self._topology = GroupTopology(grid, run.generation_grid if role == "actor" else None)
+        self._rank = rank
+        self._methods = registered(worker)
+        context = RankContext(role, rank, grid.num_ranks, self._topology, grid.coordinate(rank), "127.0.0.1")
+        self.worker = worker(context, run, **arguments)
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """What the controller would collect; the same on every rank."""
+        _, protocol = self._methods[method]
+        parts, part_of_rank = split_arguments(protocol, self._topology, (arguments, options), method)
+        args, kwargs = parts[part_of_rank[self._rank]]
+        result = getattr(self.worker, method)(*args, **kwargs)
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, result)
+        return collect_results(protocol, [results[r] for r in protocol.source_ranks(self._topology)], method)
+
+
+def run_all_roles(rank: int, run: RunConfig, actor: Path, scorer: Path) -> dict[str, Any]:
+    """One pass over every method that a run calls, colocated roles with grids of their own."""
+    take_place(rank)
+    seen: dict[str, Any] = {}
+    rows = rollout_of(run)
+    group = Group(run, "actor", ActorWorker, rank, folder=actor, stop_token_ids=(STOP_TOKEN,))
+    critic = Group(run, "critic", CriticWorker, rank, folder=actor)
+    reference = Group(run, "reference", ReferenceWorker, rank, folder=actor)
+    reward = Group(run, "reward", RewardModelWorker, rank, folder=scorer)
+    rule = Group(run, "reward", RewardFunctionWorker, rank)
+    group.call("start_training")
+
+    seen["log_probs"] = group.call("compute_log_probs", rows)
+    seen["ref_log_probs"] = reference.call("compute_log_probs", rows)
+    seen["scores"] = reward.call("compute_scores", rows)
+    seen["rule_scores"] = rule.call("compute_scores", rows)
+    seen["values"] = critic.call("compute_values", rows)
+
+    group.call("switch_to_generate")
+    seen["rollout"] = group.call("generate_sequences", rows)
+    seen["greedy"] = group.call("generate_sequences", rows, greedy=True)
+    group.call("switch_to_train")
+    seen["rollout_log_probs"] = group.call("compute_log_probs", seen["rollout"])["log_probs"]
+
+    generator = torch.Generator().manual_seed(3)
+    width = run.rollout.max_response_tokens
+    batch = concat_rows([rows])
+    batch.update(seen["values"])
+    batch.update(seen["log_probs"])
+    batch["returns"] = torch.randn(NUM_ROWS, width, generator=generator)
+    batch["advantages"] = torch.randn(NUM_ROWS, width, generator=generator)
+    seen["batch"] = batch
+    seen["critic_update"] = critic.call("update", batch)
+    seen["actor_update"] = group.call("update", batch)
+    seen["values_after"] = critic.call("compute_values", rows)
+    seen["log_probs_after"] = group.call("compute_log_probs", rows)
+    seen["ref_log_probs_after"] = reference.call("compute_log_probs", rows)
+    group.call("save_checkpoint", str(run.run_folder / "saved"), str(actor))
+    return seen

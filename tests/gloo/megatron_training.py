@@ -1,0 +1,83 @@
+"""The rank's side of the training tests: losses for Megatron's outputs, and a trainer with the reference's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridengine.backends.megatron.groups import initialize_globals
+from hybridengine.backends.megatron.step import LossFunction
+from hybridengine.backends.megatron.trainer import MegatronTrainer, OptimizerSettings
+from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
+from hybridengine.backends.megatron.weights import load_weights
+from hybridengine.model_shapes import ModelShape
+from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.topology.grid import Grid
+from tests.gloo import training_reference as reference
+
+SETTINGS = OptimizerSettings(
+    lr=reference.LR,
+    min_lr=reference.MIN_LR,
+    decay_steps=reference.DECAY_STEPS,
+    schedule="cosine",
+    weight_decay=reference.WEIGHT_DECAY,
+    betas=reference.BETAS,
+    eps=reference.EPS,
+    clip_grad=reference.CLIP_GRAD,
+)
+
+
+def make_trainer(
+    shape: ModelShape,
+    grid: Grid,
+    rank: int,
+    registry: ProcessGroups,
+    folder: Path,
+    dtype: str = "float32",
+    settings: OptimizerSettings = SETTINGS,
+) -> MegatronTrainer:
+    """A trainer with the weights of `folder` and a fresh optimizer."""
+    initialize_globals(1)
+    trainer = MegatronTrainer(shape, grid, rank, registry, dtype)
+    load_weights(trainer, folder)
+    trainer.start_optimizer(settings)
+    return trainer
+
+
+def loss_of(trainer: MegatronTrainer) -> LossFunction:
+    """The reference's loss, as a sum over tokens; collects (sum of the loss, number of tokens)."""
+
+    def language(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, tuple[float, int]]:
+        log_probs, _ = vocab_parallel_log_probs(
+            logits[:, :-1], batch["tokens"][:, 1:], trainer.shape.vocab_size, trainer.groups.tp
+        )
+        return _summed(-log_probs, reference.token_mask(batch, 1))
+
+    def value(scores: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, tuple[float, int]]:
+        return _summed((scores[..., 0] - batch["targets"]).square(), reference.token_mask(batch, 0))
+
+    return value if trainer.shape.num_labels else language
+
+
+def _summed(per_token: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, tuple[float, int]]:
+    loss = (per_token * mask).sum()
+    return loss, mask.sum().int(), (loss.item(), int(mask.sum()))
+
+
+def step(trainer: MegatronTrainer, index: int) -> tuple[float, float, list[tuple[float, int]]]:
+    """One optimizer step on this rank's rows of batch `index`: (gradient norm, learning rate, collected losses)."""
+    place = trainer.grid.coordinate(trainer.rank)
+    batches = reference.micro_batches(index, place.dp_rank, trainer.grid.sizes.dp_size)
+    result = trainer.train_step(batches, loss_of(trainer))
+    return result.grad_norm, result.lr, result.collected
+
+
+def copy_weights(trainer: MegatronTrainer) -> dict[str, Tensor]:
+    return {name: trainer.weights[name].clone() for name in trainer.weights.names}
+
+
+def same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Bitwise equality."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

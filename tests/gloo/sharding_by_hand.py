@@ -1,0 +1,143 @@
+"""Which elements a rank holds when it trains and when it generates, from first principles: no layout, no plan, no grid.
+
+Shapes: every mask has the shape of its logical tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridengine.model_shapes import ModelShape
+
+ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Projections that are sharded by rows; their biases too."""
+COLUMNS = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of the model: some consecutive layers, and one of `tp_size` shards of each."""
+
+    layers: frozenset[int]
+    first: bool
+    """Has the embedding."""
+    last: bool
+    """Has the final norm and the head."""
+    tp_rank: int
+    tp_size: int
+
+
+def train_place(rank: int, p: int, t: int, d: int, order: str) -> tuple[int, int, int]:
+    """(pp, dp, tp) of a rank."""
+    if order == "PAPER":
+        return rank // t % p, rank // (t * p), rank % t
+    return rank // (t * d), rank // t % d, rank % t
+
+
+def stage_of_layers(num_layers: int, p: int) -> list[int]:
+    """Stage of each layer: equal runs, the first `num_layers % p` stages one longer."""
+    return [int(stage) for stage, run in enumerate(np.array_split(np.arange(num_layers), p)) for _ in run]
+
+
+def train_part(shape: ModelShape, pp_rank: int, tp_rank: int, p: int, t: int) -> Part:
+    stages = stage_of_layers(shape.num_layers, p)
+    layers = frozenset(layer for layer, stage in enumerate(stages) if stage == pp_rank)
+    return Part(layers, pp_rank == 0, pp_rank == p - 1, tp_rank, t)
+
+
+def gen_part(
+    shape: ModelShape, pp_rank: int, tp_rank: int, p: int, t: int, p_gen: int, t_gen: int
+) -> Part:
+    """Part that the rank at (`pp_rank`, `tp_rank`) of (p, t) generates with, under interval grouping."""
+    stages = stage_of_layers(shape.num_layers, p)
+    own = pp_rank * p_gen // p
+    layers = frozenset(layer for layer, stage in enumerate(stages) if stage * p_gen // p == own)
+    return Part(layers, own == 0, own == p_gen - 1, tp_rank * t_gen // t, t_gen)
+
+
+def padded_vocab(shape: ModelShape) -> int:
+    return -(-shape.vocab_size // 64) * 64
+
+
+def mask(shape: ModelShape, tensor: str, part: Part) -> np.ndarray:
+    """True where `part` holds the element of a logical tensor."""
+    held = np.zeros(shape.tensors[tensor], dtype=bool)
+    if tensor in ("model.embed_tokens.weight", "lm_head.weight"):
+        tied_head = part.last and shape.tied_embeddings
+        if part.last if tensor == "lm_head.weight" else part.first or tied_head:
+            share = padded_vocab(shape) // part.tp_size
+            held[part.tp_rank * share : (part.tp_rank + 1) * share] = True
+        return held
+    if tensor == "model.norm.weight":
+        held[:] = part.last
+        return held
+    if int(tensor.split(".")[2]) not in part.layers:
+        return held
+    projection = tensor.split(".")[-2]
+    if projection in ROWS:
+        share = held.shape[0] // part.tp_size
+        held[part.tp_rank * share : (part.tp_rank + 1) * share] = True
+    elif projection in COLUMNS:
+        share = held.shape[1] // part.tp_size
+        held[:, part.tp_rank * share : (part.tp_rank + 1) * share] = True
+    else:
+        held[:] = True
+    return held
+
+
+def num_missing(shape: ModelShape, has: Part, needs: Part) -> int:
+    """Elements that `needs` holds and `has` does not."""
+    return sum(int((mask(shape, name, needs) & ~mask(shape, name, has)).sum()) for name in shape.tensors)
+
+
+def num_stored(shape: ModelShape, part: Part) -> int:
+    """Elements of all parameters of `part`, vocabulary padding included.
+
+    A last stage has a copy of a tied embedding, unless it is the first stage as well and has the embedding itself.
+    """
+    own = sum(int(mask(shape, name, part).sum()) for name in shape.tensors)
+    num_vocab_parameters = int(part.first) + int(part.last)
+    if shape.tied_embeddings:
+        num_vocab_parameters = min(num_vocab_parameters, 1)
+    share = padded_vocab(shape) // part.tp_size
+    real = min(max(shape.vocab_size - part.tp_rank * share, 0), share)
+    return own + num_vocab_parameters * (share - real) * shape.hidden_size
+
+
+def generation_weights(shape: ModelShape, tensors: dict[str, Tensor], part: Part) -> dict[str, Tensor]:
+    """vLLM's parameters of `part`, cut out of the unsharded tensors."""
+
+    def rows(name: str) -> Tensor:
+        return tensors[name].chunk(part.tp_size, dim=0)[part.tp_rank]
+
+    def columns(name: str) -> Tensor:
+        return tensors[name].chunk(part.tp_size, dim=1)[part.tp_rank]
+
+    def vocab(name: str) -> Tensor:
+        whole = tensors[name]
+        padding = whole.new_zeros(padded_vocab(shape) - whole.size(0), whole.size(1))
+        return torch.cat([whole, padding]).chunk(part.tp_size, dim=0)[part.tp_rank]
+
+    found: dict[str, Tensor] = {}
+    if part.first or (part.last and shape.tied_embeddings):
+        found["model.embed_tokens.weight"] = vocab("model.embed_tokens.weight")
+    for layer in part.layers:
+        prefix = f"model.layers.{layer}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+            found[f"{attention}qkv_proj.{kind}"] = torch.cat([rows(f"{attention}{x}_proj.{kind}") for x in "qkv"])
+        found[mlp + "gate_up_proj.weight"] = torch.cat([rows(f"{mlp}{x}_proj.weight") for x in ("gate", "up")])
+        found[attention + "o_proj.weight"] = columns(attention + "o_proj.weight")
+        found[mlp + "down_proj.weight"] = columns(mlp + "down_proj.weight")
+        norms = [prefix + "input_layernorm.weight", prefix + "post_attention_layernorm.weight"]
+        norms += [f"{attention}{x}_norm.weight" for x in "qk"] if shape.qk_norm else []
+        found |= {name: tensors[name] for name in norms}
+    if part.last:
+        found["model.norm.weight"] = tensors["model.norm.weight"]
+        if not shape.tied_embeddings:
+            found["lm_head.weight"] = vocab("lm_head.weight")
+    return found

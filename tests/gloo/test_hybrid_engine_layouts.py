@@ -1,0 +1,219 @@
+"""The switch between every nested pair of layouts on up to 8 ranks, with a real Megatron trainer.
+
+Everything expected is counted by hand (`sharding_by_hand`), never from the plan that is carried out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hybridengine.backends.megatron.trainer import MegatronTrainer, OptimizerSettings
+from hybridengine.errors import StorageError
+from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
+from hybridengine.runtime.hybrid_engine import HybridEngine
+from hybridengine.runtime.ledger import SwitchReport
+from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.topology.grid import Grid, RankOrder
+from hybridengine.topology.sizes import TrainSizes
+from tests.gloo import sharding_by_hand as by_hand
+from tests.gloo.megatron_training import copy_weights, loss_of, make_trainer, same_weights
+from tests.gloo.plain_generation import make_engine
+from tests.gloo.ranks import RankLauncher
+from tests.gloo.tiny_models import write_model
+
+NUM_RANKS = range(1, 9)
+BOTH_ORDERS_AT = (4, 8)
+MODELS: dict[int, tuple[str, bool, int, int]] = {
+    1: ("qwen3", True, 128, 131),
+    2: ("qwen2", True, 64, 131),
+    3: ("llama", False, 32, 131),
+    4: ("qwen3", True, 128, 131),
+    5: ("llama", False, 32, 300),
+    6: ("qwen2", False, 32, 131),
+    7: ("llama", True, 32, 400),
+    8: ("llama", True, 16, 131),
+}
+"""Number of ranks -> (family, tied embeddings, head_dim, vocabulary): sizes that every t dividing n can shard, and that
+fill DDP's buckets (multiples of 128 and of d) exactly. Vocabularies still need padding."""
+
+
+def sizes_of_model(num_ranks: int) -> dict[str, int]:
+    _, _, head_dim, vocab_size = MODELS[num_ranks]
+    odd = num_ranks
+    while odd % 2 == 0:
+        odd //= 2
+    return {
+        "hidden_size": 128 * odd,
+        "num_attention_heads": 2 * num_ranks,
+        "num_key_value_heads": num_ranks,
+        "head_dim": head_dim,
+        "intermediate_size": 8 * num_ranks,
+        "num_hidden_layers": num_ranks + 1,
+        "vocab_size": vocab_size,
+    }
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def train_layouts(num_ranks: int) -> list[tuple[int, int, int]]:
+    return [(p, t, num_ranks // (p * t)) for p in divisors(num_ranks) for t in divisors(num_ranks // p)]
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One round trip on one rank."""
+
+    pair: str
+    to_generate: SwitchReport
+    to_train: SwitchReport
+    expected_received_bytes: int
+    train_bytes: int
+    gen_bytes: int
+    bucket_bytes: int
+    released: bool
+    """Gradients and training weights owned no memory while generating, and the engine's none afterwards."""
+    slices_equal: bool
+    """Generation weights were the slices of the unsharded model."""
+    weights_equal: bool
+    """Training weights came back bitwise."""
+    refused: int
+    """Switches into the mode that the engine is already in that raised StorageError."""
+
+
+def switch_between_all_layouts(
+    rank: int, folder: Path, num_ranks: int, dtype: str, orders: list[RankOrder]
+) -> list[Switch]:
+    registry = ProcessGroups()
+    shape = ModelShape.from_folder(folder)
+    unsharded = load_file(folder / "model.safetensors")
+    switches = []
+    for order in orders:
+        for p, t, d in train_layouts(num_ranks):
+            grid = Grid(TrainSizes(p, t, d), order)
+            settings = OptimizerSettings(lr=1e-3)
+            trainer, twin = (
+                make_trainer(shape, grid, rank, registry, folder, dtype, settings) for _ in range(2)
+            )
+            pairs = [(p_gen, t_gen) for p_gen in divisors(p) for t_gen in divisors(t)]
+            for p_gen, t_gen in pairs:
+                switches.append(round_trip(trainer, registry, unsharded, p_gen, t_gen))
+            # Master weights and moments are untouched: the steps are those of a twin that has never switched.
+            train_one_step(trainer, 0)
+            train_one_step(twin, 0)
+            round_trip(trainer, registry, None, *pairs[0])
+            train_one_step(trainer, 1)
+            train_one_step(twin, 1)
+            trained = copy_weights(trainer)
+            assert same_weights(trained, copy_weights(twin)), f"{grid}: switching changed the training"
+            assert not same_weights(trained, {name: trained[name] * 0 for name in trained})
+    return switches
+
+
+def train_one_step(trainer: MegatronTrainer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(10 * seed + trainer.grid.coordinate(trainer.rank).dp_rank)
+    rows = torch.randint(0, 131, (1, 4), generator=generator)
+    batch = {"tokens": rows, "lengths": torch.tensor([4])}
+    before = copy_weights(trainer)
+    trainer.train_step([batch], loss_of(trainer))
+    assert not same_weights(before, copy_weights(trainer))
+
+
+def round_trip(
+    trainer: MegatronTrainer, registry: ProcessGroups, unsharded: dict[str, Tensor] | None, p_gen: int, t_gen: int
+) -> Switch:
+    shape, sizes, order = trainer.shape, trainer.grid.sizes, trainer.grid.order
+    p, t, d = sizes.pp_size, sizes.tp_size, sizes.dp_size
+    pp_rank, _, tp_rank = by_hand.train_place(trainer.rank, p, t, d, order.name)
+    train = by_hand.train_part(shape, pp_rank, tp_rank, p, t)
+    gen = by_hand.gen_part(shape, pp_rank, tp_rank, p, t, p_gen, t_gen)
+    element_bytes = DTYPE_BYTES[trainer.dtype]
+    bucket_elements = largest_bucket(shape)
+    engine, side = make_engine(trainer, f"{p_gen}-{t_gen}", registry, bucket_elements)
+    before = copy_weights(trainer)
+    gradient_bytes = trainer.gradient_bytes
+    refused = refuses(engine, "to_train")
+
+    to_generate = engine.to_generate()
+    slices_equal = unsharded is None or same_weights(
+        {name: side.weights[name] for name in side.weights.names}, by_hand.generation_weights(shape, unsharded, gen)
+    )
+    released = trainer.gradient_bytes == 0 and trainer.weights.live_bytes == 0
+    refused += refuses(engine, "to_generate")
+
+    to_train = engine.to_train()
+    released &= side.weights.live_bytes == 0 and trainer.gradient_bytes == gradient_bytes > 0
+    assert side.calls == ["leave", "enter", "leave"]
+    return Switch(
+        pair=f"{sizes} ({order.name}) -> {p_gen}-{t_gen} {trainer.dtype} rank {trainer.rank}",
+        to_generate=to_generate,
+        to_train=to_train,
+        expected_received_bytes=by_hand.num_missing(shape, train, gen) * element_bytes,
+        train_bytes=by_hand.num_stored(shape, train) * element_bytes,
+        gen_bytes=by_hand.num_stored(shape, gen) * element_bytes,
+        bucket_bytes=bucket_elements * element_bytes,
+        released=released,
+        slices_equal=slices_equal,
+        weights_equal=same_weights(before, copy_weights(trainer)),
+        refused=refused,
+    )
+
+
+def largest_bucket(shape: ModelShape) -> int:
+    """A bucket that holds the largest fused parameter of an unsharded model, and so makes for several buckets."""
+    return shape.hidden_size * max(
+        by_hand.padded_vocab(shape), shape.q_size + 2 * shape.kv_size, 2 * shape.ffn_hidden_size
+    )
+
+
+def refuses(engine: HybridEngine, switch: str) -> bool:
+    try:
+        getattr(engine, switch)()
+    except StorageError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_every_nested_pair_of_layouts(num_ranks: int, tmp_path: Path, run_ranks: RankLauncher):
+    family, tied, _, _ = MODELS[num_ranks]
+    num_pairs = sum(len(divisors(p)) * len(divisors(t)) for p, t, _ in train_layouts(num_ranks))
+    for dtype in ("float32", "bfloat16"):
+        orders = [RankOrder.PAPER]
+        if num_ranks in BOTH_ORDERS_AT and dtype == "float32":
+            orders.append(RankOrder.MEGATRON)
+        folder = tmp_path / dtype
+        write_model(folder, family, tied, dtype, **sizes_of_model(num_ranks))
+        by_rank = run_ranks(
+            num_ranks, switch_between_all_layouts, folder, num_ranks, dtype, orders, timeout_s=250
+        )
+        for switches in by_rank:
+            assert len(switches) == num_pairs * len(orders)
+            for switch in switches:
+                assert_switch(switch)
+        if num_ranks > 1:
+            assert any(switch.to_generate.received_bytes for switch in by_rank[0])
+
+
+def assert_switch(switch: Switch) -> None:
+    there, back, pair = switch.to_generate, switch.to_train, switch.pair
+    assert switch.slices_equal, pair
+    assert switch.weights_equal, pair
+    assert switch.released, pair
+    assert switch.refused == 2, pair
+    assert there.received_bytes == switch.expected_received_bytes, pair
+    assert back.received_bytes == 0, pair
+    assert there.redundant_bytes == 0, pair
+    assert back.redundant_bytes == 0, pair
+    assert there.weight_bytes == switch.gen_bytes, pair
+    assert back.weight_bytes == switch.train_bytes, pair
+    bound = max(switch.train_bytes, switch.gen_bytes) + switch.bucket_bytes
+    assert max(switch.train_bytes, switch.gen_bytes) <= there.peak_weight_bytes <= bound, pair
+    assert max(switch.train_bytes, switch.gen_bytes) <= back.peak_weight_bytes <= bound, pair

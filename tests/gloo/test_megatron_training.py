@@ -1,0 +1,223 @@
+"""Training with the distributed optimizer on every layout, against plain PyTorch in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hybridengine.backends.megatron.trainer import OptimizerSettings
+from hybridengine.backends.megatron.weights import load_weights, save_weights
+from hybridengine.errors import HybridEngineError
+from hybridengine.model_shapes import ModelShape
+from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.topology.grid import Grid, RankOrder
+from hybridengine.topology.sizes import TrainSizes
+from tests.gloo import training_reference as reference
+from tests.gloo.megatron_training import copy_weights, loss_of, make_trainer, same_weights, step
+from tests.gloo.ranks import RankLauncher
+from tests.gloo.tiny_models import write_model
+
+NUM_STEPS = 3
+LAYOUTS_BY_NUM_RANKS = {
+    1: [("1-1-1", RankOrder.PAPER)],
+    2: [("1-1-2", RankOrder.PAPER), ("2-1-1", RankOrder.PAPER), ("1-2-1", RankOrder.PAPER)],
+    4: [
+        ("2-2-1", RankOrder.PAPER),
+        ("1-1-4", RankOrder.PAPER),
+        ("1-2-2", RankOrder.PAPER),
+        ("2-1-2", RankOrder.PAPER),
+        ("1-4-1", RankOrder.PAPER),
+        ("4-1-1", RankOrder.PAPER),
+        ("2-1-2", RankOrder.MEGATRON),
+        ("1-2-2", RankOrder.MEGATRON),
+    ],
+}
+MODELS = {
+    "qwen2-untied": {"family": "qwen2", "tied": False},
+    "qwen3-tied": {"family": "qwen3", "tied": True},
+    "llama-value-head": {"family": "llama", "num_labels": 1},
+}
+
+Records = list[tuple[float, float, list[tuple[float, int]]]]
+
+
+def train_and_export(
+    rank: int, folder: Path, layouts: list[tuple[str, RankOrder]], exports: Path
+) -> list[tuple[int, int, Records]]:
+    """For every layout (data-parallel rank, tensor-parallel rank, records of its steps)."""
+    registry = ProcessGroups()
+    shape = ModelShape.from_folder(folder)
+    outcomes = []
+    for sizes, order in layouts:
+        grid = Grid(TrainSizes.parse(sizes), order)
+        trainer = make_trainer(shape, grid, rank, registry, folder)
+        records = [step(trainer, index) for index in range(NUM_STEPS)]
+        place = grid.coordinate(rank)
+        outcomes.append((place.dp_rank, place.tp_rank, records))
+        save_weights(trainer, registry, exports / f"{sizes}-{order.name}")
+    return outcomes
+
+
+def assert_steps(label: str, expected: list[reference.Step], outcomes: list[tuple[int, int, Records]]) -> None:
+    for index, figures in enumerate(expected):
+        collected: dict[int, list[tuple[float, int]]] = {}
+        for dp_rank, tp_rank, records in outcomes:
+            grad_norm, lr, losses = records[index]
+            assert grad_norm == pytest.approx(figures.grad_norm, rel=1e-4), f"{label}, step {index}"
+            assert lr == pytest.approx(figures.lr, rel=1e-9)
+            if losses and tp_rank == 0:
+                collected[dp_rank] = losses
+        total = sum(loss for losses in collected.values() for loss, _ in losses)
+        count = sum(count for losses in collected.values() for _, count in losses)
+        assert total / count == pytest.approx(figures.loss, rel=1e-5), f"{label}, step {index}"
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+def test_three_steps_equal_plain_pytorch(model_name: str, tmp_path: Path, run_ranks: RankLauncher):
+    folder = tmp_path / "source"
+    model = write_model(folder, **MODELS[model_name])  # type: ignore[arg-type]
+    before = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    loss = reference.value_loss if "num_labels" in MODELS[model_name] else reference.language_loss
+    expected = reference.train(model, loss, NUM_STEPS)
+    assert all(figures.grad_norm > reference.CLIP_GRAD for figures in expected), "clipping takes part"
+    weights = model.state_dict()
+    for num_ranks, layouts in LAYOUTS_BY_NUM_RANKS.items():
+        by_rank = run_ranks(num_ranks, train_and_export, folder, layouts, tmp_path, timeout_s=120)
+        for index, (sizes, order) in enumerate(layouts):
+            label = f"{sizes}-{order.name}"
+            assert_steps(label, expected, [outcomes[index] for outcomes in by_rank])
+            trained = load_file(tmp_path / label / "model.safetensors")
+            assert trained.keys() == before.keys()
+            for name, tensor in trained.items():
+                torch.testing.assert_close(
+                    tensor, weights[name], atol=3e-5, rtol=0, msg=lambda text, n=name: f"{label} {n}: {text}"
+                )
+                assert (tensor - before[name]).abs().max() > 3e-3, f"{name} was trained"
+
+
+def train_new_value_head(rank: int, folder: Path) -> list[float]:
+    """Mean losses of a few steps on one batch, with a score head that the checkpoint lacks."""
+    shape = dataclasses.replace(ModelShape.from_folder(folder), tied_embeddings=False, num_labels=1)
+    settings = OptimizerSettings(lr=5e-3)
+    trainer = make_trainer(shape, Grid(TrainSizes(2, 2, 1)), rank, ProcessGroups(), folder, settings=settings)
+    return [mean_loss(step(trainer, 0)[2]) for _ in range(8)]
+
+
+def mean_loss(collected: list[tuple[float, int]]) -> float:
+    return sum(loss for loss, _ in collected) / max(1, sum(count for _, count in collected))
+
+
+def test_a_value_head_starts_at_zero_on_a_language_model_and_learns(tmp_path: Path, run_ranks: RankLauncher):
+    write_model(tmp_path, "qwen3", tied=True)
+    losses = run_ranks(4, train_new_value_head, tmp_path)[-1]
+    batch = reference.make_batch(0)
+    targets = batch["targets"][reference.token_mask(batch, 0)]
+    assert losses[0] == pytest.approx(targets.square().mean().item(), rel=1e-5)  # all values are zero
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def train_in_bfloat16(rank: int, folder: Path) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, and weights before and after, of steps that are smaller than bfloat16 can resolve."""
+    settings = OptimizerSettings(lr=5e-4)
+    grid = Grid(TrainSizes(2, 2, 1))
+    shape = ModelShape.from_folder(folder)
+    trainer = make_trainer(shape, grid, rank, ProcessGroups(), folder, "bfloat16", settings)
+    before = copy_weights(trainer)
+    losses = [mean_loss(step(trainer, 0)[2]) for _ in range(12)]
+    return losses, before, copy_weights(trainer)
+
+
+def test_bfloat16_trains_with_float32_master_weights(tmp_path: Path, run_ranks: RankLauncher):
+    write_model(tmp_path, "qwen2", tied=False, dtype="bfloat16")
+    by_rank = run_ranks(4, train_in_bfloat16, tmp_path)
+    losses = by_rank[-1][0]
+    assert losses[-1] < losses[0] - 0.1
+    # A step of 5e-4 is less than half of the distance between bfloat16 numbers above 0.5: weights there can only move
+    # because float32 copies of them collect many steps.
+    moved = 0
+    for _, before, after in by_rank:
+        for name, tensor in before.items():
+            assert after[name].dtype == torch.bfloat16
+            moved += int(((tensor.abs() > 0.5) & (tensor != after[name])).sum())
+    assert moved > 100
+
+
+def train_on_schedules(rank: int, folder: Path, schedules: list[OptimizerSettings]) -> list[list[float]]:
+    shape, registry, grid = ModelShape.from_folder(folder), ProcessGroups(), Grid(TrainSizes(1, 1, 1))
+    trainer = make_trainer(shape, grid, rank, registry, folder)
+    rates = []
+    for settings in schedules:
+        trainer.start_optimizer(settings)
+        rates.append([step(trainer, 0)[1] for _ in range(7)])
+    return rates
+
+
+def test_learning_rate_schedules(tmp_path: Path, run_ranks: RankLauncher):
+    write_model(tmp_path, "llama", num_hidden_layers=1)
+    shape = {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 2, "decay_steps": 6}
+    schedules = [OptimizerSettings(schedule=name, **shape) for name in ("constant", "linear", "cosine")]  # type: ignore[arg-type]
+    constant, linear, cosine = run_ranks(1, train_on_schedules, tmp_path, schedules)[0]
+    left = [1.0, 0.75, 0.5, 0.25, 0.0]  # of the decay, after the warm-up
+    assert constant == pytest.approx([0.0, 5e-4] + [1e-3] * 5)
+    assert linear == pytest.approx([0.0, 5e-4] + [1e-4 + 9e-4 * part for part in left])
+    assert cosine == pytest.approx(
+        [0.0, 5e-4] + [1e-4 + 4.5e-4 * (1 + math.cos(math.pi * (1 - part))) for part in left]
+    )
+
+
+def train_on_a_bad_row(rank: int, folder: Path, clip_grad: float) -> tuple[str, bool, float]:
+    """(error, weights unchanged, gradient norm of the next step)."""
+    shape, grid = ModelShape.from_folder(folder), Grid(TrainSizes(2, 1, 2))
+    settings = OptimizerSettings(lr=1e-2, clip_grad=clip_grad)
+    trainer = make_trainer(shape, grid, rank, ProcessGroups(), folder, settings=settings)
+    before = copy_weights(trainer)
+    good = loss_of(trainer)
+    is_bad = grid.coordinate(rank).dp_rank == 1
+
+    def bad(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, object]:
+        loss, count, collected = good(logits, batch)
+        return loss * (float("nan") if is_bad else 1.0), count, collected
+
+    try:
+        trainer.train_step(reference.micro_batches(0, grid.coordinate(rank).dp_rank, 2), bad)
+        error = "none"
+    except HybridEngineError as raised:
+        error = str(raised)
+    return error, same_weights(before, copy_weights(trainer)), step(trainer, 0)[0]
+
+
+@pytest.mark.parametrize("clip_grad", [1.0, 0.0])
+def test_a_gradient_that_is_not_finite_raises_and_leaves_the_weights(
+    clip_grad: float, tmp_path: Path, run_ranks: RankLauncher
+):
+    write_model(tmp_path, "qwen2", num_hidden_layers=2)
+    for error, unchanged, next_grad_norm in run_ranks(4, train_on_a_bad_row, tmp_path, clip_grad):
+        assert "not finite" in error
+        assert unchanged
+        assert math.isfinite(next_grad_norm)
+
+
+def restart_training(rank: int, folder: Path) -> list[tuple[float, float]]:
+    """(gradient norm, learning rate) of a step after weights and optimizer were set anew, and in a new trainer."""
+    shape, registry, grid = ModelShape.from_folder(folder), ProcessGroups(), Grid(TrainSizes(1, 2, 1))
+    reused = make_trainer(shape, grid, rank, registry, folder)
+    step(reused, 0)
+    load_weights(reused, folder)
+    reused.start_optimizer(OptimizerSettings(lr=1e-3))
+    fresh = make_trainer(shape, grid, rank, registry, folder, settings=OptimizerSettings(lr=1e-3))
+    figures = [step(trainer, index)[:2] for index in (1, 2) for trainer in (reused, fresh)]
+    assert same_weights(copy_weights(reused), copy_weights(fresh))
+    return figures
+
+
+def test_a_new_optimizer_starts_fresh(tmp_path: Path, run_ranks: RankLauncher):
+    write_model(tmp_path, "qwen2")
+    for figures in run_ranks(2, restart_training, tmp_path):
+        assert figures[0] == figures[1]
+        assert figures[2] == figures[3]

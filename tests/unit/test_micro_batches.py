@@ -1,0 +1,99 @@
+"""Micro-batches against their definition, and against the best division found by trying all of them."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hybridengine.errors import ConfigError
+from hybridengine.runtime.micro_batches import balance_rows
+
+row_counts = st.lists(st.integers(1, 40), min_size=1, max_size=40)
+
+
+def padded_work(counts: list[int], rows: list[int]) -> int:
+    return len(rows) * max(counts[row] for row in rows)
+
+
+def fewest(counts: list[int], max_tokens: int) -> int:
+    """Least number of micro-batches: the longest row left decides how many of the next longest fit beside it."""
+    ordered, number, first = sorted(counts, reverse=True), 0, 0
+    while first < len(ordered):
+        first += max_tokens // ordered[first]
+        number += 1
+    return number
+
+
+def best_division(counts: list[int], max_tokens: int) -> tuple[int, int]:
+    """(number of micro-batches, tokens of the largest) over all ways to cut the rows, by length, into runs."""
+    ordered, found = sorted(counts, reverse=True), []
+    for number in range(1, len(ordered) + 1):
+        for cuts in combinations(range(1, len(ordered)), number - 1):
+            runs = [ordered[a:b] for a, b in zip((0, *cuts), (*cuts, len(ordered)), strict=True)]
+            if all(len(run) * run[0] <= max_tokens for run in runs):
+                found.append((number, max(sum(run) for run in runs)))
+        if found:
+            break
+    return min(found)
+
+
+@given(row_counts, st.integers(0, 200))
+@settings(max_examples=300, deadline=None)
+@example([22, 46, 43, 36, 25, 25, 4, 7, 48, 41, 3, 34, 36, 5], 60)
+@example([1], 0)
+def test_every_row_once_within_the_limit_in_as_few_as_fit(counts: list[int], room: int) -> None:
+    max_tokens = max(counts) + room
+    batches = balance_rows(counts, max_tokens)
+    assert sorted(row for rows in batches for row in rows) == list(range(len(counts)))
+    assert all(rows and rows == sorted(rows) for rows in batches)
+    assert all(padded_work(counts, rows) <= max_tokens for rows in batches)
+    assert len(batches) == fewest(counts, max_tokens)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(0, 60))
+@settings(max_examples=150, deadline=None)
+def test_token_counts_are_about_equal(counts: list[int], room: int) -> None:
+    """The largest micro-batch is at most one row larger than in the best division of as many micro-batches."""
+    max_tokens = max(counts) + room
+    batches = balance_rows(counts, max_tokens)
+    number, largest = best_division(counts, max_tokens)
+    assert number == fewest(counts, max_tokens)
+    assert max(sum(counts[row] for row in rows) for rows in batches) <= largest + max(counts)
+    assert len(batches) == number
+
+
+@given(row_counts, st.integers(0, 100))
+@settings(max_examples=100, deadline=None)
+def test_rows_of_similar_length_are_together(counts: list[int], room: int) -> None:
+    batches = balance_rows(counts, max(counts) + room)
+    spans = sorted((min(counts[row] for row in rows), max(counts[row] for row in rows)) for rows in batches)
+    assert all(one[1] <= other[0] for one, other in zip(spans, spans[1:], strict=False))
+
+
+def test_equal_rows_are_dealt_evenly() -> None:
+    assert sorted(map(len, balance_rows([10] * 12, 30))) == [3, 3, 3, 3]
+    assert sorted(map(len, balance_rows([10] * 10, 40))) in ([3, 3, 4], [2, 4, 4])
+    assert balance_rows([10] * 12, 120) == [list(range(12))]
+
+
+def test_a_long_row_does_not_pad_the_short_ones() -> None:
+    assert sorted(balance_rows([100, 5, 5, 5, 5], 100)) == [[0], [1, 2, 3, 4]]
+
+
+def test_division_does_not_depend_on_anything_but_the_counts() -> None:
+    counts = [7, 3, 9, 3, 3, 12, 1, 7]
+    assert balance_rows(counts, 24) == balance_rows(tuple(counts), 24)
+    assert balance_rows([], 8) == []
+    assert balance_rows([0, 0], 8) == [[0, 1]]
+
+
+def test_a_row_beyond_the_limit_is_refused_with_the_least_limit_that_fits() -> None:
+    with pytest.raises(ConfigError) as caught:
+        balance_rows([3, 17, 5], 16)
+    assert str(caught.value) == (
+        "a row of 17 tokens exceeds micro_batch_tokens=16; raise micro_batch_tokens to at least 17"
+    )
+    assert balance_rows([3, 17, 5], 17)
