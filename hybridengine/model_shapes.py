@@ -38,6 +38,9 @@ _DEFAULT_SIZES: dict[str, dict[str, int]] = {
 }
 """What transformers assumes where a `config.json` lacks the key."""
 
+VOCAB_MULTIPLE = 64
+"""vLLM pads vocabularies to this multiple; Megatron's padding follows, so that shards nest."""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -112,7 +115,8 @@ class ModelShape:
             num_kv_heads=sizes.get("num_key_value_heads") or num_heads,
             head_dim=head_dim,
             vocab_size=config["vocab_size"],
-            max_positions=sizes.get("max_position_embeddings") or _DEFAULT_SIZES[family]["max_position_embeddings"],
+            max_positions=sizes.get("max_position_embeddings")
+            or _DEFAULT_SIZES[family]["max_position_embeddings"],
             qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
             tied_embeddings=bool(config.get("tie_word_embeddings", False)) and not classifies,
@@ -247,6 +251,17 @@ class ModelShape:
                     f"{name}={tp_size} does not divide {field}={value}; choose {_one_of(choices)}"
                 )
         return problems
+
+    def gen_tp_problems(self, tp_size: int, name: str = "t_g") -> list[str]:
+        """Why vLLM cannot shard this model over `tp_size` ranks, beyond `tp_problems`; empty where it can."""
+        padded = -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        if padded % tp_size == 0:
+            return []
+        choices = [n for n in range(1, 65) if not any(v % n for v in (padded, *self._sharded_sizes))]
+        return [
+            f"{name}={tp_size} does not divide {padded}, the vocabulary of {self.vocab_size} padded to a multiple of"
+            f" {VOCAB_MULTIPLE} by vLLM; choose {_one_of(choices)}"
+        ]
 
     @property
     def _sharded_sizes(self) -> tuple[int, int, int]:

@@ -189,6 +189,4 @@ class ActorWorker(TrainedWorker):
     def _log_probs(
         self, logits: Tensor, columns: dict[str, Tensor], temperature: float
     ) -> tuple[Tensor, Tensor]:
-        return response_log_probs(
-            logits, columns, self.shape.vocab_size, self.model.groups.tp, temperature
-        )
+        return response_log_probs(logits, columns, self.shape.vocab_size, self.model.groups.tp, temperature)

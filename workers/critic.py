@@ -22,6 +22,7 @@ class CriticWorker(TrainedWorker):
     def __init__(self, context: RankContext, run: RunConfig, folder: str | Path) -> None:
         super().__init__(context, run, folder, score_head=True)
         self.start_optimizer()
+        self.trainer.leave_training()
 
     @register(PROTO_3D)
     def compute_values(self, rollout: TensorDictBase) -> TensorDict | None:
@@ -47,4 +48,9 @@ class CriticWorker(TrainedWorker):
             count = mask.sum()
             return total.loss_sum, count.int(), (total.stats, int(count))
 
-        return self.update_rows(batch, ["values", "returns"], loss)
+        # Between updates, gradients and (where the configuration says so) optimizer state give their memory to others.
+        self.trainer.enter_training()
+        try:
+            return self.update_rows(batch, ["values", "returns"], loss)
+        finally:
+            self.trainer.leave_training()

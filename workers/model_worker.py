@@ -89,9 +89,7 @@ class TrainedWorker(ModelWorker):
         """Start RL's optimizer, with fresh state."""
         self.trainer.start_optimizer(optimizer_settings(self.section, self.run.run.steps))
 
-    def update_rows(
-        self, batch: TensorDictBase, columns: list[str], loss: LossFunction
-    ) -> dict[str, float]:
+    def update_rows(self, batch: TensorDictBase, columns: list[str], loss: LossFunction) -> dict[str, float]:
         """Epochs of mini-batches over this replica's rows; metrics over all replicas, equal on the last stage.
 
         `loss` collects a `TokenStats` and the number of tokens of each micro-batch.
@@ -148,5 +146,3 @@ def optimizer_settings(section: TrainedSection, steps: int, **changes: Any) -> O
         offload=section.offload,
     )
     return replace(settings, **changes)
-
-

@@ -16,21 +16,22 @@ SHOWN_GROUPS = 8
 def print_dry_run(config: RunConfig) -> None:
     """Print groups, plan summary and memory estimate."""
     console = Console(highlight=False)
-    for line in [*layout_lines(config), *group_lines(config), *memory_lines(config)]:
+    cost = cost_of(config)
+    for line in [*layout_lines(config, cost), *group_lines(config), *memory_lines(config, cost)]:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def layout_lines(config: RunConfig) -> list[str]:
+def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     """Sizes of every role, and what the switch costs."""
     shape = model_shape(config)
     generation = config.generation_grid
-    cost = _cost(config)
     total = shape.weight_bytes(config.model.dtype)
     return [
         f"model: {shape.family}, {shape.num_layers} layers, {shape.num_parameters:,} parameters,"
         f" {format_bytes(total)} in {config.model.dtype}",
         f"ranks: {config.num_ranks} on {len(config.cluster.ranks_per_node)} node(s), {config.cluster.rank_order} order",
-        "roles: " + ", ".join(f"{role} {config.train_sizes(role)}" for role in config.model_roles)
+        "roles: "
+        + ", ".join(f"{role} {config.train_sizes(role)}" for role in config.model_roles)
         + f" (p-t-d); generation {config.actor.gen_sizes} (p_g-t_g) in {generation.num_replicas} engine(s),"
         f" d_g={generation.micro_dp_size}",
         f"switch: each rank receives at most {format_bytes(cost.received_bytes)}"
@@ -57,18 +58,24 @@ def group_lines(config: RunConfig) -> list[str]:
     crossing = _crossing(config, generation.micro_dp_groups)
     lines.append(
         f"  {crossing} of {len(generation.micro_dp_groups)} micro-DP groups cross nodes"
-        + ("; cluster.rank_order=paper keeps a replica together" if crossing else "")
+        + (", because a replica is larger than a node" if crossing and _replica_crosses(config) else "")
+        + (
+            "; cluster.rank_order=paper keeps a replica together"
+            if crossing and not _replica_crosses(config)
+            else ""
+        )
     )
     return lines
 
 
-def memory_lines(config: RunConfig) -> list[str]:
+def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     """Plan summary and memory per rank and phase, of the rank with the most."""
-    cost = _cost(config)
     lines = ["", f"plan (first replica of {config.actor.train_sizes.dp_size})"]
     for plan in cost.plans[:SHOWN_GROUPS]:
         lines.append(f"  {plan}")
-    lines.append(f"  buckets of at most {format_bytes(cost.bucket_bytes)}; digest {cost.plans[0].digest[:16]}")
+    lines.append(
+        f"  buckets of at most {format_bytes(cost.bucket_bytes)}; digest {cost.plans[0].digest[:16]}"
+    )
     lines += ["", "memory per rank (activations and framework overhead left out)"]
     resident = {"train": 0, "generate": 0}
     rows = []
@@ -104,7 +111,8 @@ def _held_while_generating(config: RunConfig, role: Role, cost: SwitchCost, own:
     return cost.gen_bytes + (0 if config.actor.offload == "optimizer" else optimizer)
 
 
-def _cost(config: RunConfig) -> SwitchCost:
+def cost_of(config: RunConfig) -> SwitchCost:
+    """What switching the actor costs, from its plans."""
     return switch_cost(
         model_shape(config), config.generation_grid, config.model.dtype, config.actor.bucket_bytes
     )
@@ -119,6 +127,11 @@ def _ranks(group: tuple[int, ...]) -> str:
     if len(group) > 8:
         return f"[{group[0]},{group[1]},...,{group[-1]}]"
     return "[" + ",".join(map(str, group)) + "]"
+
+
+def _replica_crosses(config: RunConfig) -> bool:
+    """Whether no rank order could keep a replica on one node."""
+    return config.actor.train_sizes.model_parallel_size > min(config.cluster.ranks_per_node)
 
 
 def _crossing(config: RunConfig, groups: Groups) -> int:

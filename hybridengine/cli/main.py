@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 
 from hybridengine import __version__
@@ -74,6 +75,8 @@ def _train(options: argparse.Namespace) -> int:
 
         print_dry_run(config)
         return 0
+    # Megatron-core warns for every GPU package that is not installed; on a machine without a GPU that is expected.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from hybridengine.cli.train import train
 
     train(config)

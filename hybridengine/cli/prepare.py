@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from hybridengine.checkpoint_files import check_checkpoint
 from hybridengine.config import RunConfig
@@ -34,13 +35,29 @@ class RunFiles:
         return (self.tokenizer.eos_token_id,)
 
 
-def free_run(config: RunConfig) -> RunConfig:
-    """`config`, or with the first free name NAME-2, NAME-3, ... where its folder holds a run already."""
+def located_run(config: RunConfig) -> RunConfig:
+    """`config` as the ranks can use it: absolute paths, since they may have been started elsewhere, and a name that
+    is free: NAME-2, NAME-3, ... where its folder holds a run already."""
+    config = _with_absolute_paths(config)
     name, number = config.run.name, 1
     while (config.run_folder / "metrics.jsonl").exists():
         number += 1
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{name}-{number}"})})
     return config
+
+
+PATHS = {"run": ("folder",), "model": ("path", "tokenizer"), "critic": ("path",), "reward": ("path",)}
+"""Paths that ranks read or write."""
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    sections = {}
+    for name, keys in PATHS.items():
+        section = getattr(config, name)
+        given = {key: getattr(section, key) for key in keys}
+        absolute = {key: str(Path(path).resolve()) for key, path in given.items() if path is not None}
+        sections[name] = section.model_copy(update=absolute)
+    return config.model_copy(update=sections)
 
 
 def prepare_files(config: RunConfig) -> RunFiles:
@@ -49,6 +66,7 @@ def prepare_files(config: RunConfig) -> RunFiles:
     Raises:
         ConfigError, CheckpointError, DataError: before any process has started.
     """
+    disable_progress_bar()
     if config.reward.kind == "function":
         load_reward_function(config.reward.function)
     if config.model.build is not None:

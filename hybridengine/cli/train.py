@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from tensordict import TensorDict
 
 from hybridengine.backends.vllm import environment
-from hybridengine.cli.dry_run import layout_lines
-from hybridengine.cli.prepare import RunFiles, free_run, prepare_files
+from hybridengine.cli.dry_run import cost_of, layout_lines
+from hybridengine.cli.prepare import RunFiles, located_run, prepare_files
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import Role
 from hybridengine.controller.cluster import node_offers, start_ray
@@ -35,15 +36,19 @@ def train(config: RunConfig) -> None:
     started = time.perf_counter()
 
     def say(text: str) -> None:
-        console.print(f"[{time.perf_counter() - started:6.1f}s] {text}", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"[{time.perf_counter() - started:6.1f}s] {text}", markup=False, highlight=False, soft_wrap=True
+        )
 
-    config = free_run(config)
-    say(f"run {config.run_folder}: {config.run.steps} steps of {config.rows_per_step} sequences")
+    config = located_run(config)
+    say(f"run {_shown(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
     files = prepare_files(config)
-    for line in layout_lines(config):
+    for line in layout_lines(config, cost_of(config)):
         say(line)
     with _pool(config) as pool:
-        say(f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process (about a minute on a CPU)")
+        say(
+            f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process (about a minute on a CPU)"
+        )
         actor = _group(pool, config, "actor", folder=config.model_folder, stop_token_ids=files.stop_token_ids)
         say("actor ready: one copy of the weights, two layouts")
         if config.warmup is not None and files.demonstrations is not None:
@@ -55,7 +60,7 @@ def train(config: RunConfig) -> None:
                 lambda step, loss: say(f"warm-up {step}/{steps}: loss {loss:.3f}"),
             )
             actor.save_checkpoint(str(config.start_folder), str(config.model_folder)).wait()
-            say(f"warmed-up model saved: {config.start_folder}")
+            say(f"warmed-up model saved: {_shown(config.start_folder)}")
         actor.start_training()
         roles = PpoRoles(
             actor=actor,
@@ -66,10 +71,16 @@ def train(config: RunConfig) -> None:
         say("critic, reference and reward ready on the same ranks")
         _train_ppo(config, roles, files, console)
         actor.save_checkpoint(str(config.run_folder / "final"), str(config.model_folder)).wait()
-        say(f"trained model saved: {config.run_folder / 'final'}")
+        say(f"trained model saved: {_shown(config.run_folder / 'final')}")
     rows = read_rows(config.run_folder)
     RunConsole(config.run.steps, console).print_summary(rows)
-    say(f"metrics: {config.run_folder / 'metrics.jsonl'}; tensorboard --logdir {config.run_folder / 'tensorboard'}")
+    folder = _shown(config.run_folder)
+    say(f"metrics: {folder / 'metrics.jsonl'}; tensorboard --logdir {folder / 'tensorboard'}")
+
+
+def _shown(path: Path) -> Path:
+    """`path` as a person would type it here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _train_ppo(config: RunConfig, roles: PpoRoles, files: RunFiles, console: Console) -> None:

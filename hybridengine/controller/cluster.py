@@ -11,6 +11,8 @@ from typing import Any
 
 import ray
 
+from hybridengine.errors import ConfigError
+
 QUIET_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the behaviour of later versions; silences a warning per process
@@ -49,7 +51,7 @@ def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
     for name, value in QUIET_RAY.items():
         os.environ.setdefault(name, value)
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(address=os.environ["RAY_ADDRESS"], logging_level=logging.WARNING)
+        _connect(os.environ["RAY_ADDRESS"])
     else:
         ray.init(
             address="local",
@@ -58,6 +60,16 @@ def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
             include_dashboard=False,
             logging_level=logging.WARNING,
         )
+
+
+def _connect(address: str) -> None:
+    try:
+        ray.init(address=address, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, and where it asks"
+            " for a token, export RAY_AUTH_MODE and the token here as well"
+        ) from None
 
 
 def node_offers() -> list[NodeOffer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from hybridengine.errors import DataError
 
@@ -26,4 +27,4 @@ def load_reward_function(path: str) -> RewardFunction:
         ) from None
     if not callable(function):
         raise DataError(f"reward.function={path} is a {type(function).__name__}; name a function")
-    return function
+    return cast(RewardFunction, function)

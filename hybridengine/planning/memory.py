@@ -41,6 +41,7 @@ class SwitchCost:
     """One plan per micro-DP group of the first replica; other replicas repeat them."""
     received_bytes: int
     peak_bytes: int
+    """Of the way there and the way back."""
     train_bytes: int
     gen_bytes: int
     bucket_bytes: int
@@ -69,15 +70,18 @@ def switch_cost(shape: ModelShape, generation: GenerationGrid, dtype: str, bucke
     plans = tuple(
         compile_plan(source, destination, group, bucket_bytes // DTYPE_BYTES[dtype]) for group in first
     )
-    for plan in plans:
-        inverse_local(plan)
+    element_bytes = DTYPE_BYTES[dtype]
     costs: Sequence[RankCost] = [
-        rank_cost(plan, rank, DTYPE_BYTES[dtype]) for plan in plans for rank in plan.ranks
+        rank_cost(plan, rank, element_bytes) for plan in plans for rank in plan.ranks
     ]
+    ways_back = [inverse_local(plan) for plan in plans]
+    peak_back = max(
+        rank_cost(back, rank, element_bytes).peak_bytes for back in ways_back for rank in back.ranks
+    )
     return SwitchCost(
         plans=plans,
         received_bytes=max(cost.received_bytes for cost in costs),
-        peak_bytes=max(cost.peak_bytes for cost in costs),
+        peak_bytes=max(peak_back, *(cost.peak_bytes for cost in costs)),
         train_bytes=max(cost.source_bytes for cost in costs),
         gen_bytes=max(cost.destination_bytes for cost in costs),
         bucket_bytes=max(cost.bucket_bytes for cost in costs),

@@ -11,4 +11,4 @@ from hybridengine.reshard.layout import Layout, Shard, whole
 def hf_layout(shape: ModelShape, ranks: Iterable[int] = (0,)) -> Layout:
     """Layout in which each of `ranks` holds all logical tensors under their own names."""
     shard = Shard(tuple(whole(name, name, size) for name, size in shape.tensors.items()))
-    return Layout(shape, dict.fromkeys(ranks, "all"), {"all": shard}, kind="hugging face")
+    return Layout(shape, dict.fromkeys(ranks, ()), {(): shard}, kind="hugging face")

@@ -8,7 +8,7 @@ reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hybridengine.errors import PlanError
@@ -38,6 +38,13 @@ class LocalParameter:
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    padding_of: str = ""
+    """The logical tensor that a parameter without pieces, all padding, belongs to."""
+
+    @property
+    def tensor(self) -> str:
+        """Logical tensor of the first piece; decides with which bucket the parameter comes and goes."""
+        return self.pieces[0].tensor if self.pieces else self.padding_of
 
     @property
     def num_elements(self) -> int:
@@ -70,14 +77,18 @@ class Shard:
         return found
 
 
+ShardKey = tuple[int, ...]
+"""Coordinates that decide what a rank holds, e.g. (pp rank, tp rank)."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Shards of a model over ranks. Ranks with the same key hold the same shard."""
 
     shape: ModelShape
-    keys: Mapping[int, Hashable]
+    keys: Mapping[int, ShardKey]
     """Rank -> key of its shard."""
-    shards: Mapping[Hashable, Shard]
+    shards: Mapping[ShardKey, Shard]
     kind: str = field(default="", compare=False)
     """What the layout belongs to, for messages: "megatron 2-2-1"."""
 
@@ -88,7 +99,9 @@ class Layout:
             PlanError: the layout has no such rank.
         """
         if rank not in self.keys:
-            raise PlanError(f"rank {rank} is not part of the layout {self.kind}; its ranks are {list(self.keys)}")
+            raise PlanError(
+                f"rank {rank} is not part of the layout {self.kind}; its ranks are {list(self.keys)}"
+            )
         return self.shards[self.keys[rank]]
 
 
@@ -97,7 +110,9 @@ def whole(name: str, tensor: str, shape: tuple[int, ...]) -> LocalParameter:
     return LocalParameter(name, shape, (Piece(tensor, full_box(shape), (0,) * len(shape)),))
 
 
-def sharded(name: str, tensor: str, shape: tuple[int, ...], dim: int, index: int, count: int) -> LocalParameter:
+def sharded(
+    name: str, tensor: str, shape: tuple[int, ...], dim: int, index: int, count: int
+) -> LocalParameter:
     """Shard `index` of `count` equal shards of a logical tensor along `dim`."""
     size = shape[dim] // count
     box = list(full_box(shape))
@@ -128,4 +143,4 @@ def vocab_shard(
     size = padded_rows // count
     start, stop = index * size, min((index + 1) * size, shape[0])
     pieces = (Piece(tensor, ((start, stop), (0, shape[1])), (0, 0)),) if start < stop else ()
-    return LocalParameter(name, (size, shape[1]), pieces)
+    return LocalParameter(name, (size, shape[1]), pieces, padding_of=tensor)

@@ -14,12 +14,9 @@ from __future__ import annotations
 import math
 from enum import Enum
 
-from hybridengine.model_shapes import EMBEDDING, FINAL_NORM, LM_HEAD, SCORE_HEAD, ModelShape
+from hybridengine.model_shapes import EMBEDDING, FINAL_NORM, LM_HEAD, SCORE_HEAD, VOCAB_MULTIPLE, ModelShape
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard, row_stack, sharded, vocab_shard, whole
 from hybridengine.topology.grid import Grid
-
-VOCAB_MULTIPLE = 64
-"""vLLM pads vocabularies to this multiple; Megatron's padding follows so that shards nest."""
 
 
 class NameSet(str, Enum):
@@ -68,9 +65,7 @@ def megatron_shard(
     parameters: list[LocalParameter] = []
     if pp_rank == 0:
         parameters.append(
-            vocab_shard(
-                "embedding.word_embeddings.weight", EMBEDDING, vocab_shape, padded, tp_rank, tp_size
-            )
+            vocab_shard("embedding.word_embeddings.weight", EMBEDDING, vocab_shape, padded, tp_rank, tp_size)
         )
     for index, layer in enumerate(shape.split_layers(pp_size)[pp_rank]):
         parameters += _layer(shape, f"decoder.layers.{index}.", layer, tp_rank, tp_size, names)

@@ -78,15 +78,23 @@ class Bucket:
 
     @cached_property
     def packs(self) -> tuple[Pack, ...]:
-        """Messages of the bucket: a box is packed once, however many ranks receive it."""
-        receivers: dict[tuple[str, Box, Place], dict[int, Move]] = {}
+        """Messages of the bucket: a box is packed once, however many ranks receive it.
+
+        A rank that keeps a box in two parameters receives it twice.
+        """
+        receivers: dict[tuple[str, Box, Place], list[dict[int, Move]]] = {}
         for move in self.moves:
             if not move.is_local:
-                box = (move.tensor, move.box, move.source)
-                receivers.setdefault(box, {})[move.destination.rank] = move
+                copies = receivers.setdefault((move.tensor, move.box, move.source), [{}])
+                if all(move.destination.rank in copy for copy in copies):
+                    copies.append({})
+                next(copy for copy in copies if move.destination.rank not in copy)[move.destination.rank] = (
+                    move
+                )
         messages: dict[tuple[int, tuple[int, ...]], list[dict[int, Move]]] = {}
-        for (_, _, source), moves in receivers.items():
-            messages.setdefault((source.rank, tuple(sorted(moves))), []).append(moves)
+        for (_, _, source), copies in receivers.items():
+            for moves in copies:
+                messages.setdefault((source.rank, tuple(sorted(moves))), []).append(moves)
         return tuple(
             Pack(source, ranks, tuple(tuple(moves[rank] for moves in boxes) for rank in ranks))
             for (source, ranks), boxes in messages.items()

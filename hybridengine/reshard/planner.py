@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hybridengine.errors import PlanError
 from hybridengine.reshard.boxes import Box, intersect, moved, num_elements, starts, subtract
-from hybridengine.reshard.layout import Layout, Piece
+from hybridengine.reshard.layout import Layout, Piece, ShardKey
 from hybridengine.reshard.plan import Bucket, Move, Place, Plan
 
 
@@ -115,7 +115,9 @@ class _Owners:
                 continue
             self._sent[rank] = 0
             for tensor, pieces in layout.shard(rank).pieces_of().items():
-                self._owners.setdefault(tensor, []).extend(_Owner(rank, name, piece) for name, piece in pieces)
+                self._owners.setdefault(tensor, []).extend(
+                    _Owner(rank, name, piece) for name, piece in pieces
+                )
 
     def fetch(self, rank: int, parameter: str, piece: Piece) -> list[Move]:
         """Moves that fill one piece of one parameter of `rank`."""
@@ -138,7 +140,9 @@ class _Owners:
             missing += subtract(box, part)
         return moves
 
-    def _preference(self, rank: int, tensor: str, owner: _Owner, part: Box) -> tuple[bool, int, bool, int, int]:
+    def _preference(
+        self, rank: int, tensor: str, owner: _Owner, part: Box
+    ) -> tuple[bool, int, bool, int, int]:
         sends_it = self._senders.get((tensor, part)) == owner.rank
         return owner.rank != rank, -num_elements(part), not sends_it, self._sent[owner.rank], owner.rank
 
@@ -160,14 +164,14 @@ def _cut_into_buckets(
     """Logical tensors in model order, cut where a bucket is full; fused tensors stay together."""
     buckets: list[tuple[str, ...]] = []
     current: tuple[str, ...] = ()
-    size: dict[object, int] = {}
-    keys = sorted({destination.keys[rank] for rank in ranks if rank in destination.keys}, key=repr)
+    size: dict[ShardKey, int] = {}
+    keys = sorted({destination.keys[rank] for rank in ranks if rank in destination.keys})
     for tensors in fused_groups(source, destination):
         added = {
             key: sum(
                 parameter.num_elements
                 for parameter in destination.shards[key].parameters
-                if any(piece.tensor in tensors for piece in parameter.pieces)
+                if parameter.tensor in tensors
             )
             for key in keys
         }
@@ -209,9 +213,7 @@ def _bucket(
     def held(layout: Layout) -> dict[int, tuple[str, ...]]:
         return {
             rank: tuple(
-                parameter.name
-                for parameter in layout.shard(rank).parameters
-                if _belongs(parameter.pieces, tensors)
+                parameter.name for parameter in layout.shard(rank).parameters if parameter.tensor in tensors
             )
             for rank in ranks
             if rank in layout.keys
@@ -219,7 +221,3 @@ def _bucket(
 
     moves = tuple(move for tensor in tensors for move in moves_of.get(tensor, ()))
     return Bucket(tensors, moves, held(source), held(destination))
-
-
-def _belongs(pieces: tuple[Piece, ...], tensors: tuple[str, ...]) -> bool:
-    return bool(pieces) and pieces[0].tensor in tensors

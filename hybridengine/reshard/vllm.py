@@ -7,9 +7,8 @@ With tied embeddings the head is the embedding: the last stage then has `embed_t
 
 from __future__ import annotations
 
-from hybridengine.model_shapes import EMBEDDING, FINAL_NORM, LM_HEAD, ModelShape
+from hybridengine.model_shapes import EMBEDDING, FINAL_NORM, LM_HEAD, VOCAB_MULTIPLE, ModelShape
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard, row_stack, sharded, vocab_shard, whole
-from hybridengine.reshard.megatron import VOCAB_MULTIPLE
 from hybridengine.topology.generation import GenerationGrid
 
 

@@ -68,7 +68,9 @@ class PlanExecutor:
             self._padded = {p.name for p in plan.destination.shard(rank).parameters if p.has_padding}
 
     def run(
-        self, buckets: Sequence[int] | None = None, after_bucket: Callable[[tuple[str, ...]], None] | None = None
+        self,
+        buckets: Sequence[int] | None = None,
+        after_bucket: Callable[[tuple[str, ...]], None] | None = None,
     ) -> None:
         """Carry out the plan's buckets (all, where None) in order.
 
@@ -110,7 +112,12 @@ class PlanExecutor:
             self._source.release(bucket.sources.get(self._rank, ()))
 
     def _exchange(
-        self, index: int, outgoing: list[Pack], sent: list[Tensor], incoming: list[Pack], arrived: list[Tensor]
+        self,
+        index: int,
+        outgoing: list[Pack],
+        sent: list[Tensor],
+        incoming: list[Pack],
+        arrived: list[Tensor],
     ) -> None:
         before = self._transport.received_bytes
         self._transport.exchange(

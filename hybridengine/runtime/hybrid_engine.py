@@ -75,10 +75,9 @@ class HybridEngine:
     ) -> None:
         self.mode = Mode.TRAINING
         self._training, self._generation = training, generation
+        self._cut_buckets = 0
         self._ledger = StorageLedger({Mode.TRAINING: training.weights, Mode.GENERATING: generation.weights})
-        self._gather = PlanExecutor(
-            plan, rank, training.weights, generation.weights, transport, self._ledger
-        )
+        self._gather = PlanExecutor(plan, rank, training.weights, generation.weights, transport, self._ledger)
         self._cut = PlanExecutor(
             inverse_local(plan), rank, generation.weights, training.weights, transport, self._ledger
         )
@@ -117,13 +116,19 @@ class HybridEngine:
     def to_train(self) -> SwitchReport:
         """Switch back to training: local copies only.
 
+        Where it fails half-way (no memory for a bucket), no weight is lost: call it again, and it goes on with the
+        bucket that failed.
+
         Raises:
             StorageError: already training.
         """
         self._expect(Mode.GENERATING)
         self._generation.leave_generation()
         self._ledger.begin()
-        self._cut.run()
+        for index in range(self._cut_buckets, len(self.plan.buckets)):
+            self._cut.run_bucket(index)
+            self._cut_buckets = index + 1
+        self._cut_buckets = 0
         return_memory_to_system()
         report = self._ledger.finish("to_train", Mode.TRAINING)
         self.mode = Mode.TRAINING
@@ -147,4 +152,6 @@ class HybridEngine:
 
     def _expect(self, mode: Mode) -> None:
         if self.mode is not mode:
-            raise StorageError(f"the engine is {self.mode.value}, this switch starts from {mode.value}; switch once")
+            raise StorageError(
+                f"the engine is {self.mode.value}, this switch starts from {mode.value}; switch once"
+            )

@@ -59,10 +59,12 @@ def gather_rows(parts: Sequence[tuple[MicroRows, Tensor]], num_rows: int, width:
 
 
 def balance_rows(token_counts: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Row indices of each micro-batch: as few as fit `max_tokens` of padded work, of about equal token counts.
+    """Row indices of each micro-batch: as few as fit `max_tokens` of padded work, their token counts evened out.
 
     Rows of similar length are put together, because a micro-batch is padded to its longest row. Every row is in exactly
     one micro-batch; each list is ascending.
+
+    Guarantees: among all ways to cut the rows, sorted by length, into that few runs, the largest has the fewest tokens.
 
     Raises:
         ConfigError: one row alone exceeds `max_tokens`.
@@ -76,24 +78,30 @@ def balance_rows(token_counts: Sequence[int], max_tokens: int) -> list[list[int]
             f" least {longest}"
         )
     by_length = sorted(range(len(token_counts)), key=lambda row: (-token_counts[row], row))
-    count = -(-sum(token_counts) // max_tokens)
-    while True:
-        batches = _cut(by_length, token_counts, count)
-        if all(len(rows) * token_counts[rows[0]] <= max_tokens for rows in batches):
-            return [sorted(rows) for rows in batches]
-        count += 1
+    fewest = len(_cut_runs(by_length, token_counts, max_tokens, sum(token_counts)))
+    low, high = longest, sum(token_counts)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_cut_runs(by_length, token_counts, max_tokens, middle)) <= fewest:
+            high = middle
+        else:
+            low = middle + 1
+    return [sorted(rows) for rows in _cut_runs(by_length, token_counts, max_tokens, high)]
 
 
-def _cut(by_length: list[int], token_counts: Sequence[int], count: int) -> list[list[int]]:
-    """Consecutive runs of `by_length`, each closed at its share of all tokens."""
-    total, done = sum(token_counts), 0
-    batches: list[list[int]] = [[]]
-    for position, row in enumerate(by_length):
-        rows_left = len(by_length) - position
-        full = batches[-1] and done * count >= total * len(batches)
-        must_open = batches[-1] and rows_left <= count - len(batches)
-        if (full or must_open) and len(batches) < count:
-            batches.append([])
-        batches[-1].append(row)
-        done += token_counts[row]
-    return batches
+def _cut_runs(
+    by_length: Sequence[int], token_counts: Sequence[int], max_padded: int, max_sum: int
+) -> list[list[int]]:
+    """Consecutive runs of `by_length`, each as long as its padded work and its token count allow."""
+    runs: list[list[int]] = []
+    tokens = 0
+    for row in by_length:
+        if runs:
+            padded = (len(runs[-1]) + 1) * token_counts[runs[-1][0]]
+            if padded <= max_padded and tokens + token_counts[row] <= max_sum:
+                runs[-1].append(row)
+                tokens += token_counts[row]
+                continue
+        runs.append([row])
+        tokens = token_counts[row]
+    return runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 
@@ -34,8 +35,7 @@ class ProcessGroups:
                 raise TopologyError(f"group {list(ranks)} must list its ranks in ascending order")
             if ranks not in self._groups:
                 created = dist.new_group(list(ranks), timeout=self._timeout)
-                assert created is not None, "new_group returns a group or a non-member mark"
-                self._groups[ranks] = created
+                self._groups[ranks] = cast(dist.ProcessGroup, created)  # for others than its members, a mark
             if rank in ranks:
                 own = self._groups[ranks]
         if own is None:

@@ -50,6 +50,4 @@ class PointToPointTransport:
                 f"rank {dist.get_rank()}: {what} with ranks {peers} failed: {error}; look for the first error among"
                 " those ranks"
             ) from error
-        if torch.cuda.is_available() and any(tensor.is_cuda for _, tensor in (*sends, *receives)):
-            torch.cuda.current_stream().synchronize()
         self.received_bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in receives)

@@ -27,7 +27,7 @@ from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import return_memory_to_system
 from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.topology.generation import GenerationGrid
-from hybridengine.topology.grid import Grid
+from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 from tests.full.vllm_ranks import take_place
 
@@ -87,13 +87,14 @@ class Outcome:
     rounds: list[Round] = field(default_factory=list)
 
 
-def live_through_rounds(rank: int, folder: Path, train: str, gen: str, exports: Path) -> Outcome:
+def live_through_rounds(rank: int, folder: Path, sizes: tuple[str, str, RankOrder], exports: Path) -> Outcome:
     """Round, round, two optimizer steps, export, round."""
     identity = take_place(rank)
     initialize_globals(1)
     registry = ProcessGroups()
     shape = ModelShape.from_folder(folder)
-    grid = Grid(TrainSizes.parse(train))
+    train, gen, order = sizes
+    grid = Grid(TrainSizes.parse(train), order)
     generation = GenerationGrid(grid, GenSizes.parse(gen))
     trainer = MegatronTrainer(shape, grid, rank, registry)
     load_weights(trainer, folder)
@@ -107,14 +108,7 @@ def live_through_rounds(rank: int, folder: Path, train: str, gen: str, exports: 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
 
-    domain = next(group for group in generation.micro_dp_groups if rank in group)
-    hybrid = HybridEngine(
-        compile_plan(trainer.layout, engine.layout, domain, BUCKET_ELEMENTS),
-        rank,
-        trainer,
-        engine,
-        PointToPointTransport(registry.of(generation.micro_dp_groups)),
-    )
+    hybrid = _hybrid(rank, trainer, engine, generation, registry, BUCKET_ELEMENTS)
     cache = engine._llm.llm_engine.vllm_config.cache_config
     outcome = Outcome(
         replica=generation.replica_index(rank),
@@ -134,6 +128,72 @@ def live_through_rounds(rank: int, folder: Path, train: str, gen: str, exports: 
             save_weights(trainer, registry, exports, folder)
         outcome.rounds.append(_round(trainer, engine, hybrid, outcome.replica, shape))
     return outcome
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank in both modes."""
+
+    training_bytes: int
+    generating_bytes: int
+    gradient_bytes: int
+    cache_bytes: int
+    resident_training: list[int]
+    """After each return to training."""
+    resident_generating: list[int]
+    """After each switch to generation."""
+
+
+def measure_memory(rank: int, folder: Path, train: str, gen: str) -> Memory:
+    """Four times there and back, without a request."""
+    identity = take_place(rank)
+    initialize_globals(1)
+    registry = ProcessGroups()
+    shape = ModelShape.from_folder(folder)
+    grid = Grid(TrainSizes.parse(train))
+    generation = GenerationGrid(grid, GenSizes.parse(gen))
+    trainer = MegatronTrainer(shape, grid, rank, registry)
+    load_weights(trainer, folder)
+    engine = VllmEngine(
+        folder, shape, generation, EngineSettings(64, kv_cache_bytes=KV_CACHE_BYTES), identity
+    )
+    hybrid = _hybrid(rank, trainer, engine, generation, registry, 2**21)
+    training, generating = [], []
+    cache_bytes = 0
+    for _ in range(4):
+        hybrid.to_generate()
+        generating.append(_resident_bytes())
+        cache_bytes = engine.kv_cache_bytes
+        hybrid.to_train()
+        for buffer in trainer._gradients:
+            buffer.zero_()  # as the next step does; until then the system has not given the pages
+        training.append(_resident_bytes())
+    return Memory(
+        training_bytes=trainer.weights.total_bytes,
+        generating_bytes=engine.weights.total_bytes,
+        gradient_bytes=trainer.gradient_bytes,
+        cache_bytes=cache_bytes,
+        resident_training=training[:-1],
+        resident_generating=generating[1:],  # each after the training before it
+    )
+
+
+def _hybrid(
+    rank: int,
+    trainer: MegatronTrainer,
+    engine: VllmEngine,
+    generation: GenerationGrid,
+    registry: ProcessGroups,
+    bucket_elements: int,
+) -> HybridEngine:
+    domain = next(group for group in generation.micro_dp_groups if rank in group)
+    return HybridEngine(
+        compile_plan(trainer.layout, engine.layout, domain, bucket_elements),
+        rank,
+        trainer,
+        engine,
+        PointToPointTransport(registry.of(generation.micro_dp_groups)),
+    )
 
 
 def _round(

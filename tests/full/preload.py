@@ -1,4 +1,4 @@
-"""Imported once by the forkserver of this lane: what the gloo lane's ranks need, and vLLM. Nothing here starts a thread."""
+"""Imported once by this lane's forkserver: what the gloo lane's ranks need, and vLLM. Nothing here starts a thread."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
     from vllm import LLM, SamplingParams  # noqa: F401
     from vllm.model_executor.models import llama, qwen2, qwen3  # noqa: F401
 
-    import hybridengine.backends.vllm.engine
-    import hybridengine.controller.rows
-    import hybridengine.data.tasks
-    import tests.full.vllm_ranks
-    import tests.gloo.preload
     import workers.actor
     import workers.critic
     import workers.reference

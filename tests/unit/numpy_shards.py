@@ -113,7 +113,9 @@ def megatron_reference(
 
     local: Arrays = {}
     if pp == 0:
-        local["embedding.word_embeddings.weight"] = part(pad_rows(tensors["model.embed_tokens.weight"], 64, t), 0)
+        local["embedding.word_embeddings.weight"] = part(
+            pad_rows(tensors["model.embed_tokens.weight"], 64, t), 0
+        )
     for index, layer in enumerate(stages_of(shape.num_layers, p)[pp]):
         old, new = f"model.layers.{layer}.", f"decoder.layers.{index}."
         for hf_norm, norm in zip(HF_NORMS, MEGATRON_NORMS[names], strict=True):
@@ -123,7 +125,9 @@ def megatron_reference(
             local[f"{new}self_attention.linear_qkv.{kind}"] = part(fused, 0)
         if shape.family == "qwen3":
             for x in "qk":
-                local[f"{new}self_attention.{x}_layernorm.weight"] = tensors[f"{old}self_attn.{x}_norm.weight"]
+                local[f"{new}self_attention.{x}_layernorm.weight"] = tensors[
+                    f"{old}self_attn.{x}_norm.weight"
+                ]
         local[new + "self_attention.linear_proj.weight"] = part(tensors[old + "self_attn.o_proj.weight"], 1)
         gate, up = (part(tensors[f"{old}mlp.{x}_proj.weight"], 0) for x in ("gate", "up"))
         local[new + "mlp.linear_fc1.weight"] = np.concatenate([gate, up])
@@ -181,7 +185,9 @@ def assert_same(found: Arrays, expected: Arrays, where: str) -> None:
         assert np.array_equal(found[name], values), f"{where} {name}"
 
 
-def holders(locals_of: dict[int, Arrays], num_elements: int, keep: Callable[[str], bool] = bool) -> np.ndarray:
+def holders(
+    locals_of: dict[int, Arrays], num_elements: int, keep: Callable[[str], bool] = bool
+) -> np.ndarray:
     """How often each element, by its number minus 1, is held in all parameters whose name `keep` accepts."""
     count = np.zeros(num_elements + 1, dtype=np.int64)
     for local in locals_of.values():

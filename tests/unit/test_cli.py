@@ -53,7 +53,9 @@ class Bench:
         }
 
     def write_rows(self, rows: list[Any]) -> None:
-        self.data.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        self.data.write_text(
+            "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+        )
 
     def train(self, *overrides: str) -> tuple[int, str]:
         """(exit code, what came on stderr)."""
@@ -121,10 +123,16 @@ def test_help_of_train_explains_its_arguments_and_what_it_writes(capsys: pytest.
         assert part in text
 
 
-def test_examples_of_the_help_are_accepted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_examples_of_the_help_are_accepted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("hybridengine.cli.dry_run.print_dry_run", lambda config: print(config.num_ranks, "ranks"))
-    examples = [line.split("  ") for line in command_line.EXAMPLES.splitlines() if "hybridengine train" in line]
+    monkeypatch.setattr(
+        "hybridengine.cli.dry_run.print_dry_run", lambda config: print(config.num_ranks, "ranks")
+    )
+    examples = [
+        line.split("  ") for line in command_line.EXAMPLES.splitlines() if "hybridengine train" in line
+    ]
     assert len(examples) == 4
     for words in examples:
         _, *arguments = next(word for word in words if word).split()
@@ -153,14 +161,29 @@ def test_dry_run_of_every_configuration_imports_nothing_heavy(config: Path, tmp_
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "heavy: []" in done.stdout
-    for part in ("model:", "ranks:", "roles:", "switch:", "groups", "micro-DP", "plan", "digest", "memory per rank"):
+    for part in (
+        "model:",
+        "ranks:",
+        "roles:",
+        "switch:",
+        "groups",
+        "micro-DP",
+        "plan",
+        "digest",
+        "memory per rank",
+    ):
         assert part in done.stdout
     assert not (tmp_path / "runs").exists()
 
 
 def test_dry_run_shows_the_papers_example(capsys: pytest.CaptureFixture[str]):
     """1-4-2 -> 1-2: a rank receives 1/4 of the model (table 2), and the groups are those of figure 8."""
-    sizes = ("cluster.ranks_per_node=[8]", "actor.parallel=1-4-2", "actor.generate=1-2", "critic.parallel=1-4-2")
+    sizes = (
+        "cluster.ranks_per_node=[8]",
+        "actor.parallel=1-4-2",
+        "actor.generate=1-2",
+        "critic.parallel=1-4-2",
+    )
     model = ("reference.parallel=1-4-2", "model.build.num_kv_heads=4", "model.build.vocab_size=64")
     assert main(["train", str(ROOT / "configs/arithmetic.yaml"), *sizes, *model, "--dry-run"]) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -212,13 +235,19 @@ def test_the_unbroken_run_gets_as_far_as_starting_processes(bench: Bench):
     [
         (["actor.paralel=2-2-1"], ["unknown key actor.paralel", "did you mean actor.parallel?"]),
         (["actor.parallel"], ["override 'actor.parallel' is not key=value"]),
-        (["actor.parallel=2-2-2"], ["actor.parallel=2-2-2 takes p·t·d = 2·2·2 = 8 ranks", "the 4 of", "choose 2-2-1"]),
+        (
+            ["actor.parallel=2-2-2"],
+            ["actor.parallel=2-2-2 takes p·t·d = 2·2·2 = 8 ranks", "the 4 of", "choose 2-2-1"],
+        ),
         (["actor.parallel=1-4-1", "actor.generate=1-3"], ["actor.generate=1-3", "t_g=3", "t=4"]),
         (["actor.generate=2-4"], ["actor.generate=2-4", "t_g=4", "t=2"]),
         (["critic.parallel=4-1-1", "cluster.ranks_per_node=[8]", "actor.parallel=8-1-1"], ["8", "5"]),
         (["model.path=/nowhere/model"], ["model.path=/nowhere/model is not a folder"]),
         (["data.train_file=/nowhere/rows.jsonl"], ["data.train_file=/nowhere/rows.jsonl is not a file"]),
-        (["reward.function=hybridengine.nothing:score"], ["reward.function=hybridengine.nothing:score", "cannot be"]),
+        (
+            ["reward.function=hybridengine.nothing:score"],
+            ["reward.function=hybridengine.nothing:score", "cannot be"],
+        ),
         (["reward.function=json:__name__"], ["reward.function=json:__name__ is a str; name a function"]),
         (["run.steps=many"], ["run.steps", "many", "integer"]),
         (["data.batch_size=64"], ["16 prompts", "data.batch_size=64", "lower it"]),
@@ -235,9 +264,16 @@ def test_bad_values(bench: Bench, overrides: list[str], parts: list[str]):
 
 
 def test_several_problems_come_in_one_message(bench: Bench):
-    message = bench.refusal("actor.paralel=2-2-1", "critic.parallel=3-1-1", "model.path=/nowhere", "run.steps=0")
+    message = bench.refusal(
+        "actor.paralel=2-2-1", "critic.parallel=3-1-1", "model.path=/nowhere", "run.steps=0"
+    )
     assert message.startswith("hybridengine: 4 problems:\n  1. ")
-    for part in ("did you mean actor.parallel?", "critic.parallel=3-1-1", "model.path=/nowhere", "run.steps=0"):
+    for part in (
+        "did you mean actor.parallel?",
+        "critic.parallel=3-1-1",
+        "model.path=/nowhere",
+        "run.steps=0",
+    ):
         assert part in message
 
 
@@ -270,7 +306,10 @@ def test_checkpoint_without_weights(bench: Bench, checkpoint: Path):
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
         ({"num_hidden_layers": 6}, ["11 tensors (", "described by", "not stored"]),
-        ({"intermediate_size": 100}, ["shapes differ from", "mlp.down_proj.weight is [64, 96], not [64, 100]"]),
+        (
+            {"intermediate_size": 100},
+            ["shapes differ from", "mlp.down_proj.weight is [64, 96], not [64, 100]"],
+        ),
     ],
 )
 def test_config_that_disagrees_with_the_checkpoint(
@@ -290,7 +329,10 @@ def test_config_that_disagrees_with_the_checkpoint(
         ([*ROWS, {"prompt": "1 + 1 ="}], ["train.jsonl, line 17", "'answer'"]),
         ([*ROWS, {"prompt": 5, "answer": "5"}, '"text"'], ["2 problems", "line 17", "line 18", "a JSON str"]),
         ([], ["train.jsonl has no rows"]),
-        ([*ROWS, {"prompt": "1 + " * 9 + "1 =", "answer": "10"}], ["line 17: the prompt has", "max_prompt_tokens=16"]),
+        (
+            [*ROWS, {"prompt": "1 + " * 9 + "1 =", "answer": "10"}],
+            ["line 17: the prompt has", "max_prompt_tokens=16"],
+        ),
         ([*ROWS, {"prompt": "1 § 2 =", "answer": "3"}], ["line 17", "unknown to the tokenizer"]),
     ],
     ids=["not-json", "key-missing", "wrong-types", "empty", "too-long", "unknown-characters"],

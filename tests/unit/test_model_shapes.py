@@ -72,9 +72,7 @@ def test_tensors_equal_those_of_transformers(family: str, tied: bool) -> None:
 @pytest.mark.parametrize(("family", "num_labels"), list(product(FAMILIES, (1, 2, 5))))
 def test_sequence_classification_tensors_equal_those_of_transformers(family: str, num_labels: int) -> None:
     for tied in (False, True):  # a classifier has no head to tie
-        config = hf_config(
-            family, "SequenceClassification", num_labels=num_labels, tie_word_embeddings=tied
-        )
+        config = hf_config(family, "SequenceClassification", num_labels=num_labels, tie_word_embeddings=tied)
         shape = ModelShape.from_hf_config(saved(config))
         assert shape.num_labels == num_labels
         assert shape.tensors == hf_tensors(config)
@@ -179,14 +177,26 @@ def test_rotary_settings_of_both_config_styles(form: str) -> None:
 
 
 BAD = {
-    "no architecture": ({"architectures": None}, r"^architectures=\[\] is not supported; use one of Llama.*Qwen3"),
-    "another architecture": ({"architectures": ["GPT2LMHeadModel"]}, r"^architectures=\['GPT2LMHeadModel'\] is not"),
-    "missing size": ({"vocab_size": None}, "^config.json of LlamaForCausalLM: vocab_size must be present and positive"),
+    "no architecture": (
+        {"architectures": None},
+        r"^architectures=\[\] is not supported; use one of Llama.*Qwen3",
+    ),
+    "another architecture": (
+        {"architectures": ["GPT2LMHeadModel"]},
+        r"^architectures=\['GPT2LMHeadModel'\] is not",
+    ),
+    "missing size": (
+        {"vocab_size": None},
+        "^config.json of LlamaForCausalLM: vocab_size must be present and positive",
+    ),
     "all bad sizes": (
         {"hidden_size": 0, "num_hidden_layers": "3", "head_dim": -1, "num_key_value_heads": 2.0},
         ": num_hidden_layers, hidden_size, num_key_value_heads, head_dim must be present and positive integers;",
     ),
-    "a truth value for a size": ({"num_hidden_layers": True}, ": num_hidden_layers must be present and positive"),
+    "a truth value for a size": (
+        {"num_hidden_layers": True},
+        ": num_hidden_layers must be present and positive",
+    ),
     "kv heads": (
         {"num_key_value_heads": 4},
         "^num_key_value_heads=4 does not divide num_attention_heads=6; restore",
@@ -195,21 +205,33 @@ BAD = {
         {"head_dim": None, "hidden_size": 50},
         "^num_attention_heads=6 does not divide hidden_size=50 and head_dim is not given; restore",
     ),
-    "sliding window": ({"use_sliding_window": True}, "^use_sliding_window=true is not supported; use a model with full"),
+    "sliding window": (
+        {"use_sliding_window": True},
+        "^use_sliding_window=true is not supported; use a model with full",
+    ),
     "sliding layers": (
         {"layer_types": ["full_attention", "sliding_attention"]},
         r"^layer_types=\['sliding_attention'\] are not supported",
     ),
-    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "^quantization_config is not supported; use"),
+    "quantised": (
+        {"quantization_config": {"quant_method": "fp8"}},
+        "^quantization_config is not supported; use",
+    ),
     "attention bias": ({"attention_bias": True}, "^attention_bias=true puts a bias on the output projection"),
     "mlp bias": ({"mlp_bias": True}, "^mlp_bias=true is not supported"),
     "activation": ({"hidden_act": "gelu"}, "^hidden_act='gelu' is not supported; it must be 'silu'"),
-    "rotary kind": ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "^rope_type='yarn' is not supported; use 'def"),
+    "rotary kind": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+        "^rope_type='yarn' is not supported; use 'def",
+    ),
     "half llama3": (
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": None}},
         "^rope_type='llama3' needs the numbers low_freq_factor, high_freq_factor, original_max_position_embeddings;",
     ),
-    "partial rotary": ({"partial_rotary_factor": 0.5}, "^partial_rotary_factor is not supported; it must be 1.0"),
+    "partial rotary": (
+        {"partial_rotary_factor": 0.5},
+        "^partial_rotary_factor is not supported; it must be 1.0",
+    ),
 }
 
 
@@ -287,7 +309,11 @@ def test_tensor_sizes_that_do_not_divide_are_all_named_with_those_that_do() -> N
 def test_tensors_are_in_model_order_and_counted_once() -> None:
     shape = ModelShape.from_hf_config(plain())
     names = list(shape.tensors)
-    assert (names[0], names[-2], names[-1]) == ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    assert (names[0], names[-2], names[-1]) == (
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    )
     layers = [int(name.split(".")[2]) for name in names if name.startswith("model.layers.")]
     assert layers == sorted(layers) and set(layers) == {0, 1, 2}
     assert shape.num_parameters == sum(math.prod(size) for size in shape.tensors.values())

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ from tests.unit.numpy_shards import (
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 FLOAT32 = 4
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,7 @@ class Case:
         """Reference: the parameters of `rank` while generating."""
         p, gen, place = self.grid.sizes.pp_size, self.generation.sizes, self.generation.coordinate(rank)
         tensors = numbered(self.shape)
-        return vllm_reference(
-            self.shape, tensors, place.pp_rank, p, gen.pp_size, place.tp_rank, gen.tp_size
-        )
+        return vllm_reference(self.shape, tensors, place.pp_rank, p, gen.pp_size, place.tp_rank, gen.tp_size)
 
     def __str__(self) -> str:
         tied = "tied" if self.shape.tied_embeddings else "untied"
@@ -281,10 +281,14 @@ def test_mean_received_bytes_approach_the_fraction_of_the_paper(
 @pytest.mark.parametrize("case", FEW[::3], ids=str)
 def test_buckets_are_bounded_and_hold_every_tensor_once(case: Case, bucket_elements: int) -> None:
     for plan in case.plans(bucket_elements):
-        assert sorted(name for bucket in plan.buckets for name in bucket.tensors) == sorted(case.shape.tensors)
+        assert sorted(name for bucket in plan.buckets for name in bucket.tensors) == sorted(
+            case.shape.tensors
+        )
         groups = fused_groups(plan.source, plan.destination)
         for bucket in plan.buckets:
-            assert all(set(group) <= set(bucket.tensors) or not set(group) & set(bucket.tensors) for group in groups)
+            assert all(
+                set(group) <= set(bucket.tensors) or not set(group) & set(bucket.tensors) for group in groups
+            )
             assert {move.tensor for move in bucket.moves} <= set(bucket.tensors)
             if len([group for group in groups if set(group) <= set(bucket.tensors)]) > 1:
                 for rank in plan.ranks:
@@ -296,11 +300,15 @@ def test_buckets_are_bounded_and_hold_every_tensor_once(case: Case, bucket_eleme
             for rank in plan.ranks:
                 parameters = plan.destination.shard(rank).parameters
                 fits = {*one.tensors, *added}
-                sizes.append(sum(q.num_elements for q in parameters if q.pieces and q.pieces[0].tensor in fits))
+                sizes.append(
+                    sum(q.num_elements for q in parameters if q.pieces and q.pieces[0].tensor in fits)
+                )
             assert max(sizes) > bucket_elements
 
 
-@pytest.mark.parametrize(("train", "gen"), [("1-4-1", "1-4"), ("1-4-1", "1-2"), ("2-4-1", "1-1"), ("1-8-1", "1-8")])
+@pytest.mark.parametrize(
+    ("train", "gen"), [("1-4-1", "1-4"), ("1-4-1", "1-2"), ("2-4-1", "1-1"), ("1-8-1", "1-8")]
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_shares_of_padding_only_appear_and_vanish_like_others(train: str, gen: str, tied: bool) -> None:
     """131 rows, padded to 192, over 4 ranks: the last rank's share, rows 144 to 191, holds no weight at all."""
@@ -439,7 +447,7 @@ def test_every_process_compiles_the_same_plan() -> None:
             capture_output=True,
             text=True,
             check=True,
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
         ).stdout.strip()
         for seed in ("1", "2")
     }

@@ -201,7 +201,9 @@ def test_sizes_are_written_as_in_the_paper() -> None:
     assert GenSizes(1, 2).micro_dp_size(TrainSizes(2, 4, 8)) == 4
 
 
-@pytest.mark.parametrize("text", ["", "2-2", "2-2-1-1", "2-2-", "-2-2-1", "a-2-1", "2 2 1", "2-2-1.0", "2--1"])
+@pytest.mark.parametrize(
+    "text", ["", "2-2", "2-2-1-1", "2-2-", "-2-2-1", "a-2-1", "2 2 1", "2-2-1.0", "2--1"]
+)
 def test_malformed_training_sizes_name_the_form(text: str) -> None:
     with pytest.raises(TopologyError) as caught:
         TrainSizes.parse(text)

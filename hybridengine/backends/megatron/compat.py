@@ -1,12 +1,12 @@
 """Everything that differs between megatron-core 0.16 and 0.19, or reaches behind its public interface. Nothing else may.
 
-    one DDP bucket per parameter   DistributedDataParallel cuts buckets by size only with overlap and on the first stage;
-                                   a parameter marked `shared_embedding` always gets a bucket of its own, on any stage
-    uneven stages                  a stage's layers are handed in as a list: the pipeline layout of 0.16 counts them for
-                                   the global parallel state's stage instead of the stage of the groups
-    buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
-    tensor-parallel duplicates     the gradient norm leaves out duplicates by global state unless the optimizer knows its
-                                   tensor-parallel group
+one DDP bucket per parameter   DistributedDataParallel cuts buckets by size only with overlap and on the first stage;
+                               a parameter marked `shared_embedding` always gets a bucket of its own, on any stage
+uneven stages                  a stage's layers are handed in as a list: the pipeline layout of 0.16 counts them for
+                               the global parallel state's stage instead of the stage of the groups
+buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
+tensor-parallel duplicates     the gradient norm leaves out duplicates by global state unless the optimizer knows its
+                               tensor-parallel group
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def stage_spec(names: NameSet, qk_norm: bool, num_layers: int) -> TransformerBlo
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
-        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)  # type: ignore[arg-type]
     layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=WrappedTorchNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=WrappedTorchNorm)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -116,7 +116,9 @@ def build_model(
     scaling = dict(shape.rope_scaling)
     factor = float(scaling.pop("factor", 8.0))
     if scaling and scaling != LLAMA3_ROPE:
-        raise ConfigError(f"rope_scaling={scaling} is not supported by megatron-core; it must be {LLAMA3_ROPE}")
+        raise ConfigError(
+            f"rope_scaling={scaling} is not supported by megatron-core; it must be {LLAMA3_ROPE}"
+        )
     stages = shape.split_layers(sizes.pp_size)
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
     with device_shim():

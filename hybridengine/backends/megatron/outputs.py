@@ -6,20 +6,25 @@ Shapes: b rows, t positions, r response tokens, W = padded vocabulary / t.
 from __future__ import annotations
 
 import torch.distributed as dist
+from einops import rearrange, repeat
 from torch import Tensor
 
 from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
 
 
 def response_log_probs(
-    logits_btW: Tensor, columns: dict[str, Tensor], vocab_size: int, group: dist.ProcessGroup, temperature: float
+    logits_btW: Tensor,
+    columns: dict[str, Tensor],
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability of each response token, entropy of its distribution), both [b, r] float32.
 
     Entries beyond a response are meaningless; `columns["mask"]` says which are valid.
     """
     positions = columns["positions"]
-    logits_brW = logits_btW.gather(1, positions.unsqueeze(-1).expand(-1, -1, logits_btW.size(-1)))
+    logits_brW = logits_btW.gather(1, repeat(positions, "b r -> b r w", w=logits_btW.size(-1)))
     # Response token j stands right behind the position that predicts it.
     following = (positions + 1).clamp(max=columns["tokens"].size(1) - 1)
     targets = columns["tokens"].gather(1, following)
@@ -28,10 +33,11 @@ def response_log_probs(
 
 def response_values(scores_bt1: Tensor, columns: dict[str, Tensor]) -> Tensor:
     """Value of the state before each response token, [b, r] float32."""
-    return scores_bt1.squeeze(-1).float().gather(1, columns["positions"])
+    return rearrange(scores_bt1, "b t 1 -> b t").float().gather(1, columns["positions"])
 
 
 def last_token_scores(scores_bt1: Tensor, columns: dict[str, Tensor]) -> Tensor:
     """Score of each sequence, [b] float32: the head's output at its last token."""
     last = columns["positions"][:, 0] + columns["mask"].sum(dim=1)
-    return scores_bt1.squeeze(-1).float().gather(1, last.unsqueeze(1)).squeeze(1)
+    scores_bt = rearrange(scores_bt1, "b t 1 -> b t").float()
+    return rearrange(scores_bt.gather(1, rearrange(last, "b -> b 1")), "b 1 -> b")

@@ -15,7 +15,11 @@ from torch import Tensor
 
 
 def vocab_parallel_log_probs(
-    logits_BTW: Tensor, targets_BT: Tensor, vocab_size: int, group: dist.ProcessGroup, temperature: float = 1.0
+    logits_BTW: Tensor,
+    targets_BT: Tensor,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability of each target, entropy) under softmax(logits / temperature), both [B, T] float32.
 

@@ -12,10 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hybridengine.backends.megatron.model import DTYPES
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel
 from hybridengine.errors import CheckpointError
-from hybridengine.model_shapes import SCORE_HEAD, ModelShape
+from hybridengine.model_shapes import SCORE_HEAD
 from hybridengine.reshard.hf import hf_layout
 from hybridengine.reshard.layout import Piece
 from hybridengine.reshard.planner import compile_plan
@@ -105,81 +106,88 @@ def save_weights(
     Args:
         companions: a checkpoint folder whose config and tokenizer files are copied along.
     """
-    transport = PointToPointTransport(registry.of(model.grid.groups("pp", "dp", "tp")))
+    world = registry.of(model.grid.groups("pp", "dp", "tp"))
     replica = model.grid.group_of(0, "pp", "tp")
     if model.rank in replica:
-        destination = hf_layout(model.shape, ranks=(0,))
-        plan = compile_plan(model.layout, destination, replica)
-        tensors = {}
-        if model.rank == 0:
-            dtype = next(iter(model.weights.names))
-            tensors = {
-                name: torch.empty(shape, dtype=model.weights[dtype].dtype, device=device())
-                for name, shape in model.shape.tensors.items()
-            }
-        whole = WeightStorage(tensors)
-        whole.release()
-        ledger = StorageLedger({"source": model.weights, "destination": whole})
+        whole = _empty_checkpoint(model)
         executor = PlanExecutor(
-            plan, model.rank, model.weights, whole, transport, ledger, release_source=False
+            compile_plan(model.layout, hf_layout(model.shape, ranks=(0,)), replica),
+            model.rank,
+            model.weights,
+            whole,
+            PointToPointTransport(world),
+            StorageLedger({"model": model.weights, "checkpoint": whole}),
+            release_source=False,
         )
-        writer = _CheckpointWriter(Path(folder), whole, model.shape, max_file_bytes)
+        writer = _CheckpointWriter(Path(folder), whole, max_file_bytes)
         executor.run(after_bucket=writer.add)
         if model.rank == 0:
-            writer.close(None if companions is None else Path(companions))
-    dist.barrier(group=registry.of(model.grid.groups("pp", "dp", "tp")))
+            writer.close(companions)
+    dist.barrier(group=world)
+
+
+def _empty_checkpoint(model: MegatronModel) -> WeightStorage:
+    """Rank 0: all logical tensors, without memory until a bucket arrives. Other ranks: nothing."""
+    tensors = {}
+    for name, shape in model.shape.tensors.items() if model.rank == 0 else ():
+        tensors[name] = torch.empty(shape, dtype=DTYPES[model.dtype], device=device())
+        tensors[name].untyped_storage().resize_(0)
+    return WeightStorage(tensors)
 
 
 class _CheckpointWriter:
     """Collects tensors into files of bounded size, then writes the index."""
 
-    def __init__(self, folder: Path, weights: WeightStorage, shape: ModelShape, max_file_bytes: int) -> None:
+    def __init__(self, folder: Path, weights: WeightStorage, max_file_bytes: int) -> None:
         self._folder, self._partial = folder, folder.with_name(folder.name + ".partial")
-        self._weights, self._shape, self._max_file_bytes = weights, shape, max_file_bytes
+        self._weights, self._max_file_bytes = weights, max_file_bytes
         shutil.rmtree(self._partial, ignore_errors=True)  # what an export that failed has left
         self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
         self._files: list[list[str]] = []
+        self._total_bytes = 0
 
     def add(self, names: tuple[str, ...]) -> None:
         """Take tensors over from the storage that just received them."""
         for name in names:
             tensor = self._weights[name].to("cpu", copy=True)
-            num_bytes = tensor.numel() * tensor.element_size()
-            if self._pending_bytes + num_bytes > self._max_file_bytes:
+            if self._pending_bytes + _num_bytes(tensor) > self._max_file_bytes:
                 self._flush()
             self._pending[name] = tensor
-            self._pending_bytes += num_bytes
         self._weights.release(names)
 
-    def _flush(self) -> None:
-        if self._pending:
-            self._partial.mkdir(parents=True, exist_ok=True)
-            save_file(self._pending, self._partial / f"part-{len(self._files)}", metadata={"format": "pt"})
-            self._files.append(list(self._pending))
-            self._pending, self._pending_bytes = {}, 0
+    @property
+    def _pending_bytes(self) -> int:
+        return sum(_num_bytes(tensor) for tensor in self._pending.values())
 
-    def close(self, companions: Path | None) -> None:
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        self._partial.mkdir(parents=True, exist_ok=True)
+        save_file(self._pending, self._partial / f"part-{len(self._files)}", metadata={"format": "pt"})
+        self._files.append(list(self._pending))
+        self._total_bytes += self._pending_bytes
+        self._pending = {}
+
+    def close(self, companions: str | Path | None) -> None:
         """Name the files as Hugging Face does, and put the folder in its place."""
         self._flush()
         count = len(self._files)
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, names in enumerate(self._files):
-            name = "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            (self._partial / f"part-{number}").rename(self._partial / name)
-            weight_map |= dict.fromkeys(names, name)
+            file = "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            (self._partial / f"part-{number}").rename(self._partial / file)
+            weight_map |= dict.fromkeys(names, file)
         if count > 1:
-            size = {"total_size": sum(self._sizes.values())}
-            (self._partial / "model.safetensors.index.json").write_text(
-                json.dumps({"metadata": size, "weight_map": weight_map}, indent=2)
-            )
-        for name in COMPANIONS if companions is not None else ():
-            if (companions / name).exists():  # type: ignore[operator]
-                shutil.copyfile(companions / name, self._partial / name)  # type: ignore[operator]
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            (self._partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        if companions is not None:
+            for name in COMPANIONS:
+                if (Path(companions) / name).exists():
+                    shutil.copyfile(Path(companions) / name, self._partial / name)
         if self._folder.exists():
             shutil.rmtree(self._folder)
         self._partial.rename(self._folder)
 
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return {name: self._weights[name].numel() * self._weights[name].element_size() for name in self._shape.tensors}
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

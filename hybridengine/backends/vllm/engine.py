@@ -26,6 +26,7 @@ from hybridengine.reshard.vllm import gen_stage_layers, vllm_layout
 from hybridengine.runtime.storage import WeightStorage
 from hybridengine.topology.generation import GenerationGrid
 
+
 @dataclass(frozen=True)
 class EngineSettings:
     """How an engine is built."""
@@ -114,7 +115,9 @@ class VllmEngine:
                 storage.resize_(num_bytes)
                 _as_bytes(storage).zero_()
         if not self._llm.llm_engine.reset_prefix_cache():
-            raise StorageError("vLLM kept its prefix cache because requests are running; finish them before a switch")
+            raise StorageError(
+                "vLLM kept its prefix cache because requests are running; finish them before a switch"
+            )
         self._is_ready = True
 
     def generate(
@@ -177,7 +180,11 @@ class SleepingWeights(WeightStorage):
 
 
 def _build(
-    folder: str | Path, generation: GenerationGrid, settings: EngineSettings, stages: Sequence[range], on_gpu: bool
+    folder: str | Path,
+    generation: GenerationGrid,
+    settings: EngineSettings,
+    stages: Sequence[range],
+    on_gpu: bool,
 ) -> Any:
     from vllm import LLM
 

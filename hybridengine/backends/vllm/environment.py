@@ -7,6 +7,7 @@ ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """Ranks share the cores, so that threads are not bound; compiling costs more than it saves on a CPU.
 
