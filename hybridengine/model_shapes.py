@@ -253,14 +253,20 @@ class ModelShape:
         return problems
 
     def gen_tp_problems(self, tp_size: int, name: str = "t_g") -> list[str]:
-        """Why vLLM cannot shard this model over `tp_size` ranks, beyond `tp_problems`; empty where it can."""
+        """Why vLLM cannot hold this model on `tp_size` ranks, beyond `tp_problems`; empty where it can."""
+        if self.family == "qwen2" and self.head_dim * self.num_heads != self.hidden_size:
+            return [
+                f"head_dim={self.head_dim} with num_heads={self.num_heads} and hidden_size={self.hidden_size}: vLLM's"
+                f" Qwen2 takes hidden_size / num_heads for it; use a model with head_dim"
+                f" {self.hidden_size // self.num_heads}"
+            ]
         padded = -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         if padded % tp_size == 0:
             return []
         choices = [n for n in range(1, 65) if not any(v % n for v in (padded, *self._sharded_sizes))]
         return [
-            f"{name}={tp_size} does not divide {padded}, the vocabulary of {self.vocab_size} padded to a multiple of"
-            f" {VOCAB_MULTIPLE} by vLLM; choose {_one_of(choices)}"
+            f"{name}={tp_size} does not divide {padded}, which is vocab_size={self.vocab_size} padded to a multiple of"
+            f" {VOCAB_MULTIPLE} as vLLM does; choose {_one_of(choices)}"
         ]
 
     @property

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -16,7 +18,9 @@ from hybridengine.data.prompts import PromptDataset
 from hybridengine.data.rewards import load_reward_function
 from hybridengine.data.tasks import ArithmeticTask, write_arithmetic_files
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
-from hybridengine.errors import ConfigError, DataError
+from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,48 +71,82 @@ def prepare_files(config: RunConfig) -> RunFiles:
         ConfigError, CheckpointError, DataError: before any process has started.
     """
     disable_progress_bar()
+    problems = _Problems()
     if config.reward.kind == "function":
-        load_reward_function(config.reward.function)
+        problems.attempt(lambda: load_reward_function(config.reward.function))
     if config.model.build is not None:
         _build_model(config)
     elif config.model.gguf is not None:
         convert_gguf(config)
-    shape = check_checkpoint(config.model_folder)
     if config.data.task is not None:
-        task = config.data.task
-        names = {field.name for field in fields(ArithmeticTask)}
-        write_arithmetic_files(
-            config.data_folder,
-            ArithmeticTask(**{key: value for key, value in task.model_dump().items() if key in names}),
-            task.seed,
-            task.train_rows,
-            task.eval_rows,
-        )
-    tokenizer = load_tokenizer(config.tokenizer_folder, pad_with_eos=True)
+        problems.attempt(lambda: _write_task_files(config))
+    shape = problems.attempt(lambda: check_checkpoint(config.model_folder))
+    tokenizer = problems.attempt(lambda: load_tokenizer(config.tokenizer_folder, pad_with_eos=True))
+    if shape is None or tokenizer is None:
+        problems.raise_all()
+    assert shape is not None and tokenizer is not None, "raise_all has raised otherwise"
     if len(tokenizer) > shape.vocab_size:
-        raise ConfigError(
+        problems.found.append(
             f"the tokenizer of {config.tokenizer_folder} has {len(tokenizer)} tokens, the model's"
             f" vocab_size={shape.vocab_size} is smaller; use the model's own tokenizer"
         )
+    files = _read_rows(config, tokenizer, problems)
+    problems.raise_all()
+    return files
+
+
+class _Problems:
+    """Errors of independent checks, raised together."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def attempt(self, check: Callable[[], T]) -> T | None:
+        """Result of `check`; None where it found problems, which are kept."""
+        try:
+            return check()
+        except (ConfigError, CheckpointError, DataError) as error:
+            self.found.append(str(error))
+            return None
+
+    def raise_all(self) -> None:
+        raise_all(self.found, DataError)
+
+
+def _read_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, problems: _Problems) -> RunFiles:
+    """Prompts and demonstrations of the run's files."""
     rollout, seed = config.rollout, config.run.seed
-    prompts = PromptDataset(config.train_file, tokenizer, rollout.max_prompt_tokens, seed)
+
+    def read_prompts(path: Path) -> PromptDataset | None:
+        return problems.attempt(lambda: PromptDataset(path, tokenizer, rollout.max_prompt_tokens, seed))
+
+    def read_demonstrations(path: Path) -> DemonstrationDataset | None:
+        return problems.attempt(
+            lambda: DemonstrationDataset(
+                path, tokenizer, rollout.max_prompt_tokens, rollout.max_response_tokens, seed
+            )
+        )
+
+    prompts = read_prompts(config.train_file)
+    held_out = read_prompts(config.eval_file) if config.eval_file else None
+    demonstrations = read_demonstrations(config.demonstrations_file) if config.demonstrations_file else None
+    if prompts is None:
+        problems.raise_all()
+    assert prompts is not None, "raise_all has raised otherwise"
     if len(prompts) < config.data.batch_size:
-        raise DataError(
+        problems.found.append(
             f"{config.train_file} has {len(prompts)} prompts, data.batch_size={config.data.batch_size} wants more in"
             " each step; lower it or add prompts"
         )
-    held_out = demonstrations = None
-    if config.eval_file is not None:
-        held_out = PromptDataset(config.eval_file, tokenizer, rollout.max_prompt_tokens, seed)
-    if config.demonstrations_file is not None:
-        demonstrations = DemonstrationDataset(
-            config.demonstrations_file,
-            tokenizer,
-            rollout.max_prompt_tokens,
-            rollout.max_response_tokens,
-            seed,
-        )
     return RunFiles(tokenizer, prompts, held_out, demonstrations)
+
+
+def _write_task_files(config: RunConfig) -> None:
+    task = config.data.task
+    assert task is not None, "called for runs with a task"
+    names = {field.name for field in fields(ArithmeticTask)}
+    settings = ArithmeticTask(**{key: value for key, value in task.model_dump().items() if key in names})
+    write_arithmetic_files(config.data_folder, settings, task.seed, task.train_rows, task.eval_rows)
 
 
 def _build_model(config: RunConfig) -> None:

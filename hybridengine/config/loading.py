@@ -193,7 +193,12 @@ def _remedy(location: Sequence[str | int]) -> str:
     assert field is not None, "a value that is wrong has a key"
     meaning = (field.description or "").rstrip(".")
     default = json.dumps(field.get_default(), default=str)
-    return f"correct it, or leave it out for the default {default} (it is: {meaning[0].lower()}{meaning[1:]})"
+    return f"correct it, or leave it out for the default {default} (it is: {_begun_small(meaning)})"
+
+
+def _begun_small(text: str) -> str:
+    """`text` with a small first letter, unless it begins with an abbreviation."""
+    return text if text[1:2].isupper() else text[0].lower() + text[1:]
 
 
 def _remove(values: Any, location: Sequence[str | int]) -> bool:

@@ -118,7 +118,7 @@ def unknown_tokens(
     if not num_unknown:
         return []
     return [
-        f"{row.place}: {num_unknown} parts of the {key} are unknown to the tokenizer;"
+        f"{row.place}: {num_unknown} {'part' if num_unknown == 1 else 'parts'} of the {key} unknown to the tokenizer;"
         " remove those characters or use another tokenizer"
     ]
 

@@ -7,6 +7,7 @@ With tied embeddings the head is the embedding: the last stage then has `embed_t
 
 from __future__ import annotations
 
+from hybridengine.errors import PlanError, raise_all
 from hybridengine.model_shapes import EMBEDDING, FINAL_NORM, LM_HEAD, VOCAB_MULTIPLE, ModelShape
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard, row_stack, sharded, vocab_shard, whole
 from hybridengine.topology.generation import GenerationGrid
@@ -23,7 +24,12 @@ def gen_stage_layers(shape: ModelShape, train_pp_size: int, gen_pp_size: int) ->
 
 
 def vllm_layout(shape: ModelShape, generation: GenerationGrid) -> Layout:
-    """Layout of the engines over the ranks of a generation grid."""
+    """Layout of the engines over the ranks of a generation grid.
+
+    Raises:
+        PlanError: t_g does not divide the padded vocabulary, which vLLM insists on.
+    """
+    raise_all(shape.gen_tp_problems(generation.sizes.tp_size), PlanError)
     sizes, train = generation.sizes, generation.train.sizes
     stages = gen_stage_layers(shape, train.pp_size, sizes.pp_size)
     places = {rank: generation.coordinate(rank) for rank in range(train.num_ranks)}

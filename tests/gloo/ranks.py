@@ -130,15 +130,15 @@ class _Answers:
         """The first error in full (those of other ranks mostly follow from it), the others by their last line."""
         parts = []
         for rank, text in self._errors.items():
-            parts.append(f"rank {rank}:\n{text}" if not parts else f"rank {rank}: {text.strip().splitlines()[-1]}")
+            parts.append(
+                f"rank {rank}:\n{text}" if not parts else f"rank {rank}: {text.strip().splitlines()[-1]}"
+            )
         if self._connections:
             parts.append(f"ranks {list(self._connections)} have not ended in time and were killed")
         return "\n".join(parts)
 
 
-def _run_rank(
-    own: connection.Connection, rank: int, world_size: int, port: int, payload: bytes
-) -> None:
+def _run_rank(own: connection.Connection, rank: int, world_size: int, port: int, payload: bytes) -> None:
     try:
         faulthandler.enable()
         torch.set_num_threads(1)

@@ -49,9 +49,7 @@ def train_part(shape: ModelShape, pp_rank: int, tp_rank: int, p: int, t: int) ->
     return Part(layers, pp_rank == 0, pp_rank == p - 1, tp_rank, t)
 
 
-def gen_part(
-    shape: ModelShape, pp_rank: int, tp_rank: int, p: int, t: int, p_gen: int, t_gen: int
-) -> Part:
+def gen_part(shape: ModelShape, pp_rank: int, tp_rank: int, p: int, t: int, p_gen: int, t_gen: int) -> Part:
     """Part that the rank at (`pp_rank`, `tp_rank`) of (p, t) generates with, under interval grouping."""
     stages = stage_of_layers(shape.num_layers, p)
     own = pp_rank * p_gen // p
@@ -129,8 +127,12 @@ def generation_weights(shape: ModelShape, tensors: dict[str, Tensor], part: Part
         prefix = f"model.layers.{layer}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
-            found[f"{attention}qkv_proj.{kind}"] = torch.cat([rows(f"{attention}{x}_proj.{kind}") for x in "qkv"])
-        found[mlp + "gate_up_proj.weight"] = torch.cat([rows(f"{mlp}{x}_proj.weight") for x in ("gate", "up")])
+            found[f"{attention}qkv_proj.{kind}"] = torch.cat(
+                [rows(f"{attention}{x}_proj.{kind}") for x in "qkv"]
+            )
+        found[mlp + "gate_up_proj.weight"] = torch.cat(
+            [rows(f"{mlp}{x}_proj.weight") for x in ("gate", "up")]
+        )
         found[attention + "o_proj.weight"] = columns(attention + "o_proj.weight")
         found[mlp + "down_proj.weight"] = columns(mlp + "down_proj.weight")
         norms = [prefix + "input_layernorm.weight", prefix + "post_attention_layernorm.weight"]

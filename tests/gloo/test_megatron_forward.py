@@ -55,7 +55,9 @@ def forward_and_export(
         model = MegatronModel(shape, Grid(TrainSizes.parse(sizes), order), rank, registry)
         load_weights(model, folder)
 
-        def output(logits: Tensor, batch: dict[str, Tensor], model: MegatronModel = model) -> dict[str, Tensor]:
+        def output(
+            logits: Tensor, batch: dict[str, Tensor], model: MegatronModel = model
+        ) -> dict[str, Tensor]:
             log_probs, entropy = vocab_parallel_log_probs(
                 logits[:, :-1], batch["tokens"][:, 1:], shape.vocab_size, model.groups.tp
             )
@@ -63,7 +65,9 @@ def forward_and_export(
 
         outputs = model.forward([{"tokens": tokens} for tokens in batches], output)
         outcomes.append(Outcome(model.is_last_stage, outputs))
-        save_weights(model, registry, exports / f"{sizes}-{order.name}", folder, max_file_bytes=MAX_FILE_BYTES)
+        save_weights(
+            model, registry, exports / f"{sizes}-{order.name}", folder, max_file_bytes=MAX_FILE_BYTES
+        )
     return outcomes
 
 
@@ -76,7 +80,10 @@ def reference(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def assert_outcomes(
-    model: torch.nn.Module, batches: list[Tensor], layouts: list[tuple[str, RankOrder]], by_rank: list[list[Outcome]]
+    model: torch.nn.Module,
+    batches: list[Tensor],
+    layouts: list[tuple[str, RankOrder]],
+    by_rank: list[list[Outcome]],
 ) -> None:
     expected = [reference(model, tokens) for tokens in batches]
     for index, (sizes, order) in enumerate(layouts):
@@ -101,14 +108,18 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize(("family", "tied"), MODELS, ids=[f"{f}-{'tied' if t else 'untied'}" for f, t in MODELS])
+@pytest.mark.parametrize(
+    ("family", "tied"), MODELS, ids=[f"{f}-{'tied' if t else 'untied'}" for f, t in MODELS]
+)
 def test_log_probs_and_round_trip_of_every_family_and_layout(
     family: str, tied: bool, tmp_path: Path, run_ranks: RankLauncher
 ):
     source, exports = tmp_path / "source", tmp_path / "exports"
     model = write_model(source, family, tied)
     generator = torch.Generator().manual_seed(0)
-    batches = [torch.randint(0, 131, (rows, length), generator=generator) for rows, length in ((3, 9), (1, 14))]
+    batches = [
+        torch.randint(0, 131, (rows, length), generator=generator) for rows, length in ((3, 9), (1, 14))
+    ]
 
     by_rank = run_ranks(4, forward_and_export, source, batches, LAYOUTS, exports, timeout_s=120)
 
@@ -157,7 +168,9 @@ def export_over(rank: int, source: Path, target: Path) -> None:
     save_weights(model, registry, target, source)
 
 
-def test_export_replaces_an_older_folder_and_the_leavings_of_a_failed_one(tmp_path: Path, run_ranks: RankLauncher):
+def test_export_replaces_an_older_folder_and_the_leavings_of_a_failed_one(
+    tmp_path: Path, run_ranks: RankLauncher
+):
     write_model(tmp_path / "source", "qwen2")
     target, partial = tmp_path / "target", tmp_path / "target.partial"
     for folder in (target, partial):

@@ -64,7 +64,9 @@ def train_and_export(
     return outcomes
 
 
-def assert_steps(label: str, expected: list[reference.Step], outcomes: list[tuple[int, int, Records]]) -> None:
+def assert_steps(
+    label: str, expected: list[reference.Step], outcomes: list[tuple[int, int, Records]]
+) -> None:
     for index, figures in enumerate(expected):
         collected: dict[int, list[tuple[float, int]]] = {}
         for dp_rank, tp_rank, records in outcomes:

@@ -23,7 +23,9 @@ def make_case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     logits = 4.0 * torch.randn(3, 5, PADDED, generator=generator)
     logits[..., VOCAB:] = 50.0
-    logits[0, 0, 7] = 90.0  # nearly all probability on one token: exponentials overflow without a common maximum
+    logits[0, 0, 7] = (
+        90.0  # nearly all probability on one token: exponentials overflow without a common maximum
+    )
     targets = torch.randint(0, VOCAB, (3, 5), generator=generator)
     targets[0, :3] = torch.tensor([0, 95, 130])  # first and last rows of shards
     return (

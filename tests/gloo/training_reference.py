@@ -46,7 +46,12 @@ def micro_batches(step: int, dp_rank: int, dp_size: int) -> list[dict[str, Tenso
     cut = []
     for rows in MICRO_BATCHES[dp_size][dp_rank]:
         longest = int(LENGTHS[rows].max())
-        cut.append({name: column[rows][:, :longest] if column.dim() > 1 else column[rows] for name, column in batch.items()})
+        cut.append(
+            {
+                name: column[rows][:, :longest] if column.dim() > 1 else column[rows]
+                for name, column in batch.items()
+            }
+        )
     return cut
 
 

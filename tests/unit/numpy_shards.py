@@ -151,7 +151,8 @@ def vllm_reference(
         return np.split(whole, t_g, axis)[gen_tp]
 
     joined = p // p_g
-    layers = sum(stages_of(shape.num_layers, p)[gen_pp * joined : (gen_pp + 1) * joined], [])
+    stages = stages_of(shape.num_layers, p)[gen_pp * joined : (gen_pp + 1) * joined]
+    layers = [layer for stage in stages for layer in stage]
     first, last = gen_pp == 0, gen_pp == p_g - 1
     local: Arrays = {}
     if first or (last and shape.tied_embeddings):

@@ -101,7 +101,7 @@ def test_long_prompts_are_all_named(tmp_path, tokenizer):
 
 
 def test_characters_that_the_tokenizer_lacks_are_named(tmp_path, tokenizer):
-    with pytest.raises(DataError, match="line 1: 4 parts of the prompt are unknown to the tokenizer"):
+    with pytest.raises(DataError, match="line 1: 4 parts of the prompt unknown to the tokenizer"):
         PromptDataset(write(tmp_path, [{"prompt": "1 € 2 $", "answer": "1"}]), tokenizer, 20)
 
 

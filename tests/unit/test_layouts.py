@@ -241,10 +241,10 @@ def test_vocabularies_that_vllm_cannot_share_out_are_refused(vocab: int, t_g: in
 
 def test_generation_stages_join_training_stages() -> None:
     shape = small_shape(layers=7)
-    assert gen_stage_layers(shape, 4, 1) == (range(0, 7),)
-    assert gen_stage_layers(shape, 4, 2) == (range(0, 4), range(4, 7))
-    assert gen_stage_layers(shape, 4, 4) == (range(0, 2), range(2, 4), range(4, 6), range(6, 7))
-    assert gen_stage_layers(small_shape(layers=5), 4, 2) == (range(0, 3), range(3, 5))
+    assert gen_stage_layers(shape, 4, 1) == (range(7),)
+    assert gen_stage_layers(shape, 4, 2) == (range(4), range(4, 7))
+    assert gen_stage_layers(shape, 4, 4) == (range(2), range(2, 4), range(4, 6), range(6, 7))
+    assert gen_stage_layers(small_shape(layers=5), 4, 2) == (range(3), range(3, 5))
 
 
 def test_hugging_face_layout_holds_every_tensor_whole() -> None:

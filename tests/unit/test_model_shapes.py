@@ -75,6 +75,7 @@ def test_sequence_classification_tensors_equal_those_of_transformers(family: str
         config = hf_config(family, "SequenceClassification", num_labels=num_labels, tie_word_embeddings=tied)
         shape = ModelShape.from_hf_config(saved(config))
         assert shape.num_labels == num_labels
+        assert shape.tied_embeddings is False
         assert shape.tensors == hf_tensors(config)
         assert shape.tensors["score.weight"] == (num_labels, 48)
 

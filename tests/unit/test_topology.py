@@ -217,13 +217,13 @@ def test_malformed_generation_sizes_name_the_form(text: str) -> None:
 
 
 def test_sizes_must_be_positive() -> None:
-    with pytest.raises(TopologyError, match="^tp_size=0 must be a positive integer$"):
+    with pytest.raises(TopologyError, match=r"^tp_size=0 must be a positive integer$"):
         TrainSizes.parse("1-0-1")
     with pytest.raises(TopologyError, match=r"^pp_size=-1 must be a positive integer$"):
         GenSizes(-1, 2)
     with pytest.raises(TopologyError, match=r"^dp_size=1\.5 must be a positive integer$"):
         TrainSizes(1, 1, 1.5)  # type: ignore[arg-type]
-    with pytest.raises(TopologyError, match="^tp_size=True must be a positive integer$"):
+    with pytest.raises(TopologyError, match=r"^tp_size=True must be a positive integer$"):
         GenSizes(1, True)
 
 
@@ -246,13 +246,13 @@ def test_ranks_and_coordinates_outside_of_the_grid() -> None:
         ) as caught:
             grid.coordinate(rank)
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-    with pytest.raises(TopologyError, match="^dp_rank=1 is outside of 2-2-1, whose dp size is 1$"):
+    with pytest.raises(TopologyError, match=r"^dp_rank=1 is outside of 2-2-1, whose dp size is 1$"):
         grid.rank(Coordinate(0, 1, 0))
-    with pytest.raises(TopologyError, match="^axis 'ep' does not exist; axes are pp, dp and tp$"):
+    with pytest.raises(TopologyError, match=r"^axis 'ep' does not exist; axes are pp, dp and tp$"):
         grid.groups("tp", "ep")
-    with pytest.raises(TopologyError, match="^rank 4 is outside of 2-2-1"):
+    with pytest.raises(TopologyError, match=r"^rank 4 is outside of 2-2-1"):
         GenerationGrid(grid, GenSizes(1, 1)).coordinate(4)
-    with pytest.raises(TopologyError, match="^rank 4 is outside of 2-2-1, which has ranks 0 to 3$"):
+    with pytest.raises(TopologyError, match=r"^rank 4 is outside of 2-2-1, which has ranks 0 to 3$"):
         grid.group_of(4, "tp")
     for index in (-1, 4):
         with pytest.raises(TopologyError, match=f"^rank {index} is outside of 2-2-1"):

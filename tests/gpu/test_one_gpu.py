@@ -1,0 +1,156 @@
+"""What one GPU can show: a Megatron step, the ledger against CUDA's allocator, and a switch at 1-1-1 with real vLLM."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from hybridengine.backends.megatron import shim
+from hybridengine.backends.megatron.groups import initialize_globals
+from hybridengine.backends.megatron.model import available_names
+from hybridengine.backends.megatron.outputs import response_log_probs
+from hybridengine.backends.megatron.trainer import MegatronTrainer, OptimizerSettings
+from hybridengine.backends.megatron.weights import load_weights
+from hybridengine.backends.vllm import environment
+from hybridengine.backends.vllm.engine import EngineSettings, SamplingSettings, VllmEngine
+from hybridengine.model_shapes import ModelShape
+from hybridengine.reshard.planner import compile_plan
+from hybridengine.runtime.hybrid_engine import HybridEngine
+from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.runtime.transport import PointToPointTransport
+from hybridengine.topology.generation import GenerationGrid
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+
+pytestmark = pytest.mark.gpu
+
+ALONE = Grid(TrainSizes(1, 1, 1))
+PROMPT = [3, 14, 15, 92, 65]
+RESPONSE_TOKENS = 24
+ALLOCATOR_ROUNDING = 512
+"""CUDA's caching allocator rounds each block up to this many bytes."""
+
+
+@pytest.fixture(scope="module")
+def registry():
+    os.environ.update(environment.ON_GPU)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+    initialize_globals(1)
+    yield ProcessGroups(timeout_s=60)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Qwen2-like model of about 130 MB in bfloat16, with weights that all matter."""
+    config = transformers.Qwen2Config(
+        vocab_size=4099,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(config).bfloat16()
+    place = tmp_path_factory.mktemp("model")
+    model.save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def trainer(registry, folder):
+    model = MegatronTrainer(
+        ModelShape.from_folder(folder), ALONE, 0, registry, dtype="bfloat16", names=available_names()
+    )
+    load_weights(model, folder)
+    model.start_optimizer(OptimizerSettings(lr=1e-3, offload="optimizer"))
+    return model
+
+
+@pytest.fixture(scope="module")
+def hybrid(trainer, folder, registry):
+    generation = GenerationGrid(ALONE, GenSizes(1, 1))
+    engine = VllmEngine(
+        folder,
+        trainer.shape,
+        generation,
+        EngineSettings(max_model_tokens=256, kv_cache_bytes=64 * 2**20, dtype="bfloat16"),
+        identity=f"gpu-test-{os.getpid()}",
+    )
+    plan = compile_plan(trainer.layout, engine.layout, (0,), bucket_elements=4 * 2**20)
+    transport = PointToPointTransport(registry.of(generation.micro_dp_groups))
+    return HybridEngine(plan, 0, trainer, engine, transport), engine
+
+
+def _columns(tokens: list[int]) -> dict[str, torch.Tensor]:
+    count = len(tokens) - len(PROMPT)
+    positions = torch.arange(len(PROMPT) - 1, len(tokens) - 1).unsqueeze(0)
+    return {
+        "tokens": torch.tensor([tokens]),
+        "positions": positions,
+        "mask": torch.ones(1, count, dtype=torch.bool),
+    }
+
+
+def _log_probs(trainer, tokens: list[int]) -> torch.Tensor:
+    def output(logits, columns):
+        values, _ = response_log_probs(logits, columns, trainer.shape.vocab_size, trainer.groups.tp, 1.0)
+        return {"log_probs": values}
+
+    return trainer.forward([_columns(tokens)], output)[0]["log_probs"][0].cpu()
+
+
+def test_the_shim_is_never_active_here():
+    assert not shim.is_needed()
+    with shim.device_shim():
+        assert torch.zeros(1, device="cuda").is_cuda
+
+
+def test_a_megatron_step_lowers_the_loss(trainer):
+    tokens = [*PROMPT, *range(100, 100 + RESPONSE_TOKENS)]
+
+    def loss(logits, columns):
+        values, _ = response_log_probs(logits, columns, trainer.shape.vocab_size, trainer.groups.tp, 1.0)
+        return -values.sum(), torch.tensor(values.numel(), dtype=torch.int, device="cuda"), None
+
+    before = _log_probs(trainer, tokens).sum()
+    norms = [trainer.train_step([_columns(tokens)], loss).grad_norm for _ in range(5)]
+    assert all(norm > 0 for norm in norms)
+    assert _log_probs(trainer, tokens).sum() > before + 1
+
+
+def test_a_switch_gives_and_takes_memory_as_the_ledger_says(hybrid, trainer):
+    engine, generation = hybrid
+    weights = {name: trainer.weights[name].cpu().clone() for name in trainer.weights.names}
+    rounding = ALLOCATOR_ROUNDING * (len(trainer.weights.names) + len(generation.weights.names))
+    torch.cuda.synchronize()
+    training = torch.cuda.memory_allocated()
+    there = engine.to_generate()
+    generating = torch.cuda.memory_allocated() - generation.kv_cache_bytes
+    assert there.redundant_bytes == 0 and there.received_bytes == 0
+    assert trainer.weights.live_bytes == 0 and trainer.gradient_bytes == 0
+    released = training - generating
+    assert released >= 4 * sum(weight.numel() for weight in weights.values()) - rounding, (
+        "float32 gradients at least"
+    )
+    generated = generation.generate([PROMPT], [7], SamplingSettings(RESPONSE_TOKENS))[0]
+    back = engine.to_train()
+    assert back.redundant_bytes == 0 and generation.weights.live_bytes == 0 and generation.kv_cache_bytes == 0
+    torch.cuda.synchronize()
+    assert abs(torch.cuda.memory_allocated() - training) <= rounding
+    assert all(torch.equal(weight, trainer.weights[name].cpu()) for name, weight in weights.items())
+    assert there.peak_weight_bytes <= max(trainer.weights.total_bytes, generation.weights.total_bytes) + max(
+        sum(generation.weights[name].nbytes for name in bucket.destinations[0])
+        for bucket in engine.plan.buckets
+    )
+    expected = _log_probs(trainer, [*PROMPT, *generated.token_ids])
+    assert (expected - torch.tensor(generated.log_probs)).abs().max() < 5e-2
