@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.distributed as dist
 
 from hybridengine.backends.megatron.model import DTYPES
 from hybridengine.backends.megatron.trainer import MegatronTrainer
@@ -41,7 +44,7 @@ def make_engine(
     gen_sizes: str,
     registry: ProcessGroups,
     bucket_elements: int,
-    transport: type[PointToPointTransport] = PointToPointTransport,
+    transport: Callable[[dist.ProcessGroup], PointToPointTransport] = PointToPointTransport,
 ) -> tuple[HybridEngine, PlainGeneration]:
     """A HybridEngine between a real trainer and a plain generation side."""
     generation = GenerationGrid(trainer.grid, GenSizes.parse(gen_sizes))

@@ -1,4 +1,4 @@
-"""Imported once by the forkserver, so that every rank starts with these modules loaded. Nothing here may start a thread."""
+"""Imported once by the forkserver: every rank starts with these modules loaded. Nothing here may start a thread."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ with warnings.catch_warnings():
     import hybridengine.backends.megatron.vocab_parallel
     import hybridengine.backends.megatron.weights
     import hybridengine.runtime.hybrid_engine
-    import hybridengine.topology.generation
+    import hybridengine.topology.generation  # noqa: F401
     import tests.gloo.ranks  # noqa: F401

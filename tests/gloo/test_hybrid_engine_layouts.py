@@ -30,7 +30,7 @@ from tests.gloo.tiny_models import write_model
 NUM_RANKS = range(1, 9)
 MODELS: dict[int, tuple[str, bool, int, int]] = {
     1: ("qwen3", True, 128, 131),
-    2: ("qwen2", True, 64, 131),
+    2: ("qwen2", True, 32, 131),
     3: ("llama", False, 32, 131),
     4: ("qwen3", True, 128, 131),
     5: ("llama", False, 32, 300),

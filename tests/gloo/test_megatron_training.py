@@ -97,9 +97,8 @@ def test_three_steps_equal_plain_pytorch(model_name: str, tmp_path: Path, run_ra
             trained = load_file(tmp_path / label / "model.safetensors")
             assert trained.keys() == before.keys()
             for name, tensor in trained.items():
-                torch.testing.assert_close(
-                    tensor, weights[name], atol=3e-5, rtol=0, msg=lambda text, n=name: f"{label} {n}: {text}"
-                )
+                worst = (tensor - weights[name]).abs().max().item()
+                assert worst < 3e-5, f"{label}: {name} differs by {worst}"
                 assert (tensor - before[name]).abs().max() > 3e-3, f"{name} was trained"
 
 

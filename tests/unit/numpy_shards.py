@@ -34,11 +34,14 @@ def small_shape(
     kv_heads: int = 4,
     num_labels: int = 0,
 ) -> ModelShape:
-    """A model whose sizes are all different: hidden 6, two query heads per KV head of 2, MLP 3 rows per KV head."""
+    """A small model: two query heads of 2 per KV head, 3 MLP rows per KV head, hidden size 6.
+
+    Qwen2 knows no head_dim of its own, so that its hidden size is that of all query heads.
+    """
     return ModelShape(
         family=family,
         num_layers=layers,
-        hidden_size=6,
+        hidden_size=4 * kv_heads if family == "qwen2" else 6,
         ffn_hidden_size=3 * kv_heads,
         num_heads=2 * kv_heads,
         num_kv_heads=kv_heads,

@@ -168,7 +168,7 @@ def test_critic_has_a_score_head_on_every_tensor_rank_of_the_last_stage() -> Non
             assert_same(local, megatron_reference(shape, tensors, place.pp_rank, p, place.tp_rank, t), family)
             assert ("output_layer.weight" in local) == (place.pp_rank == p - 1)
             if place.pp_rank == p - 1:
-                assert local["output_layer.weight"].shape == (num_labels, 6)
+                assert local["output_layer.weight"].shape == (num_labels, shape.hidden_size)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -118,7 +118,7 @@ def test_numbers_of_a_saved_configuration(family: str) -> None:
     ],
 )
 def test_absent_keys_mean_what_transformers_takes_them_for(family: str, absent: str) -> None:
-    changes = {"num_attention_heads": 32, "hidden_size": 192, "num_key_value_heads": 8}
+    changes: dict[str, Any] = {"num_attention_heads": 32, "hidden_size": 192, "num_key_value_heads": 8}
     contents = saved(hf_config(family, **changes))
     contents.pop(absent, None)
     transformers = pytest.importorskip("transformers")

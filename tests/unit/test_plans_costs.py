@@ -17,17 +17,8 @@ from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.planner import compile_plan, fused_groups, inverse_local
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
-from tests.unit.numpy_shards import (
-    small_shape,
-)
-from tests.unit.plan_cases import (
-    CASES,
-    FEW,
-    FLOAT32,
-    Case,
-    elements,
-    fitting_shape,
-)
+from tests.unit.numpy_shards import small_shape
+from tests.unit.plan_cases import CASES, FEW, FLOAT32, Case, elements, fitting_shape
 
 
 @pytest.mark.parametrize("bucket_elements", [1, 400, 10**9])

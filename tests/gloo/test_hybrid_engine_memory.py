@@ -1,0 +1,121 @@
+"""A switch really returns memory to the system: the resident set of a rank, read from the kernel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.backends.megatron.groups import initialize_globals
+from hybridengine.backends.megatron.trainer import MegatronTrainer, OptimizerSettings
+from hybridengine.model_shapes import ModelShape
+from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.runtime.transport import Message, PointToPointTransport
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import TrainSizes
+from tests.gloo.megatron_training import copy_weights, loss_of, same_weights
+from tests.gloo.plain_generation import make_engine
+from tests.gloo.ranks import RankLauncher
+
+SHAPE = ModelShape(
+    family="llama",
+    num_layers=5,
+    hidden_size=1024,
+    ffn_hidden_size=4096,
+    num_heads=16,
+    num_kv_heads=16,
+    head_dim=64,
+    vocab_size=1024,
+    max_positions=64,
+)
+"""345 MB in float32."""
+
+BUCKET_ELEMENTS = 10 * 2**20
+SLACK_BYTES = 48 * 2**20
+"""What else may come and go in a process; a forgotten training shard would be 172 MB."""
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class WatchedTransport(PointToPointTransport):
+    """Reads the resident set in every bucket, when the staging buffers have arrived."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.resident: list[int] = []
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> None:
+        super().exchange(sends, receives, what)
+        self.resident.append(resident_bytes())
+
+
+@dataclass
+class Resident:
+    """Resident set of one rank over two round trips, and the sizes that it should follow."""
+
+    train_bytes: int
+    gen_bytes: int
+    gradient_bytes: int
+    training: list[int] = field(default_factory=list)
+    """Right after an optimizer step."""
+    switching: list[int] = field(default_factory=list)
+    """The most in any bucket on the way to generation."""
+    generating: list[int] = field(default_factory=list)
+    back: list[int] = field(default_factory=list)
+    """After the way back: gradient buffers have addresses, but no pages before they are written."""
+    weights_equal: bool = True
+
+
+def watch_round_trips(rank: int) -> Resident:
+    initialize_globals(1)
+    registry = ProcessGroups()
+    torch.manual_seed(rank)
+    trainer = MegatronTrainer(SHAPE, Grid(TrainSizes(1, 2, 1)), rank, registry)
+    for name in trainer.weights.names:
+        trainer.weights[name].normal_(0.0, 0.02)
+    trainer.start_optimizer(OptimizerSettings(lr=1e-4))
+    watched: list[WatchedTransport] = []
+
+    def transport(group: dist.ProcessGroup) -> WatchedTransport:
+        watched.append(WatchedTransport(group))
+        return watched[-1]
+
+    engine, side = make_engine(trainer, "1-1", registry, BUCKET_ELEMENTS, transport)
+    resident = Resident(trainer.weights.total_bytes, side.weights.total_bytes, trainer.gradient_bytes)
+    batch = {"tokens": torch.arange(8)[None], "lengths": torch.tensor([8])}
+    trainer.train_step([batch], loss_of(trainer))  # makes the optimizer's moments, which stay
+    for _ in range(2):
+        trainer.train_step([batch], loss_of(trainer))
+        resident.training.append(resident_bytes())
+        before = {name: tensor[:1].clone() for name, tensor in copy_weights(trainer).items()}
+        watched[0].resident.clear()
+        with engine.generating():
+            resident.generating.append(resident_bytes())
+            resident.switching.append(max(watched[0].resident))
+        resident.back.append(resident_bytes())
+        after = {name: tensor[:1] for name, tensor in copy_weights(trainer).items()}
+        resident.weights_equal &= same_weights(before, after)
+    return resident
+
+
+def test_the_released_side_leaves_the_process(run_ranks: RankLauncher):
+    bucket_bytes = 4 * BUCKET_ELEMENTS
+    for resident in run_ranks(2, watch_round_trips, timeout_s=200):
+        assert resident.gen_bytes > 300e6
+        assert resident.train_bytes + resident.gradient_bytes > 300e6
+        assert resident.weights_equal
+        for training, switching, generating, back in zip(
+            resident.training, resident.switching, resident.generating, resident.back, strict=True
+        ):
+            rest = training - resident.train_bytes - resident.gradient_bytes
+            assert abs(generating - rest - resident.gen_bytes) < SLACK_BYTES
+            assert switching < rest + resident.gen_bytes + bucket_bytes + SLACK_BYTES
+            assert abs(back - rest - resident.train_bytes) < SLACK_BYTES
+        assert abs(resident.training[1] - resident.training[0]) < SLACK_BYTES
