@@ -44,6 +44,12 @@ VOCAB_MULTIPLE = 64
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """Rows of the padded vocabulary: the least multiple of 64 and of `tp_size` that holds `vocab_size`."""
+    multiple = math.lcm(VOCAB_MULTIPLE, tp_size)
+    return -(-vocab_size // multiple) * multiple
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Everything about a model that decides which tensors it has and how large they are."""
@@ -252,22 +258,33 @@ class ModelShape:
                 )
         return problems
 
-    def gen_tp_problems(self, tp_size: int, name: str = "t_g") -> list[str]:
-        """Why vLLM cannot hold this model on `tp_size` ranks, beyond `tp_problems`; empty where it can."""
+    def gen_tp_problems(self, tp_size: int, train_tp_size: int) -> list[str]:
+        """Why vLLM cannot hold this model at t_g = `tp_size` where it trains at t = `train_tp_size`, a multiple of t_g.
+
+        Empty where it can; `tp_problems` are not repeated.
+        """
         if self.family == "qwen2" and self.head_dim * self.num_heads != self.hidden_size:
             return [
                 f"head_dim={self.head_dim} with num_heads={self.num_heads} and hidden_size={self.hidden_size}: vLLM's"
                 f" Qwen2 takes hidden_size / num_heads for it; use a model with head_dim"
                 f" {self.hidden_size // self.num_heads}"
             ]
-        padded = -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        if padded % tp_size == 0:
-            return []
-        choices = [n for n in range(1, 65) if not any(v % n for v in (padded, *self._sharded_sizes))]
-        return [
-            f"{name}={tp_size} does not divide {padded}, which is vocab_size={self.vocab_size} padded to a multiple of"
-            f" {VOCAB_MULTIPLE} as vLLM does; choose {_one_of(choices)}"
+        padded = padded_vocab_size(self.vocab_size, 1)
+        choices = [
+            n
+            for n in range(1, 65)
+            if not any(v % n for v in (padded, train_tp_size, *self._sharded_sizes))
+            and (n == 1 or padded_vocab_size(self.vocab_size, train_tp_size) == padded)
         ]
+        text = f"{padded}, which is vocab_size={self.vocab_size} padded to a multiple of {VOCAB_MULTIPLE} as vLLM does"
+        if padded % tp_size:
+            return [f"t_g={tp_size} does not divide {text}; choose {_one_of(choices)}"]
+        if tp_size not in choices:
+            return [
+                f"t={train_tp_size} does not divide {text}, so that the vocabulary's training shards do not nest in"
+                f" those of t_g={tp_size}; choose t_g from {_one_of(choices)}, or another t"
+            ]
+        return []
 
     @property
     def _sharded_sizes(self) -> tuple[int, int, int]:

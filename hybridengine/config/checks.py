@@ -168,7 +168,7 @@ def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
         )
     gen = config.actor.gen_sizes
     nests = not gen.problems_inside(config.actor.train_sizes)
-    for problem in shape.gen_tp_problems(gen.tp_size) if nests else ():
+    for problem in shape.gen_tp_problems(gen.tp_size, config.actor.train_sizes.tp_size) if nests else ():
         yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "model"))
     layers, kv_heads = -(-shape.num_layers // gen.pp_size), max(1, shape.num_kv_heads // gen.tp_size)
     needed = 2 * layers * kv_heads * shape.head_dim * DTYPE_BYTES[config.model.dtype] * width

@@ -11,10 +11,16 @@ With tied embeddings and more than one pipeline stage, the last stage holds a co
 
 from __future__ import annotations
 
-import math
 from enum import Enum
 
-from hybridengine.model_shapes import EMBEDDING, FINAL_NORM, LM_HEAD, SCORE_HEAD, VOCAB_MULTIPLE, ModelShape
+from hybridengine.model_shapes import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    SCORE_HEAD,
+    ModelShape,
+    padded_vocab_size,
+)
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard, row_stack, sharded, vocab_shard, whole
 from hybridengine.topology.grid import Grid
 
@@ -34,12 +40,6 @@ _NORM_NAMES = {
         "mlp.linear_fc1.layer_norm_weight",
     ),
 }
-
-
-def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Rows of the padded vocabulary: the least multiple of 64 and of `tp_size` that holds `vocab_size`."""
-    multiple = math.lcm(VOCAB_MULTIPLE, tp_size)
-    return -(-vocab_size // multiple) * multiple
 
 
 def megatron_layout(shape: ModelShape, grid: Grid, names: NameSet = NameSet.LOCAL) -> Layout:

@@ -8,7 +8,7 @@ With tied embeddings the head is the embedding: the last stage then has `embed_t
 from __future__ import annotations
 
 from hybridengine.errors import PlanError, raise_all
-from hybridengine.model_shapes import EMBEDDING, FINAL_NORM, LM_HEAD, VOCAB_MULTIPLE, ModelShape
+from hybridengine.model_shapes import EMBEDDING, FINAL_NORM, LM_HEAD, ModelShape, padded_vocab_size
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard, row_stack, sharded, vocab_shard, whole
 from hybridengine.topology.generation import GenerationGrid
 
@@ -27,9 +27,9 @@ def vllm_layout(shape: ModelShape, generation: GenerationGrid) -> Layout:
     """Layout of the engines over the ranks of a generation grid.
 
     Raises:
-        PlanError: t_g does not divide the padded vocabulary, which vLLM insists on.
+        PlanError: vLLM cannot hold the model, or the vocabulary's shards do not nest.
     """
-    raise_all(shape.gen_tp_problems(generation.sizes.tp_size), PlanError)
+    raise_all(shape.gen_tp_problems(generation.sizes.tp_size, generation.train.sizes.tp_size), PlanError)
     sizes, train = generation.sizes, generation.train.sizes
     stages = gen_stage_layers(shape, train.pp_size, sizes.pp_size)
     places = {rank: generation.coordinate(rank) for rank in range(train.num_ranks)}
@@ -43,7 +43,7 @@ def vllm_shard(
 ) -> Shard:
     """Parameters of the engine rank at (`pp_rank`, `tp_rank`)."""
     first, last = pp_rank == 0, pp_rank == len(stages) - 1
-    padded = -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    padded = padded_vocab_size(shape.vocab_size, 1)
     vocab_shape = shape.tensors[EMBEDDING]
     parameters: list[LocalParameter] = []
     if first or (last and shape.tied_embeddings):
