@@ -12,7 +12,7 @@ from hybridengine.errors import PlanError
 from hybridengine.reshard.layout import LocalParameter
 from hybridengine.reshard.plan import Bucket, Move, Pack, Place, Plan
 from hybridengine.runtime.ledger import StorageLedger
-from hybridengine.runtime.storage import WeightStorage
+from hybridengine.runtime.storage import WeightStorage, trim_heap
 from hybridengine.runtime.transport import PointToPointTransport
 
 
@@ -110,6 +110,8 @@ class PlanExecutor:
             self._ledger.unstage(sent + arrived)
         if self._release_source:
             self._source.release(bucket.sources.get(self._rank, ()))
+            if like.device.type == "cpu":
+                trim_heap()  # a GPU's caching allocator uses freed blocks again by itself
 
     def _exchange(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Iterable, Mapping
 
@@ -90,7 +91,10 @@ def return_memory_to_system() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         return
-    try:
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Hand the C heap's freed memory back; without this, what one bucket gives up stays until the heap's end is free."""
+    with contextlib.suppress(OSError, AttributeError):  # without malloc_trim, large blocks are freed at once
         ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):  # a C library without malloc_trim frees large blocks by itself
-        return

@@ -193,8 +193,10 @@ def run_out_of_memory_and_recover(rank: int, folder: Path) -> tuple[Aftermath, b
         side.weights.live_bytes == 0,
     ]
     step(trainer, 1)
-    engine.to_generate()  # the next switch starts from the first bucket again
-    engine.to_train()
+    before = copy_weights(trainer)
+    engine.to_generate()
+    engine.to_train()  # from the first bucket again
+    back.append(same_weights(before, copy_weights(trainer)))
     return aftermath, recovered, back
 
 
