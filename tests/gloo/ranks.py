@@ -123,7 +123,7 @@ class _Answers:
         if kind == "value":
             self._values[rank] = content
             return
-        self._errors[rank] = content
+        self._errors[rank] = str(content)
         self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
 
     def _message(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ def test_llama_3_rope_scaling(tmp_path: Path, run_ranks: RankLauncher):
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    long = {"max_position_embeddings": 32768, "num_hidden_layers": 2}
+    long: dict[str, Any] = {"max_position_embeddings": 32768, "num_hidden_layers": 2}
     scaled = write_model(tmp_path / "scaled", "llama", rope_parameters=scaling, **long)
     plain = write_model(tmp_path / "plain", "llama", **long)
     # Scaling slows the turns that take more than 2048 positions, which a short sequence does not see.

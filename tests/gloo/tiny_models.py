@@ -50,7 +50,7 @@ def write_model(
     """
     config_class, language_model, scorer = CLASSES[family]
     labels = {"num_labels": num_labels} if num_labels else {}
-    config = config_class(tie_word_embeddings=tied, **{**SIZES, **labels, **sizes})
+    config = config_class(**{**SIZES, **labels, **sizes, "tie_word_embeddings": tied})
     model = (scorer if num_labels else language_model)(config)
     generator = torch.Generator().manual_seed(20)
     for name, parameter in model.named_parameters():

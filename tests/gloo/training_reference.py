@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def language_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Ten
     return -(picked * mask).sum() / mask.sum(), int(mask.sum())
 
 
-def value_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+def value_loss(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     """(mean squared error of the score of every token, number of tokens)."""
     values = model.score(model.model(batch["tokens"]).last_hidden_state)[..., 0]
     mask = token_mask(batch, 0)
