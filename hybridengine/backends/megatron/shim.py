@@ -8,6 +8,7 @@ context does nothing; the shim is never active there.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -18,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 _CPU = torch.device("cpu")
 
 
+@functools.cache
 def is_needed() -> bool:
-    """True where there is no GPU."""
+    """True where there is no GPU; asked once, before the shim answers for one."""
     return not torch.cuda.is_available()
 
 
@@ -75,7 +77,6 @@ _ANSWERS: dict[str, Any] = {
     "default_stream": lambda *args, **kwargs: _NoStream(),
     "Stream": lambda *args, **kwargs: _NoStream(),
     "stream": lambda *args, **kwargs: contextlib.nullcontext(),
-    "device_count": lambda: 1,
     "nvtx.range_push": _nothing,
     "nvtx.range_pop": _nothing,
     "random.get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
