@@ -7,7 +7,7 @@ from rich.console import Console
 from hybridengine.config import RunConfig, model_shape
 from hybridengine.config.run_config import Role
 from hybridengine.metrics.formatting import format_bytes
-from hybridengine.planning.memory import SwitchCost, switch_cost, training_memory
+from hybridengine.planning.memory import SwitchCost, TrainingMemory, switch_cost, training_memory
 from hybridengine.topology.grid import Groups
 
 SHOWN_GROUPS = 8
@@ -84,7 +84,7 @@ def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         trains = role in ("actor", "critic")
         own = memory.weights_bytes + (memory.gradients_bytes + memory.optimizer_bytes if trains else 0)
         resident["train"] += own
-        resident["generate"] += _held_while_generating(config, role, cost, own, memory.optimizer_bytes)
+        resident["generate"] += _held_while_generating(config, role, cost, memory)
         text = f"  {role:<10} weights {format_bytes(memory.weights_bytes)}"
         if trains:
             text += (
@@ -104,11 +104,11 @@ def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     return lines
 
 
-def _held_while_generating(config: RunConfig, role: Role, cost: SwitchCost, own: int, optimizer: int) -> int:
-    """The actor's weights take the engine's layout, its gradients go, its optimizer where that is offloaded."""
-    if role != "actor":
-        return own
-    return cost.gen_bytes + (0 if config.actor.offload == "optimizer" else optimizer)
+def _held_while_generating(config: RunConfig, role: Role, cost: SwitchCost, memory: TrainingMemory) -> int:
+    """The actor's weights take the engine's layout, gradients go, optimizer state where it is offloaded."""
+    weights = cost.gen_bytes if role == "actor" else memory.weights_bytes
+    keeps_optimizer = getattr(getattr(config, role), "offload", None) == "none"
+    return weights + (memory.optimizer_bytes if keeps_optimizer else 0)
 
 
 def cost_of(config: RunConfig) -> SwitchCost:

@@ -39,15 +39,28 @@ class RunFiles:
         return (self.tokenizer.eos_token_id,)
 
 
-def located_run(config: RunConfig) -> RunConfig:
-    """`config` as the ranks can use it: absolute paths, since they may have been started elsewhere, and a name that
-    is free: NAME-2, NAME-3, ... where its folder holds a run already."""
+def claim_run(config: RunConfig) -> RunConfig:
+    """`config` with absolute paths, since ranks may have been started elsewhere, and with a folder of its own.
+
+    The folder is made here; where the name is taken, by a finished or a running run, it is NAME-2, NAME-3, ...
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
     config = _with_absolute_paths(config)
     name, number = config.run.name, 1
-    while (config.run_folder / "metrics.jsonl").exists():
-        number += 1
-        config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{name}-{number}"})})
-    return config
+    while True:
+        try:
+            config.run_folder.mkdir(parents=True)
+            return config
+        except FileExistsError:
+            number += 1
+            run = config.run.model_copy(update={"name": f"{name}-{number}"})
+            config = config.model_copy(update={"run": run})
+        except OSError as error:
+            raise ConfigError(
+                f"run.folder={config.run.folder} cannot be written to ({error.strerror}); name a folder that can"
+            ) from None
 
 
 PATHS = {"run": ("folder",), "model": ("path", "tokenizer"), "critic": ("path",), "reward": ("path",)}
@@ -162,8 +175,11 @@ def _build_model(config: RunConfig) -> None:
             **{key: value for key, value in described.items() if key != "architectures"}
         )
         model = AutoModelForCausalLM.from_config(hf_config)
+    tokenizer = build_arithmetic_tokenizer()
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(config.model_folder)
-    build_arithmetic_tokenizer().save_pretrained(config.model_folder)
+    tokenizer.save_pretrained(config.model_folder)
 
 
 def convert_gguf(config: RunConfig) -> None:

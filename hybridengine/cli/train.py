@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from tensordict import TensorDict
 
 from hybridengine.backends.vllm import environment
 from hybridengine.cli.dry_run import cost_of, layout_lines
-from hybridengine.cli.prepare import RunFiles, located_run, prepare_files
+from hybridengine.cli.prepare import RunFiles, claim_run, prepare_files
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import Role
 from hybridengine.controller.cluster import node_offers, start_ray
@@ -22,9 +23,14 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.evaluation import evaluate
 from hybridengine.drivers.ppo import PpoRoles, ppo_step
 from hybridengine.drivers.warmup import warm_up
+from hybridengine.errors import ConfigError, HybridEngineError, raise_all
 from hybridengine.metrics import keys
 from hybridengine.metrics.console import RunConsole
+from hybridengine.metrics.formatting import format_bytes
 from hybridengine.metrics.recorder import MetricsRecorder, read_rows
+
+RANK_BYTES = 2**30
+"""Host memory that the libraries of one rank's process take, roughly, before any weights."""
 
 SEED_STRIDES = (1_000_003, 65_537)
 """Requests of one run must not share seeds: seed = (run · a + step) · b + row."""
@@ -40,9 +46,11 @@ def train(config: RunConfig) -> None:
             f"[{time.perf_counter() - started:6.1f}s] {text}", markup=False, highlight=False, soft_wrap=True
         )
 
-    config = located_run(config)
+    raise_all(local_problems(config))
+    runs_are_new = not Path(config.run.folder).exists()
+    config = claim_run(config)
     say(f"run {_shown(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
-    files = prepare_files(config)
+    files = _prepared(config, runs_are_new)
     for line in layout_lines(config, cost_of(config)):
         say(line)
     with _pool(config) as pool:
@@ -76,6 +84,37 @@ def train(config: RunConfig) -> None:
     RunConsole(config.run.steps, console).print_summary(rows)
     folder = _shown(config.run_folder)
     say(f"metrics: {folder / 'metrics.jsonl'}; tensorboard --logdir {folder / 'tensorboard'}")
+
+
+def local_problems(config: RunConfig) -> list[str]:
+    """Why this machine cannot be the whole cluster; empty where it can, or where a cluster is joined."""
+    if config.cluster.address is not None or os.environ.get("RAY_ADDRESS"):
+        return []
+    asked = f"cluster.ranks_per_node={list(config.cluster.ranks_per_node)}"
+    remedy = "or join a cluster with cluster.address"
+    if len(config.cluster.ranks_per_node) > 1:
+        return [
+            f"{asked} wants {len(config.cluster.ranks_per_node)} nodes, this machine is one; give one number, {remedy}"
+        ]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = max(1, memory // RANK_BYTES)
+    if config.num_ranks > room:
+        return [
+            f"{asked} is more than this machine has room for: {room} ranks, at {format_bytes(RANK_BYTES)} of its"
+            f" {format_bytes(memory)} for each rank's process; choose sizes whose product is at most {room}, {remedy}"
+        ]
+    return []
+
+
+def _prepared(config: RunConfig, runs_are_new: bool) -> RunFiles:
+    """The run's files; a run that they rule out leaves nothing behind."""
+    try:
+        return prepare_files(config)
+    except HybridEngineError:
+        shutil.rmtree(config.run_folder)
+        if runs_are_new:
+            Path(config.run.folder).rmdir()
+        raise
 
 
 def _shown(path: Path) -> Path:
@@ -123,6 +162,8 @@ def _pool(config: RunConfig) -> ResourcePool:
     start_ray(num_cpus=config.num_ranks)
     has_gpus = any(offer.num_gpus for offer in node_offers())
     use_gpus = config.cluster.device == "cuda" or (config.cluster.device == "auto" and has_gpus)
+    if config.rollout.cuda_graphs and not use_gpus:
+        raise ConfigError("rollout.cuda_graphs=true needs GPUs, and the cluster has none; leave it false")
     return ResourcePool(
         ranks_per_node=config.cluster.ranks_per_node,
         use_gpus=use_gpus,

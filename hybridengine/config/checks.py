@@ -178,6 +178,11 @@ def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
             f" {needed} bytes at p_g-t_g = {gen}; raise it to a multiple of {needed}",
             ("rollout.kv_cache_bytes", *widths, "actor.generate", "model"),
         )
+    if config.cluster.device == "cpu" and rollout.cuda_graphs:
+        yield Conflict(
+            "rollout.cuda_graphs=true needs cluster.device=cuda, found cpu; leave it false",
+            ("rollout.cuda_graphs", "cluster.device"),
+        )
     if config.cluster.device == "cpu" and shape.head_dim % 32:
         yield Conflict(
             f"head_dim={shape.head_dim} is not a multiple of 32, which vLLM needs on a CPU; use another model, or"

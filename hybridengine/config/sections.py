@@ -39,7 +39,7 @@ class RunSection(Section):
     """Folder of this run inside `folder`; the configuration file's name where it is left out."""
     folder: PathText = "runs"
     """Folder of all runs."""
-    seed: CountOrZero = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of everything random: weights, data, sampling."""
     steps: Count = 100
     """RL iterations."""
