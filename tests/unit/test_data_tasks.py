@@ -17,8 +17,6 @@ from hybridengine.data.tasks import (
 )
 from hybridengine.errors import DataError
 
-pytest.importorskip("reasoning_gym")
-
 
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]

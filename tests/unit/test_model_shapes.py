@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from itertools import product
@@ -31,7 +32,7 @@ SIZES: dict[str, Any] = {
 
 def hf_config(family: str, task: str = "CausalLM", **changes: Any) -> Any:
     """A transformers configuration of `family`, with its architecture set."""
-    transformers = pytest.importorskip("transformers")
+    transformers = importlib.import_module("transformers")
     sizes = SIZES | changes
     if family == "Qwen2":
         sizes.pop("head_dim", None)  # Qwen2 has none: it is hidden_size / num_attention_heads
@@ -121,7 +122,7 @@ def test_absent_keys_mean_what_transformers_takes_them_for(family: str, absent: 
     changes: dict[str, Any] = {"num_attention_heads": 32, "hidden_size": 192, "num_key_value_heads": 8}
     contents = saved(hf_config(family, **changes))
     contents.pop(absent, None)
-    transformers = pytest.importorskip("transformers")
+    transformers = importlib.import_module("transformers")
     config = getattr(transformers, f"{family}Config").from_dict(contents)
     shape = ModelShape.from_hf_config(contents)
     assert shape.tensors == hf_tensors(config)
@@ -170,7 +171,7 @@ def test_rotary_settings_of_both_config_styles(form: str) -> None:
     shape = ModelShape.from_hf_config(plain(**contents))
     assert shape.rope_theta == theta
     assert shape.rope_scaling == scaling
-    transformers = pytest.importorskip("transformers")
+    transformers = importlib.import_module("transformers")
     theirs = transformers.LlamaConfig.from_dict(plain(**contents)).rope_parameters
     assert theirs["rope_theta"] == theta
     assert theirs["rope_type"] == ("llama3" if scaling else "default")

@@ -5,8 +5,6 @@ one DDP bucket per parameter   DistributedDataParallel cuts buckets by size only
 uneven stages                  a stage's layers are handed in as a list: the pipeline layout of 0.16 counts them for
                                the global parallel state's stage instead of the stage of the groups
 buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
-tensor-parallel duplicates     the gradient norm leaves out duplicates by global state unless the optimizer knows its
-                               tensor-parallel group
 """
 
 from __future__ import annotations
@@ -99,10 +97,3 @@ def gradient_buffers(ddp: Any) -> list[torch.Tensor]:
 def plain_optimizers(optimizer: Any) -> list[Any]:
     """The optimizers inside Megatron's ChainedOptimizer."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
-def hand_in_tensor_group(optimizer: Any, group: torch.distributed.ProcessGroup) -> None:
-    """Tell the gradient norm which group's ranks hold duplicates of unsharded parameters."""
-    for one in plain_optimizers(optimizer):
-        one.tp_group = group
-    optimizer.tp_group = group

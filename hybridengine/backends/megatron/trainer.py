@@ -155,7 +155,6 @@ class MegatronTrainer(MegatronModel):
             self._optimizer = get_megatron_optimizer(
                 config, [self._ddp], use_gloo_process_groups=False, pg_collection=self.groups
             )
-            compat.hand_in_tensor_group(self._optimizer, self.groups.tp)
             self._schedule = OptimizerParamScheduler(
                 self._optimizer,
                 init_lr=0.0,
