@@ -258,10 +258,20 @@ class ModelShape:
                 )
         return problems
 
-    def gen_tp_problems(self, tp_size: int, train_tp_size: int) -> list[str]:
-        """Why vLLM cannot hold this model at t_g = `tp_size` where it trains at t = `train_tp_size`, a multiple of t_g.
+    def gen_pp_problems(self, pp_size: int) -> list[str]:
+        """Why p_g = `pp_size` cannot hold this model; empty where it can."""
+        if pp_size <= self.num_layers:
+            return []
+        return [
+            f"p_g={pp_size} pipeline stages need as many layers, the model has num_layers={self.num_layers};"
+            f" choose p_g <= {self.num_layers}"
+        ]
 
-        Empty where it can; `tp_problems` are not repeated.
+    def gen_tp_problems(self, tp_size: int, train_tp_size: int) -> list[str]:
+        """Why vLLM cannot hold this model at t_g = `tp_size` where it trains at t = `train_tp_size`; empty where it can.
+
+        vLLM shares out KV heads where t_g divides their number, and gives t_g / num_kv_heads ranks
+        a copy of the same head where their number divides t_g.
         """
         if self.family == "qwen2" and self.head_dim * self.num_heads != self.hidden_size:
             return [
@@ -269,22 +279,44 @@ class ModelShape:
                 f" Qwen2 takes hidden_size / num_heads for it; use a model with head_dim"
                 f" {self.hidden_size // self.num_heads}"
             ]
-        padded = padded_vocab_size(self.vocab_size, 1)
-        choices = [
-            n
-            for n in range(1, 65)
-            if not any(v % n for v in (padded, train_tp_size, *self._sharded_sizes))
-            and (n == 1 or padded_vocab_size(self.vocab_size, train_tp_size) == padded)
+        faults = self._gen_tp_faults(tp_size, train_tp_size)
+        if not faults:
+            return []
+        choices = [size for size in range(1, 65) if not self._gen_tp_faults(size, train_tp_size)]
+        return [f"{fault}; choose t_g from {_one_of(choices)}{remedy}" for fault, remedy in faults]
+
+    def _gen_tp_faults(self, tp_size: int, train_tp_size: int) -> list[tuple[str, str]]:
+        """(rule that t_g breaks, remedy besides another t_g)."""
+        faults = [
+            (f"t_g={tp_size} does not divide {field}={getattr(self, field)}", "")
+            for field in ("num_heads", "ffn_hidden_size")
+            if getattr(self, field) % tp_size
         ]
-        text = f"{padded}, which is vocab_size={self.vocab_size} padded to a multiple of {VOCAB_MULTIPLE} as vLLM does"
-        if padded % tp_size:
-            return [f"t_g={tp_size} does not divide {text}; choose {_one_of(choices)}"]
-        if tp_size not in choices:
-            return [
-                f"t={train_tp_size} does not divide {text}, so that the vocabulary's training shards do not nest in"
-                f" those of t_g={tp_size}; choose t_g from {_one_of(choices)}, or another t"
-            ]
-        return []
+        if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
+            faults.append(
+                (
+                    f"t_g={tp_size} neither divides num_kv_heads={self.num_kv_heads} nor is a multiple of it",
+                    "",
+                )
+            )
+        rows = padded_vocab_size(self.vocab_size, 1)
+        text = f"{rows}, which is vocab_size={self.vocab_size} padded to a multiple of {VOCAB_MULTIPLE} as vLLM does"
+        if rows % tp_size:
+            faults.append((f"t_g={tp_size} does not divide {text}", ""))
+        elif (
+            tp_size > 1
+            and train_tp_size % tp_size == 0
+            and rows != padded_vocab_size(self.vocab_size, train_tp_size)
+        ):
+            # The ranks that gather for one generation shard then lack some of its rows.
+            faults.append(
+                (
+                    f"t={train_tp_size} does not divide {text}, so that the vocabulary's training shards do not nest"
+                    f" in those of t_g={tp_size}",
+                    ", or another t",
+                )
+            )
+        return faults
 
     @property
     def _sharded_sizes(self) -> tuple[int, int, int]:

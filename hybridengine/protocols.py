@@ -7,7 +7,7 @@ its business.
     protocol           distribute                                        collect
     ONE_TO_ALL         the same rows to every rank                       from every rank
     3D_PROTO           split over DP, a DP group's rows to all its ranks concat: last stage, tp 0 of every DP group
-    3D_ALL_MICRO_DP    split over all d · d_g generation replicas        concat: one rank of each replica
+    3D_ALL_MICRO_DP    split over all generation replicas                concat: one rank of each replica
     3D_PP_ONLY         the same rows to every rank                       from tp 0, dp 0 of every stage
     DP_PROTO           split over all ranks                              concat from every rank
     ALL_TO_ALL         one item per rank, made by the caller             from every rank
@@ -169,7 +169,7 @@ def _split_over_dp(num_rows: int, topology: GroupTopology) -> RowRanges:
 def _split_over_replicas(num_rows: int, topology: GroupTopology) -> RowRanges:
     generation = _generation(topology)
     parts = even_split(num_rows, generation.num_replicas, f"generation replicas of {topology}")
-    return tuple(parts[generation.replica_index(rank)] for rank in range(topology.num_ranks))
+    return tuple(parts[generation.coordinate(rank).replica_rank] for rank in range(topology.num_ranks))
 
 
 def _split_over_ranks(num_rows: int, topology: GroupTopology) -> RowRanges:
@@ -202,7 +202,7 @@ def _last_stage_of_replicas(topology: GroupTopology) -> tuple[int, ...]:
     for rank in range(topology.num_ranks):
         place = generation.coordinate(rank)
         if place.pp_rank == last_stage and place.tp_rank == 0:
-            ranks.append((generation.replica_index(rank), rank))
+            ranks.append((place.replica_rank, rank))
     return tuple(rank for _, rank in sorted(ranks))
 
 

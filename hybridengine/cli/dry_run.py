@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from hybridengine.cli.group_lines import format_groups
 from hybridengine.config import RunConfig, model_shape
 from hybridengine.config.run_config import Role
 from hybridengine.metrics.formatting import format_bytes
-from hybridengine.planning.memory import SwitchCost, TrainingMemory, switch_cost, training_memory
-from hybridengine.topology.grid import Groups
+from hybridengine.planning.memory import TrainingMemory, training_memory
+from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer, num_crossing
+from hybridengine.topology.links import NodeMap
 
-SHOWN_GROUPS = 8
+SHOWN_PLANS = 8
 
 
 def print_dry_run(config: RunConfig) -> None:
@@ -32,12 +34,12 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         f"ranks: {config.num_ranks} on {len(config.cluster.ranks_per_node)} node(s), {config.cluster.rank_order} order",
         "roles: "
         + ", ".join(f"{role} {config.train_sizes(role)}" for role in config.model_roles)
-        + f" (p-t-d); generation {config.actor.gen_sizes} (p_g-t_g) in {generation.num_replicas} engine(s),"
-        f" d_g={generation.micro_dp_size}",
+        + f" (p-t-d); generation {config.actor.gen_sizes} (p_g-t_g) in {generation.num_replicas} engine(s)"
+        + (f", d_g={generation.micro_dp_size}" if generation.nests else ", sizes that do not nest"),
         f"switch: each rank receives at most {format_bytes(cost.received_bytes)}"
         f" ({cost.received_bytes / total:.1%} of the model), peak {format_bytes(cost.peak_bytes)} of weights"
         f" (training shard {format_bytes(cost.train_bytes)}, generation shard {format_bytes(cost.gen_bytes)}),"
-        f" redundant 0 B; back: 0 B received",
+        f" redundant {format_bytes(cost.redundant_bytes)}; back: 0 B received",
     ]
 
 
@@ -47,17 +49,18 @@ def group_lines(config: RunConfig) -> list[str]:
     for role in config.model_roles:
         grid = config.grid(role)
         for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-            lines.append(f"  {role:<10} {name:<10} {_groups(grid.groups(axis))}")
+            lines.append(f"  {role:<10} {name:<10} {format_groups(grid.groups(axis))}")
     generation = config.generation_grid
+    domain = "micro-DP" if generation.nests else "gather"
     for name, groups in (
         ("tensor", generation.tp_groups),
         ("pipeline", generation.pp_groups),
-        ("micro-DP", generation.micro_dp_groups),
+        (domain, generation.domains),
     ):
-        lines.append(f"  generation {name:<10} {_groups(groups)}")
-    crossing = _crossing(config, generation.micro_dp_groups)
+        lines.append(f"  generation {name:<10} {format_groups(groups)}")
+    crossing = num_crossing(generation.domains, nodes_of(config))
     lines.append(
-        f"  {crossing} of {len(generation.micro_dp_groups)} micro-DP groups cross nodes"
+        f"  {crossing} of {len(generation.domains)} {domain} groups cross nodes"
         + (", because a replica is larger than a node" if crossing and _replica_crosses(config) else "")
         + (
             "; cluster.rank_order=paper keeps a replica together"
@@ -70,8 +73,9 @@ def group_lines(config: RunConfig) -> list[str]:
 
 def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     """Plan summary and memory per rank and phase, of the rank with the most."""
-    lines = ["", f"plan (first replica of {config.actor.train_sizes.dp_size})"]
-    for plan in cost.plans[:SHOWN_GROUPS]:
+    repeated = f"{len(cost.plans)} of {cost.num_domains} groups that gather; the others repeat them"
+    lines = ["", f"plan ({repeated})" if cost.num_domains > len(cost.plans) else "plan"]
+    for plan in cost.plans[:SHOWN_PLANS]:
         lines.append(f"  {plan}")
     lines.append(
         f"  buckets of at most {format_bytes(cost.bucket_bytes)}; digest {cost.plans[0].digest[:16]}"
@@ -113,27 +117,15 @@ def _held_while_generating(config: RunConfig, role: Role, cost: SwitchCost, memo
 
 def cost_of(config: RunConfig) -> SwitchCost:
     """What switching the actor costs, from its plans."""
-    return switch_cost(
-        model_shape(config), config.generation_grid, config.model.dtype, config.actor.bucket_bytes
-    )
+    pricer = SwitchPricer(model_shape(config), config.model.dtype, config.actor.bucket_bytes)
+    return pricer.price(config.generation_grid, nodes_of(config))
 
 
-def _groups(groups: Groups) -> str:
-    shown = " ".join(_ranks(group) for group in groups[:SHOWN_GROUPS])
-    return shown + (f" ... {len(groups)} groups" if len(groups) > SHOWN_GROUPS else "")
-
-
-def _ranks(group: tuple[int, ...]) -> str:
-    if len(group) > 8:
-        return f"[{group[0]},{group[1]},...,{group[-1]}]"
-    return "[" + ",".join(map(str, group)) + "]"
+def nodes_of(config: RunConfig) -> NodeMap:
+    """The run's ranks on its nodes."""
+    return NodeMap(config.cluster.ranks_per_node)
 
 
 def _replica_crosses(config: RunConfig) -> bool:
     """Whether no rank order could keep a replica on one node."""
     return config.actor.train_sizes.model_parallel_size > min(config.cluster.ranks_per_node)
-
-
-def _crossing(config: RunConfig, groups: Groups) -> int:
-    node_of = [node for node, count in enumerate(config.cluster.ranks_per_node) for _ in range(count)]
-    return sum(1 for group in groups if len({node_of[rank] for rank in group}) > 1)

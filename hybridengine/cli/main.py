@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Sequence
 
 from hybridengine import __version__
+from hybridengine.cli.reshard_bench import add_bench_command
+from hybridengine.cli.reshard_plan import add_plan_command
 from hybridengine.errors import CheckpointError, ConfigError, DataError, HybridEngineError, TopologyError
 
 EXAMPLES = """examples:
@@ -15,6 +17,8 @@ EXAMPLES = """examples:
   hybridengine train configs/arithmetic.yaml run.steps=5           any key of the file can be overridden
   hybridengine train configs/arithmetic.yaml actor.generate=1-2    another generation layout, p_g-t_g
   hybridengine train configs/llama3-70b-16nodes.yaml --dry-run     groups, plan and memory; starts nothing
+  hybridengine reshard plan --help                                 what a switch costs on a cluster; starts nothing
+  hybridengine reshard bench --help                                what a switch costs here, measured on real ranks
 """
 
 
@@ -63,6 +67,14 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="print groups, plan and memory estimate, and start nothing"
     )
     train.set_defaults(run=_train)
+    reshard = commands.add_parser(
+        "reshard",
+        help="plan or measure the switch between training and generation",
+        description="Switching the actor's weights between its training and generation layouts: what it will cost on a"
+        " cluster, and what it costs on real ranks.",
+    ).add_subparsers(dest="reshard_command", required=True, metavar="COMMAND")
+    add_plan_command(reshard)
+    add_bench_command(reshard)
     return parser
 
 

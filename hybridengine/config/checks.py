@@ -14,6 +14,7 @@ from hybridengine.checkpoint_files import checkpoint_problems
 from hybridengine.config.run_config import Role, RunConfig
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
+from hybridengine.topology.sizes import GenSizes
 
 
 class Conflict(NamedTuple):
@@ -39,6 +40,7 @@ def find_conflicts(config: RunConfig, *, dry_run: bool = False) -> list[Conflict
         if shape is not None:
             conflicts += _sharding(config, role, shape)
     shape = _shape_or_none(config, "actor")
+    conflicts += _engines(config, shape)
     if shape is not None:
         conflicts += _generation(config, shape)
     return conflicts
@@ -118,7 +120,7 @@ def _exactly_one(section: str, values: dict[str, object]) -> Iterator[Conflict]:
 
 
 def _sizes(config: RunConfig) -> Iterator[Conflict]:
-    """p·t·d of every role against the ranks, (p_g, t_g) inside (p, t)."""
+    """p·t·d of every role against the ranks."""
     for role in config.model_roles:
         sizes = config.train_sizes(role)
         if sizes.num_ranks != config.num_ranks:
@@ -136,10 +138,23 @@ def _sizes(config: RunConfig) -> Iterator[Conflict]:
                 f" {sizes.num_ranks} ranks",
                 (key, "cluster.ranks_per_node"),
             )
-    for problem in config.actor.gen_sizes.problems_inside(config.actor.train_sizes):
-        yield Conflict(
-            f"actor.generate={config.actor.generate}: {problem}", ("actor.generate", "actor.parallel")
-        )
+
+
+def _engines(config: RunConfig, shape: ModelShape | None) -> Iterator[Conflict]:
+    """(p_g, t_g) against the ranks and the model; the remedy names the nearest sizes that keep every rule."""
+    gen, train = config.actor.gen_sizes, config.actor.train_sizes
+
+    def problems(sizes: GenSizes) -> list[str]:
+        if shape is None:
+            return []
+        return shape.gen_pp_problems(sizes.pp_size) + shape.gen_tp_problems(sizes.tp_size, train.tp_size)
+
+    for problem in gen.problems_over(train, lambda sizes: not problems(sizes)):
+        yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "actor.parallel"))
+    nearest = [str(sizes) for sizes in gen.nearest_over(train, lambda sizes: not problems(sizes))]
+    hint = f"; the nearest p_g-t_g that can be: {', '.join(nearest)}" if nearest else ""
+    for problem in problems(gen):
+        yield Conflict(f"actor.generate={gen}: {problem}{hint}", ("actor.generate", "model"))
 
 
 def _sharding(config: RunConfig, role: Role, shape: ModelShape) -> Iterator[Conflict]:
@@ -167,9 +182,6 @@ def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
             (*widths, "model"),
         )
     gen = config.actor.gen_sizes
-    nests = not gen.problems_inside(config.actor.train_sizes)
-    for problem in shape.gen_tp_problems(gen.tp_size, config.actor.train_sizes.tp_size) if nests else ():
-        yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "model"))
     layers, kv_heads = -(-shape.num_layers // gen.pp_size), max(1, shape.num_kv_heads // gen.tp_size)
     needed = 2 * layers * kv_heads * shape.head_dim * DTYPE_BYTES[config.model.dtype] * width
     if needed > rollout.kv_cache_bytes:
@@ -198,11 +210,11 @@ def _rows(config: RunConfig) -> Iterator[Conflict]:
         f"data.batch_size={config.data.batch_size} · rollout.samples_per_prompt="
         f"{config.rollout.samples_per_prompt} = {rows} rows"
     )
-    if not config.actor.gen_sizes.problems_inside(config.actor.train_sizes):
+    if not config.actor.gen_sizes.problems_over(config.actor.train_sizes):
         engines = config.generation_grid.num_replicas
         if rows % engines:
             yield Conflict(
-                f"{rows_text} must split evenly over the d·d_g = {engines} engines of actor.parallel="
+                f"{rows_text} must split evenly over the p·t·d / (p_g·t_g) = {engines} engines of actor.parallel="
                 f"{config.actor.parallel}, actor.generate={config.actor.generate}; choose a multiple of {engines}",
                 (*row_keys, "actor.parallel", "actor.generate"),
             )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import lru_cache
 
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout, Shard, whole
 
 
-def hf_layout(shape: ModelShape, ranks: Iterable[int] = (0,)) -> Layout:
+@lru_cache(maxsize=16)
+def hf_layout(shape: ModelShape, ranks: tuple[int, ...] = (0,)) -> Layout:
     """Layout in which each of `ranks` holds all logical tensors under their own names."""
     shard = Shard(tuple(whole(name, name, size) for name, size in shape.tensors.items()))
     return Layout(shape, dict.fromkeys(ranks, ()), {(): shard}, kind="hugging face")

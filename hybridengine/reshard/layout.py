@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from hybridengine.errors import PlanError
 from hybridengine.model_shapes import ModelShape
@@ -46,7 +47,7 @@ class LocalParameter:
         """Logical tensor of the first piece; decides with which bucket the parameter comes and goes."""
         return self.pieces[0].tensor if self.pieces else self.padding_of
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
@@ -65,10 +66,21 @@ class Shard:
     def num_elements(self) -> int:
         return sum(parameter.num_elements for parameter in self.parameters)
 
-    def named(self) -> dict[str, LocalParameter]:
+    @cached_property
+    def by_name(self) -> dict[str, LocalParameter]:
+        """Parameter name -> parameter."""
         return {parameter.name: parameter for parameter in self.parameters}
 
-    def pieces_of(self) -> dict[str, list[tuple[str, Piece]]]:
+    @cached_property
+    def by_tensor(self) -> dict[str, list[LocalParameter]]:
+        """Logical tensor -> parameters that come and go with it."""
+        found: dict[str, list[LocalParameter]] = {}
+        for parameter in self.parameters:
+            found.setdefault(parameter.tensor, []).append(parameter)
+        return found
+
+    @cached_property
+    def pieces(self) -> dict[str, list[tuple[str, Piece]]]:
         """Logical tensor -> (parameter name, piece) for everything that this shard holds."""
         found: dict[str, list[tuple[str, Piece]]] = {}
         for parameter in self.parameters:
@@ -81,15 +93,18 @@ ShardKey = tuple[int, ...]
 """Coordinates that decide what a rank holds, e.g. (pp rank, tp rank)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """Shards of a model over ranks. Ranks with the same key hold the same shard."""
+    """Shards of a model over ranks. Ranks with the same key hold the same shard.
+
+    Functions that make layouts return the same object for the same arguments: plans are looked up by it.
+    """
 
     shape: ModelShape
     keys: Mapping[int, ShardKey]
     """Rank -> key of its shard."""
     shards: Mapping[ShardKey, Shard]
-    kind: str = field(default="", compare=False)
+    kind: str = ""
     """What the layout belongs to, for messages: "megatron 2-2-1"."""
 
     def shard(self, rank: int) -> Shard:

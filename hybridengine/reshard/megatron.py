@@ -12,6 +12,7 @@ With tied embeddings and more than one pipeline stage, the last stage holds a co
 from __future__ import annotations
 
 from enum import Enum
+from functools import lru_cache
 
 from hybridengine.model_shapes import (
     EMBEDDING,
@@ -42,6 +43,7 @@ _NORM_NAMES = {
 }
 
 
+@lru_cache(maxsize=16)
 def megatron_layout(shape: ModelShape, grid: Grid, names: NameSet = NameSet.LOCAL) -> Layout:
     """Layout of a GPTModel over the ranks of `grid`."""
     keys = {}

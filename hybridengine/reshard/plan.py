@@ -1,7 +1,7 @@
 """A plan: the moves that turn one layout into another, in ordered buckets of bounded size.
 
 A plan is frozen, deterministic and printable: every rank compiles the same plan from the same layouts, and nobody sends
-it around. `planner` makes plans; `cost` prices them; `runtime.executor` carries them out.
+it around. `planner` makes plans; `audit` proves them; `cost` prices them; `runtime.executor` carries them out.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from hybridengine.reshard.boxes import Box, extents, num_elements
 from hybridengine.reshard.layout import Layout
 
 
-@dataclass(frozen=True, order=True)
-class Place:
+class Place(NamedTuple):
     """Where a box starts: in which parameter of which rank, at which index."""
 
     rank: int
@@ -24,14 +24,16 @@ class Place:
     offset: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Move:
-    """Copy one box of a logical tensor from a place in the source layout to a place in the destination layout."""
+class Move(NamedTuple):
+    """Copy one box of a logical tensor from a place of one rank to a place of the destination layout."""
 
     tensor: str
     box: Box
     source: Place
     destination: Place
+    step: int = 0
+    """0: out of the source layout. 1: passed on by a rank that step 0 has brought the box to, out of its destination
+    parameter."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,18 +49,20 @@ class Move:
         return self.source.rank == self.destination.rank
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Pack:
     """Boxes of one rank that go, as one message, to each of the same receivers."""
 
+    step: int
     source_rank: int
     receivers: tuple[int, ...]
     moves: tuple[tuple[Move, ...], ...]
     """For each receiver the moves of the message, in the message's order; their sources are the same for all."""
-
-    @property
-    def num_elements(self) -> int:
-        return sum(move.num_elements for move in self.moves[0])
+    num_elements: int
+    sent_in_place: bool
+    """The message is one contiguous region of the sender's parameter, and is sent from there."""
+    received_in_place: tuple[bool, ...]
+    """For each receiver: the message is one contiguous region of its parameter, and is received there."""
 
     def moves_to(self, receiver: int) -> tuple[Move, ...]:
         return self.moves[self.receivers.index(receiver)]
@@ -71,34 +75,19 @@ class Bucket:
     tensors: tuple[str, ...]
     """Logical tensors of the bucket; no tensor is in two buckets."""
     moves: tuple[Move, ...]
+    packs: tuple[Pack, ...]
+    """The moves between ranks as messages: a box is packed once, however many ranks receive it."""
     sources: dict[int, tuple[str, ...]]
-    """Rank -> source parameters that nobody needs any more once the bucket has arrived."""
+    """Rank -> source parameters that are given up once the bucket has arrived."""
     destinations: dict[int, tuple[str, ...]]
     """Rank -> destination parameters that the bucket fills completely."""
+    overlaps: bool = False
+    """Its messages may leave while the bucket before it is still being unpacked."""
 
-    @cached_property
-    def packs(self) -> tuple[Pack, ...]:
-        """Messages of the bucket: a box is packed once, however many ranks receive it.
-
-        A rank that keeps a box in two parameters receives it twice.
-        """
-        receivers: dict[tuple[str, Box, Place], list[dict[int, Move]]] = {}
-        for move in self.moves:
-            if not move.is_local:
-                copies = receivers.setdefault((move.tensor, move.box, move.source), [{}])
-                if all(move.destination.rank in copy for copy in copies):
-                    copies.append({})
-                next(copy for copy in copies if move.destination.rank not in copy)[move.destination.rank] = (
-                    move
-                )
-        messages: dict[tuple[int, tuple[int, ...]], list[dict[int, Move]]] = {}
-        for (_, _, source), copies in receivers.items():
-            for moves in copies:
-                messages.setdefault((source.rank, tuple(sorted(moves))), []).append(moves)
-        return tuple(
-            Pack(source, ranks, tuple(tuple(moves[rank] for moves in boxes) for rank in ranks))
-            for (source, ranks), boxes in messages.items()
-        )
+    @property
+    def num_steps(self) -> int:
+        """2 where boxes are passed on, else 1."""
+        return 1 + max((pack.step for pack in self.packs), default=0)
 
     def sends(self, rank: int) -> list[Pack]:
         """Messages that `rank` sends."""
@@ -111,6 +100,18 @@ class Bucket:
     def local(self, rank: int) -> list[Move]:
         """Moves inside `rank`."""
         return [move for move in self.moves if move.is_local and move.source.rank == rank]
+
+    @cached_property
+    def staging(self) -> dict[int, int]:
+        """Rank -> elements of messages that are gathered before they leave, or spread after they have come."""
+        staged: dict[int, int] = {}
+        for pack in self.packs:
+            if not pack.sent_in_place:
+                staged[pack.source_rank] = staged.get(pack.source_rank, 0) + pack.num_elements
+            for receiver, in_place in zip(pack.receivers, pack.received_in_place, strict=True):
+                if not in_place:
+                    staged[receiver] = staged.get(receiver, 0) + pack.num_elements
+        return staged
 
 
 @dataclass(frozen=True)
@@ -127,12 +128,31 @@ class Plan:
     def moves(self) -> Iterator[Move]:
         return (move for bucket in self.buckets for move in bucket.moves)
 
+    @property
+    def num_steps(self) -> int:
+        """2 where some box enters a node once and is passed on inside it."""
+        return max((bucket.num_steps for bucket in self.buckets), default=1)
+
+    def retained(self, rank: int) -> tuple[str, ...]:
+        """Source parameters that `rank` keeps, because its destination shard does not hold all of them.
+
+        Empty for layouts that nest; what is named here is held twice, in whole or in part, while the destination is.
+        """
+        if rank not in self.source.keys:
+            return ()
+        released = {name for bucket in self.buckets for name in bucket.sources.get(rank, ())}
+        names = (parameter.name for parameter in self.source.shard(rank).parameters)
+        return tuple(name for name in names if name not in released)
+
     @cached_property
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of all moves: equal plans, and only they, have equal digests."""
+        """Hexadecimal SHA-256 of all moves and their grouping: equal plans, and only they, have equal digests."""
         text = hashlib.sha256()
         for bucket in self.buckets:
-            text.update(repr((bucket.tensors, bucket.moves, bucket.sources, bucket.destinations)).encode())
+            content = (
+                bucket.tensors, bucket.moves, bucket.packs, bucket.sources, bucket.destinations, bucket.overlaps,
+            )  # fmt: skip
+            text.update(repr(content).encode())
         return text.hexdigest()
 
     def __hash__(self) -> int:
@@ -144,8 +164,9 @@ class Plan:
     def __str__(self) -> str:
         moves = list(self.moves)
         remote = [move for move in moves if not move.is_local]
+        steps = ", in two steps" if self.num_steps == 2 else ""
         return (
             f"{self.source.kind} -> {self.destination.kind} among ranks {list(self.ranks)}:"
-            f" {len(self.buckets)} buckets, {len(moves)} moves, {len(remote)} between ranks,"
+            f" {len(self.buckets)} buckets, {len(moves)} moves, {len(remote)} between ranks{steps},"
             f" {sum(move.num_elements for move in remote)} elements received"
         )

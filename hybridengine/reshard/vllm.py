@@ -2,10 +2,13 @@
 
 Rows of a fused parameter, per tensor-parallel rank: `qkv_proj` = [q heads; k heads; v heads], `gate_up_proj` =
 [gate rows; up rows], `embed_tokens` and `lm_head` = an equal share of the vocabulary, padded to a multiple of 64.
+Where t_g exceeds the number of KV heads, t_g / num_kv_heads consecutive ranks hold the same k and v head each.
 With tied embeddings the head is the embedding: the last stage then has `embed_tokens` as well.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 from hybridengine.errors import PlanError, raise_all
 from hybridengine.model_shapes import EMBEDDING, FINAL_NORM, LM_HEAD, ModelShape, padded_vocab_size
@@ -14,7 +17,12 @@ from hybridengine.topology.generation import GenerationGrid
 
 
 def gen_stage_layers(shape: ModelShape, train_pp_size: int, gen_pp_size: int) -> tuple[range, ...]:
-    """Layers of each generation stage: the union of p/p_g consecutive training stages, so that stages nest."""
+    """Layers of each generation stage: the union of p/p_g consecutive training stages, so that stages nest.
+
+    Where p_g does not divide p they cannot nest, and the stages are as even as training's are.
+    """
+    if train_pp_size % gen_pp_size:
+        return shape.split_layers(gen_pp_size)
     stages = shape.split_layers(train_pp_size)
     joined = train_pp_size // gen_pp_size
     return tuple(
@@ -23,14 +31,18 @@ def gen_stage_layers(shape: ModelShape, train_pp_size: int, gen_pp_size: int) ->
     )
 
 
+@lru_cache(maxsize=16)
 def vllm_layout(shape: ModelShape, generation: GenerationGrid) -> Layout:
     """Layout of the engines over the ranks of a generation grid.
 
     Raises:
-        PlanError: vLLM cannot hold the model, or the vocabulary's shards do not nest.
+        PlanError: vLLM cannot hold the model, or the sizes nest and the vocabulary's shards do not.
     """
-    raise_all(shape.gen_tp_problems(generation.sizes.tp_size, generation.train.sizes.tp_size), PlanError)
     sizes, train = generation.sizes, generation.train.sizes
+    raise_all(
+        [*shape.gen_pp_problems(sizes.pp_size), *shape.gen_tp_problems(sizes.tp_size, train.tp_size)],
+        PlanError,
+    )
     stages = gen_stage_layers(shape, train.pp_size, sizes.pp_size)
     places = {rank: generation.coordinate(rank) for rank in range(train.num_ranks)}
     keys = {rank: (place.pp_rank, place.tp_rank) for rank, place in places.items()}
@@ -61,13 +73,19 @@ def _layer(shape: ModelShape, layer: int, tp_rank: int, tp_size: int) -> list[Lo
     prefix = f"model.layers.{layer}."
     tensors = shape.layer_tensors(layer)
     attention = prefix + "self_attn."
+    kv_shares = min(tp_size, shape.num_kv_heads)
 
-    def share(tensor: str) -> tuple[str, tuple[int, ...], tuple[int, int]]:
-        rows = tensors[tensor][0] // tp_size
-        return tensor, tensors[tensor], (tp_rank * rows, (tp_rank + 1) * rows)
+    def share(tensor: str, count: int = tp_size) -> tuple[str, tuple[int, ...], tuple[int, int]]:
+        """Rows of a tensor in `count` equal shares, each held by t_g / count consecutive ranks."""
+        rows, index = tensors[tensor][0] // count, tp_rank * count // tp_size
+        return tensor, tensors[tensor], (index * rows, (index + 1) * rows)
 
+    shares = {"q": tp_size, "k": kv_shares, "v": kv_shares}
     parameters = [
-        row_stack(f"{attention}qkv_proj.{kind}", [share(f"{attention}{part}_proj.{kind}") for part in "qkv"])
+        row_stack(
+            f"{attention}qkv_proj.{kind}",
+            [share(f"{attention}{part}_proj.{kind}", count) for part, count in shares.items()],
+        )
         for kind in (("weight", "bias") if shape.qkv_bias else ("weight",))
     ]
     output, down = attention + "o_proj.weight", prefix + "mlp.down_proj.weight"

@@ -5,29 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from hybridengine.errors import PlanError
+from hybridengine.errors import HybridEngineError, PlanError, StorageError, TransferError
 from hybridengine.reshard.layout import LocalParameter
-from hybridengine.reshard.plan import Bucket, Move, Pack, Place, Plan
+from hybridengine.reshard.plan import Plan
+from hybridengine.runtime.failure_notes import FailureNote, FailureNotes, explain
 from hybridengine.runtime.ledger import StorageLedger
-from hybridengine.runtime.storage import WeightStorage, trim_heap
-from hybridengine.runtime.transport import PointToPointTransport
+from hybridengine.runtime.programs import Program, ProgramBuilder, Step
+from hybridengine.runtime.storage import StoragePart, WeightStorage, trim_heap
+from hybridengine.runtime.transport import PeerError, Pending, PointToPointTransport
+
+TRIM_BYTES = 32 * 2**20
+"""Freed weights that may wait in the C heap for the next bucket to use them: pages that the heap has are ready at once,
+those that the system hands out anew are cleared first."""
 
 
-@dataclass(frozen=True)
-class _Program:
-    """A bucket as one rank sees it; views stay valid while storages come and go."""
+@dataclass
+class _Open:
+    """A bucket in flight."""
 
-    incoming: list[list[Tensor]]
-    """Destination views of each message, in the message's order."""
-    local_from: list[Tensor]
-    local_to: list[Tensor]
+    program: Program
+    pending: list[Pending]
+    """Messages of its present step."""
 
 
 class PlanExecutor:
     """One rank's part in a plan.
+
+    Two buckets are in flight where the plan allows it: the messages of one travel while the one before is unpacked.
 
     Args:
         source, destination: this rank's weights in both layouts. A rank without a part in one has it empty.
@@ -52,8 +56,10 @@ class PlanExecutor:
         self._source, self._destination = source, destination
         self._transport, self._ledger = transport, ledger
         self._release_source = release_source
-        self._programs: dict[int, _Program] = {}
-        self._padded: set[str] = set()
+        self.num_complete = 0
+        """Buckets of the present or last run that have arrived."""
+        self._num_runs = 0
+        self._freed_bytes = 0
         dtypes = set()
         for layout, storage in ((plan.source, source), (plan.destination, destination)):
             parameters = layout.shard(rank).parameters if rank in layout.keys else ()
@@ -64,99 +70,162 @@ class PlanExecutor:
                 f"{plan.source.kind} and {plan.destination.kind} hold weights of types"
                 f" {', '.join(sorted(map(str, dtypes)))}; a switch needs one type on both sides"
             )
-        if rank in plan.destination.keys:
-            self._padded = {p.name for p in plan.destination.shard(rank).parameters if p.has_padding}
+        padded = frozenset(
+            parameter.name
+            for parameter in (
+                plan.destination.shard(rank).parameters if rank in plan.destination.keys else ()
+            )
+            if parameter.has_padding
+        )
+        self._builder = ProgramBuilder(rank, source, destination, padded, transport)
+        self._storages: list[tuple[StoragePart, StoragePart]] = [
+            self._builder.storages(bucket) for bucket in plan.buckets
+        ]
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self._trims = self._builder.device.type == "cpu"
 
     def run(
         self,
-        buckets: Sequence[int] | None = None,
+        first: int = 0,
+        last: int | None = None,
+        verify: bool = False,
         after_bucket: Callable[[tuple[str, ...]], None] | None = None,
     ) -> None:
-        """Carry out the plan's buckets (all, where None) in order.
+        """Carry out the plan's buckets from `first` to before `last` (the end, where None), in order.
 
         Args:
+            verify: receivers check every move.
             after_bucket: called with the destination parameters of each bucket once they are filled.
 
         Raises:
-            TransferError: names the bucket; buckets before it are complete, the ones after it untouched.
+            PlanError: the plan is stale: weights are no longer where they were. Nothing has been touched.
+            TransferError: a message failed, or arrived changed; buckets before `num_complete` are complete, the sources
+                of the others untouched.
         """
-        for index in range(len(self.plan.buckets)) if buckets is None else buckets:
-            self.run_bucket(index)
-            if after_bucket is not None:
-                after_bucket(self.plan.buckets[index].destinations.get(self._rank, ()))
-
-    def run_bucket(self, index: int) -> None:
-        """Carry out one bucket: pack, exchange, make room, fill, release."""
-        bucket = self.plan.buckets[index]
-        like = self._like(bucket)
-        if like is None:
-            return
-        outgoing, incoming = bucket.sends(self._rank), bucket.receives(self._rank)
-        filled = bucket.destinations.get(self._rank, ())
-        sent = [_flat(pack.num_elements, like) for pack in outgoing]
-        arrived = [_flat(pack.num_elements, like) for pack in incoming]
-        self._ledger.stage(sent + arrived)
+        self.check_fresh()
+        self.num_complete = first
+        in_flight: list[_Open] = []
         try:
-            for pack, buffer in zip(outgoing, sent, strict=True):
-                views = [_view(self._source, move.source, move) for move in pack.moves[0]]
-                torch._foreach_copy_(_split(buffer, views), views)
-            self._exchange(index, outgoing, sent, incoming, arrived)
-            self._ledger.unstage(sent)
-            sent.clear()
-            self._destination.materialise(filled, zero=self._padded.intersection(filled))
-            self._ledger.note()
-            self._fill(self._program(index, incoming), arrived)
+            for index in range(first, len(self.plan.buckets) if last is None else last):
+                if in_flight and not self.plan.buckets[index].overlaps:
+                    self._finish_oldest(in_flight, after_bucket)
+                in_flight.append(self._open(index, verify))
+                if len(in_flight) > 1:
+                    self._finish_oldest(in_flight, after_bucket)
+            while in_flight:
+                self._finish_oldest(in_flight, after_bucket)
+        except (HybridEngineError, MemoryError, RuntimeError) as error:
+            self._abandon(in_flight)
+            raise self._failure(error) from error
+        except BaseException:
+            self._abandon(in_flight)
+            raise
         finally:
-            self._ledger.unstage(sent + arrived)
-        if self._release_source:
-            self._source.release(bucket.sources.get(self._rank, ()))
-            if like.device.type == "cpu":
-                trim_heap()  # a GPU's caching allocator uses freed blocks again by itself
+            self._num_runs += 1
 
-    def _exchange(
-        self,
-        index: int,
-        outgoing: list[Pack],
-        sent: list[Tensor],
-        incoming: list[Pack],
-        arrived: list[Tensor],
+    def check_fresh(self) -> None:
+        """Check that both models still keep their weights where they were when the plan was bound to them.
+
+        Raises:
+            PlanError: names what has moved.
+        """
+        for layout, storage in ((self.plan.source, self._source), (self.plan.destination, self._destination)):
+            moved = storage.moved()
+            if moved:
+                shown = "; ".join(moved[:3]) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
+                raise PlanError(
+                    f"the plan is stale: rank {self._rank}, {layout.kind}: {shown}, since the plan was bound to the"
+                    " model; make the engine anew"
+                )
+
+    def _open(self, index: int, verify: bool) -> _Open:
+        """Make room, and start the messages of a bucket's first step."""
+        fills, _ = self._storages[index]
+        fills.materialise()
+        self._ledger.note()
+        program = self._program(index, verify)
+        program.staging.materialise()
+        self._ledger.stage(program.staging_bytes)
+        opened = _Open(program, self._start(program.steps[0]))
+        program.local.run()
+        return opened
+
+    def _program(self, index: int, verify: bool) -> Program:
+        if (index, verify) not in self._programs:
+            _, gives_up = self._storages[index]
+            self._programs[index, verify] = self._builder.build(self.plan.buckets[index], gives_up, verify)
+        return self._programs[index, verify]
+
+    def _start(self, step: Step) -> list[Pending]:
+        step.gather.run()
+        pending = [self._transport.post(step.messages)]
+        if step.checks is not None:
+            step.checks.sign()
+            pending.append(self._transport.post(step.checks.messages))
+        return pending
+
+    def _finish_oldest(
+        self, in_flight: list[_Open], after_bucket: Callable[[tuple[str, ...]], None] | None
     ) -> None:
-        before = self._transport.received_bytes
-        self._transport.exchange(
-            [(peer, buffer) for pack, buffer in zip(outgoing, sent, strict=True) for peer in pack.receivers],
-            [(pack.source_rank, buffer) for pack, buffer in zip(incoming, arrived, strict=True)],
-            what=f"bucket {index} of {len(self.plan.buckets)} ({self.plan.buckets[index].tensors[0]} ...) of"
-            f" {self.plan.source.kind} -> {self.plan.destination.kind}",
+        """Wait for a bucket, pass boxes on, unpack, check, and give its sources up."""
+        opened, index = in_flight[0], self.num_complete
+        program = opened.program
+        for number, step in enumerate(program.steps):
+            if number:
+                opened.pending = self._start(step)
+            for pending in opened.pending:
+                self._ledger.receive(pending.wait())
+            step.spread.run()
+            if step.checks is not None:
+                step.checks.verify(self._rank)
+        if program.local_checks is not None:
+            program.local_checks.verify(self._rank)
+        in_flight.pop(0)
+        program.staging.release()
+        self._ledger.unstage(program.staging_bytes)
+        if self._release_source:
+            program.gives_up.release()
+            self._freed_bytes += program.given_up_bytes
+            self._trim()
+        self.num_complete = index + 1
+        if after_bucket is not None:
+            after_bucket(self.plan.buckets[index].destinations.get(self._rank, ()))
+
+    def _trim(self) -> None:
+        """Return freed memory to the system from time to time; a GPU's caching allocator reuses it by itself."""
+        if self._trims and self._freed_bytes >= TRIM_BYTES:
+            trim_heap()
+            self._freed_bytes = 0
+
+    def _abandon(self, in_flight: list[_Open]) -> None:
+        """After a failure: nobody writes into buffers of unfinished buckets any more, and their staging goes."""
+        for opened in in_flight:
+            for pending in opened.pending:
+                pending.abandon()
+        for program in self._programs.values():
+            program.staging.release()
+
+    def _failure(self, error: Exception) -> HybridEngineError:
+        """`error` with the bucket, and with what the other ranks say."""
+        index = self.num_complete
+        where = (
+            f"bucket {index} of {len(self.plan.buckets)} ({self.plan.buckets[index].tensors[0]} ...) of"
+            f" {self.plan.source.kind} -> {self.plan.destination.kind}"
         )
-        self._ledger.receive(self._transport.received_bytes - before)
-
-    def _program(self, index: int, incoming: list[Pack]) -> _Program:
-        """Destination views of a bucket, made at its first run, when its storages exist."""
-        if index not in self._programs:
-            local = self.plan.buckets[index].local(self._rank)
-            self._programs[index] = _Program(
-                incoming=[
-                    [_view(self._destination, move.destination, move) for move in pack.moves_to(self._rank)]
-                    for pack in incoming
-                ],
-                local_from=[_view(self._source, move.source, move) for move in local],
-                local_to=[_view(self._destination, move.destination, move) for move in local],
-            )
-        return self._programs[index]
-
-    @staticmethod
-    def _fill(program: _Program, arrived: list[Tensor]) -> None:
-        if program.local_to:
-            torch._foreach_copy_(program.local_to, program.local_from)
-        for views, buffer in zip(program.incoming, arrived, strict=True):
-            torch._foreach_copy_(views, _split(buffer, views))
-
-    def _like(self, bucket: Bucket) -> Tensor | None:
-        """Any weight of the bucket on this rank, for device and dtype; None where the rank has no part in it."""
-        for storage, names in ((self._source, bucket.sources), (self._destination, bucket.destinations)):
-            for name in names.get(self._rank, ()):
-                return storage[name]
-        return None
+        waited_for = error.peers if isinstance(error, PeerError) else ()
+        note = FailureNote(self._rank, where, waited_for, str(error))
+        run = f"{self._transport.group.group_name}/{self.plan.digest[:16]}/{self._num_runs}"
+        notes = FailureNotes(self.plan.ranks, run)
+        notes.leave(note)
+        if isinstance(error, PeerError):
+            told = explain(note, notes.read(waited_for))
+            return TransferError(f"rank {self._rank}: {where}: {error}{'; ' if told else ''}{told}")
+        if isinstance(error, TransferError):
+            return TransferError(f"rank {self._rank}: {where}: {error}")
+        return StorageError(
+            f"rank {self._rank}: {where} failed: {type(error).__name__}: {error}; where it lacks memory, choose smaller"
+            " buckets or a smaller KV cache"
+        )
 
 
 def _check_storage(
@@ -176,20 +245,3 @@ def _check_storage(
                 f"rank {rank} of {kind}: {name} has shape {tuple(storage[name].shape)}, its layout says {shape};"
                 " use the layout of this model"
             )
-
-
-def _flat(num_elements: int, like: Tensor) -> Tensor:
-    return torch.empty(num_elements, dtype=like.dtype, device=like.device)
-
-
-def _view(storage: WeightStorage, place: Place, move: Move) -> Tensor:
-    view = storage[place.parameter]
-    for dim, (start, size) in enumerate(zip(place.offset, move.shape, strict=True)):
-        view = view.narrow(dim, start, size)
-    return view
-
-
-def _split(buffer: Tensor, views: list[Tensor]) -> list[Tensor]:
-    """Consecutive parts of a flat buffer, shaped like `views`."""
-    parts = torch.split(buffer, [view.numel() for view in views])
-    return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]

@@ -5,6 +5,8 @@
 
 Switching moves ownership bucket by bucket: the engine's part of a bucket is gathered inside the micro-DP group, then the
 trainer's part is released. The way back cuts each rank's own shard out of what it holds, without the network.
+Where the layouts do not nest, training parameters that a rank could not cut back out stay, and the ledger reports them
+as redundant.
 
 Source: HybridFlow, arXiv 2409.19256, section 5; here with one copy of the weights instead of two buffers.
 """
@@ -20,14 +22,18 @@ from hybridengine.errors import StorageError
 from hybridengine.reshard.plan import Plan
 from hybridengine.reshard.planner import inverse_local
 from hybridengine.runtime.executor import PlanExecutor
+from hybridengine.runtime.fingerprint import check_agreement
 from hybridengine.runtime.ledger import StorageLedger, SwitchReport
 from hybridengine.runtime.storage import WeightStorage, return_memory_to_system
 from hybridengine.runtime.transport import PointToPointTransport
+from hybridengine.runtime.verify import Verify
 
 
 class Mode(str, Enum):
     TRAINING = "training"
     GENERATING = "generating"
+    LOST = "lost"
+    """A switch failed, and so did restoring what it had moved: a checkpoint is needed."""
 
 
 class TrainingSide(Protocol):
@@ -57,12 +63,16 @@ class GenerationSide(Protocol):
 
 
 class HybridEngine:
-    """Switches one rank between training and generating. All ranks of a micro-DP group switch together.
+    """Switches one rank between training and generating. All ranks of the plan's domain switch together.
 
     Starts in training mode, with the generation weights released.
 
+    Args:
+        verify: when receivers check the bits of what they have received.
+        resume_from: checkpoint that an error names where weights are lost; to be kept up to date.
+
     Raises:
-        PlanError: the layouts do not nest, or do not describe the two models.
+        PlanError: the layouts do not describe the two models, or the ranks of the domain bring different plans.
     """
 
     def __init__(
@@ -72,15 +82,21 @@ class HybridEngine:
         training: TrainingSide,
         generation: GenerationSide,
         transport: PointToPointTransport,
+        verify: Verify = Verify.FIRST,
+        resume_from: str = "",
     ) -> None:
         self.mode = Mode.TRAINING
+        self.resume_from = resume_from
+        self._rank, self._verify = rank, verify
         self._training, self._generation = training, generation
+        self._verified: set[str] = set()
         self._cut_buckets = 0
         self._ledger = StorageLedger({Mode.TRAINING: training.weights, Mode.GENERATING: generation.weights})
         self._gather = PlanExecutor(plan, rank, training.weights, generation.weights, transport, self._ledger)
         self._cut = PlanExecutor(
             inverse_local(plan), rank, generation.weights, training.weights, transport, self._ledger
         )
+        check_agreement(plan, rank, transport.group)
         generation.leave_generation()
         generation.weights.release()
         return_memory_to_system()
@@ -90,22 +106,21 @@ class HybridEngine:
         return self._gather.plan
 
     def to_generate(self) -> SwitchReport:
-        """Switch to generation. Collective over the micro-DP group.
+        """Switch to generation. Collective over the domain.
 
         Raises:
-            StorageError: already generating.
+            StorageError: already generating; or no memory, or weights lost (then the message names the checkpoint).
+            PlanError: the plan is stale.
             TransferError: a peer failed; this rank's training weights are whole again.
         """
         self._expect(Mode.TRAINING)
+        self._gather.check_fresh()
         self._training.leave_training()
         self._ledger.begin()
-        done = 0
         try:
-            for index in range(len(self.plan.buckets)):
-                self._gather.run_bucket(index)
-                done = index + 1
-        except BaseException:
-            self._restore_training(done)
+            self._gather.run(verify=self._verifies("to_generate"))
+        except BaseException as error:
+            self._restore_training(error)
             raise
         return_memory_to_system()
         report = self._ledger.finish("to_generate", Mode.GENERATING)
@@ -120,14 +135,18 @@ class HybridEngine:
         bucket that failed.
 
         Raises:
-            StorageError: already training.
+            StorageError: already training, or no memory.
+            PlanError: the plan is stale.
         """
         self._expect(Mode.GENERATING)
+        self._cut.check_fresh()
         self._generation.leave_generation()
         self._ledger.begin()
-        for index in range(self._cut_buckets, len(self.plan.buckets)):
-            self._cut.run_bucket(index)
-            self._cut_buckets = index + 1
+        try:
+            self._cut.run(self._cut_buckets, verify=self._verifies("to_train"))
+        except BaseException:
+            self._cut_buckets = self._cut.num_complete
+            raise
         self._cut_buckets = 0
         return_memory_to_system()
         report = self._ledger.finish("to_train", Mode.TRAINING)
@@ -144,13 +163,36 @@ class HybridEngine:
         finally:
             self.to_train()
 
-    def _restore_training(self, done: int) -> None:
-        """After a failed bucket: cut the training weights of all complete buckets back out, drop the failed one's."""
-        self._cut.run(range(done))
+    def _verifies(self, direction: str) -> bool:
+        """Whether this switch is checked; counts attempts, so that all ranks say the same."""
+        first = direction not in self._verified
+        self._verified.add(direction)
+        return self._verify is Verify.ALWAYS or (self._verify is Verify.FIRST and first)
+
+    def _restore_training(self, error: BaseException) -> None:
+        """After a failed bucket: cut the training weights of all complete buckets back out, drop the failed one's.
+
+        Raises:
+            StorageError: that failed as well.
+        """
+        try:
+            self._cut.run(last=self._gather.num_complete)
+        except Exception as second:
+            self.mode = Mode.LOST
+            raise StorageError(
+                f"rank {self._rank}: a switch failed ({error}), and the training weights could not be restored"
+                f" ({second}); resume from {self.resume_from or 'the last checkpoint'}"
+            ) from second
         self._generation.weights.release()
+        return_memory_to_system()
         self._training.enter_training()
 
     def _expect(self, mode: Mode) -> None:
+        if self.mode is Mode.LOST:
+            raise StorageError(
+                f"the weights of rank {self._rank} were lost in a failed switch; resume from"
+                f" {self.resume_from or 'the last checkpoint'}"
+            )
         if self.mode is not mode:
             raise StorageError(
                 f"the engine is {self.mode.value}, this switch starts from {mode.value}; switch once"

@@ -6,8 +6,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from torch import Tensor
-
 from hybridengine.runtime.storage import WeightStorage
 
 
@@ -40,7 +38,7 @@ class StorageLedger:
 
     def __init__(self, storages: Mapping[str, WeightStorage]) -> None:
         self._storages = dict(storages)
-        self._staging: dict[int, int] = {}
+        self._staging = 0
         self._received = 0
         self._peak = 0
         self._started = time.perf_counter()
@@ -48,29 +46,28 @@ class StorageLedger:
     @property
     def live_bytes(self) -> int:
         """Weight and staging bytes held now."""
-        weights = sum(storage.live_bytes for storage in self._storages.values())
-        return weights + sum(self._staging.values())
+        return sum(storage.live_bytes for storage in self._storages.values()) + self._staging
 
     def begin(self) -> None:
         """Start counting a switch."""
-        self._received, self._peak = 0, 0
+        self._received, self._peak, self._staging = 0, 0, 0
         self._started = time.perf_counter()
+        self._recount()
         self.note()
 
     def note(self) -> None:
         """Take the present bytes into the peak; called whenever memory has been taken."""
-        self._peak = max(self._peak, self.live_bytes)
+        counted = sum(storage.counted_bytes for storage in self._storages.values())
+        self._peak = max(self._peak, counted + self._staging)
 
-    def stage(self, buffers: list[Tensor]) -> None:
+    def stage(self, num_bytes: int) -> None:
         """Count staging buffers until `unstage`."""
-        for buffer in buffers:
-            self._staging[buffer.untyped_storage()._cdata] = buffer.untyped_storage().nbytes()
+        self._staging += num_bytes
         self.note()
 
-    def unstage(self, buffers: list[Tensor]) -> None:
-        """Stop counting staging buffers that are about to be freed."""
-        for buffer in buffers:
-            self._staging.pop(buffer.untyped_storage()._cdata, None)
+    def unstage(self, num_bytes: int) -> None:
+        """Stop counting staging buffers that have been freed."""
+        self._staging -= num_bytes
 
     def receive(self, num_bytes: int) -> None:
         """Count bytes that arrived from another rank."""
@@ -78,6 +75,7 @@ class StorageLedger:
 
     def finish(self, direction: str, mode: str) -> SwitchReport:
         """Report of the switch that ends in `mode`."""
+        self._recount()
         self.note()
         others = sum(storage.live_bytes for name, storage in self._storages.items() if name != mode)
         return SwitchReport(
@@ -88,3 +86,8 @@ class StorageLedger:
             weight_bytes=self.live_bytes,
             seconds=time.perf_counter() - self._started,
         )
+
+    def _recount(self) -> None:
+        """Between begin and finish the storages count along; at both ends they are read."""
+        for storage in self._storages.values():
+            storage.counted_bytes = storage.live_bytes

@@ -4,12 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridengine.errors import StorageError
+
+
+class StoragePart:
+    """Some of the parameters of a WeightStorage, looked up once: what a bucket takes and gives up.
+
+    Args:
+        spans: a tensor over the whole storage of each parameter.
+        zeroed: those of them that are filled with zeros when they take memory; others are then undefined.
+    """
+
+    def __init__(self, owner: WeightStorage, spans: Sequence[Tensor], zeroed: Sequence[Tensor]) -> None:
+        self._owner = owner
+        self._storages = [(span.untyped_storage(), span.numel() * span.element_size()) for span in spans]
+        self._zeroed = list(zeroed)
+        self.total_bytes = sum(num_bytes for _, num_bytes in self._storages)
+        """Bytes when materialised."""
+
+    def materialise(self) -> None:
+        """Take memory for what has none."""
+        for storage, num_bytes in self._storages:
+            if storage.nbytes() == 0:
+                storage.resize_(num_bytes)
+                self._owner.counted_bytes += num_bytes
+        if self._zeroed:
+            torch._foreach_zero_(self._zeroed)
+
+    def release(self) -> None:
+        """Give the memory up."""
+        for storage, _ in self._storages:
+            self._owner.counted_bytes -= storage.nbytes()
+            storage.resize_(0)
 
 
 class WeightStorage:
@@ -22,14 +54,24 @@ class WeightStorage:
         tensors: parameter name -> tensor.
         owners: parameter name -> tensor that spans the parameter's whole storage, where that is larger than the
             parameter (a DDP bucket with its padding); one parameter per storage.
+        current: what the model uses now, by the same names, for `moved`; `tensors` where it is None.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], owners: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        owners: Mapping[str, Tensor] | None = None,
+        current: Callable[[], Mapping[str, Tensor]] | None = None,
+    ) -> None:
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
-        spans = {name: (owners or {}).get(name, tensor) for name, tensor in tensors.items()}
-        self._storages = {name: span.untyped_storage() for name, span in spans.items()}
-        self._sizes = {name: span.numel() * span.element_size() for name, span in spans.items()}
+        self._spans = {name: (owners or {}).get(name, tensor).detach() for name, tensor in tensors.items()}
+        self._storages = {name: span.untyped_storage() for name, span in self._spans.items()}
+        self._sizes = {name: span.numel() * span.element_size() for name, span in self._spans.items()}
+        self._current = current or (lambda: tensors)
+        self._bound = {name: _binding(tensor) for name, tensor in tensors.items()}
         self._check_ownership()
+        self.counted_bytes = self.live_bytes
+        """`live_bytes`, kept up to date by those who take and give memory, for readers in a hurry."""
 
     def _check_ownership(self) -> None:
         by_storage: dict[int, str] = {}
@@ -69,21 +111,56 @@ class WeightStorage:
     def is_live(self, name: str) -> bool:
         return self._storages[name].nbytes() > 0
 
+    def moved(self) -> list[str]:
+        """Parameters that the model no longer keeps where they were when this object was made, each with what changed.
+
+        A plan that is bound to these tensors would then fill memory that nobody reads.
+        """
+        current = self._current()
+        found = []
+        for name, bound in self._bound.items():
+            if name not in current:
+                found.append(f"{name} is gone")
+                continue
+            changes = [
+                f"{what} {old} -> {new}" if what != "storage" else "another storage"
+                for what, old, new in zip(_BINDING, bound, _binding(current[name]), strict=True)
+                if old != new
+            ]
+            if changes:
+                found.append(f"{name} has {', '.join(changes)}")
+        return found
+
+    def part(self, names: Iterable[str], zero: Iterable[str] = ()) -> StoragePart:
+        """The storages of `names`; those in `zero`, and owners with padding, are filled with zeros when they appear."""
+        names, zero = tuple(names), set(zero)
+        padded = [
+            name
+            for name in names
+            if name in zero
+            or self._sizes[name] > self._tensors[name].numel() * self._tensors[name].element_size()
+        ]
+        return StoragePart(
+            self, [self._spans[name] for name in names], [self._spans[name] for name in padded]
+        )
+
     def release(self, names: Iterable[str] | None = None) -> None:
         """Give up the memory of `names` (all, where None)."""
-        for name in self._tensors if names is None else names:
-            self._storages[name].resize_(0)
+        self.part(self.names if names is None else names).release()
 
     def materialise(self, names: Iterable[str] | None = None, zero: Iterable[str] = ()) -> None:
-        """Take memory for `names` (all, where None); those in `zero`, and owners with padding, are filled with zeros."""
-        zero = set(zero)
-        for name in self._tensors if names is None else names:
-            storage, tensor = self._storages[name], self._tensors[name]
-            if storage.nbytes():
-                continue
-            storage.resize_(self._sizes[name])
-            if name in zero or self._sizes[name] > tensor.numel() * tensor.element_size():
-                torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(storage).zero_()
+        """Take memory for `names` (all, where None) that have none; for `zero` see `part`."""
+        chosen = [name for name in (self.names if names is None else names) if not self.is_live(name)]
+        self.part(chosen, set(zero).intersection(chosen)).materialise()
+
+
+_BINDING = ("storage", "offset", "shape", "strides", "dtype", "device")
+
+
+def _binding(tensor: Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies and how it is read."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
 def return_memory_to_system() -> None:

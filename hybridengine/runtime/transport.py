@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,40 +16,98 @@ Message = tuple[int, Tensor]
 """(global rank of the peer, contiguous tensor)."""
 
 
+class PeerError(TransferError):
+    """Messages with some peers failed.
+
+    Args:
+        peers: ranks from or to which nothing got through.
+        reason: what the transport said first.
+    """
+
+    def __init__(self, peers: tuple[int, ...], reason: str) -> None:
+        super().__init__(peers, reason)
+        self.peers, self.reason = peers, reason
+
+    def __str__(self) -> str:
+        return f"messages with ranks {list(self.peers)} failed: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Sends and receives of one rank that start together, made once and posted many times."""
+
+    operations: tuple[dist.P2POp, ...]
+    peers: tuple[int, ...]
+    """Peer of each operation."""
+    received_bytes: int
+
+
+class Pending:
+    """Messages under way."""
+
+    def __init__(self, transport: PointToPointTransport, messages: Messages, requests: list[Any]) -> None:
+        self._transport, self._messages, self._requests = transport, messages, requests
+
+    def wait(self) -> int:
+        """Wait until all have arrived and left; returns the weight bytes that came.
+
+        Raises:
+            PeerError: a peer failed or did not take part before the group's timeout.
+        """
+        failed: dict[int, RuntimeError] = {}
+        one_each = len(self._requests) == len(self._messages.peers)  # NCCL has one request for all
+        for index, request in enumerate(self._requests):
+            try:
+                request.wait()
+            except RuntimeError as error:  # the others are asked too: who has answered is not missing
+                for peer in self._messages.peers[index : index + 1] if one_each else self._messages.peers:
+                    failed.setdefault(peer, error)
+        self._requests.clear()
+        if failed:
+            first = next(iter(failed.values()))
+            raise PeerError(tuple(sorted(failed)), str(first)) from first
+        self._transport.received_bytes += self._messages.received_bytes
+        return self._messages.received_bytes
+
+    def abandon(self) -> None:
+        """Let go of the requests, so that nothing more is written into their buffers."""
+        self._requests.clear()
+
+
 class PointToPointTransport:
     """Sends and receives tensors between the ranks of a group; works on gloo and on NCCL.
 
-    Every wait ends with the group's timeout.
+    Between two ranks, messages arrive in the order in which they were posted. Every wait ends with the group's timeout.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self.received_bytes = 0
-        """Bytes received since the transport was made."""
+        """Weight bytes received since the transport was made."""
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> None:
-        """Carry out all messages; between two ranks, messages arrive in the order in which they were sent.
+    def prepare(
+        self, sends: Sequence[Message], receives: Sequence[Message], are_weights: bool = True
+    ) -> Messages:
+        """Messages from and into memory whose address may change until they are posted.
 
         Args:
-            what: names the operation in an error.
-
-        Raises:
-            TransferError: a peer failed or did not take part before the group's timeout.
+            are_weights: count what is received.
         """
         operations = [
-            dist.P2POp(call, tensor.view(torch.uint8), peer, self._group)
-            for call, messages in ((dist.isend, sends), (dist.irecv, receives))
+            dist.P2POp(call, tensor.view(-1).view(torch.uint8), peer, self.group)
+            for call, messages in ((dist.irecv, receives), (dist.isend, sends))
             for peer, tensor in messages
         ]
-        if not operations:
-            return
+        return Messages(
+            tuple(operations),
+            tuple(peer for messages in (receives, sends) for peer, _ in messages),
+            sum(tensor.numel() * tensor.element_size() for _, tensor in receives) if are_weights else 0,
+        )
+
+    def post(self, messages: Messages) -> Pending:
+        """Start all of `messages`."""
         try:
-            for request in dist.batch_isend_irecv(operations):
-                request.wait()
+            requests = dist.batch_isend_irecv(list(messages.operations)) if messages.operations else []
         except RuntimeError as error:
-            peers = sorted({peer for peer, _ in (*sends, *receives)})
-            raise TransferError(
-                f"rank {dist.get_rank()}: {what} with ranks {peers} failed: {error}; look for the first error among"
-                " those ranks"
-            ) from error
-        self.received_bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in receives)
+            raise PeerError(tuple(sorted(set(messages.peers))), str(error)) from error
+        return Pending(self, messages, requests)

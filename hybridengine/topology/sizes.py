@@ -6,6 +6,7 @@ Source: HybridFlow, arXiv 2409.19256, section 5.1.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridengine.errors import TopologyError
@@ -60,31 +61,60 @@ class GenSizes:
         """p_g·t_g: the ranks of one engine."""
         return self.pp_size * self.tp_size
 
-    def problems_inside(self, train: TrainSizes) -> list[str]:
-        """Why these sizes do not nest in `train` (p_g | p and t_g | t); empty where they do."""
-        problems = []
-        for axis, inner, outer in (
-            ("p", self.pp_size, train.pp_size),
-            ("t", self.tp_size, train.tp_size),
-        ):
-            if outer % inner:
-                divisors = [str(n) for n in range(1, outer + 1) if outer % n == 0]
-                problems.append(
-                    f"{axis}_g={inner} does not divide {axis}={outer} (training {train}, generation {self});"
-                    f" choose {axis}_g from {', '.join(divisors)}"
-                )
-        return problems
+    def nests_in(self, train: TrainSizes) -> bool:
+        """Whether p_g divides p and t_g divides t, so that training shards can be parts of generation shards."""
+        return train.pp_size % self.pp_size == 0 and train.tp_size % self.tp_size == 0
 
     def micro_dp_size(self, train: TrainSizes) -> int:
         """d_g = p·t / (p_g·t_g): generation replicas inside one training replica.
 
         Raises:
-            TopologyError: the sizes do not nest.
+            TopologyError: the sizes do not nest, so that a replica need not be a whole number of engines.
         """
-        problems = self.problems_inside(train)
-        if problems:
-            raise TopologyError("; ".join(problems))
+        if not self.nests_in(train):
+            raise TopologyError(
+                f"generation {self} does not nest in training {train}, so that d_g is not defined;"
+                " choose p_g from the divisors of p and t_g from those of t"
+            )
         return train.model_parallel_size // self.num_ranks
+
+    def problems_over(
+        self, train: TrainSizes, is_possible: Callable[[GenSizes], bool] = lambda sizes: True
+    ) -> list[str]:
+        """Why engines of these sizes cannot share out the ranks of `train`; empty where they can.
+
+        Args:
+            is_possible: which sizes the remedy may name, as long as there are any.
+        """
+        if train.num_ranks % self.num_ranks == 0:
+            return []
+        choices = [str(sizes) for sizes in self.nearest_over(train, is_possible) or self.nearest_over(train)]
+        return [
+            f"an engine's p_g·t_g = {self.pp_size}·{self.tp_size} = {self.num_ranks} ranks do not divide the"
+            f" {train.num_ranks} ranks of training {train}; choose p_g-t_g from {', '.join(choices)}"
+        ]
+
+    def nearest_over(
+        self, train: TrainSizes, is_possible: Callable[[GenSizes], bool] = lambda sizes: True, count: int = 3
+    ) -> list[GenSizes]:
+        """Up to `count` other sizes whose engines share out the ranks of `train`, nearest first.
+
+        Sizes at the same distance are ordered by whether they nest, then by p_g and t_g.
+        """
+        divisors = [n for n in range(1, train.num_ranks + 1) if train.num_ranks % n == 0]
+        found = [
+            sizes
+            for ranks in divisors
+            for pp_size in divisors
+            if ranks % pp_size == 0
+            and (sizes := GenSizes(pp_size, ranks // pp_size)) != self
+            and is_possible(sizes)
+        ]
+
+        def distance(sizes: GenSizes) -> int:
+            return abs(sizes.pp_size - self.pp_size) + abs(sizes.tp_size - self.tp_size)
+
+        return sorted(found, key=lambda sizes: (distance(sizes), not sizes.nests_in(train), sizes))[:count]
 
     def __str__(self) -> str:
         return f"{self.pp_size}-{self.tp_size}"

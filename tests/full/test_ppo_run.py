@@ -20,7 +20,8 @@ from hybridengine.cli.train import train
 from hybridengine.config import RunConfig, load_config, model_shape
 from hybridengine.metrics import keys
 from hybridengine.metrics.recorder import Row, read_rows
-from hybridengine.planning.memory import switch_cost
+from hybridengine.planning.switch_cost import SwitchPricer
+from hybridengine.topology.links import NodeMap
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -130,9 +131,8 @@ def test_engine_and_trainer_agree_and_nothing_is_held_twice(run: Run):
 
 def test_bytes_of_a_switch_are_those_of_the_plan(run: Run):
     config = run.config
-    cost = switch_cost(
-        model_shape(config), config.generation_grid, config.model.dtype, config.actor.bucket_bytes
-    )
+    pricer = SwitchPricer(model_shape(config), config.model.dtype, config.actor.bucket_bytes)
+    cost = pricer.price(config.generation_grid, NodeMap(config.cluster.ranks_per_node))
     for row in run.steps:
         assert row[keys.RECEIVED_BYTES] == cost.received_bytes
         peak = value(row, keys.PEAK_WEIGHT_BYTES)

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hybridengine.backends.megatron.model import DTYPES
 from hybridengine.backends.megatron.trainer import MegatronTrainer
+from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.runtime.hybrid_engine import HybridEngine
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import WeightStorage
 from hybridengine.runtime.transport import PointToPointTransport
-from hybridengine.topology.generation import GenerationGrid
+from hybridengine.runtime.verify import Verify
+from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.sizes import GenSizes
 
 
 class PlainGeneration:
     """Implements GenerationSide, and notes what it finds whenever the HybridEngine calls it."""
 
-    def __init__(self, generation: GenerationGrid, trainer: MegatronTrainer) -> None:
-        self.layout = vllm_layout(trainer.shape, generation)
+    def __init__(self, layout: Layout, rank: int, dtype: str) -> None:
         self.weights = WeightStorage(
             {
-                parameter.name: torch.full(parameter.shape, float("nan"), dtype=DTYPES[trainer.dtype])
-                for parameter in self.layout.shard(trainer.rank).parameters
+                parameter.name: torch.full(parameter.shape, float("nan"), dtype=DTYPES[dtype])
+                for parameter in layout.shard(rank).parameters
             }
         )
         self.calls: list[str] = []
@@ -45,11 +47,21 @@ def make_engine(
     registry: ProcessGroups,
     bucket_elements: int,
     transport: Callable[[dist.ProcessGroup], PointToPointTransport] = PointToPointTransport,
+    grouping: Grouping = Grouping.INTERVAL,
+    verify: Verify = Verify.FIRST,
+    resume_from: str = "",
+    **plan_options: Any,
 ) -> tuple[HybridEngine, PlainGeneration]:
-    """A HybridEngine between a real trainer and a plain generation side."""
-    generation = GenerationGrid(trainer.grid, GenSizes.parse(gen_sizes))
-    side = PlainGeneration(generation, trainer)
-    domain = next(ranks for ranks in generation.micro_dp_groups if trainer.rank in ranks)
-    plan = compile_plan(trainer.layout, side.layout, domain, bucket_elements)
-    group = registry.of(generation.micro_dp_groups)
-    return HybridEngine(plan, trainer.rank, trainer, side, transport(group)), side
+    """A HybridEngine between a real trainer and a plain generation side. Collective over the world.
+
+    Args:
+        plan_options: what else `compile_plan` is told.
+    """
+    generation = GenerationGrid(trainer.grid, GenSizes.parse(gen_sizes), grouping)
+    layout = vllm_layout(trainer.shape, generation)
+    side = PlainGeneration(layout, trainer.rank, trainer.dtype)
+    domain = next(ranks for ranks in generation.domains if trainer.rank in ranks)
+    plan = compile_plan(trainer.layout, layout, domain, bucket_elements, **plan_options)
+    group = registry.of(generation.domains)
+    engine = HybridEngine(plan, trainer.rank, trainer, side, transport(group), verify, resume_from)
+    return engine, side

@@ -49,16 +49,51 @@ def train_part(shape: ModelShape, pp_rank: int, tp_rank: int, p: int, t: int) ->
     return Part(layers, pp_rank == 0, pp_rank == p - 1, tp_rank, t)
 
 
-def gen_part(shape: ModelShape, pp_rank: int, tp_rank: int, p: int, t: int, p_gen: int, t_gen: int) -> Part:
-    """Part that the rank at (`pp_rank`, `tp_rank`) of (p, t) generates with, under interval grouping."""
-    stages = stage_of_layers(shape.num_layers, p)
-    own = pp_rank * p_gen // p
-    layers = frozenset(layer for layer, stage in enumerate(stages) if stage * p_gen // p == own)
-    return Part(layers, own == 0, own == p_gen - 1, tp_rank * t_gen // t, t_gen)
+def gen_place(
+    rank: int, p: int, t: int, d: int, order: str, p_gen: int, t_gen: int, vanilla: bool = False
+) -> tuple[int, int]:
+    """(gen pp, gen tp) of a rank.
+
+    Interval grouping where p_gen divides p and one of t and t_gen the other; else engines are consecutive ranks of the
+    paper's order. Where t_gen is the larger, the ranks with one training shard take its parts in turn.
+    """
+    pp_rank, dp_rank, tp_rank = train_place(rank, p, t, d, order)
+    if vanilla or p % p_gen or (t % t_gen and t_gen % t):
+        position = (dp_rank * p + pp_rank) * t + tp_rank
+        return position // t_gen % p_gen, position % t_gen
+    stages = p // p_gen
+    if t % t_gen == 0:
+        return pp_rank // stages, tp_rank * t_gen // t
+    parts = t_gen // t
+    return pp_rank // stages, tp_rank * parts + (dp_rank * stages + pp_rank % stages) % parts
+
+
+def gen_part(shape: ModelShape, gen_pp_rank: int, gen_tp_rank: int, p: int, p_gen: int, t_gen: int) -> Part:
+    """Part of an engine's rank: p / p_gen training stages, or equal runs of layers where that is no whole number."""
+    stages = stage_of_layers(shape.num_layers, p_gen if p % p_gen else p)
+    of_stage = [stage if p % p_gen else stage * p_gen // p for stage in stages]
+    layers = frozenset(layer for layer, stage in enumerate(of_stage) if stage == gen_pp_rank)
+    return Part(layers, gen_pp_rank == 0, gen_pp_rank == p_gen - 1, gen_tp_rank, t_gen)
 
 
 def padded_vocab(shape: ModelShape) -> int:
     return -(-shape.vocab_size // 64) * 64
+
+
+def largest_bucket(shape: ModelShape) -> int:
+    """Room for the largest fused parameter of an unsharded model and its messages, and so for several buckets."""
+    return (
+        2
+        * shape.hidden_size
+        * max(padded_vocab(shape), shape.q_size + 2 * shape.kv_size, 2 * shape.ffn_hidden_size)
+    )
+
+
+def row_share(shape: ModelShape, projection: str, part: Part) -> tuple[int, int]:
+    """(number of shares, index of the part's) of a projection's rows: consecutive ranks share a KV head at last."""
+    if projection in ("k_proj", "v_proj") and part.tp_size > shape.num_kv_heads:
+        return shape.num_kv_heads, part.tp_rank // (part.tp_size // shape.num_kv_heads)
+    return part.tp_size, part.tp_rank
 
 
 def mask(shape: ModelShape, tensor: str, part: Part) -> np.ndarray:
@@ -77,8 +112,9 @@ def mask(shape: ModelShape, tensor: str, part: Part) -> np.ndarray:
         return held
     projection = tensor.split(".")[-2]
     if projection in ROWS:
-        share = held.shape[0] // part.tp_size
-        held[part.tp_rank * share : (part.tp_rank + 1) * share] = True
+        count, index = row_share(shape, projection, part)
+        share = held.shape[0] // count
+        held[index * share : (index + 1) * share] = True
     elif projection in COLUMNS:
         share = held.shape[1] // part.tp_size
         held[:, part.tp_rank * share : (part.tp_rank + 1) * share] = True
@@ -110,7 +146,8 @@ def generation_weights(shape: ModelShape, tensors: dict[str, Tensor], part: Part
     """vLLM's parameters of `part`, cut out of the unsharded tensors."""
 
     def rows(name: str) -> Tensor:
-        return tensors[name].chunk(part.tp_size, dim=0)[part.tp_rank]
+        count, index = row_share(shape, name.split(".")[-2], part)
+        return tensors[name].chunk(count, dim=0)[index]
 
     def columns(name: str) -> Tensor:
         return tensors[name].chunk(part.tp_size, dim=1)[part.tp_rank]

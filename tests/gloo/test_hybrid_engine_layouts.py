@@ -142,9 +142,10 @@ def round_trip(
     p, t, d = sizes.pp_size, sizes.tp_size, sizes.dp_size
     pp_rank, _, tp_rank = by_hand.train_place(trainer.rank, p, t, d, order.name)
     train = by_hand.train_part(shape, pp_rank, tp_rank, p, t)
-    gen = by_hand.gen_part(shape, pp_rank, tp_rank, p, t, p_gen, t_gen)
+    place = by_hand.gen_place(trainer.rank, p, t, d, order.name, p_gen, t_gen)
+    gen = by_hand.gen_part(shape, *place, p, p_gen, t_gen)
     element_bytes = DTYPE_BYTES[trainer.dtype]
-    bucket_elements = largest_bucket(shape)
+    bucket_elements = by_hand.largest_bucket(shape)
     engine, side = make_engine(trainer, f"{p_gen}-{t_gen}", registry, bucket_elements)
     before = copy_weights(trainer)
     gradient_bytes = trainer.gradient_bytes
@@ -173,13 +174,6 @@ def round_trip(
         slices_equal=slices_equal,
         weights_equal=same_weights(before, copy_weights(trainer)),
         refused=refused,
-    )
-
-
-def largest_bucket(shape: ModelShape) -> int:
-    """A bucket that holds the largest fused parameter of an unsharded model, and so makes for several buckets."""
-    return shape.hidden_size * max(
-        by_hand.padded_vocab(shape), shape.q_size + 2 * shape.kv_size, 2 * shape.ffn_hidden_size
     )
 
 

@@ -32,18 +32,19 @@ def small_shape(
     vocab: int = 131,
     layers: int = 5,
     kv_heads: int = 4,
+    heads_per_group: int = 2,
     num_labels: int = 0,
 ) -> ModelShape:
-    """A small model: two query heads of 2 per KV head, 3 MLP rows per KV head, hidden size 6.
+    """A small model: two query heads of 2 per KV head, 3 MLP rows for two query heads, hidden size 6.
 
     Qwen2 knows no head_dim of its own, so that its hidden size is that of all query heads.
     """
     return ModelShape(
         family=family,
         num_layers=layers,
-        hidden_size=4 * kv_heads if family == "qwen2" else 6,
-        ffn_hidden_size=3 * kv_heads,
-        num_heads=2 * kv_heads,
+        hidden_size=2 * heads_per_group * kv_heads if family == "qwen2" else 6,
+        ffn_hidden_size=3 * heads_per_group * kv_heads // 2,
+        num_heads=heads_per_group * kv_heads,
         num_kv_heads=kv_heads,
         head_dim=2,
         vocab_size=vocab,
@@ -148,14 +149,22 @@ def megatron_reference(
 def vllm_reference(
     shape: ModelShape, tensors: Arrays, gen_pp: int, p: int, p_g: int, gen_tp: int, t_g: int
 ) -> Arrays:
-    """Parameters of the engine rank at (gen_pp, gen_tp), whose stages join p/p_g training stages."""
+    """Parameters of the engine rank at (gen_pp, gen_tp), whose stages join p/p_g training stages where p_g | p."""
+
+    def kv_part(whole: np.ndarray) -> np.ndarray:
+        heads = whole.reshape(shape.num_kv_heads, -1, *whole.shape[1:])
+        copied = np.repeat(heads, max(1, t_g // shape.num_kv_heads), axis=0)
+        return np.concatenate(np.split(copied, t_g)[gen_tp])
 
     def part(whole: np.ndarray, axis: int = 0) -> np.ndarray:
         return np.split(whole, t_g, axis)[gen_tp]
 
     joined = p // p_g
-    stages = stages_of(shape.num_layers, p)[gen_pp * joined : (gen_pp + 1) * joined]
-    layers = [layer for stage in stages for layer in stage]
+    if p % p_g:
+        layers = stages_of(shape.num_layers, p_g)[gen_pp]
+    else:
+        stages = stages_of(shape.num_layers, p)[gen_pp * joined : (gen_pp + 1) * joined]
+        layers = [layer for stage in stages for layer in stage]
     first, last = gen_pp == 0, gen_pp == p_g - 1
     local: Arrays = {}
     if first or (last and shape.tied_embeddings):
@@ -163,8 +172,8 @@ def vllm_reference(
     for layer in layers:
         prefix = f"model.layers.{layer}."
         for kind in ("weight", "bias") if shape.family == "qwen2" else ("weight",):
-            rows = [part(tensors[f"{prefix}self_attn.{x}_proj.{kind}"]) for x in "qkv"]
-            local[f"{prefix}self_attn.qkv_proj.{kind}"] = np.concatenate(rows)
+            q, k, v = (tensors[f"{prefix}self_attn.{x}_proj.{kind}"] for x in "qkv")
+            local[f"{prefix}self_attn.qkv_proj.{kind}"] = np.concatenate([part(q), kv_part(k), kv_part(v)])
         if shape.family == "qwen3":
             for x in "qk":
                 local[f"{prefix}self_attn.{x}_norm.weight"] = tensors[f"{prefix}self_attn.{x}_norm.weight"]

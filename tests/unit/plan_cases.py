@@ -115,7 +115,7 @@ def execute(plan: Plan, held: dict[int, Arrays]) -> dict[int, Arrays]:
     """
     made: dict[int, Arrays] = {rank: {} for rank in plan.ranks}
     shapes = {
-        rank: {name: parameter.shape for name, parameter in plan.destination.shard(rank).named().items()}
+        rank: {name: parameter.shape for name, parameter in plan.destination.shard(rank).by_name.items()}
         for rank in plan.ranks
         if rank in plan.destination.keys
     }

@@ -15,7 +15,7 @@ from hybridengine.reshard.hf import hf_layout
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.megatron import NameSet, megatron_layout, padded_vocab_size
 from hybridengine.reshard.vllm import gen_stage_layers, vllm_layout
-from hybridengine.topology.generation import GenerationGrid
+from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 from tests.unit.numpy_shards import (
@@ -103,7 +103,7 @@ def test_only_vocabularies_are_padded(p: int, t: int) -> None:
         padding = {"embedding.word_embeddings.weight": 0, "output_layer.weight": 0}
         for rank, local in megatron_locals(shape, layout).items():
             for name, values in local.items():
-                assert layout.shard(rank).named()[name].has_padding == (0 in values)
+                assert layout.shard(rank).by_name[name].has_padding == (0 in values)
                 if is_embedding_or_head(name):
                     padding[name] += int((values == 0).sum())
                 else:
@@ -210,6 +210,66 @@ def test_vllm_layout_equals_shards_concatenated_in_numpy(p: int, t: int, p_g: in
             assert_same(cut_shard(layout.shard(rank), tensors), expected, f"{shape} rank {rank}")
 
 
+# p, t, d, p_g, t_g: wider tensor parallelism with one KV head for two, four and eight ranks, and stages that do not nest.
+GENERAL = [
+    (1, 2, 2, 1, 4),
+    (1, 2, 4, 1, 8),
+    (2, 2, 2, 1, 8),
+    (2, 2, 2, 2, 4),
+    (1, 1, 8, 1, 8),
+    (1, 1, 8, 2, 4),
+    (3, 1, 2, 2, 1),
+    (3, 1, 4, 2, 2),
+    (2, 1, 3, 3, 1),
+    (2, 2, 1, 4, 1),
+]
+
+
+@pytest.mark.parametrize(("p", "t", "d", "p_g", "t_g"), GENERAL)
+@pytest.mark.parametrize("grouping", list(Grouping))
+def test_general_vllm_layouts_equal_shards_cut_in_numpy(
+    p: int, t: int, d: int, p_g: int, t_g: int, grouping: Grouping
+) -> None:
+    for family, tied, (kv_heads, heads_per_group) in product(
+        FAMILIES, (False, True), ((2, 8), (4, 4), (8, 2))
+    ):
+        shape = small_shape(family, tied=tied, kv_heads=kv_heads, heads_per_group=heads_per_group)
+        tensors = numbered(shape)
+        generation = GenerationGrid(Grid(TrainSizes(p, t, d)), GenSizes(p_g, t_g), grouping)
+        layout = vllm_layout(shape, generation)
+        for rank in range(p * t * d):
+            place = generation.coordinate(rank)
+            expected = vllm_reference(shape, tensors, place.pp_rank, p, p_g, place.tp_rank, t_g)
+            assert_same(cut_shard(layout.shard(rank), tensors), expected, f"{shape} rank {rank}")
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_kv_heads_are_copied_to_consecutive_ranks(kind: str) -> None:
+    """8 ranks, 2 KV heads of 2 rows: ranks 0 to 3 hold the first of each, ranks 4 to 7 the second."""
+    shape = small_shape("qwen2", kv_heads=2, heads_per_group=8)
+    layout = vllm_layout(shape, GenerationGrid(Grid(TrainSizes(1, 1, 8)), GenSizes(1, 8)))
+    prefix = "model.layers.0.self_attn."
+    for rank in range(8):
+        pieces = layout.shard(rank).by_name[f"{prefix}qkv_proj.{kind}"].pieces
+        assert [(piece.tensor, piece.box[0]) for piece in pieces] == [
+            (f"{prefix}q_proj.{kind}", (4 * rank, 4 * rank + 4)),
+            (f"{prefix}k_proj.{kind}", (0, 2) if rank < 4 else (2, 4)),
+            (f"{prefix}v_proj.{kind}", (0, 2) if rank < 4 else (2, 4)),
+        ]
+
+
+def test_a_model_that_vllm_cannot_hold_is_refused_with_every_reason() -> None:
+    shape = small_shape(kv_heads=4, layers=5)  # 8 heads, 12 MLP rows
+    with pytest.raises(PlanError) as caught:
+        vllm_layout(shape, GenerationGrid(Grid(TrainSizes(1, 4, 12)), GenSizes(8, 6)))
+    assert str(caught.value).splitlines() == [
+        "3 problems:",
+        "  1. p_g=8 pipeline stages need as many layers, the model has num_layers=5; choose p_g <= 5",
+        "  2. t_g=6 does not divide num_heads=8; choose t_g from 1, 2 or 4",
+        "  3. t_g=6 neither divides num_kv_heads=4 nor is a multiple of it; choose t_g from 1, 2 or 4",
+    ]
+
+
 def test_every_engine_holds_the_whole_model() -> None:
     for shape, (p, t, p_g, t_g) in product(shapes(), ((1, 4, 1, 2), (4, 2, 2, 2), (4, 1, 2, 1))):
         tensors = numbered(shape)
@@ -245,6 +305,12 @@ def test_generation_stages_join_training_stages() -> None:
     assert gen_stage_layers(shape, 4, 2) == (range(4), range(4, 7))
     assert gen_stage_layers(shape, 4, 4) == (range(2), range(2, 4), range(4, 6), range(6, 7))
     assert gen_stage_layers(small_shape(layers=5), 4, 2) == (range(3), range(3, 5))
+
+
+def test_generation_stages_that_cannot_nest_are_as_even_as_those_of_training() -> None:
+    shape = small_shape(layers=7)
+    assert gen_stage_layers(shape, 3, 2) == (range(4), range(4, 7))
+    assert gen_stage_layers(shape, 1, 3) == (range(3), range(3, 5), range(5, 7))
 
 
 def test_hugging_face_layout_holds_every_tensor_whole() -> None:

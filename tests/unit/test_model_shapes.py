@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,53 @@ def test_tensor_sizes_that_do_not_divide_are_all_named_with_those_that_do() -> N
         assert (shape.tp_problems(tp_size) == []) is fits
     single = ModelShape.from_hf_config(plain(num_attention_heads=3, num_key_value_heads=1))
     assert single.tp_problems(3)[0] == "t=3 does not divide num_kv_heads=1; choose 1"
+
+
+def test_generation_needs_kv_heads_that_are_shared_out_or_copied() -> None:
+    """vLLM: t_g divides the query heads and the MLP; the KV heads divide t_g or are divided by it."""
+    shape = ModelShape.from_hf_config(
+        plain(num_attention_heads=24, num_key_value_heads=4, intermediate_size=96, vocab_size=384)
+    )
+    for tp_size in range(1, 33):
+        fits = 24 % tp_size == 0 and 96 % tp_size == 0 and (4 % tp_size == 0 or tp_size % 4 == 0)
+        fits &= 384 % tp_size == 0
+        assert (shape.gen_tp_problems(tp_size, 1) == []) is fits, tp_size
+    assert shape.gen_tp_problems(6, 4) == [
+        "t_g=6 neither divides num_kv_heads=4 nor is a multiple of it; choose t_g from 1, 2, 4, 8, 12 or 24"
+    ]
+    assert shape.gen_tp_problems(16, 4) == [
+        "t_g=16 does not divide num_heads=24; choose t_g from 1, 2, 4, 8, 12 or 24"
+    ]
+    assert replace(shape, ffn_hidden_size=100, vocab_size=100).gen_tp_problems(24, 1) == [
+        "t_g=24 does not divide ffn_hidden_size=100; choose t_g from 1, 2 or 4",
+        "t_g=24 does not divide 128, which is vocab_size=100 padded to a multiple of 64 as vLLM does;"
+        " choose t_g from 1, 2 or 4",
+    ]
+
+
+def test_generation_needs_a_layer_for_every_stage() -> None:
+    shape = ModelShape.from_hf_config(plain())
+    assert shape.gen_pp_problems(3) == []
+    assert shape.gen_pp_problems(4) == [
+        "p_g=4 pipeline stages need as many layers, the model has num_layers=3; choose p_g <= 3"
+    ]
+
+
+def test_a_vocabulary_that_does_not_nest_is_refused_where_the_sizes_do() -> None:
+    """Padded to 128 rows by vLLM, to 192 for t=6: rows 64 to 96 lie on tp 2, which gathers for gen tp 0 of 2."""
+    shape = ModelShape.from_hf_config(
+        plain(num_attention_heads=12, num_key_value_heads=12, intermediate_size=96, vocab_size=100)
+    )
+    assert shape.gen_tp_problems(2, 6) == [
+        "t=6 does not divide 128, which is vocab_size=100 padded to a multiple of 64 as vLLM does, so that the"
+        " vocabulary's training shards do not nest in those of t_g=2; choose t_g from 1 or 4, or another t"
+    ]
+    assert shape.gen_tp_problems(1, 6) == []  # one shard holds all rows
+    assert shape.gen_tp_problems(4, 6) == []  # does not nest: weights move among whole replicas
+    assert shape.gen_tp_problems(3, 6) == [
+        "t_g=3 does not divide 128, which is vocab_size=100 padded to a multiple of 64 as vLLM does;"
+        " choose t_g from 1 or 4"
+    ]
 
 
 def test_tensors_are_in_model_order_and_counted_once() -> None:

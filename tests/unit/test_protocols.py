@@ -43,16 +43,28 @@ class Place:
 
 
 def places(p: int, t: int, d: int, p_g: int, t_g: int, order: RankOrder) -> dict[int, Place]:
-    """Rank -> place, from facts of the paper: rank = dp·p·t + pp·t + tp, or Megatron's pp·d·t + dp·t + tp."""
+    """Rank -> place, from facts of the paper: rank = dp·p·t + pp·t + tp, or Megatron's pp·d·t + dp·t + tp.
+
+    Sizes that do not nest: with p_g | p and t | t_g the ranks of a stage group and one tp share out their shard in the
+    order of dp and pp; otherwise engines are consecutive.
+    """
     found = {}
     for pp in range(p):
         for tp in range(t):
             for dp in range(d):
                 paper = order is RankOrder.PAPER
                 rank = dp * p * t + pp * t + tp if paper else pp * d * t + dp * t + tp
-                micro = (pp % (p // p_g)) * (t // t_g) + tp % (t // t_g)
-                replica = dp * ((p // p_g) * (t // t_g)) + micro
-                found[rank] = Place(pp, tp, dp, pp * p_g // p, tp * t_g // t, replica)
+                if p % p_g == 0 and t % t_g == 0:
+                    micro = (pp % (p // p_g)) * (t // t_g) + tp % (t // t_g)
+                    replica = dp * ((p // p_g) * (t // t_g)) + micro
+                    gen_pp, gen_tp = pp * p_g // p, tp * t_g // t
+                elif p % p_g == 0 and t_g % t == 0:
+                    replica, part = divmod(dp * (p // p_g) + pp % (p // p_g), t_g // t)
+                    gen_pp, gen_tp = pp * p_g // p, tp * (t_g // t) + part
+                else:
+                    replica, inside = divmod(dp * p * t + pp * t + tp, p_g * t_g)
+                    gen_pp, gen_tp = divmod(inside, t_g)
+                found[rank] = Place(pp, tp, dp, gen_pp, gen_tp, replica)
     return found
 
 
@@ -66,11 +78,11 @@ def share(num_rows: int, num_parts: int, part: int) -> list[int]:
 
 
 def small_groups(order: RankOrder) -> Iterator[tuple[GroupTopology, dict[int, Place]]]:
-    """Every training grid of up to 8 ranks with every generation grid that nests in it."""
+    """Every training grid of up to 8 ranks with every generation grid over it."""
     for p, t, d in SIZES:
         grid = Grid(TrainSizes(p, t, d), order)
-        for p_g, t_g in product(range(1, p + 1), range(1, t + 1)):
-            if p % p_g == 0 and t % t_g == 0:
+        for p_g, t_g in product(range(1, 9), range(1, 9)):
+            if p * t * d % (p_g * t_g) == 0:
                 generation = GenerationGrid(grid, GenSizes(p_g, t_g))
                 yield GroupTopology(grid, generation), places(p, t, d, p_g, t_g, order)
 

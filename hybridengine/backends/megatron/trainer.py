@@ -16,6 +16,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
+from torch.nn import Parameter
 
 from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.groups import build_groups
@@ -80,10 +81,10 @@ class MegatronModel:
         self.groups: ProcessGroupCollection = build_groups(grid, registry)
         self.layout: Layout = megatron_layout(shape, grid, names)
         self._module = build_model(shape, grid.sizes, self.groups, dtype, names, recompute)
-        self.weights = WeightStorage(self._parameters())
+        self.weights = WeightStorage(self._parameters(), current=self._parameters)
         self._runner = PipelineRunner(self._module, self.groups)
 
-    def _parameters(self) -> dict[str, Tensor]:
+    def _parameters(self) -> dict[str, Parameter]:
         return dict(self._module.named_parameters())
 
     @property
@@ -126,7 +127,9 @@ class MegatronTrainer(MegatronModel):
         owners = compat.split_parameter_buffers(self._ddp)
         by_name = self._parameters()
         self.weights = WeightStorage(
-            by_name, {name: owners[parameter] for name, parameter in self._module.named_parameters()}
+            by_name,
+            {name: owners[parameter] for name, parameter in by_name.items()},
+            current=self._parameters,
         )
         self._gradients = compat.gradient_buffers(self._ddp)
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]

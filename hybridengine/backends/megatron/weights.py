@@ -111,7 +111,7 @@ def save_weights(
     if model.rank in replica:
         whole = _empty_checkpoint(model)
         executor = PlanExecutor(
-            compile_plan(model.layout, hf_layout(model.shape, ranks=(0,)), replica),
+            compile_plan(model.layout, hf_layout(model.shape), replica),
             model.rank,
             model.weights,
             whole,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from hybridengine.errors import StorageError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.vllm import gen_stage_layers, vllm_layout
-from hybridengine.runtime.storage import WeightStorage
+from hybridengine.runtime.storage import StoragePart, WeightStorage
 from hybridengine.topology.generation import GenerationGrid
 
 
@@ -86,13 +86,17 @@ class VllmEngine:
             self._llm = _build(folder, generation, settings, stages, self._on_gpu)
         self._runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
         _prepare_pipeline(self._runner, generation)
-        parameters = dict(self._runner.model.named_parameters())
-        self.weights: WeightStorage = (
-            SleepingWeights(parameters, self._llm) if settings.cuda_graphs else WeightStorage(parameters)
+        self.weights = (
+            SleepingWeights(self._parameters(), self._llm)
+            if settings.cuda_graphs
+            else WeightStorage(self._parameters(), current=self._parameters)
         )
         self._caches = _cache_storages(self._runner.kv_caches)
         self._sleeps = settings.cuda_graphs
         self._is_ready = True
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return dict(self._runner.model.named_parameters())
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -155,8 +159,8 @@ class SleepingWeights(WeightStorage):
     """
 
     def __init__(self, tensors: dict[str, Tensor], llm: Any) -> None:
-        super().__init__(tensors)
         self._llm, self._awake, self._released = llm, True, set[str]()
+        super().__init__(tensors)
 
     @property
     def live_bytes(self) -> int:
@@ -165,18 +169,37 @@ class SleepingWeights(WeightStorage):
     def is_live(self, name: str) -> bool:
         return self._awake
 
-    def release(self, names: Any = None) -> None:
-        self._released |= set(self.names if names is None else names)
+    def part(self, names: Iterable[str], zero: Iterable[str] = ()) -> StoragePart:
+        return _SleepingPart(self, tuple(names), tuple(zero))
+
+    def fall_asleep(self, released: Iterable[str]) -> None:
+        """Note what nobody needs any more; the memory goes with the last of it."""
+        self._released |= set(released)
         if self._awake and self._released >= set(self.names):
             self._llm.sleep(level=2)
-            self._awake = False
+            self._awake, self.counted_bytes = False, 0
 
-    def materialise(self, names: Any = None, zero: Any = ()) -> None:
+    def wake_up(self) -> None:
+        """Take the memory of all weights, where it is gone."""
         if not self._awake:
             self._llm.wake_up(tags=["weights"])
-            self._awake, self._released = True, set()
-        for name in zero:
-            self[name].zero_()
+            self._awake, self._released, self.counted_bytes = True, set(), self.total_bytes
+
+
+class _SleepingPart(StoragePart):
+    """A part of weights that come and go all at once."""
+
+    def __init__(self, weights: SleepingWeights, names: tuple[str, ...], zero: tuple[str, ...]) -> None:
+        super().__init__(weights, [weights[name] for name in names], [weights[name] for name in zero])
+        self._weights, self._names = weights, names
+
+    def materialise(self) -> None:
+        self._weights.wake_up()
+        if self._zeroed:
+            torch._foreach_zero_(self._zeroed)
+
+    def release(self) -> None:
+        self._weights.fall_asleep(self._names)
 
 
 def _build(

@@ -6,7 +6,11 @@ one world, with the tensor-parallel groups of interval grouping.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import os
+from collections.abc import Iterator
 
 import torch.distributed as dist
 from vllm.distributed import parallel_state
@@ -23,7 +27,7 @@ def install_groups(generation: GenerationGrid, identity: str) -> None:
         identity: names the job in shared memory; must differ between jobs on one node.
 
     Raises:
-        TopologyError: another generation grid is installed already.
+        TopologyError: another generation grid is installed already, or torch cannot order its groups.
     """
     wanted = (generation.tp_groups, generation.pp_groups)
     if parallel_state.model_parallel_is_initialized():
@@ -50,10 +54,37 @@ _installed: list[tuple[Groups, Groups]] = []
 
 
 def _group(groups: Groups, name: str, communicates: bool = True) -> parallel_state.GroupCoordinator:
-    return parallel_state.GroupCoordinator(
-        group_ranks=[list(ranks) for ranks in groups],
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        torch_distributed_backend=dist.get_backend(),
-        use_device_communicator=communicates,
-        group_name=name,
-    )
+    with _ranks_as_listed(groups):
+        return parallel_state.GroupCoordinator(
+            group_ranks=[list(ranks) for ranks in groups],
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            torch_distributed_backend=dist.get_backend(),
+            use_device_communicator=communicates,
+            group_name=name,
+        )
+
+
+@contextlib.contextmanager
+def _ranks_as_listed(groups: Groups) -> Iterator[None]:
+    """Make the position in a list of ranks the rank in its group, as vLLM takes it to be; torch would sort the list.
+
+    Otherwise a gather over an engine's tensor ranks would return their shares in another order.
+
+    Raises:
+        TopologyError: this torch cannot keep the order of a list.
+    """
+    unsorted = [list(ranks) for ranks in groups if list(ranks) != sorted(ranks)]
+    if not unsorted:
+        yield
+        return
+    new_group = dist.new_group
+    if "sort_ranks" not in inspect.signature(new_group).parameters:
+        raise TopologyError(
+            f"the engine's ranks {unsorted[0]} do not ascend, and torch.distributed.new_group has no sort_ranks;"
+            " use a torch that has it (2.13 does), or a t_g that divides t and a p_g that divides p"
+        )
+    dist.new_group = functools.partial(new_group, sort_ranks=False)
+    try:
+        yield
+    finally:
+        dist.new_group = new_group

@@ -1,0 +1,1 @@
+"""Benchmarks on real ranks: what a switch of the weights costs, beside the methods that others use."""

@@ -1,0 +1,103 @@
+"""megatron-core: that library's own `megatron.core.resharding`, called as its users call it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.resharding import swap_model_weights
+from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
+from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
+from torch import Tensor, nn
+
+from hybridengine.backends.megatron.shim import device_shim, is_needed
+from hybridengine.bench.actor import Actor
+from hybridengine.bench.methods.method import GENERATING, TRAINING, Method
+from hybridengine.errors import TransferError
+from hybridengine.runtime.ledger import StorageLedger, SwitchReport
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import TrainSizes
+
+
+class _Counting:
+    """What is added to a copy service: bytes that it receives and buffers that it holds, told to a ledger."""
+
+    send_ops: list[Any]
+    recv_ops: list[Any]
+
+    def __init__(self, ledger: StorageLedger, models: list[nn.Module]) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._weights = {p.untyped_storage()._cdata for model in models for p in model.parameters()}
+
+    def run(self) -> None:
+        """Carry out all submitted messages; at this moment every buffer of the call is alive."""
+        # The gloo service pairs a message with the tensor that it is copied to afterwards.
+        received = [
+            operation if isinstance(operation, tuple) else (operation,) for operation in self.recv_ops
+        ]
+        own_rank = dist.get_rank()
+        self._ledger.receive(sum(pair[0].tensor.nbytes for pair in received if pair[0].src_rank != own_rank))
+        tensors: list[Tensor] = [operation.tensor for operation in self.send_ops]
+        for pair in received:
+            tensors += [pair[0].tensor, *pair[1:]]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        staged = sum(storage.nbytes() for key, storage in storages.items() if key not in self._weights)
+        self._ledger.stage(staged)
+        super().run()  # type: ignore[misc]
+        self._ledger.unstage(staged)
+
+
+class _CountingGloo(_Counting, GlooCopyService):  # type: ignore[misc]
+    pass
+
+
+class _CountingNccl(_Counting, NCCLCopyService):  # type: ignore[misc]
+    pass
+
+
+class MegatronCore(Method):
+    """Slices move point to point into a second, complete model of the generation sizes; both stay resident.
+
+    The target is a GPTModel of its own, as the library wants it, not vLLM's parameters: nothing is charged for
+    repacking. The library makes its plan in the first call and keeps it. On the way back nothing moves. On a CPU its
+    calls of CUDA streams are answered by the device shim.
+
+    Source: megatron-core, megatron/core/resharding/refit.py.
+    """
+
+    def prepare(self) -> None:
+        actor, gen = self.actor, self.setting.gen
+        sizes = TrainSizes(gen.pp_size, gen.tp_size, actor.grid.num_ranks // gen.num_ranks)
+        grid = Grid(sizes, actor.grid.order)
+        self._target = Actor(actor.shape, grid, actor.rank, actor.registry, actor.dtype_name)
+        self.layout, self.destination = self._target.layout, self._target.weights
+        models: list[nn.Module] = [actor.module, self._target.module]
+        for model in models:
+            _mark_gated(model)
+        self.ledger = StorageLedger({TRAINING: actor.weights, GENERATING: self.destination})
+        with device_shim():
+            service = _CountingGloo if is_needed() else _CountingNccl
+            self._service = service(self.ledger, models)
+
+    def there(self) -> SwitchReport:
+        self.ledger.begin()
+        try:
+            with device_shim():
+                swap_model_weights([self.actor.module], [self._target.module], self._service)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise TransferError(
+                f"rank {self.actor.rank}: megatron.core.resharding failed: {error}"
+            ) from error
+        return self.ledger.finish("to_generate", GENERATING)
+
+    def back(self) -> SwitchReport:
+        self.ledger.begin()
+        return self.ledger.finish("to_train", TRAINING)
+
+
+def _mark_gated(model: nn.Module) -> None:
+    """Say that gate and up rows alternate rank by rank, as Megatron's own initialisation of the weights would say."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.linear_fc1.weight"):
+            parameter.partition_stride = 2  # type: ignore[attr-defined]

@@ -1,0 +1,146 @@
+"""What every method is: it brings the actor's weights into a destination layout and takes that back, and is measured."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridengine.bench.actor import Actor, check_weights
+from hybridengine.reshard.boxes import Box
+from hybridengine.reshard.layout import Layout
+from hybridengine.reshard.vllm import vllm_layout
+from hybridengine.runtime.ledger import StorageLedger, SwitchReport
+from hybridengine.runtime.storage import WeightStorage, return_memory_to_system
+from hybridengine.topology.generation import GenerationGrid, Grouping
+from hybridengine.topology.links import NodeMap
+from hybridengine.topology.sizes import GenSizes
+
+TRAINING, GENERATING = "training", "generating"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a method gets to work with on one rank."""
+
+    actor: Actor
+    gen: GenSizes
+    bucket_bytes: int
+    verify: str
+    nodes: NodeMap | None
+    """Which ranks share a node; None where all do."""
+
+    @property
+    def bucket_elements(self) -> int:
+        return self.bucket_bytes // self.actor.dtype.itemsize
+
+
+class Method(ABC):
+    """One way to get weights from training to generation and back, on one rank. Every call is collective.
+
+    Bytes, peaks and redundancy come from a `StorageLedger` over the actor's weights, the destination's and the method's
+    own buffers.
+    """
+
+    layout: Layout
+    """Of the destination."""
+    destination: WeightStorage
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.actor = setting, setting.actor
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make everything that a run would make once: groups, plans, the destination."""
+
+    @abstractmethod
+    def there(self) -> SwitchReport:
+        """Bring the actor's weights to the destination."""
+
+    @abstractmethod
+    def back(self) -> SwitchReport:
+        """Make the actor ready to train again."""
+
+    def close(self) -> None:
+        """Give up what `prepare` has made."""
+        self.destination.release()
+        return_memory_to_system()
+
+    def check(self, name: str) -> None:
+        """Check what `there` has delivered, bit for bit.
+
+        Raises:
+            TransferError: a parameter differs.
+        """
+        check_weights(self.layout, self.actor.rank, self.destination, self.actor.version, f"method {name}")
+
+
+class CopyingMethod(Method):
+    """A method that leaves the training copy where it is and fills the engine's parameters beside it.
+
+    The engine's parameters take memory before the weights come and give it up on the way back, as vLLM's do between
+    `wake_up(tags=["weights"])` and `sleep`. Nothing else happens on the way back: the training copy has stayed.
+    """
+
+    def prepare(self) -> None:
+        actor = self.actor
+        self.layout = vllm_layout(actor.shape, GenerationGrid(actor.grid, self.setting.gen, Grouping.VANILLA))
+        self.destination = empty_weights(self.layout, actor)
+        self._padded = [p.name for p in self.layout.shard(actor.rank).parameters if p.has_padding]
+        self.buffers = self.make_buffers()
+        self.buffers.release()
+        self.destination.release()
+        return_memory_to_system()
+        self.ledger = StorageLedger(
+            {TRAINING: actor.weights, GENERATING: self.destination, "buffers": self.buffers}
+        )
+
+    @abstractmethod
+    def make_buffers(self) -> WeightStorage:
+        """The method's own buffers. They and the destination have memory now, for views to be made; afterwards only
+        during `there`, and the destination until `back`."""
+
+    @abstractmethod
+    def move(self) -> int:
+        """Fill the destination; returns the bytes that came from other ranks."""
+
+    def there(self) -> SwitchReport:
+        self.ledger.begin()
+        self.destination.materialise(zero=self._padded)
+        self.buffers.materialise()
+        self.ledger.note()
+        self.ledger.receive(self.move())
+        self.buffers.release()
+        return_memory_to_system()
+        return self.ledger.finish("to_generate", GENERATING)
+
+    def back(self) -> SwitchReport:
+        self.ledger.begin()
+        self.destination.release()
+        return_memory_to_system()
+        return self.ledger.finish("to_train", TRAINING)
+
+
+def empty_weights(layout: Layout, actor: Actor) -> WeightStorage:
+    """Plain tensors for a rank's shard of `layout`, with undefined contents."""
+    return _storage(actor, {p.name: p.shape for p in layout.shard(actor.rank).parameters})
+
+
+def buffers(actor: Actor, **num_elements: int) -> WeightStorage:
+    """Flat buffers of the actor's type by name."""
+    return _storage(actor, {name: (size,) for name, size in num_elements.items()})
+
+
+def box_view(tensor: Tensor, box: Box) -> Tensor:
+    """The elements of a box of a tensor."""
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
+
+
+def _storage(actor: Actor, shapes: Mapping[str, tuple[int, ...]]) -> WeightStorage:
+    device = next(actor.module.parameters()).device
+    return WeightStorage(
+        {name: torch.empty(shape, dtype=actor.dtype, device=device) for name, shape in shapes.items()}
+    )

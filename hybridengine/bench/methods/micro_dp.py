@@ -1,0 +1,55 @@
+"""micro-dp: this project's HybridEngine. Ranks of a micro-DP group gather shards in place, under interval grouping."""
+
+from __future__ import annotations
+
+from hybridengine.bench.methods.method import Method, empty_weights
+from hybridengine.reshard.planner import compile_plan
+from hybridengine.reshard.vllm import vllm_layout
+from hybridengine.runtime.hybrid_engine import HybridEngine
+from hybridengine.runtime.ledger import SwitchReport
+from hybridengine.runtime.storage import WeightStorage
+from hybridengine.runtime.transport import PointToPointTransport
+from hybridengine.runtime.verify import Verify
+from hybridengine.topology.generation import GenerationGrid
+
+
+class PlainGeneration:
+    """Implements GenerationSide with plain tensors in vLLM's layout: no engine, no KV cache."""
+
+    def __init__(self, weights: WeightStorage) -> None:
+        self.weights = weights
+
+    def leave_generation(self) -> None:
+        """There is no KV cache."""
+
+    def enter_generation(self) -> None:
+        """There is no KV cache."""
+
+
+class MicroDp(Method):
+    """One copy of the weights; its storage changes owner bucket by bucket. The way back is local."""
+
+    def prepare(self) -> None:
+        actor = self.actor
+        generation = GenerationGrid(actor.grid, self.setting.gen)
+        self.layout = vllm_layout(actor.shape, generation)
+        self.destination = empty_weights(self.layout, actor)
+        domain = next(group for group in generation.domains if actor.rank in group)
+        plan = compile_plan(
+            actor.layout, self.layout, domain, self.setting.bucket_elements, self.setting.nodes
+        )
+        transport = PointToPointTransport(actor.registry.of(generation.domains))
+        self._engine = HybridEngine(
+            plan,
+            actor.rank,
+            actor,
+            PlainGeneration(self.destination),
+            transport,
+            Verify(self.setting.verify),
+        )
+
+    def there(self) -> SwitchReport:
+        return self._engine.to_generate()
+
+    def back(self) -> SwitchReport:
+        return self._engine.to_train()

@@ -1,0 +1,144 @@
+"""per-tensor: stream every full Hugging Face tensor to all ranks, each of which copies its slice (verl and others)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridengine.bench.collectives import CollectiveTransport
+from hybridengine.bench.methods.method import CopyingMethod, box_view, buffers
+from hybridengine.reshard.boxes import Box, full_box, num_elements
+from hybridengine.reshard.layout import LocalParameter
+from hybridengine.runtime.storage import WeightStorage
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Some parameters of one pipeline stage, with its views; they stay valid while the buffers come and go."""
+
+    root: int
+    """Global rank that broadcasts this tensor-parallel rank's part over the stages."""
+    gathered: Tensor
+    """[tensor-parallel ranks, elements of a part]."""
+    own_from: list[Tensor]
+    """Empty on ranks of other stages."""
+    own_to: list[Tensor]
+    shards: list[Tensor]
+    """Parts of `gathered` that make up full tensors, and where they lie in those."""
+    assembled: list[Tensor]
+    full: list[Tensor]
+    """Slices of full tensors that this rank's engine wants, and where they go."""
+    loaded: list[Tensor]
+
+
+class PerTensor(CopyingMethod):
+    """Stage by stage: broadcast the shards over the pipeline group, all-gather them over the tensor-parallel group, put
+    full Hugging Face tensors together, and let every rank copy its slice into the engine's parameters.
+
+    This is how verl feeds vLLM (`per_tensor_generator`, then the engine's `load_weights`), in its order. Its bucketed
+    transfers are granted to every collective here: tensors are sent in buckets, buffers are made once, and names,
+    owners and views are known beforehand, where verl asks for them with each tensor. As with verl's defaults, the
+    training copy stays and the engine drops its weights on the way back.
+
+    Source: verl, verl/utils/megatron_utils.py (`per_tensor_generator`, `broadcast_from_megatron_pp`).
+    """
+
+    def make_buffers(self) -> WeightStorage:
+        actor = self.actor
+        self._tensor = CollectiveTransport(actor.groups.tp)
+        self._pipeline = CollectiveTransport(actor.groups.pp)
+        batches = self._batches()
+        widths = [sum(parameter.num_elements for parameter in batch) for _, batch in batches]
+        full_sizes = [sum(map(num_elements, self._full_boxes(batch).values())) for _, batch in batches]
+        made = buffers(actor, gathered=max(widths) * self._tensor.size, full=max(full_sizes))
+        self._buckets = [
+            self._bucket(stage, batch, width, made)
+            for (stage, batch), width in zip(batches, widths, strict=True)
+        ]
+        return made
+
+    def move(self) -> int:
+        before = self._tensor.received_bytes + self._pipeline.received_bytes
+        for bucket in self._buckets:
+            if bucket.own_from:
+                torch._foreach_copy_(bucket.own_to, bucket.own_from)
+            self._pipeline.broadcast(bucket.gathered[self._tensor.rank], bucket.root)
+            self._tensor.all_gather(bucket.gathered)
+            torch._foreach_copy_(bucket.assembled, bucket.shards)
+            if bucket.loaded:
+                torch._foreach_copy_(bucket.loaded, bucket.full)
+        return self._tensor.received_bytes + self._pipeline.received_bytes - before
+
+    def _batches(self) -> list[tuple[int, list[LocalParameter]]]:
+        """(stage, parameters that travel together), in model order; a tensor that two stages hold travels once."""
+        place = self.actor.grid.coordinate(self.actor.rank)
+        seen: set[str] = set()
+        batches: list[tuple[int, list[LocalParameter]]] = []
+        for stage, rank in enumerate(self._pipeline.ranks):
+            assert self.actor.grid.coordinate(rank).pp_rank == stage, "pipeline groups list stages in order"
+            size = self.setting.bucket_elements
+            for parameter in self.actor.layout.shards[(stage, place.tp_rank)].parameters:
+                if parameter.tensor in seen:
+                    continue
+                seen.add(parameter.tensor)
+                added = parameter.num_elements * self._tensor.size
+                if not batches or batches[-1][0] != stage or size + added > self.setting.bucket_elements:
+                    batches.append((stage, []))
+                    size = 0
+                batches[-1][1].append(parameter)
+                size += added
+        return batches
+
+    def _full_boxes(self, batch: list[LocalParameter]) -> dict[str, Box]:
+        """Full tensors that a batch makes up: name -> box."""
+        tensors = self.actor.shape.tensors
+        names = [piece.tensor for parameter in batch for piece in parameter.pieces] or [batch[0].tensor]
+        return {name: full_box(tensors[name]) for name in names}
+
+    def _bucket(self, stage: int, batch: list[LocalParameter], width: int, made: WeightStorage) -> _Bucket:
+        actor = self.actor
+        gathered = made["gathered"][: width * self._tensor.size].view(self._tensor.size, width)
+        full, offset = {}, 0
+        for name, box in self._full_boxes(batch).items():
+            size = num_elements(box)
+            full[name] = made["full"][offset : offset + size].view([stop for _, stop in box])
+            offset += size
+        shards, assembled, own_from, own_to = [], [], [], []
+        arrived: set[tuple[str, Box]] = set()
+        is_own_stage = actor.grid.coordinate(actor.rank).pp_rank == stage
+        for tp_rank in range(self._tensor.size):
+            by_name = {p.name: p for p in actor.layout.shards[(stage, tp_rank)].parameters}
+            offset = 0
+            for name in (parameter.name for parameter in batch):
+                parameter = by_name[name]
+                view = gathered[tp_rank, offset : offset + parameter.num_elements].view(parameter.shape)
+                offset += parameter.num_elements
+                if is_own_stage and tp_rank == self._tensor.rank:
+                    own_from.append(actor.weights[name])
+                    own_to.append(view)
+                for piece in parameter.pieces:
+                    if (piece.tensor, piece.box) not in arrived:  # norms are on every tensor-parallel rank
+                        arrived.add((piece.tensor, piece.box))
+                        shards.append(box_view(view, piece.local_box))
+                        assembled.append(box_view(full[piece.tensor], piece.box))
+        wanted = [
+            (
+                box_view(full[piece.tensor], piece.box),
+                box_view(self.destination[parameter.name], piece.local_box),
+            )
+            for parameter in self.layout.shard(actor.rank).parameters
+            for piece in parameter.pieces
+            if piece.tensor in full
+        ]
+        return _Bucket(
+            root=self._pipeline.ranks[stage],
+            gathered=gathered,
+            own_from=own_from,
+            own_to=own_to,
+            shards=shards,
+            assembled=assembled,
+            full=[source for source, _ in wanted],
+            loaded=[target for _, target in wanted],
+        )

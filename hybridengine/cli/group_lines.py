@@ -1,0 +1,23 @@
+"""Groups of ranks as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridengine.topology.grid import Groups
+
+SHOWN_GROUPS = 8
+SHOWN_RANKS = 8
+
+
+def format_groups(groups: Groups, shown: int = SHOWN_GROUPS) -> str:
+    """The first `shown` groups, and how many there are: "[0,1] [2,3] ... 64 groups"."""
+    text = " ".join(format_ranks(group) for group in groups[:shown])
+    return text + (f" ... {len(groups)} groups" if len(groups) > shown else "")
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks of one group: "[0,1,2,3]"; a long one by its first two and its last."""
+    if len(ranks) > SHOWN_RANKS:
+        return f"[{ranks[0]},{ranks[1]},...,{ranks[-1]}]"
+    return "[" + ",".join(map(str, ranks)) + "]"

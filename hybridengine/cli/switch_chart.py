@@ -1,0 +1,105 @@
+"""Planned switches as a picture: what a rank receives over each class of links, and its weights over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+from hybridengine.cli.switch_tables import layout_name
+from hybridengine.metrics.formatting import format_seconds
+from hybridengine.planning.clusters import Cluster
+from hybridengine.planning.switch_plan import SwitchPlan
+from hybridengine.topology.links import LinkClass
+
+GIB = 2**30
+COLOURS = {LinkClass.SAME_NODE: "#56B4E9", LinkClass.BETWEEN_NODES: "#D55E00"}
+INK = "#333333"
+MAX_CURVES = 6
+"""Layouts whose memory is drawn; more curves cannot be told apart."""
+
+
+def draw_switches(model: str, cluster: Cluster, plans: Sequence[SwitchPlan], file: Path) -> None:
+    """Draw one switch with its alternatives, or several layouts, into `file`."""
+    bars = _bars(plans)
+    height = max(3.6, 1.6 + 0.42 * len(bars))
+    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, (left, right) = pyplot.subplots(
+            1, 2, figsize=(11, height), layout="constrained", width_ratios=(1.15, 1)
+        )
+        _draw_received(left, bars)
+        _draw_memory(right, plans[:MAX_CURVES], cluster)
+        grid = plans[0].generation.train
+        figure.suptitle(
+            f"{model} on {cluster.name}, {grid.num_ranks} ranks in {grid.order.name.lower()} order: bytes counted from"
+            " the plan, seconds predicted",
+            fontsize=10,
+        )
+        figure.savefig(file, dpi=130)
+        pyplot.close(figure)
+
+
+def _bars(plans: Sequence[SwitchPlan]) -> list[tuple[str, dict[str, int], float]]:
+    """(label, received bytes by link, seconds there) of every bar, top to bottom."""
+    if len(plans) > 1:
+        return [
+            (layout_name(plan), plan.there.received_bytes_max_by_link, plan.there.seconds_there) for plan in plans
+        ]
+    (plan,) = plans
+    variants = {f"{order} order": variant for order, variant in plan.orders.items()}
+    if plan.one_step is not None:
+        variants["one step"] = plan.one_step
+    planned = f"{plan.generation.train.order.name.lower()} order"
+    return [
+        (
+            f"{layout_name(plan)}\n{name}" + (" (planned)" if name == planned else ""),
+            variant.received_bytes_max_by_link,
+            variant.seconds_there,
+        )
+        for name, variant in variants.items()
+    ]
+
+
+def _draw_received(axes: Axes, bars: Sequence[tuple[str, dict[str, int], float]]) -> None:
+    largest = max(max(by_link.values()) for _, by_link, _ in bars) / GIB or 1.0
+    for offset, (link, colour) in zip((-0.19, 0.19), COLOURS.items(), strict=True):
+        widths = [by_link[link.value] / GIB for _, by_link, _ in bars]
+        places = [index + offset for index in range(len(bars))]
+        axes.barh(places, widths, color=colour, label=link.value.replace("_", " "), height=0.36)
+    for index, (_, by_link, seconds) in enumerate(bars):
+        end = max(by_link.values()) / GIB
+        axes.text(end + 0.015 * largest, index, format_seconds(seconds), va="center", color=INK)
+    axes.set_yticks(range(len(bars)), [label for label, _, _ in bars])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.18 * largest)
+    axes.set_xlabel("GiB received, of the rank with the most on each link; seconds to generation")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+
+
+def _draw_memory(axes: Axes, plans: Sequence[SwitchPlan], cluster: Cluster) -> None:
+    curves: dict[str, Any] = {}
+    for plan in plans:
+        there, back = ([held / GIB for held in memory] for memory in (plan.memory_bytes_there, plan.memory_bytes_back))
+        x = [index / (len(there) - 1) for index in range(len(there))]
+        x += [1.15 + index / (len(back) - 1) for index in range(len(back))]
+        curves[layout_name(plan)] = axes.plot(x, there + back, linewidth=1.4, label=layout_name(plan))[0]
+    highest = max(plan.peak_weight_bytes_max for plan in plans) / GIB
+    if len(plans) == 1:
+        both = (plans[0].train_shard_bytes_max + plans[0].gen_shard_bytes_max) / GIB
+        highest = max(highest, both)
+        axes.axhline(both, color=INK, linewidth=0.9, linestyle=":", label="both shards at once")
+    device = cluster.device_memory_bytes / GIB
+    if device < 1.6 * highest:
+        axes.axhline(device, color=INK, linewidth=0.9, linestyle="--", label="device memory")
+    axes.set_ylim(0, 1.08 * max(highest, device if device < 1.6 * highest else 0))
+    axes.set_xticks([0.5, 1.075, 1.65], ["to generation", "generating", "back to training"])
+    axes.tick_params(axis="x", length=0)
+    axes.axvspan(1.0, 1.15, color="#EEEEEE")
+    axes.set_ylabel("GiB of weights on the rank with the most")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)

@@ -1,0 +1,176 @@
+"""Hardware as data: a cluster's nodes, devices and links, read from a YAML file that is checked as a whole.
+
+The files are in configs/clusters/. All figures are per direction; a link that is sold by its sum of both directions, as
+NVLink is, has half of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from hybridengine.config.values import Bytes, Count, NonNegative, Positive, Section
+from hybridengine.errors import ConfigError, raise_all
+from hybridengine.topology.links import LinkClass, NodeMap
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Link(Section):
+    """One class of links, as every device of the cluster has it."""
+
+    bytes_per_s: Positive
+    """Bandwidth of one device, in each direction."""
+    node_bytes_per_s: Positive | None = None
+    """Bandwidth that the devices of a node have together, in each direction; left out, they do not share."""
+    latency_s: NonNegative
+    """Time that a message takes beside its bytes; for the device's own memory, a bucket of copies."""
+
+
+class Links(Section):
+    """The classes of links."""
+
+    same_device: Link
+    """The device's own memory; a copy reads and writes each byte."""
+    same_node: Link
+    """Between two devices of a node."""
+    between_nodes: Link | None = None
+    """Between devices of two nodes; a cluster of one node has none."""
+
+    def of(self, link: LinkClass) -> Link:
+        """Figures of a link class.
+
+        Raises:
+            ConfigError: the cluster has no such links.
+        """
+        figures = getattr(self, link.value)
+        if figures is None:
+            raise ConfigError(f"links.{link.value} is missing; add its bytes_per_s and latency_s")
+        return figures
+
+
+class Cluster(Section):
+    """Nodes of equal devices."""
+
+    name: Text
+    """What people call it."""
+    source: Text
+    """Where the figures come from."""
+    nodes: Count
+    """Nodes that can be used."""
+    devices_per_node: Count
+    """Devices of a node: one rank each."""
+    device_memory_bytes: Bytes
+    """Memory of one device."""
+    links: Links
+    """Bandwidth and latency of each class of links."""
+
+    @model_validator(mode="after")
+    def _has_links_between_nodes(self) -> Cluster:
+        if self.nodes > 1 and self.links.between_nodes is None:
+            raise ValueError(
+                f"nodes={self.nodes} need links.between_nodes; add its bytes_per_s and latency_s, or set nodes: 1"
+            )
+        return self
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def resized(self, nodes: int) -> Cluster:
+        """The same hardware with another number of nodes.
+
+        Raises:
+            ConfigError: no positive number, or several nodes without links between them.
+        """
+        try:
+            return Cluster.model_validate(self.model_dump() | {"nodes": nodes})
+        except ValidationError as error:
+            raise ConfigError(
+                f"cluster {self.name} with {nodes} nodes: "
+                + "; ".join(_message(item) for item in error.errors())
+            ) from None
+
+    def node_map(self, num_ranks: int) -> NodeMap:
+        """Ranks 0, 1, 2, ... on the nodes, one on each device.
+
+        Raises:
+            ConfigError: more ranks than devices.
+        """
+        if num_ranks > self.num_devices:
+            needed = -(-num_ranks // self.devices_per_node)
+            raise ConfigError(
+                f"{num_ranks} ranks exceed the {self.num_devices} devices of cluster {self.name} ({self.nodes} nodes of"
+                f" {self.devices_per_node}); give --nodes {needed}, or choose sizes whose product is at most"
+                f" {self.num_devices}"
+            )
+        return NodeMap.uniform(num_ranks, self.devices_per_node)
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Cluster that a YAML file describes.
+
+    Raises:
+        ConfigError: no such file, no YAML, or everything that is wrong with its values, in one list.
+    """
+    remedy = "name a cluster file such as configs/clusters/h100-80gb.yaml"
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; {remedy}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); {remedy}") from None
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{path} is not valid YAML ({first}); correct the file, or {remedy}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no keys; {remedy}")
+    try:
+        return Cluster.model_validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        raise_all(f"{path}: {_message(item)}" for item in error.errors())
+        raise AssertionError("unreachable") from error
+
+
+def _message(item: Any) -> str:
+    """A pydantic error as value, rule and remedy."""
+    location, kind = [str(part) for part in item["loc"]], item["type"]
+    key = ".".join(location)
+    if kind == "extra_forbidden":
+        siblings = list(_model_at(location[:-1]).model_fields)
+        near = difflib.get_close_matches(location[-1], siblings, n=1)
+        hint = (
+            f"did you mean {'.'.join([*location[:-1], near[0]])}?"
+            if near
+            else f"keys here are {', '.join(siblings)}"
+        )
+        return f"unknown key {key}; {hint}"
+    if kind == "value_error":
+        return ": ".join(part for part in (key, str(item["ctx"]["error"])) if part)
+    if kind == "missing":
+        return f"{key} is missing; add it (it is: {_meaning(location)})"
+    rule = item["msg"].removeprefix("Input should be ").replace("a valid ", "a ")
+    return f"{key}={json.dumps(item['input'], default=str)} must be {rule}; correct it (it is: {_meaning(location)})"
+
+
+def _model_at(location: Sequence[str]) -> type[BaseModel]:
+    model: type[BaseModel] = Cluster
+    for part in location:
+        annotation = model.model_fields[part].annotation
+        kinds = [annotation, *get_args(annotation)]
+        model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return model
+
+
+def _meaning(location: Sequence[str]) -> str:
+    """A field's description, as the end of a sentence."""
+    text = (_model_at(location[:-1]).model_fields[location[-1]].description or "").rstrip(".")
+    return text[0].lower() + text[1:]

@@ -1,0 +1,333 @@
+"""Proves a plan from its two layouts alone, without the planner's code: every destination element is written exactly
+once, out of memory that holds it at that time, by messages on which sender and receivers agree, and nothing is lost.
+
+It counts boxes and volumes, never elements.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+
+from hybridengine.reshard.boxes import Box, extents, full_box, intersect, num_elements
+from hybridengine.reshard.layout import Layout, LocalParameter, Piece, Shard, ShardKey
+from hybridengine.reshard.plan import Bucket, Move, Pack, Place, Plan
+
+BucketOf = dict[tuple[int, str], int]
+"""(rank, parameter) -> index of the bucket that fills it, or gives it up."""
+
+
+def audit(plan: Plan) -> list[str]:
+    """Problems of a plan from one layout to another; empty where it is right.
+
+    Guarantees: where nothing is found, every rank of the domain ends with its destination shard, whole and exact; no
+    source is read after it was given up; a rank gives up what its destination shard holds, and keeps all else.
+    """
+    problems = list(_layout_problems(plan))
+    if problems:
+        return problems
+    filled, given_up, problems = _ownership(plan)
+    for rank in plan.ranks:
+        for parameter in _parameters(plan.destination, rank):
+            if (rank, parameter.name) not in filled:
+                problems.append(f"no bucket fills {_at(rank, parameter.name)}")
+    problems += _MoveAudit(plan, filled, given_up).problems()
+    for index, bucket in enumerate(plan.buckets):
+        problems += [f"bucket {index}: {problem}" for problem in _message_problems(plan, bucket)]
+    return [*problems, *_release_problems(plan, given_up)]
+
+
+def audit_return(plan: Plan, back: Plan) -> list[str]:
+    """Problems of `back` as the local way back from `plan`; empty where it is right.
+
+    Guarantees: where nothing is found, `back` restores, bucket by bucket, exactly the sources that `plan` gives up, and
+    nothing moves between ranks.
+    """
+    if (back.source, back.destination, back.ranks) != (plan.destination, plan.source, plan.ranks):
+        return ["the way back is between other layouts or ranks"]
+    if len(back.buckets) != len(plan.buckets):
+        return [f"{len(plan.buckets)} buckets there, {len(back.buckets)} back"]
+    filled, given_up, problems = _ownership(back)
+    for index, (there, here) in enumerate(zip(plan.buckets, back.buckets, strict=True)):
+        if _named(here.destinations) != _named(there.sources):
+            problems.append(f"bucket {index} does not restore what was given up there")
+        if _named(here.sources) != _named(there.destinations):
+            problems.append(f"bucket {index} does not give up what was filled there")
+        if here.packs or any(not move.is_local for move in here.moves):
+            problems.append(f"bucket {index} moves something between ranks")
+    return problems + _MoveAudit(back, filled, given_up).problems()
+
+
+def union_elements(boxes: Iterable[Box], dim: int = 0) -> int:
+    """Elements that lie in at least one of `boxes`, counted along the dimensions from `dim` on."""
+    ordered = sorted(boxes, key=lambda box: box[dim:])
+    if len(ordered) < 2 or dim == len(ordered[0]):
+        return sum(num_elements(box[dim:]) for box in ordered[:1])
+    total, last = 0, len(ordered)
+    first = 0
+    while first < last:
+        # boxes that overlap along `dim`, in a chain, and no other box overlaps any of them
+        stop, end = first + 1, ordered[first][dim][1]
+        while stop < last and ordered[stop][dim][0] < end:
+            end = max(end, ordered[stop][dim][1])
+            stop += 1
+        chain = ordered[first:stop]
+        edges = sorted({edge for box in chain for edge in box[dim]})
+        for low, high in pairwise(edges):
+            inside = [box for box in chain if box[dim][0] <= low and high <= box[dim][1]]
+            total += (high - low) * union_elements(inside, dim + 1)
+        first = stop
+    return total
+
+
+def _layout_problems(plan: Plan) -> Iterator[str]:
+    """What is wrong with the layouts themselves; nothing can be said about moves between those."""
+    if plan.source.shape != plan.destination.shape:
+        yield f"{plan.source.kind} and {plan.destination.kind} describe different models"
+        return
+    tensors = plan.source.shape.tensors
+    for layout in (plan.source, plan.destination):
+        for key in dict.fromkeys(layout.keys[rank] for rank in plan.ranks if rank in layout.keys):
+            for parameter in layout.shards[key].parameters:
+                where = f"{parameter.name} of shard {key} in {layout.kind}"
+                local = [piece.local_box for piece in parameter.pieces]
+                if not all(_is_inside(box, full_box(parameter.shape)) for box in local):
+                    yield f"{where} has a piece that leaves the parameter"
+                elif union_elements(local) < sum(map(num_elements, local)):
+                    yield f"{where} has pieces that overlap"
+                for piece in parameter.pieces:
+                    if not _is_inside(piece.box, full_box(tensors[piece.tensor])):
+                        yield f"{where} has a piece that leaves {piece.tensor}"
+
+
+def _ownership(plan: Plan) -> tuple[BucketOf, BucketOf, list[str]]:
+    """(which bucket fills what, which gives up what, problems of these tables)."""
+    problems: list[str] = []
+    bucket_of: dict[str, int] = {}
+    filled: BucketOf = {}
+    given_up: BucketOf = {}
+    for index, bucket in enumerate(plan.buckets):
+        for tensor in bucket.tensors:
+            if tensor in bucket_of:
+                problems.append(f"{tensor} is in bucket {bucket_of[tensor]} and in bucket {index}")
+            bucket_of[tensor] = index
+        for layout, named, found, verb in (
+            (plan.destination, bucket.destinations, filled, "fills"),
+            (plan.source, bucket.sources, given_up, "gives up"),
+        ):
+            for rank, name in ((rank, name) for rank, names in named.items() for name in names):
+                parameter = _parameter(layout, rank, name) if rank in plan.ranks else None
+                what = f"{verb} {_at(rank, name)}"
+                if parameter is None:
+                    problems.append(f"bucket {index} {what}, which the domain does not have")
+                elif not {piece.tensor for piece in parameter.pieces} <= set(bucket.tensors):
+                    problems.append(f"bucket {index} {what}, which holds tensors of other buckets")
+                if (rank, name) in found:
+                    problems.append(f"bucket {index} {what}, and so does bucket {found[rank, name]}")
+                found[rank, name] = index
+    return filled, given_up, problems
+
+
+class _MoveAudit:
+    """Follows every move: what it reads is there, and all together they write each filled parameter exactly once."""
+
+    def __init__(self, plan: Plan, filled: BucketOf, given_up: BucketOf) -> None:
+        self._plan, self._filled, self._given_up = plan, filled, given_up
+        self._written: dict[tuple[int, str, tuple[int, ...]], list[Box]] = {}
+        """(rank, parameter, offset of a piece) -> boxes of the piece's tensor that moves write there."""
+
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        for index, bucket in enumerate(self._plan.buckets):
+            tensors, domain = set(bucket.tensors), set(self._plan.ranks)
+            arrived = set()
+            if any(move.step for move in bucket.moves):
+                arrived = {
+                    (move.tensor, move.box, move.destination) for move in bucket.moves if not move.step
+                }
+            for move in bucket.moves:
+                faults = [*self._read_faults(move, index, arrived), *self._write_faults(move, index)]
+                if move.tensor not in tensors:
+                    faults.append("is of a tensor of no bucket, or of another")
+                if move.source.rank not in domain or move.destination.rank not in domain:
+                    faults.append("leaves the domain")
+                found += [f"bucket {index}: {_show(move)} {fault}" for fault in faults]
+        return [*found, *self._coverage()]
+
+    def _read_faults(self, move: Move, index: int, arrived: set[tuple[str, Box, Place]]) -> Iterator[str]:
+        if not move.step:
+            if _piece_at(self._plan.source, move.source, move) is None:
+                yield "reads what is not there"
+            if self._given_up.get(move.source[:2], index) < index:
+                yield f"reads what bucket {self._given_up[move.source[:2]]} has given up"
+            return
+        if move.step != 1:
+            yield f"is of step {move.step}; there are 0 and 1"
+        if move.is_local:
+            yield "is a local copy of step 1; local copies are made before anything arrives"
+        if (move.tensor, move.box, move.source) not in arrived:
+            yield "passes on what no move of step 0 has brought"
+
+    def _write_faults(self, move: Move, index: int) -> Iterator[str]:
+        rank, name, _ = move.destination
+        piece = _piece_at(self._plan.destination, move.destination, move)
+        if piece is None:
+            yield "writes what does not belong there"
+            return
+        if self._filled.get((rank, name)) != index:
+            yield "writes into a parameter that this bucket does not fill"
+        self._written.setdefault((rank, name, piece.offset), []).append(move.box)
+
+    def _coverage(self) -> Iterator[str]:
+        """Filled parameters of which not every element is written exactly once."""
+        for rank, name in self._filled:
+            parameter = _parameter(self._plan.destination, rank, name)
+            for piece in parameter.pieces if parameter else ():
+                boxes = self._written.get((rank, name, piece.offset), [])
+                if len(boxes) == 1 and boxes[0] == piece.box:
+                    continue
+                written, distinct = sum(map(num_elements, boxes)), union_elements(boxes)
+                missing = num_elements(piece.box) - distinct
+                where = f"{piece.tensor}{list(piece.box)} in {_at(rank, name)}"
+                if missing:
+                    yield f"{missing} elements of {where} are not written"
+                if written > distinct:
+                    yield f"{written - distinct} elements of {where} are written again"
+
+
+def _message_problems(plan: Plan, bucket: Bucket) -> Iterator[str]:
+    """Messages against moves: each move between ranks in one message, with one meaning for sender and receivers."""
+    carried: Counter[Move] = Counter()
+    for pack in bucket.packs:
+        where = f"message of step {pack.step}, rank {pack.source_rank} to ranks {list(pack.receivers)},"
+        if not 0 < len(pack.receivers) == len(pack.moves) == len(pack.received_in_place):
+            yield f"{where} has {len(pack.moves)} lists of moves and {len(pack.received_in_place)} flags"
+            continue
+        if len({pack.source_rank, *pack.receivers}) <= len(pack.receivers):
+            yield f"{where} goes to a rank twice, or to its sender"
+        for receiver, moves in zip(pack.receivers, pack.moves, strict=True):
+            carried.update(moves)
+            yield from (f"{where} {fault}" for fault in _list_faults(pack, receiver, moves))
+        yield from (f"{where} {fault}" for fault in _in_place_faults(plan, pack))
+    remote = Counter(move for move in bucket.moves if not move.is_local)
+    for move in remote - carried:
+        yield f"{_show(move)} is in no message"
+    for move in carried - remote:
+        yield f"{_show(move)} is in a message, and no move of the bucket"
+
+
+def _list_faults(pack: Pack, receiver: int, moves: Sequence[Move]) -> Iterator[str]:
+    """What a receiver expects against what is sent."""
+    ends = {(move.source.rank, move.destination.rank, move.step) for move in moves}
+    if ends != {(pack.source_rank, receiver, pack.step)}:
+        yield f"has, for rank {receiver}, no moves or those of other ranks or of another step"
+    if [move[:3] for move in moves] != [move[:3] for move in pack.moves[0]]:
+        yield f"is not what rank {receiver} expects"
+    if sum(move.num_elements for move in moves) != pack.num_elements:
+        yield f"has not {pack.num_elements} elements for rank {receiver}"
+
+
+def _in_place_faults(plan: Plan, pack: Pack) -> Iterator[str]:
+    """Ends without staging that are not one run of memory."""
+    runs = [(plan.destination if pack.step else plan.source, [move.source for move in pack.moves[0]])]
+    flags = [pack.sent_in_place]
+    for moves, in_place in zip(pack.moves, pack.received_in_place, strict=True):
+        runs.append((plan.destination, [move.destination for move in moves]))
+        flags.append(in_place)
+    for rank, (layout, places), in_place in zip(
+        (pack.source_rank, *pack.receivers), runs, flags, strict=True
+    ):
+        if in_place and not (len(places) == 1 and _is_one_run(layout, places[0], pack.moves[0][0])):
+            yield f"is not one run of memory at rank {rank}, and has no staging there"
+
+
+def _is_one_run(layout: Layout, place: Place, move: Move) -> bool:
+    """Whether no other element lies between a box's first and its last in memory."""
+    parameter = _parameter(layout, place.rank, place.parameter)
+    if parameter is None:
+        return False
+    distance, stride = 0, 1
+    for extent, size in zip(reversed(extents(move.box)), reversed(parameter.shape), strict=True):
+        distance += (extent - 1) * stride
+        stride *= size
+    return distance + 1 == num_elements(move.box)
+
+
+def _release_problems(plan: Plan, given_up: BucketOf) -> Iterator[str]:
+    """A rank gives up all that its destination shard holds, and nothing else."""
+
+    @cache
+    def returning(source_key: ShardKey, destination_key: ShardKey) -> frozenset[str]:
+        shard = plan.destination.shards[destination_key]
+        return frozenset(
+            parameter.name
+            for parameter in plan.source.shards[source_key].parameters
+            if _holds(shard, parameter)
+        )
+
+    for rank in plan.ranks:
+        found = frozenset[str]()
+        if rank in plan.source.keys and rank in plan.destination.keys:
+            found = returning(plan.source.keys[rank], plan.destination.keys[rank])
+        kept = []
+        for parameter in _parameters(plan.source, rank):
+            name = parameter.name
+            if (rank, name) not in given_up:
+                kept.append(name)
+                if name in found:
+                    yield f"{_at(rank, name)} is kept, and is in the rank's destination shard as well"
+            elif name not in found:
+                yield f"{_at(rank, name)} is given up, and is not in the rank's destination shard"
+        if list(plan.retained(rank)) != kept:
+            yield f"rank {rank} keeps {kept}, and the plan says it retains {list(plan.retained(rank))}"
+
+
+def _holds(shard: Shard, parameter: LocalParameter) -> bool:
+    """Whether every element of a parameter is somewhere in a shard."""
+    for piece in parameter.pieces:
+        parts = [intersect(piece.box, other.box) for _, other in shard.pieces.get(piece.tensor, ())]
+        if union_elements(part for part in parts if part) < num_elements(piece.box):
+            return False
+    return True
+
+
+def _piece_at(layout: Layout, place: Place, move: Move) -> Piece | None:
+    """The piece of a layout that has the move's box at exactly that place."""
+    parameter = _parameter(layout, place.rank, place.parameter)
+    for piece in parameter.pieces if parameter else ():
+        if piece.tensor == move.tensor and _is_inside(move.box, piece.box):
+            distances = zip(move.box, piece.box, piece.offset, place.offset, strict=True)
+            if all(start - first == index - zero for (start, _), (first, _), zero, index in distances):
+                return piece
+    return None
+
+
+def _is_inside(box: Box, other: Box) -> bool:
+    """Whether a box of at least one element is part of another."""
+    return len(box) == len(other) and all(a <= b < c <= d for (b, c), (a, d) in zip(box, other, strict=True))
+
+
+def _parameter(layout: Layout, rank: int, name: str) -> LocalParameter | None:
+    return layout.shards[layout.keys[rank]].by_name.get(name) if rank in layout.keys else None
+
+
+def _parameters(layout: Layout, rank: int) -> tuple[LocalParameter, ...]:
+    return layout.shards[layout.keys[rank]].parameters if rank in layout.keys else ()
+
+
+def _named(table: dict[int, tuple[str, ...]]) -> dict[int, set[str]]:
+    return {rank: set(names) for rank, names in table.items() if names}
+
+
+def _at(rank: int, name: str) -> str:
+    return f"{name} of rank {rank}"
+
+
+def _show(move: Move) -> str:
+    source, destination = move.source, move.destination
+    return (
+        f"{move.tensor}{list(move.box)} from {_at(source.rank, source.parameter)}"
+        f" to {_at(destination.rank, destination.parameter)}"
+    )

@@ -1,0 +1,151 @@
+"""Who sends which box to whom.
+
+A box that a rank holds itself is never fetched. Any other comes from an owner inside the domain: one on the same node
+where there is one, among those the one that has sent least so far. A box that no rank of a node holds enters the node
+once, through the rank through which least has come so far, and is passed on inside the node in a second step: with
+stages on different nodes that is the gather across pipeline stages first, then across tensor shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from hybridengine.errors import PlanError
+from hybridengine.reshard.boxes import Box, intersect, num_elements, subtract
+from hybridengine.reshard.layout import Layout, Piece
+from hybridengine.reshard.plan import Move, Place
+from hybridengine.topology.links import NodeMap
+
+
+class _Holding(NamedTuple):
+    """A piece of a logical tensor in a parameter of a rank."""
+
+    rank: int
+    parameter: str
+    piece: Piece
+
+    def place(self, part: Box) -> Place:
+        """Where `part`, a box inside the piece, starts."""
+        offset = tuple(
+            start - first + index
+            for (start, _), (first, _), index in zip(part, self.piece.box, self.piece.offset, strict=True)
+        )
+        return Place(self.rank, self.parameter, offset)
+
+
+class Gather:
+    """Makes the moves of one logical tensor after the other; what came before decides who has sent least.
+
+    Args:
+        ranks: the domain.
+        nodes: which ranks share a node; None where all do.
+        two_step: pass boxes on inside a node; otherwise each rank fetches from an owner itself.
+    """
+
+    def __init__(
+        self,
+        source: Layout,
+        destination: Layout,
+        ranks: Iterable[int],
+        nodes: NodeMap | None = None,
+        two_step: bool = True,
+    ) -> None:
+        ranks = tuple(ranks)
+        self._source = source
+        self._held, self._needed = _Holdings(source, ranks), _Holdings(destination, ranks)
+        self._node_of = {rank: nodes.node_of(rank) if nodes else 0 for rank in ranks}
+        self._two_step = two_step
+        self._sent = dict.fromkeys(ranks, 0)
+        self._entered = dict.fromkeys(ranks, 0)
+
+    def moves(self, tensor: str) -> list[Move]:
+        """Moves that fill every piece of `tensor` in the destination layout.
+
+        Raises:
+            PlanError: a box that no rank of the domain holds.
+        """
+        owners: dict[Box, list[_Holding]] = {}
+        own: dict[int, list[_Holding]] = {}
+        for holding in self._held.of(tensor):
+            owners.setdefault(holding.piece.box, []).append(holding)
+            own.setdefault(holding.rank, []).append(holding)
+        moves: list[Move] = []
+        demands: dict[tuple[Box, Box], list[_Holding]] = {}
+        for need in self._needed.of(tensor):
+            missing = [need.piece.box]
+            for holding in own.get(need.rank, ()):
+                rest: list[Box] = []
+                for box in missing:
+                    part = intersect(box, holding.piece.box)
+                    if part is None:
+                        rest.append(box)
+                        continue
+                    moves.append(Move(tensor, part, holding.place(part), need.place(part)))
+                    if part != box:
+                        rest += subtract(box, part)
+                missing = rest
+            for part, box in self._cut(tensor, need, missing, owners):
+                demands.setdefault((part, box), []).append(need)
+        for (part, box), needs in demands.items():
+            moves += self._deliver(tensor, part, owners[box], needs)
+        return moves
+
+    def _cut(
+        self, tensor: str, need: _Holding, missing: list[Box], owners: dict[Box, list[_Holding]]
+    ) -> list[tuple[Box, Box]]:
+        """What a rank must fetch, cut so that each part lies in one held box: (part, held box)."""
+        parts = []
+        while missing:
+            box = missing.pop()
+            found = [(part, held) for held in owners if (part := intersect(held, box)) is not None]
+            if not found:
+                raise PlanError(
+                    f"{tensor}{list(box)}, which rank {need.rank} needs for {need.parameter}, is held by no rank of"
+                    f" {self._source.kind} in the domain; the domain must hold a whole model"
+                )
+            part, held = max(found, key=lambda pair: num_elements(pair[0]))
+            parts.append((part, held))
+            if part != box:
+                missing += subtract(box, part)
+        return parts
+
+    def _deliver(self, tensor: str, part: Box, owners: list[_Holding], needs: list[_Holding]) -> list[Move]:
+        """Moves of one part from its owners to all ranks that need it."""
+        size = num_elements(part)
+        by_node: dict[int, list[_Holding]] = {}
+        for need in needs:
+            by_node.setdefault(self._node_of[need.rank], []).append(need)
+        moves = []
+        for node, receivers in by_node.items():
+            near = [owner for owner in owners if self._node_of[owner.rank] == node]
+            owner = min(near or owners, key=lambda holding: (self._sent[holding.rank], holding.rank))
+            direct, passed_on = receivers, list[_Holding]()
+            if not near and self._two_step:
+                entry = min(receivers, key=lambda holding: (self._entered[holding.rank], holding.rank))
+                self._entered[entry.rank] += size
+                direct = [need for need in receivers if need.rank == entry.rank]
+                passed_on = [need for need in receivers if need.rank != entry.rank]
+            source = owner.place(part)
+            moves += [Move(tensor, part, source, need.place(part)) for need in direct]
+            self._sent[owner.rank] += size * len(direct)
+            if passed_on:
+                relay = direct[0].place(part)
+                moves += [Move(tensor, part, relay, need.place(part), step=1) for need in passed_on]
+                self._sent[relay.rank] += size * len(passed_on)
+        return moves
+
+
+class _Holdings:
+    """Pieces of a layout by logical tensor, over the ranks of a domain."""
+
+    def __init__(self, layout: Layout, ranks: tuple[int, ...]) -> None:
+        self._keys = [(rank, layout.keys[rank]) for rank in ranks if rank in layout.keys]
+        self._shards = layout.shards
+
+    def of(self, tensor: str) -> list[_Holding]:
+        return [
+            _Holding(rank, parameter, piece)
+            for rank, key in self._keys
+            for parameter, piece in self._shards[key].pieces.get(tensor, ())
+        ]

@@ -1,0 +1,87 @@
+"""Notes that failing ranks leave for each other, so that every error names the ranks that are really missing.
+
+When one rank of a group dies, the others fail in different places: some wait for it, others for ranks that have stopped
+because of it. Each leaves a note with whom it waited for; ranks that were waited for and have left none are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+GRACE_S = 2.0
+"""How long a failing rank waits for the notes of those it waited for: they fail at about the same time."""
+
+
+@dataclass(frozen=True)
+class FailureNote:
+    """Why a rank has stopped."""
+
+    rank: int
+    where: str
+    """Operation and bucket."""
+    waited_for: tuple[int, ...]
+    """Ranks whose messages did not come; empty where the rank failed by itself."""
+    reason: str
+
+
+class FailureNotes:
+    """Notes of the ranks of one group, in the store that the process groups have met in.
+
+    Args:
+        name: tells operations apart: the same on all ranks of the group, and used once.
+    """
+
+    def __init__(self, ranks: Sequence[int], name: str) -> None:
+        self._ranks, self._name = tuple(ranks), name
+
+    def leave(self, note: FailureNote) -> None:
+        """Leave a note for the others. Best effort: the store may have died with its rank."""
+        with contextlib.suppress(RuntimeError):
+            _store().set(self._key(note.rank), json.dumps(asdict(note)))
+
+    def read(self, awaited: Sequence[int], grace_s: float = GRACE_S) -> list[FailureNote]:
+        """Notes left so far; waits a little for those of `awaited`."""
+        deadline = time.monotonic() + grace_s
+        with contextlib.suppress(RuntimeError):
+            store = _store()
+            while time.monotonic() < deadline and not all(store.check([self._key(rank)]) for rank in awaited):
+                time.sleep(0.05)
+            found = [rank for rank in self._ranks if store.check([self._key(rank)])]
+            return [self._parse(store.get(self._key(rank))) for rank in found]
+        return []
+
+    def _key(self, rank: int) -> str:
+        return f"hybridengine/{self._name}/{rank}"
+
+    @staticmethod
+    def _parse(text: bytes) -> FailureNote:
+        fields = json.loads(text)
+        return FailureNote(**fields | {"waited_for": tuple(fields["waited_for"])})
+
+
+def explain(own: FailureNote, notes: Sequence[FailureNote]) -> str:
+    """One line that says which ranks are missing, and why the others stopped."""
+    stopped = {note.rank: note for note in (*notes, own)}
+    awaited = {rank for note in stopped.values() for rank in note.waited_for}
+    missing = sorted(awaited - set(stopped))
+    parts = []
+    if missing:
+        parts.append(f"missing ranks: {missing}")
+    for note in stopped.values():
+        if not note.waited_for and note.rank != own.rank:
+            parts.append(f"rank {note.rank} failed by itself in {note.where}: {note.reason}")
+    followers = sorted(rank for rank, note in stopped.items() if note.waited_for and rank != own.rank)
+    if followers:
+        waited = sorted({rank for follower in followers for rank in stopped[follower].waited_for})
+        parts.append(f"ranks {followers} have stopped as well, waiting for ranks {waited}")
+    return "; ".join(parts)
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()

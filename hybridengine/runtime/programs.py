@@ -1,0 +1,189 @@
+"""A bucket of a plan as one rank carries it out: views, messages and storages, looked up once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridengine.reshard.plan import Bucket, Move, Pack, Place
+from hybridengine.runtime.digests import DIGEST_SIZE
+from hybridengine.runtime.storage import StoragePart, WeightStorage
+from hybridengine.runtime.transport import Messages, PointToPointTransport
+from hybridengine.runtime.verify import LocalChecks, MessageChecks
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Tensors that are copied, pair by pair."""
+
+    sources: list[Tensor]
+    targets: list[Tensor]
+
+    def run(self) -> None:
+        if self.targets:
+            torch._foreach_copy_(self.targets, self.sources)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Messages that start together."""
+
+    gather: Copies
+    """Into staging, before the messages leave."""
+    messages: Messages
+    spread: Copies
+    """Out of staging, after the messages have come."""
+    checks: MessageChecks | None
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank's part in a bucket. Its tensors stay valid while their storages come and go."""
+
+    staging: StoragePart
+    staging_bytes: int
+    gives_up: StoragePart
+    given_up_bytes: int
+    local: Copies
+    local_checks: LocalChecks | None
+    steps: tuple[Step, ...]
+
+
+class ProgramBuilder:
+    """Builds programs of one rank.
+
+    Args:
+        padded: destination parameters with padding, which is zero.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        source: WeightStorage,
+        destination: WeightStorage,
+        padded: frozenset[str],
+        transport: PointToPointTransport,
+    ) -> None:
+        self._rank, self._source, self._destination = rank, source, destination
+        self._padded, self._transport = padded, transport
+        storage = source if source.names else destination
+        example = storage[storage.names[0]]
+        self.device, self._dtype = example.device, example.dtype
+
+    def storages(self, bucket: Bucket) -> tuple[StoragePart, StoragePart]:
+        """(what the bucket fills, what it gives up)."""
+        filled = bucket.destinations.get(self._rank, ())
+        return (
+            self._destination.part(filled, self._padded.intersection(filled)),
+            self._source.part(bucket.sources.get(self._rank, ())),
+        )
+
+    def build(self, bucket: Bucket, gives_up: StoragePart, checked: bool) -> Program:
+        """The program of a bucket whose storages own memory now; torch makes no views of those that own none."""
+        staging = torch.empty(bucket.staging.get(self._rank, 0), dtype=self._dtype, device=self.device)
+        parts = _Parts(staging)
+        steps = tuple(self._step(bucket, step, parts, checked) for step in range(bucket.num_steps))
+        staged = WeightStorage({"staging": staging})
+        staged.release()
+        moves = bucket.local(self._rank)
+        local = Copies(
+            [_view(self._source, move.source, move) for move in moves],
+            [_view(self._destination, move.destination, move) for move in moves],
+        )
+        return Program(
+            staging=staged.part(staged.names),
+            staging_bytes=staged.total_bytes,
+            gives_up=gives_up,
+            given_up_bytes=gives_up.total_bytes,
+            local=local,
+            local_checks=LocalChecks(local.sources, local.targets, moves) if checked and moves else None,
+            steps=steps,
+        )
+
+    def _step(self, bucket: Bucket, number: int, staging: _Parts, checked: bool) -> Step:
+        outgoing = [pack for pack in bucket.sends(self._rank) if pack.step == number]
+        incoming = [pack for pack in bucket.receives(self._rank) if pack.step == number]
+        gather, spread = Copies([], []), Copies([], [])
+        sends, receives = [], []
+        for pack in outgoing:
+            views = self._sent_views(pack)
+            buffer = views[0]
+            if not pack.sent_in_place:
+                buffer = staging.take(pack.num_elements)
+                gather.sources.extend(views)
+                gather.targets.extend(_split(buffer, views))
+            sends += [(peer, buffer) for peer in pack.receivers]
+        for pack in incoming:
+            views = self._received_views(pack)
+            buffer = views[0]
+            if not pack.received_in_place[pack.receivers.index(self._rank)]:
+                buffer = staging.take(pack.num_elements)
+                spread.sources.extend(_split(buffer, views))
+                spread.targets.extend(views)
+            receives.append((pack.source_rank, buffer))
+        return Step(
+            gather,
+            self._transport.prepare(sends, receives),
+            spread,
+            self._checks(outgoing, incoming) if checked else None,
+        )
+
+    def _checks(self, outgoing: Sequence[Pack], incoming: Sequence[Pack]) -> MessageChecks:
+        signed, expected = (
+            [
+                torch.empty(len(pack.moves[0]), DIGEST_SIZE, dtype=torch.int64, device=self.device)
+                for pack in packs
+            ]
+            for packs in (outgoing, incoming)
+        )
+        return MessageChecks(
+            sent=[view for pack in outgoing for view in self._sent_views(pack)],
+            signed=signed,
+            received=[view for pack in incoming for view in self._received_views(pack)],
+            expected=expected,
+            moves=[move for pack in incoming for move in pack.moves_to(self._rank)],
+            messages=self._transport.prepare(
+                [
+                    (peer, digest)
+                    for pack, digest in zip(outgoing, signed, strict=True)
+                    for peer in pack.receivers
+                ],
+                [(pack.source_rank, digest) for pack, digest in zip(incoming, expected, strict=True)],
+                are_weights=False,
+            ),
+        )
+
+    def _sent_views(self, pack: Pack) -> list[Tensor]:
+        holder = self._destination if pack.step else self._source
+        return [_view(holder, move.source, move) for move in pack.moves[0]]
+
+    def _received_views(self, pack: Pack) -> list[Tensor]:
+        return [_view(self._destination, move.destination, move) for move in pack.moves_to(self._rank)]
+
+
+class _Parts:
+    """Consecutive parts of a staging buffer."""
+
+    def __init__(self, staging: Tensor) -> None:
+        self._staging, self._taken = staging, 0
+
+    def take(self, num_elements: int) -> Tensor:
+        part = self._staging.narrow(0, self._taken, num_elements)
+        self._taken += num_elements
+        return part
+
+
+def _view(storage: WeightStorage, place: Place, move: Move) -> Tensor:
+    view = storage[place.parameter]
+    for dim, (start, size) in enumerate(zip(place.offset, move.shape, strict=True)):
+        view = view.narrow(dim, start, size)
+    return view
+
+
+def _split(buffer: Tensor, views: list[Tensor]) -> list[Tensor]:
+    """Consecutive parts of a flat buffer, shaped like `views`."""
+    parts = torch.split(buffer, [view.numel() for view in views])
+    return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]

@@ -1,0 +1,254 @@
+"""Generation grids of any sizes up to 16 ranks: wider tensor parallelism, sizes that do not nest, vanilla grouping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import cache
+from itertools import chain, combinations, product
+
+import pytest
+
+from hybridengine.errors import TopologyError
+from hybridengine.topology.generation import GenCoordinate, GenerationGrid, Grouping
+from hybridengine.topology.grid import Grid, Groups, RankOrder
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+from tests.unit.test_topology import MAX_RANKS, generation, nested_grids, partitions, sizes_up_to
+
+
+def all_grids(num_ranks: int, grouping: Grouping) -> Iterator[GenerationGrid]:
+    """Every generation grid over every training grid whose ranks its engines share out, in both rank orders."""
+    for order, (p, t, d) in product(RankOrder, sizes_up_to(num_ranks)):
+        for p_g, t_g, _ in sizes_up_to(p * t * d):
+            if p * t * d % (p_g * t_g) == 0:
+                yield GenerationGrid(Grid(TrainSizes(p, t, d), order), GenSizes(p_g, t_g), grouping)
+
+
+# Training, generation, generation TP groups, domains: an engine spans ranks with the same training shard.
+WIDER = [
+    ("1-2-2", "1-4", [[0, 2, 1, 3]], [[0], [1], [2], [3]]),
+    ("1-2-4", "1-4", [[0, 2, 1, 3], [4, 6, 5, 7]], [[n] for n in range(8)]),
+    ("2-2-1", "1-4", [[0, 2, 1, 3]], [[0, 2], [1, 3]]),
+    ("2-1-2", "2-2", [[0, 2], [1, 3]], [[0], [1], [2], [3]]),
+    ("2-1-4", "1-4", [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]),
+]
+
+
+@pytest.mark.parametrize(("train", "gen", "tp_groups", "domains"), WIDER)
+def test_worked_examples_of_wider_tensor_parallelism(
+    train: str, gen: str, tp_groups: list[list[int]], domains: list[list[int]]
+) -> None:
+    grid = generation(train, gen, "interval")
+    assert [list(group) for group in grid.tp_groups] == tp_groups
+    assert [list(group) for group in grid.domains] == domains
+
+
+@pytest.mark.parametrize("grouping", list(Grouping))
+def test_coordinates_are_a_bijection(grouping: Grouping) -> None:
+    """Each engine has each of its places once: what vLLM needs, whatever the sizes are."""
+    count = 0
+    for grid in all_grids(MAX_RANKS, grouping):
+        places = [grid.coordinate(rank) for rank in range(grid.train.num_ranks)]
+        p_g, t_g = grid.sizes.pp_size, grid.sizes.tp_size
+        num_replicas = grid.train.num_ranks // (p_g * t_g)
+        expected = product(range(num_replicas), range(p_g), range(t_g))
+        assert sorted((at.replica_rank, at.pp_rank, at.tp_rank) for at in places) == list(expected), grid
+        assert grid.num_replicas == num_replicas
+        count += 1
+    assert count > 1000
+
+
+@pytest.mark.parametrize("grouping", list(Grouping))
+def test_groups_of_all_sizes_partition_the_ranks(grouping: Grouping) -> None:
+    for grid in all_grids(MAX_RANKS, grouping):
+        total, p_g, t_g = grid.train.num_ranks, grid.sizes.pp_size, grid.sizes.tp_size
+        assert partitions(grid.engine_groups, total, p_g * t_g)
+        engines = [set(group) for group in grid.engine_groups]
+        for groups, size in ((grid.tp_groups, t_g), (grid.pp_groups, p_g)):
+            assert sorted(chain(*groups)) == list(range(total))
+            assert all(len(group) == size for group in groups)
+            assert all(any(set(group) <= engine for engine in engines) for group in groups)
+        for groups in (grid.domains, grid.micro_dp_groups):
+            assert sorted(chain(*groups)) == list(range(total))
+            assert all(list(group) == sorted(group) for group in groups)
+            assert list(groups) == sorted(groups)
+
+
+def test_groups_of_engines_are_in_the_order_of_their_coordinates() -> None:
+    """vLLM takes the position in a group for the tensor-parallel or pipeline-parallel rank."""
+    for grouping in Grouping:
+        for grid in all_grids(MAX_RANKS, grouping):
+            for group in grid.tp_groups:
+                assert [grid.coordinate(rank).tp_rank for rank in group] == list(range(grid.sizes.tp_size))
+            for group in grid.pp_groups:
+                assert [grid.coordinate(rank).pp_rank for rank in group] == list(range(grid.sizes.pp_size))
+        for grid in nested_grids(MAX_RANKS, grouping):
+            for group in (*grid.tp_groups, *grid.pp_groups):
+                assert list(group) == sorted(group)
+
+
+Interval = tuple[Fraction, Fraction]
+
+
+@cache
+def interval(index: int, count: int) -> Interval:
+    """Part `index` of `count` equal parts of 1."""
+    return Fraction(index, count), Fraction(index + 1, count)
+
+
+def shared(one: Interval, other: Interval) -> Fraction:
+    """Length of what two intervals share."""
+    return max(Fraction(0), min(one[1], other[1]) - max(one[0], other[0]))
+
+
+def trained(grid: GenerationGrid, rank: int) -> tuple[Interval, Interval]:
+    """(layers, shard) that a rank trains, as parts of 1."""
+    place, sizes = grid.train.coordinate(rank), grid.train.sizes
+    return interval(place.pp_rank, sizes.pp_size), interval(place.tp_rank, sizes.tp_size)
+
+
+def generated(grid: GenerationGrid, rank: int) -> tuple[Interval, Interval]:
+    """(layers, shard) that a rank generates with, as parts of 1."""
+    place = grid.coordinate(rank)
+    return interval(place.pp_rank, grid.sizes.pp_size), interval(place.tp_rank, grid.sizes.tp_size)
+
+
+def is_inside(one: Interval, other: Interval) -> bool:
+    return other[0] <= one[0] and one[1] <= other[1]
+
+
+def is_wider(grid: GenerationGrid) -> bool:
+    """Whether the sizes keep p_g | p, and t divides a larger t_g."""
+    train, gen = grid.train.sizes, grid.sizes
+    return (
+        train.pp_size % gen.pp_size == 0 and gen.tp_size % train.tp_size == 0 and gen.tp_size > train.tp_size
+    )
+
+
+@pytest.mark.parametrize("grouping", list(Grouping))
+def test_every_domain_holds_what_its_ranks_need(grouping: Grouping) -> None:
+    for grid in all_grids(MAX_RANKS, grouping):
+        for domain in grid.domains:
+            held = {trained(grid, rank) for rank in domain}  # training shards are equal or disjoint
+            for layers, shard in {generated(grid, rank) for rank in domain}:
+                found = sum(shared(layers, a) * shared(shard, b) for a, b in held)
+                assert found == (layers[1] - layers[0]) * (shard[1] - shard[0]), (grid, domain)
+
+
+def test_wider_shards_are_parts_of_the_training_shards_and_nothing_moves_between_them() -> None:
+    count = 0
+    for grid in filter(is_wider, all_grids(MAX_RANKS, Grouping.INTERVAL)):
+        for rank in range(grid.train.num_ranks):
+            assert is_inside(generated(grid, rank)[1], trained(grid, rank)[1]), (grid, rank)
+            assert is_inside(trained(grid, rank)[0], generated(grid, rank)[0]), (grid, rank)
+        for domain in grid.domains:
+            assert len(domain) == grid.train.sizes.pp_size // grid.sizes.pp_size
+            assert len({grid.train.coordinate(rank).tp_rank for rank in domain}) == 1
+            assert len({grid.train.coordinate(rank).dp_rank for rank in domain}) == 1
+        count += 1
+    assert count > 100
+
+
+@pytest.mark.parametrize("grouping", list(Grouping))
+def test_shards_nest_where_every_training_shard_is_inside_the_generation_shard(grouping: Grouping) -> None:
+    found = set()
+    for grid in all_grids(MAX_RANKS, grouping):
+        expected = all(
+            is_inside(part, needed)
+            for rank in range(grid.train.num_ranks)
+            for part, needed in zip(trained(grid, rank), generated(grid, rank), strict=True)
+        )
+        assert grid.nests == expected, grid
+        sizes_nest = (
+            grid.train.sizes.pp_size % grid.sizes.pp_size == 0
+            and grid.train.sizes.tp_size % grid.sizes.tp_size == 0
+        )
+        if grouping is Grouping.INTERVAL:
+            assert grid.nests == sizes_nest, grid
+        if grid.nests:
+            assert grid.domains == grid.micro_dp_groups
+        found.add((grid.nests, sizes_nest))
+    vanilla_loses = {(False, True)} if grouping is Grouping.VANILLA else set()
+    assert found == {(True, True), (False, False)} | vanilla_loses
+
+
+def components(num_ranks: int, *groupings: Groups) -> Groups:
+    """Ranks that are linked by groups, however many in between."""
+    found = {rank: {rank} for rank in range(num_ranks)}
+    for group in chain(*groupings):
+        merged = set().union(*(found[rank] for rank in group))
+        found |= dict.fromkeys(merged, merged)
+    return tuple(sorted({tuple(sorted(part)) for part in found.values()}))
+
+
+@pytest.mark.parametrize("grouping", list(Grouping))
+def test_other_domains_are_the_fewest_whole_engines_and_replicas(grouping: Grouping) -> None:
+    count = 0
+    for grid in all_grids(MAX_RANKS, grouping):
+        if not grid.nests and not (grouping is Grouping.INTERVAL and is_wider(grid)):
+            replicas = grid.train.groups("pp", "tp")
+            assert grid.domains == components(grid.train.num_ranks, replicas, grid.engine_groups), grid
+            count += 1
+    assert count > 100
+
+
+def test_engines_of_other_sizes_are_consecutive_ranks_in_the_papers_order() -> None:
+    for grouping in Grouping:
+        for grid in all_grids(MAX_RANKS, grouping):
+            train, gen = grid.train.sizes, grid.sizes
+            related = train.tp_size % gen.tp_size == 0 or gen.tp_size % train.tp_size == 0
+            ordinary = grouping is Grouping.INTERVAL and related and train.pp_size % gen.pp_size == 0
+            if grid.train.order is RankOrder.PAPER and not ordinary:
+                for rank in range(train.num_ranks):
+                    inside = rank % (gen.pp_size * gen.tp_size)
+                    assert grid.coordinate(rank) == GenCoordinate(
+                        rank // (gen.pp_size * gen.tp_size), inside // gen.tp_size, inside % gen.tp_size
+                    )
+
+
+def test_micro_dp_groups_hold_the_same_generation_shard_in_one_replica() -> None:
+    for grouping in Grouping:
+        for grid in all_grids(8, grouping):
+            group_of = {rank: group for group in grid.micro_dp_groups for rank in group}
+            for one, other in combinations(range(grid.train.num_ranks), 2):
+                same = grid.train.coordinate(one).dp_rank == grid.train.coordinate(
+                    other
+                ).dp_rank and generated(grid, one) == generated(grid, other)
+                assert (group_of[one] is group_of[other]) == same, grid
+
+
+def test_engines_that_cannot_share_out_the_ranks_are_refused_with_the_nearest_sizes() -> None:
+    with pytest.raises(TopologyError) as caught:
+        GenerationGrid(Grid(TrainSizes(2, 2, 2)), GenSizes(1, 3))
+    assert str(caught.value) == (
+        "an engine's p_g·t_g = 1·3 = 3 ranks do not divide the 8 ranks of training 2-2-2;"
+        " choose p_g-t_g from 1-2, 1-4, 1-1"
+    )
+    for p, t, d in sizes_up_to(12):
+        train = TrainSizes(p, t, d)
+        for p_g, t_g in product(range(1, 14), range(1, 14)):
+            gen, tiles = GenSizes(p_g, t_g), p * t * d % (p_g * t_g) == 0
+            assert (gen.problems_over(train) == []) == tiles
+            nearest = gen.nearest_over(train, count=1000)
+            fitting = [(a, b) for a, b in product(range(1, 13), range(1, 13)) if p * t * d % (a * b) == 0]
+            assert sorted((n.pp_size, n.tp_size) for n in nearest) == [s for s in fitting if s != (p_g, t_g)]
+            distances = [abs(n.pp_size - p_g) + abs(n.tp_size - t_g) for n in nearest]
+            assert distances == sorted(distances)
+            assert gen.nearest_over(train) == nearest[:3]
+
+
+def test_a_remedy_can_be_held_to_further_rules() -> None:
+    (text,) = GenSizes(1, 3).problems_over(TrainSizes(2, 2, 2), lambda sizes: sizes.tp_size == 1)
+    assert text.endswith("; choose p_g-t_g from 1-1, 2-1, 4-1")
+    (text,) = GenSizes(1, 3).problems_over(TrainSizes(2, 2, 2), lambda sizes: False)
+    assert text.endswith("; choose p_g-t_g from 1-2, 1-4, 1-1")
+
+
+def test_micro_replicas_are_counted_where_sizes_nest_only() -> None:
+    assert generation("2-4-8", "1-2", "interval").micro_dp_size == 4
+    with pytest.raises(TopologyError) as caught:
+        generation("1-2-2", "1-4", "interval").micro_dp_size  # noqa: B018
+    assert str(caught.value) == (
+        "generation 1-4 does not nest in training 1-2-2, so that d_g is not defined;"
+        " choose p_g from the divisors of p and t_g from those of t"
+    )

@@ -1,0 +1,72 @@
+"""Which layouts can be, and the nearest ones to those that cannot."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from hybridengine.errors import TopologyError
+from hybridengine.model_presets import PRESETS
+from hybridengine.planning.layouts import check_layouts, generation_sizes, nearest_train_sizes, train_problems
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+
+LLAMA = PRESETS["llama3-70b"].shape()
+
+
+@pytest.mark.parametrize(
+    ("train", "gen"), [("8-8-16", "1-8"), ("80-1-1", "1-1"), ("1-8-2", "1-16"), ("3-8-1", "2-4"), ("1-1-64", "1-64")]
+)
+def test_layouts_that_can_be(train: str, gen: str) -> None:
+    check_layouts(LLAMA, TrainSizes.parse(train), GenSizes.parse(gen))
+
+
+@pytest.mark.parametrize(
+    ("train", "gen", "parts"),
+    [
+        ("8-6-16", "1-8", ["training 8-6-16", "t=6 does not divide num_heads=64", "nearest p-t-d", "6-8-16"]),
+        ("8-16-8", "1-8", ["t=16 does not divide num_kv_heads=8", "8-8-16"]),
+        ("160-8-1", "1-8", ["p=160 pipeline stages", "num_layers=80", "80-8-2"]),
+        ("8-8-16", "3-8", ["generation 3-8", "24 ranks do not divide the 1024", "2-8, 4-8"]),
+        ("8-8-16", "1-128", ["generation 1-128", "t_g=128 does not divide num_heads=64", "nearest p_g-t_g", "1-64"]),
+        ("1-1-256", "128-1", ["p_g=128 pipeline stages", "64-1"]),
+    ],
+)
+def test_layouts_that_cannot_be_name_the_nearest(train: str, gen: str, parts: list[str]) -> None:
+    with pytest.raises(TopologyError) as raised:
+        check_layouts(LLAMA, TrainSizes.parse(train), GenSizes.parse(gen))
+    for part in parts:
+        assert part in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_nearest_training_sizes_can_be_and_have_as_many_ranks() -> None:
+    for text in ("8-6-16", "7-3-2", "100-8-1", "1-128-1"):
+        sizes = TrainSizes.parse(text)
+        nearest = nearest_train_sizes(LLAMA, sizes)
+        assert nearest
+        for other in nearest:
+            assert other.num_ranks == sizes.num_ranks
+            assert train_problems(LLAMA, other) == []
+
+
+def test_generation_sizes_to_sweep_against_every_pair() -> None:
+    """All (p_g, t_g) with p_g | p, t_g | t or t | t_g up to a node, whose engines share out the ranks."""
+    train = TrainSizes(6, 4, 2)
+    expected = [
+        (p_g, t_g)
+        for p_g in (1, 2, 3, 6)
+        for t_g in (1, 2, 4, 8)
+        if math.prod((6, 4, 2)) % (p_g * t_g) == 0
+    ]
+    assert [(sizes.pp_size, sizes.tp_size) for sizes in generation_sizes(LLAMA, train, 8)] == expected
+    assert (6, 8) in expected
+    assert max(sizes.tp_size for sizes in generation_sizes(LLAMA, train, 2)) == 4
+    qwen = PRESETS["qwen2.5-7b"].shape()  # 28 heads, 4 KV heads: t_g = 8 cannot be
+    assert [sizes.tp_size for sizes in generation_sizes(qwen, TrainSizes(1, 4, 2), 8)] == [1, 2, 4]
+
+
+def test_sizes_that_are_none_stay_an_error() -> None:
+    with pytest.raises(TopologyError, match=re.escape("tp_size=0 must be a positive integer")):
+        check_layouts(LLAMA, TrainSizes(1, 0, 1))

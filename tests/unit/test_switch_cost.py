@@ -1,0 +1,155 @@
+"""Costs of switches on whole clusters: against planning every domain, and against the paper's formulas at its sizes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from hybridengine.model_presets import PRESETS
+from hybridengine.model_shapes import ModelShape
+from hybridengine.planning.clusters import load_cluster
+from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer, gen_shard_bytes
+from hybridengine.planning.switch_plan import SwitchPlan, plan_switch
+from hybridengine.reshard.cost import REMOTE, plan_costs
+from hybridengine.reshard.megatron import megatron_layout
+from hybridengine.reshard.planner import compile_plan, inverse_local
+from hybridengine.reshard.vllm import vllm_layout
+from hybridengine.topology.generation import GenerationGrid, Grouping
+from hybridengine.topology.grid import Grid, RankOrder
+from hybridengine.topology.links import LinkClass, NodeMap
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+from tests.unit.numpy_shards import small_shape
+
+ROOT = Path(__file__).parents[2]
+H100 = ROOT / "configs" / "clusters" / "h100-80gb.yaml"
+BYTES = {"bfloat16": 2, "float32": 4}
+PAIRS = [("2-2-2", "1-1"), ("2-4-1", "1-2"), ("1-4-2", "1-2"), ("1-2-4", "1-4"), ("2-2-2", "2-4"), ("3-1-4", "2-1")]
+
+
+def grid(train: str, gen: str, order: RankOrder = RankOrder.PAPER, grouping=Grouping.INTERVAL) -> GenerationGrid:
+    return GenerationGrid(Grid(TrainSizes.parse(train), order), GenSizes.parse(gen), grouping)
+
+
+def priced(shape: ModelShape, generation: GenerationGrid, per_node: int, two_step: bool = True) -> SwitchCost:
+    nodes = NodeMap.uniform(generation.train.num_ranks, per_node)
+    return SwitchPricer(shape, "float32", 2**13).price(generation, nodes, two_step)
+
+
+@pytest.mark.parametrize("per_node", [2, 3, 4])
+@pytest.mark.parametrize(("order", "grouping"), product(RankOrder, Grouping))
+@pytest.mark.parametrize(("train", "gen"), PAIRS)
+def test_repeated_domains_cost_what_planning_each_of_them_costs(
+    train: str, gen: str, order: RankOrder, grouping: Grouping, per_node: int
+) -> None:
+    shape = small_shape("llama", tied=gen == "1-1", vocab=256 - 5, layers=5, kv_heads=4)
+    generation = grid(train, gen, order, grouping)
+    nodes = NodeMap.uniform(generation.train.num_ranks, per_node)
+    source, destination = megatron_layout(shape, generation.train), vllm_layout(shape, generation)
+    every, back = {}, {}
+    for ranks in generation.domains:
+        plan = compile_plan(source, destination, ranks, 2**13 // 4, nodes=nodes)
+        every |= plan_costs(plan, 4, nodes)
+        back |= plan_costs(inverse_local(plan), 4, nodes)
+    cost = priced(shape, generation, per_node)
+    assert sorted(every) == sorted(rank for _, repeats in cost.domains for ranks in repeats for rank in ranks)
+    for domain, repeats in cost.domains:
+        for ranks in repeats:
+            for position, rank in enumerate(ranks):
+                assert domain.costs_there[position] == every[rank], (rank, domain.plan.ranks)
+                assert domain.costs_back[position] == back[rank]
+    for link in REMOTE:
+        assert cost.total_over(link) == sum(one.received_by_link[link] for one in every.values())
+        assert cost.received_over(link) == max(one.received_by_link[link] for one in every.values())
+    assert cost.received_bytes == max(one.received_bytes for one in every.values())
+    assert cost.peak_bytes == max(one.peak_bytes for one in (*every.values(), *back.values()))
+    assert cost.redundant_bytes == max(one.redundant_bytes for one in every.values())
+    assert cost.gen_bytes == gen_shard_bytes(shape, generation, "float32")
+
+
+def test_padding_of_the_vocabulary_makes_a_domain_of_its_own() -> None:
+    """The last vocabulary shard is shorter: its domain must not pass for one of the others."""
+    even, padded = (small_shape("llama", tied=False, vocab=vocab, layers=2, kv_heads=4) for vocab in (256, 250))
+    generation = grid("2-4-1", "1-4")
+    assert len(priced(even, generation, 8).domains) == 1
+    assert len(priced(padded, generation, 8).domains) == 2
+
+
+def test_crossing_domains_of_both_rank_orders() -> None:
+    """2-4-2 -> 1-2 on two nodes of 8: 0 of 4 in the paper's order, 4 of 4 in Megatron's."""
+    shape = small_shape("llama", tied=False, vocab=256, layers=4, kv_heads=4)
+    crossing = {order: priced(shape, grid("2-4-2", "1-2", order), 8) for order in RankOrder}
+    assert {order: (cost.num_crossing_domains, cost.num_domains) for order, cost in crossing.items()} == {
+        RankOrder.PAPER: (0, 4),
+        RankOrder.MEGATRON: (4, 4),
+    }
+    between = {order: cost.total_over(LinkClass.BETWEEN_NODES) for order, cost in crossing.items()}
+    assert between[RankOrder.PAPER] == 0 < between[RankOrder.MEGATRON]
+
+
+def test_two_steps_send_a_box_into_a_node_once() -> None:
+    """2-4-1 -> 1-2 on nodes of 4, one stage each: t/t_g = 2 ranks of a node need what it lacks."""
+    shape = small_shape("llama", tied=False, vocab=256, layers=4, kv_heads=4)
+    two, one = (priced(shape, grid("2-4-1", "1-2"), 4, two_step) for two_step in (True, False))
+    assert (two.num_steps, one.num_steps) == (2, 1)
+    assert two.received_bytes == one.received_bytes
+    assert 2 * two.total_over(LinkClass.BETWEEN_NODES) == one.total_over(LinkClass.BETWEEN_NODES)
+
+
+def planned(name: str, train: str, gen: str, **settings) -> SwitchPlan:
+    cluster = load_cluster(H100)
+    return plan_switch(SwitchPricer(PRESETS[name].shape(), "bfloat16", 2**28), grid(train, gen), cluster, **settings)
+
+
+def test_70b_on_1024_ranks_by_the_papers_formula() -> None:
+    """8-8-16 -> 1-8: (d_g - 1)/(t·p)·M received, peak M/(t_g·p_g); a domain is one rank on each of 8 nodes."""
+    plan = planned("llama3-70b", "8-8-16", "1-8")
+    total = PRESETS["llama3-70b"].shape().weight_bytes("bfloat16")
+    # The ranks of the stages with the embedding or the head hold more than their share, and the others receive more.
+    assert plan.there.received_bytes_max == pytest.approx(7 / 64 * total, rel=0.01)
+    assert plan.gen_shard_bytes_max == pytest.approx(total / 8, rel=1e-3)
+    assert plan.peak_weight_bytes_max <= plan.gen_shard_bytes_max + plan.bucket_bytes_max
+    assert plan.redundant_bytes_max == plan.extra_bytes_max == 0
+    # All ranks together: what each needs, less what each holds (norms are whole on all ranks of both).
+    received = sum(plan.there.received_bytes_total_by_link.values())
+    assert received == pytest.approx((1024 / 8 - 16) * total, rel=1e-3)
+    assert plan.there.inter_node_bytes_max == plan.there.received_bytes_max
+    assert (plan.num_domains, plan.there.num_crossing_domains) == (128, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "gen", "num_domains"),
+    [("llama3-70b", "8-8-16", "1-8", 128), ("llama3-405b", "16-8-128", "2-8", 2048), ("llama3-8b", "1-8-256", "1-2", 512)],
+)
+def test_few_domains_are_planned_for_thousands_of_ranks(name: str, train: str, gen: str, num_domains: int) -> None:
+    plan = planned(name, train, gen, with_variants=False)
+    assert plan.num_domains == num_domains
+    assert sum(count for _, count in plan.domains) == num_domains
+    assert len(plan.domains) <= 2
+
+
+def test_both_orders_share_plans_of_domains_with_the_same_pattern() -> None:
+    pricer = SwitchPricer(small_shape("llama", tied=False, vocab=256, layers=4, kv_heads=4), "float32", 2**13)
+    nodes = NodeMap.uniform(16, 2)
+    costs = [pricer.price(grid("4-2-2", "1-2", order), nodes) for order in RankOrder]
+    assert costs[0].domains[0][0] is costs[1].domains[0][0]
+    assert costs[0].domains[0][1] != costs[1].domains[0][1]
+
+
+def test_planning_needs_no_torch() -> None:
+    code = (
+        "import sys, json\n"
+        "from hybridengine.cli.main import main\n"
+        "arguments = ['--model', 'llama3-8b', '--train', '2-4-4', '--gen', '1-2', '--cluster', sys.argv[1]]\n"
+        "code = main(['reshard', 'plan', *arguments])\n"
+        "heavy = {'torch', 'ray', 'megatron', 'vllm', 'transformers', 'tensordict', 'matplotlib'}\n"
+        "print(json.dumps([code, sorted(heavy & set(sys.modules))]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(H100)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, []], done.stderr

@@ -1,0 +1,181 @@
+"""Predicted seconds against sums done by hand, on links of round figures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hybridengine.errors import ConfigError
+from hybridengine.planning.clusters import Cluster
+from hybridengine.planning.switch_cost import SwitchPricer
+from hybridengine.planning.switch_time import DomainTraffic, NodeShare, node_shares, predict_seconds
+from hybridengine.reshard.cost import REMOTE
+from hybridengine.topology.generation import GenerationGrid
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.links import LinkClass, NodeMap
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+from tests.unit.numpy_shards import small_shape
+
+NODE, NETWORK = LinkClass.SAME_NODE, LinkClass.BETWEEN_NODES
+ELEMENT_BYTES = 2
+
+
+def cluster(**links: dict[str, float]) -> Cluster:
+    """100 B/s of memory, 10 B/s inside a node, 1 B/s between nodes, no latency."""
+    figures: dict[str, dict[str, float]] = {
+        "same_device": {"bytes_per_s": 100, "latency_s": 0},
+        "same_node": {"bytes_per_s": 10, "latency_s": 0},
+        "between_nodes": {"bytes_per_s": 1, "latency_s": 0},
+    }
+    for name, changes in links.items():
+        figures[name] |= changes
+    return Cluster.model_validate(
+        {"name": "c", "source": "s", "nodes": 9, "devices_per_node": 2, "device_memory_bytes": 1, "links": figures}
+    )
+
+
+class Traffic:
+    """Builds the traffic of one domain, cell by cell."""
+
+    def __init__(self, buckets: int, ranks: int) -> None:
+        self.received, self.sent, self.messages = (
+            {link: np.zeros((buckets, 2, ranks), dtype=np.int64) for link in REMOTE} for _ in range(3)
+        )
+        self.gathered, self.spread = (np.zeros((buckets, ranks), dtype=np.int64) for _ in range(2))
+        self.overlaps = np.zeros(buckets, dtype=bool)
+
+    def send(self, bucket: int, step: int, sender: int, receiver: int, link: LinkClass, elements: int) -> Traffic:
+        self.sent[link][bucket, step, sender] += elements
+        self.received[link][bucket, step, receiver] += elements
+        for rank in (sender, receiver):
+            self.messages[link][bucket, step, rank] += 1
+        return self
+
+    def done(self) -> DomainTraffic:
+        return DomainTraffic(self.received, self.sent, self.messages, self.gathered, self.spread, self.overlaps)
+
+
+def seconds(traffic: Traffic, hardware: Cluster, shares: list[NodeShare] | None = None) -> float:
+    return predict_seconds([traffic.done()], shares or [], hardware, ELEMENT_BYTES)
+
+
+def test_nothing_moves_in_no_time() -> None:
+    assert seconds(Traffic(3, 4), cluster()) == 0
+
+
+def test_the_slowest_rank_decides() -> None:
+    traffic = Traffic(1, 3).send(0, 0, 0, 1, NODE, 10).send(0, 0, 0, 2, NODE, 30)
+    assert seconds(traffic, cluster()) == pytest.approx(40 * 2 / 10)  # rank 0 sends all of it
+
+
+def test_links_of_two_classes_and_both_directions_work_at_the_same_time() -> None:
+    traffic = Traffic(1, 2).send(0, 0, 0, 1, NODE, 50).send(0, 0, 1, 0, NODE, 50).send(0, 0, 0, 1, NETWORK, 4)
+    assert seconds(traffic, cluster()) == pytest.approx(max(50 * 2 / 10, 4 * 2 / 1))
+
+
+def test_steps_and_buckets_follow_each_other() -> None:
+    traffic = Traffic(2, 2).send(0, 0, 0, 1, NETWORK, 3).send(0, 1, 1, 0, NODE, 20).send(1, 0, 1, 0, NETWORK, 5)
+    assert seconds(traffic, cluster()) == pytest.approx(3 * 2 + 20 * 2 / 10 + 5 * 2)
+
+
+def test_every_message_takes_the_latency_of_its_link() -> None:
+    traffic = Traffic(1, 2).send(0, 0, 0, 1, NETWORK, 3).send(0, 0, 0, 1, NETWORK, 3)
+    slow = cluster(between_nodes={"latency_s": 0.25}, same_node={"latency_s": 9})
+    assert seconds(traffic, slow) == pytest.approx(6 * 2 + 2 * 0.25)
+
+
+def test_copies_read_and_write_and_start_once_a_bucket() -> None:
+    traffic = Traffic(2, 2)
+    traffic.gathered[0] = [10, 20]
+    traffic.spread[1] = [50, 0]
+    memory = cluster(same_device={"latency_s": 0.5})
+    assert seconds(traffic, cluster()) == pytest.approx((20 + 50) * 2 * 2 / 100)
+    assert seconds(traffic, memory) == pytest.approx((20 + 50) * 2 * 2 / 100 + 2 * 0.5)
+
+
+def test_spreading_overlaps_with_the_next_transfer_where_the_plan_lets_it() -> None:
+    traffic = Traffic(3, 2)
+    for bucket in range(3):
+        traffic.send(bucket, 0, 0, 1, NODE, 25)  # 5 s
+        traffic.spread[bucket, 1] = 75  # 3 s
+    assert seconds(traffic, cluster()) == pytest.approx(3 * 5 + 3 * 3)
+    traffic.overlaps[:] = [False, True, True]
+    assert seconds(traffic, cluster()) == pytest.approx(5 + 5 + 5 + 3)
+    traffic.overlaps[:] = [False, True, False]
+    assert seconds(traffic, cluster()) == pytest.approx(5 + 5 + 3 + 5 + 3)
+
+
+def test_ranks_of_a_node_share_its_network() -> None:
+    traffic = Traffic(1, 2).send(0, 0, 0, 1, NETWORK, 4)
+    shared = cluster(between_nodes={"node_bytes_per_s": 1})
+    alone = frozenset({((0, 0), 1)})
+    four_senders = frozenset({((0, 0), 4)})
+    two_of_each = frozenset({((0, 0), 2), ((0, 1), 2)})
+    assert seconds(traffic, shared, [alone]) == pytest.approx(4 * 2)
+    assert seconds(traffic, shared, [alone, four_senders]) == pytest.approx(4 * 4 * 2)
+    assert seconds(traffic, shared, [two_of_each]) == pytest.approx(2 * 4 * 2)  # the directions do not share
+    assert seconds(traffic, cluster(), [four_senders]) == pytest.approx(4 * 2)
+
+
+def test_domains_with_fewer_buckets_wait_for_the_others() -> None:
+    short = Traffic(1, 2).send(0, 0, 0, 1, NODE, 30).done()
+    long = Traffic(3, 2).send(0, 0, 0, 1, NODE, 5).send(2, 0, 0, 1, NODE, 10).done()
+    assert predict_seconds([short, long], [], cluster(), ELEMENT_BYTES) == pytest.approx((30 + 10) * 2 / 10)
+
+
+def test_a_cluster_without_the_links_that_are_needed_is_refused() -> None:
+    hardware = cluster()
+    alone = hardware.model_copy(
+        update={"nodes": 1, "links": hardware.links.model_copy(update={"between_nodes": None})}
+    )
+    assert seconds(Traffic(1, 2).send(0, 0, 0, 1, NODE, 5), alone) == pytest.approx(1)
+    with pytest.raises(ConfigError, match=r"links\.between_nodes is missing"):
+        seconds(Traffic(1, 2).send(0, 0, 0, 1, NETWORK, 5), alone)
+
+
+def test_contents_of_nodes() -> None:
+    nodes = NodeMap((4, 4))
+    assert node_shares([((0, 4), (1, 5)), ((2, 6), (3, 7))], nodes) == {
+        frozenset({((0, 0), 2), ((1, 0), 2)}),
+        frozenset({((0, 1), 2), ((1, 1), 2)}),
+    }
+    assert len(node_shares([((0, 1), (2, 3), (4, 5), (6, 7))], nodes)) == 1
+
+
+def test_the_way_back_of_a_real_plan_is_copies_at_memory_bandwidth() -> None:
+    generation = GenerationGrid(Grid(TrainSizes(2, 2, 2)), GenSizes(1, 1))
+    shape = small_shape("llama", tied=False, vocab=256, layers=4, kv_heads=4)
+    nodes = NodeMap.uniform(8, 2)
+    cost = SwitchPricer(shape, "bfloat16", 2**30).price(generation, nodes)  # one bucket
+    hardware = cluster()
+    assert {len(plan.buckets) for plan in cost.plans} == {1}
+    assert cost.seconds_back(hardware) == pytest.approx(2 * cost.copied_back_bytes / 100)
+    there = cost.seconds_there(hardware)
+    assert there > cost.received_over(NETWORK) / 1
+    assert there == pytest.approx(cost.seconds_there(hardware.resized(5)))
+
+
+def test_twice_the_bandwidth_takes_half_the_time() -> None:
+    generation = GenerationGrid(Grid(TrainSizes(2, 4, 1)), GenSizes(1, 2))
+    shape = small_shape("qwen3", tied=False, vocab=256, layers=4, kv_heads=4)
+    cost = SwitchPricer(shape, "float32", 2**12).price(generation, NodeMap.uniform(8, 4))
+    slow = cluster(between_nodes={"node_bytes_per_s": 3})
+    fast = cluster(
+        same_device={"bytes_per_s": 200},
+        same_node={"bytes_per_s": 20},
+        between_nodes={"bytes_per_s": 2, "node_bytes_per_s": 6},
+    )
+    assert cost.seconds_there(fast) == pytest.approx(cost.seconds_there(slow) / 2)
+    assert cost.seconds_back(fast) == pytest.approx(cost.seconds_back(slow) / 2)
+
+
+def test_traffic_of_a_plan_is_that_of_its_costs() -> None:
+    generation = GenerationGrid(Grid(TrainSizes(2, 4, 1)), GenSizes(1, 2))
+    shape = small_shape("qwen2", tied=True, vocab=250, layers=3, kv_heads=4)
+    cost = SwitchPricer(shape, "float32", 2**13).price(generation, NodeMap.uniform(8, 4))
+    for domain, _ in cost.domains:
+        for position, rank_cost in enumerate(domain.costs_there):
+            assert {link: domain.received_bytes[link][position] for link in REMOTE} == rank_cost.received_by_link
+            sent = {link: int(domain.traffic_there.sent_KSR[link][..., position].sum()) * 4 for link in REMOTE}
+            assert sent == rank_cost.sent_by_link
+        assert domain.traffic_there.num_buckets == len(domain.plan.buckets)
