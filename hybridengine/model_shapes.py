@@ -246,6 +246,22 @@ class ModelShape:
             first = last
         return tuple(stages)
 
+    def gen_stage_layers(self, train_pp_size: int, gen_pp_size: int) -> tuple[range, ...]:
+        """Layers of each generation stage: the union of p/p_g consecutive training stages, so that stages nest.
+
+        Where p_g does not divide p they cannot nest, and the stages are as even as training's are.
+
+        Raises:
+            ConfigError: more stages than layers.
+        """
+        if train_pp_size % gen_pp_size:
+            return self.split_layers(gen_pp_size)
+        stages, joined = self.split_layers(train_pp_size), train_pp_size // gen_pp_size
+        return tuple(
+            range(stages[first * joined].start, stages[(first + 1) * joined - 1].stop)
+            for first in range(gen_pp_size)
+        )
+
     def tp_problems(self, tp_size: int, name: str = "t") -> list[str]:
         """Why `tp_size` cannot shard this model; empty where it can."""
         problems = []

@@ -24,6 +24,8 @@ from hybridengine.reshard.planner import compile_plan
 from hybridengine.runtime.hybrid_engine import HybridEngine
 from hybridengine.runtime.micro_batches import cut_rows
 from hybridengine.runtime.transport import PointToPointTransport
+from hybridengine.runtime.verify import Verify
+from hybridengine.topology.links import NodeMap
 from workers.model_worker import TrainedWorker, optimizer_settings
 
 
@@ -56,18 +58,21 @@ class ActorWorker(TrainedWorker):
             ),
             identity=f"hybridengine-{os.environ['MASTER_PORT']}",
         )
-        domain = next(group for group in generation.micro_dp_groups if context.rank in group)
+        domain = next(group for group in generation.domains if context.rank in group)
         self.hybrid = HybridEngine(
             compile_plan(
                 self.trainer.layout,
                 self._engine.layout,
                 domain,
                 run.actor.bucket_bytes // DTYPE_BYTES[run.model.dtype],
+                NodeMap(run.cluster.ranks_per_node),
             ),
             context.rank,
             self.trainer,
             self._engine,
-            PointToPointTransport(self.registry.of(generation.micro_dp_groups)),
+            PointToPointTransport(self.registry.of(generation.domains)),
+            verify=Verify(run.actor.verify),
+            resume_from=str(folder),
         )
 
     @register(ONE_TO_ALL)

@@ -181,8 +181,9 @@ def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
             f" lower them by {width - shape.max_positions}",
             (*widths, "model"),
         )
-    gen = config.actor.gen_sizes
-    layers, kv_heads = -(-shape.num_layers // gen.pp_size), max(1, shape.num_kv_heads // gen.tp_size)
+    gen, train = config.actor.gen_sizes, config.actor.train_sizes
+    stages = () if max(gen.pp_size, train.pp_size) > shape.num_layers else shape.gen_stage_layers(train.pp_size, gen.pp_size)
+    layers, kv_heads = max(map(len, stages), default=0), max(1, shape.num_kv_heads // gen.tp_size)
     needed = 2 * layers * kv_heads * shape.head_dim * DTYPE_BYTES[config.model.dtype] * width
     if needed > rollout.kv_cache_bytes:
         yield Conflict(

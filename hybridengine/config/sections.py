@@ -199,9 +199,11 @@ class ActorSection(TrainedSection):
     parallel: TrainSizesText = "1-1-1"
     """Training sizes p-t-d: pipeline stages, tensor shards, data-parallel replicas."""
     generate: GenSizesText = "1-1"
-    """Generation sizes p_g-t_g of one engine; p_g divides p, t_g divides t."""
+    """Generation sizes p_g-t_g of one engine; with p_g | p and t_g | t no weight is held twice."""
     bucket_bytes: Bytes = 64 * MEBIBYTE
     """Weights that are in flight at once while switching."""
+    verify: Literal["first", "always", "never"] = "first"
+    """In which switches receivers check the digests of what they receive."""
     clip_low: Share = 0.2
     """The policy ratio is clipped below at 1 - clip_low."""
     clip_high: Positive = 0.2

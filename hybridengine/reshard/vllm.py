@@ -16,21 +16,6 @@ from hybridengine.reshard.layout import Layout, LocalParameter, Shard, row_stack
 from hybridengine.topology.generation import GenerationGrid
 
 
-def gen_stage_layers(shape: ModelShape, train_pp_size: int, gen_pp_size: int) -> tuple[range, ...]:
-    """Layers of each generation stage: the union of p/p_g consecutive training stages, so that stages nest.
-
-    Where p_g does not divide p they cannot nest, and the stages are as even as training's are.
-    """
-    if train_pp_size % gen_pp_size:
-        return shape.split_layers(gen_pp_size)
-    stages = shape.split_layers(train_pp_size)
-    joined = train_pp_size // gen_pp_size
-    return tuple(
-        range(stages[first * joined].start, stages[(first + 1) * joined - 1].stop)
-        for first in range(gen_pp_size)
-    )
-
-
 @lru_cache(maxsize=16)
 def vllm_layout(shape: ModelShape, generation: GenerationGrid) -> Layout:
     """Layout of the engines over the ranks of a generation grid.
@@ -43,7 +28,7 @@ def vllm_layout(shape: ModelShape, generation: GenerationGrid) -> Layout:
         [*shape.gen_pp_problems(sizes.pp_size), *shape.gen_tp_problems(sizes.tp_size, train.tp_size)],
         PlanError,
     )
-    stages = gen_stage_layers(shape, train.pp_size, sizes.pp_size)
+    stages = shape.gen_stage_layers(train.pp_size, sizes.pp_size)
     places = {rank: generation.coordinate(rank) for rank in range(train.num_ranks)}
     keys = {rank: (place.pp_rank, place.tp_rank) for rank, place in places.items()}
     shards = {key: vllm_shard(shape, stages, *key, sizes.tp_size) for key in sorted(set(keys.values()))}

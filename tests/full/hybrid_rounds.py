@@ -111,7 +111,7 @@ def live_through_rounds(rank: int, folder: Path, sizes: tuple[str, str, RankOrde
     hybrid = _hybrid(rank, trainer, engine, generation, registry, BUCKET_ELEMENTS)
     cache = engine._llm.llm_engine.vllm_config.cache_config
     outcome = Outcome(
-        replica=generation.replica_index(rank),
+        replica=generation.coordinate(rank).replica_rank,
         vllm_parameters={
             name: tuple(parameter.shape) for name, parameter in engine._runner.model.named_parameters()
         },
@@ -186,13 +186,13 @@ def _hybrid(
     registry: ProcessGroups,
     bucket_elements: int,
 ) -> HybridEngine:
-    domain = next(group for group in generation.micro_dp_groups if rank in group)
+    domain = next(group for group in generation.domains if rank in group)
     return HybridEngine(
         compile_plan(trainer.layout, engine.layout, domain, bucket_elements),
         rank,
         trainer,
         engine,
-        PointToPointTransport(registry.of(generation.micro_dp_groups)),
+        PointToPointTransport(registry.of(generation.domains)),
     )
 
 

@@ -14,7 +14,7 @@ from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.hf import hf_layout
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.megatron import NameSet, megatron_layout, padded_vocab_size
-from hybridengine.reshard.vllm import gen_stage_layers, vllm_layout
+from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
@@ -301,16 +301,16 @@ def test_vocabularies_that_vllm_cannot_share_out_are_refused(vocab: int, t_g: in
 
 def test_generation_stages_join_training_stages() -> None:
     shape = small_shape(layers=7)
-    assert gen_stage_layers(shape, 4, 1) == (range(7),)
-    assert gen_stage_layers(shape, 4, 2) == (range(4), range(4, 7))
-    assert gen_stage_layers(shape, 4, 4) == (range(2), range(2, 4), range(4, 6), range(6, 7))
-    assert gen_stage_layers(small_shape(layers=5), 4, 2) == (range(3), range(3, 5))
+    assert shape.gen_stage_layers(4, 1) == (range(7),)
+    assert shape.gen_stage_layers(4, 2) == (range(4), range(4, 7))
+    assert shape.gen_stage_layers(4, 4) == (range(2), range(2, 4), range(4, 6), range(6, 7))
+    assert small_shape(layers=5).gen_stage_layers(4, 2) == (range(3), range(3, 5))
 
 
 def test_generation_stages_that_cannot_nest_are_as_even_as_those_of_training() -> None:
     shape = small_shape(layers=7)
-    assert gen_stage_layers(shape, 3, 2) == (range(4), range(4, 7))
-    assert gen_stage_layers(shape, 1, 3) == (range(3), range(3, 5), range(5, 7))
+    assert shape.gen_stage_layers(3, 2) == (range(4), range(4, 7))
+    assert shape.gen_stage_layers(1, 3) == (range(3), range(3, 5), range(5, 7))
 
 
 def test_hugging_face_layout_holds_every_tensor_whole() -> None:

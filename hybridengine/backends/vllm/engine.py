@@ -22,7 +22,7 @@ from hybridengine.backends.vllm.groups import install_groups
 from hybridengine.errors import StorageError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout
-from hybridengine.reshard.vllm import gen_stage_layers, vllm_layout
+from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.runtime.storage import StoragePart, WeightStorage
 from hybridengine.topology.generation import GenerationGrid
 
@@ -80,7 +80,7 @@ class VllmEngine:
     ) -> None:
         self.layout: Layout = vllm_layout(shape, generation)
         self._on_gpu = torch.cuda.is_available()
-        stages = gen_stage_layers(shape, generation.train.sizes.pp_size, generation.sizes.pp_size)
+        stages = shape.gen_stage_layers(generation.train.sizes.pp_size, generation.sizes.pp_size)
         with _process_state_kept():
             install_groups(generation, identity)
             self._llm = _build(folder, generation, settings, stages, self._on_gpu)

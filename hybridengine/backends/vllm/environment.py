@@ -8,8 +8,12 @@ ON_CPU = {
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "THP_MEM_ALLOC_ENABLE": "1",
 }
 """Ranks share the cores, so that threads are not bound; compiling costs more than it saves on a CPU.
+
+torch asks for huge pages where it takes much memory at once: weights that come and go would otherwise spend most of a
+switch in page faults.
 
 Megatron-core and vLLM warn on every rank that there is no GPU software; that is expected here.
 """
