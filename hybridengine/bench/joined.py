@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
@@ -46,7 +45,6 @@ def measure_joined(spec: BenchSpec, say: Callable[[str], None]) -> list[PairResu
     """
     for name in ("OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE"):
         os.environ.setdefault(name, ENVIRONMENT[name])  # before torch is loaded
-    warnings.simplefilter("ignore")
     import torch.distributed as dist
 
     from hybridengine.bench.rank_process import choose_device, measure

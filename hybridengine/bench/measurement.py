@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -92,22 +93,25 @@ class Measurement:
         """
         started = time.perf_counter()
         self._warm_up()
-        gc.collect()
-        gc.freeze()
         self._say(
             f"warm-up took {format_seconds(time.perf_counter() - started)}; weights of every method are right"
         )
-        for repetition in range(self._spec.repetitions):
-            shown = []
-            for contestant in self._contestants.values():
-                self._switch_both_ways(contestant)
-                shown.append(f"{contestant.label} {format_seconds(contestant.there[-1][0])}")
-                self._raw.run()  # after each, so that what one leaves behind weighs no more than the others'
-            self._say(f"repetition {repetition + 1}/{self._spec.repetitions}: {', '.join(shown)}")
+        with _without_garbage_collection():
+            for repetition in range(self._spec.repetitions):
+                self._repeat(repetition)
         result = self._summarise()
         for contestant in self._contestants.values():
             contestant.method.close()
         return result
+
+    def _repeat(self, repetition: int) -> None:
+        shown = []
+        for contestant in self._contestants.values():
+            self._there(contestant)
+            self._back(contestant)
+            shown.append(f"{contestant.label} {format_seconds(contestant.there[-1][0])}")
+            self._raw.run()  # after each, so that what one leaves behind weighs no more than the others'
+        self._say(f"repetition {repetition + 1}/{self._spec.repetitions}: {', '.join(shown)}")
 
     def _warm_up(self) -> None:
         """One repetition that is not counted, in which everything that has been delivered is checked."""
@@ -119,10 +123,6 @@ class Measurement:
             self._back(contestant)
             self._actor.check(f"method {contestant.label}, on the way back,")
         self._raw.run()
-
-    def _switch_both_ways(self, contestant: _Contestant) -> None:
-        self._there(contestant)
-        self._back(contestant)
 
     def _there(self, contestant: _Contestant) -> None:
         contestant.there.append(timed(contestant.method.there))
@@ -193,6 +193,17 @@ def timed(call: Callable[[], Result]) -> tuple[float, Result]:
         raise TransferError(
             f"rank {dist.get_rank()}: a collective failed: {error}; look for the first error among the ranks"
         ) from error
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Python collects nothing while this is open: it would do so in the middle of any method."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _wait_for_device() -> None:

@@ -7,6 +7,7 @@ no thread and touches no GPU.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -33,7 +34,6 @@ with warnings.catch_warnings():
 def run_rank(channel: Connection, spec: BenchSpec, pair: LayoutPair, rank: int, store: str) -> None:
     """Measure one pair as one rank; sends ("say", text), then ("value", PairResult) or ("error", exception)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starter, which ends the ranks
-    warnings.simplefilter("ignore")
     end = threading.Thread(target=_end_with_starter, args=(channel,), daemon=True)
     end.start()
 
@@ -68,12 +68,14 @@ def measure(
 
 
 def choose_device(local_rank: int, num_local_ranks: int) -> str:
-    """Take a GPU of one's own where the machine has GPUs; returns the backend, `nccl` or `gloo`.
+    """Take one thread, and a GPU of one's own where the machine has GPUs; returns the backend, `nccl` or `gloo`.
 
     Raises:
         ConfigError: fewer GPUs than ranks.
     """
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # what it deprecates is no news to who measures
     if not torch.cuda.is_available():
         return "gloo"
     if torch.cuda.device_count() < num_local_ranks:

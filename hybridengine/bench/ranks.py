@@ -34,11 +34,15 @@ GRACE_S = 3.0
 
 
 class RankStarter:
-    """Measures pairs of layouts, each on ranks of its own: forks of a process that has loaded torch and Megatron."""
+    """Measures pairs of layouts, each on ranks of its own: forks of a process that has loaded torch and Megatron.
 
-    def __init__(self) -> None:
+    Args:
+        main_module: module of the command line, which every rank loads again because multiprocessing has it do so.
+    """
+
+    def __init__(self, main_module: str) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([PRELOADED])
+        self._context.set_forkserver_preload([PRELOADED, main_module])
         with _environment(ENVIRONMENT):
             forkserver.ensure_running()
 

@@ -148,7 +148,7 @@ def run_bench(options: argparse.Namespace) -> int:
             return 0
     else:
         say("loading torch and Megatron-core, once for all ranks")
-        starter = RankStarter()
+        starter = RankStarter("hybridengine.cli.main")
         pairs = []
         for pair in spec.pairs:
             say(spec.describe(pair))

@@ -41,15 +41,18 @@ models: {", ".join(PRESETS)};
 or any Hugging Face config.json of a Llama, Qwen2 or Qwen3, or a folder with one."""
 
 EPILOG = """examples:
+  # what a switch costs
   hybridengine reshard plan --model llama3-70b --train 8-8-16 --gen 1-8 --cluster configs/clusters/h100-80gb.yaml
+  # the same as a picture and as figures, beside the text
   hybridengine reshard plan --model llama2-7b --train 1-8-16 --gen 1-2 --cluster configs/clusters/a100-80gb-16x8.yaml \\
-      --plot switch.png --json switch.json                           picture and figures beside the text
+      --plot switch.png --json switch.json
+  # every generation layout that fits, best first
   hybridengine reshard plan --model qwen2.5-32b --train 4-8-4 --sweep --cluster configs/clusters/h100-80gb.yaml
-                                                                     every generation layout that fits, best first
+  # two layouts side by side
   hybridengine reshard plan --model llama3-70b --diff 8-8-16:1-8 4-8-32:1-8 --cluster configs/clusters/h100-80gb.yaml
-                                                                     two layouts side by side
-  hybridengine reshard plan --model llama3-405b --train 16-8-128 --gen 2-8 --order megatron --json \\
-      --cluster configs/clusters/h100-80gb.yaml | jq .inter_node_bytes_max
+  # one figure for a program: JSON alone on stdout
+  hybridengine reshard plan --model llama3-405b --train 16-8-128 --gen 2-8 --order megatron \\
+      --cluster configs/clusters/h100-80gb.yaml --json | jq .inter_node_bytes_max
 
 reading it: bytes are those of the rank with the most. "between nodes" is what the network carries, and usually what a
 switch waits for. "redundant" is what is held twice while generating: 0 where shards nest (p_g | p, t_g | t, interval
@@ -90,17 +93,30 @@ def add_plan_command(subparsers: Any) -> None:
     def option(*names: str, **settings: Any) -> None:
         parser.add_argument(*names, **settings)
 
-    option("--model", required=True, metavar="PRESET_OR_HF_CONFIG", help="a preset, a config.json, or its folder")
+    option(
+        "--model", required=True, metavar="PRESET_OR_HF_CONFIG", help="a preset, a config.json, or its folder"
+    )
     option("--train", metavar="P-T-D", help="training sizes, e.g. 8-8-16")
     option("--gen", metavar="PG-TG", help="generation sizes, e.g. 1-8")
     option("--cluster", required=True, metavar="FILE", help="YAML file of nodes, devices and links")
     option("--nodes", type=int, metavar="N", help="number of nodes, instead of the cluster file's")
-    option("--order", default="paper", metavar="ORDER", help="rank order: paper (tp, pp, dp; default) or megatron")
+    option(
+        "--order",
+        default="paper",
+        metavar="ORDER",
+        help="rank order: paper (tp, pp, dp; default) or megatron",
+    )
     option("--grouping", default="interval", metavar="NAME", help="engines: interval (default) or vanilla")
     option("--dtype", default="bfloat16", metavar="TYPE", help="of the weights (default bfloat16)")
-    option("--bucket-bytes", default="256MiB", metavar="BYTES", help="weights in flight at once (default 256MiB)")
-    option("--json", nargs="?", const=STDOUT, metavar="FILE", help="figures as JSON: to FILE, or alone on stdout")
-    option("--plot", type=Path, metavar="FILE", help="draw bytes by link and memory over time (.png, .svg, .pdf)")
+    option(
+        "--bucket-bytes", default="256MiB", metavar="BYTES", help="weights in flight at once (default 256MiB)"
+    )
+    option(
+        "--json", nargs="?", const=STDOUT, metavar="FILE", help="figures as JSON: to FILE, or alone on stdout"
+    )
+    option(
+        "--plot", type=Path, metavar="FILE", help="draw bytes by link and memory over time (.png, .svg, .pdf)"
+    )
     option("--diff", nargs=2, metavar=("A", "B"), help="two layouts, each TRAIN:GEN; or GEN, with --train")
     option("--sweep", action="store_true", help="every generation layout that fits, best first")
     parser.set_defaults(run=run_plan)
@@ -212,7 +228,9 @@ def as_json(request: Request, plan: SwitchPlan) -> dict[str, Any]:
     figures = asdict(plan)
     generation, there = figures.pop("generation"), figures.pop("there")
     del generation
-    figures["planned_domains"] = [{"ranks": ranks, "repeats": count} for ranks, count in figures.pop("domains")]
+    figures["planned_domains"] = [
+        {"ranks": ranks, "repeats": count} for ranks, count in figures.pop("domains")
+    ]
     grid, gen = plan.generation.train, plan.generation
     return {
         "model": request.model_name,
@@ -245,4 +263,6 @@ def _bytes(option: str, text: str) -> int:
     try:
         return TypeAdapter(Bytes).validate_python(int(text) if text.isdigit() else text)
     except ValidationError:
-        raise ConfigError(f"{option} {text!r} is not a size in bytes; write an integer or 64MiB, 1.5GiB") from None
+        raise ConfigError(
+            f"{option} {text!r} is not a size in bytes; write an integer or 64MiB, 1.5GiB"
+        ) from None

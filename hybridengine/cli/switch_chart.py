@@ -49,7 +49,8 @@ def _bars(plans: Sequence[SwitchPlan]) -> list[tuple[str, dict[str, int], float]
     """(label, received bytes by link, seconds there) of every bar, top to bottom."""
     if len(plans) > 1:
         return [
-            (layout_name(plan), plan.there.received_bytes_max_by_link, plan.there.seconds_there) for plan in plans
+            (layout_name(plan), plan.there.received_bytes_max_by_link, plan.there.seconds_there)
+            for plan in plans
         ]
     (plan,) = plans
     variants = {f"{order} order": variant for order, variant in plan.orders.items()}
@@ -85,7 +86,9 @@ def _draw_received(axes: Axes, bars: Sequence[tuple[str, dict[str, int], float]]
 def _draw_memory(axes: Axes, plans: Sequence[SwitchPlan], cluster: Cluster) -> None:
     curves: dict[str, Any] = {}
     for plan in plans:
-        there, back = ([held / GIB for held in memory] for memory in (plan.memory_bytes_there, plan.memory_bytes_back))
+        there, back = (
+            [held / GIB for held in memory] for memory in (plan.memory_bytes_there, plan.memory_bytes_back)
+        )
         x = [index / (len(there) - 1) for index in range(len(there))]
         x += [1.15 + index / (len(back) - 1) for index in range(len(back))]
         curves[layout_name(plan)] = axes.plot(x, there + back, linewidth=1.4, label=layout_name(plan))[0]

@@ -180,7 +180,17 @@ _DIFFERENCES = {
 
 def sweep_lines(cluster: Cluster, plans: Sequence[SwitchPlan], num_too_large: int) -> list[str]:
     """Every layout on a line, in the order given."""
-    header = ["p_g-t_g", "engines", "there", "back", "received", "between nodes", "peak", "redundant", "left for KV"]
+    header = [
+        "p_g-t_g",
+        "engines",
+        "there",
+        "back",
+        "received",
+        "between nodes",
+        "peak",
+        "redundant",
+        "left for KV",
+    ]
     rows = [header]
     for plan in plans:
         held = plan.gen_shard_bytes_max + plan.redundant_bytes_max

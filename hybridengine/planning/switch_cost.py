@@ -64,7 +64,9 @@ class DomainPlan:
     def received_bytes(self) -> Mapping[LinkClass, tuple[int, ...]]:
         """Link class -> bytes that each rank receives on the way there."""
         received = self.traffic_there.received_KSR
-        return {link: tuple((received[link].sum(axis=(0, 1)) * self.element_bytes).tolist()) for link in REMOTE}
+        return {
+            link: tuple((received[link].sum(axis=(0, 1)) * self.element_bytes).tolist()) for link in REMOTE
+        }
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,11 @@ class SwitchCost:
     def busiest_memory(self) -> tuple[RankCost, RankCost]:
         """Costs there and back of the rank that holds the most bytes at any moment of either way."""
         return max(
-            (pair for domain, _ in self.domains for pair in zip(domain.costs_there, domain.costs_back, strict=True)),
+            (
+                pair
+                for domain, _ in self.domains
+                for pair in zip(domain.costs_there, domain.costs_back, strict=True)
+            ),
             key=lambda pair: max(cost.peak_bytes for cost in pair),
         )
 
@@ -196,7 +202,10 @@ class SwitchPricer:
         Raises:
             PlanError: the engines cannot hold the model, or a domain lacks some of it.
         """
-        source, destination = megatron_layout(self.shape, generation.train), vllm_layout(self.shape, generation)
+        source, destination = (
+            megatron_layout(self.shape, generation.train),
+            vllm_layout(self.shape, generation),
+        )
         element_bytes = DTYPE_BYTES[self.dtype]
         domains = []
         for pattern, repeats in distinct_domains(source, destination, generation.domains, nodes):

@@ -93,7 +93,9 @@ def plan_switch(
     if with_variants:
         for order in RankOrder:
             if order is not generation.train.order:
-                other = GenerationGrid(Grid(generation.train.sizes, order), generation.sizes, generation.grouping)
+                other = GenerationGrid(
+                    Grid(generation.train.sizes, order), generation.sizes, generation.grouping
+                )
                 orders[order.name.lower()] = _variant(pricer.price(other, nodes), cluster)
         if cost.num_steps > 1:
             one_step = _variant(pricer.price(generation, nodes, two_step=False), cluster)

@@ -51,7 +51,8 @@ class RankCost:
     extra_bytes: int
     """Received beyond what the rank would receive if its source shard were part of its destination shard."""
     one_copy_bytes: int
-    """The larger of its two forms of every bucket: the larger shard, where one form is the larger in all buckets."""
+    """Of every bucket the larger of its two forms: the larger shard, where one form is the larger in all buckets; of a
+    rank that only serves others, its shard."""
     bucket_bytes: int
     """Most destination and staging bytes of the buckets in flight at one time."""
     memory_bytes: tuple[int, ...]
@@ -123,10 +124,10 @@ def _rank_cost(plan: Plan, rank: int, traffic: Traffic, element_bytes: int) -> R
     source = _sizes(plan.source, rank)
     destination = _sizes(plan.destination, rank)
     received = sum(traffic.received.values())
-    retained = plan.retained(rank) if rank in plan.destination.keys else ()
+    kept = sum(source[name] for name in plan.retained(rank))
+    twice = kept if rank in plan.destination.keys else 0
     filled = {name for bucket in plan.buckets for name in bucket.destinations.get(rank, ())}
     waiting = sum(size for name, size in destination.items() if name not in filled)
-    redundant = sum(source[name] for name in retained) + waiting
     memory, in_flight = _memory(plan, rank, source, destination, waiting)
     held_pieces, needed_pieces = _num_logical(plan.source, rank), _num_logical(plan.destination, rank)
     return RankCost(
@@ -135,9 +136,10 @@ def _rank_cost(plan: Plan, rank: int, traffic: Traffic, element_bytes: int) -> R
         copied_bytes=traffic.copied * element_bytes,
         source_bytes=sum(source.values()) * element_bytes,
         destination_bytes=sum(destination.values()) * element_bytes,
-        redundant_bytes=redundant * element_bytes,
+        redundant_bytes=(twice + waiting) * element_bytes,
         extra_bytes=max(0, received - max(0, needed_pieces - held_pieces)) * element_bytes,
-        one_copy_bytes=sum(max(forms) for forms in _forms(plan, rank, source, destination)) * element_bytes,
+        one_copy_bytes=(kept - twice + sum(map(max, _forms(plan, rank, source, destination))))
+        * element_bytes,
         bucket_bytes=in_flight * element_bytes,
         memory_bytes=tuple(held * element_bytes for held in memory),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ from hybridengine.runtime.transport import PeerError, Pending, PointToPointTrans
 TRIM_BYTES = 32 * 2**20
 """Freed weights that may wait in the C heap for the next bucket to use them: pages that the heap has are ready at once,
 those that the system hands out anew are cleared first."""
+
+
+_num_runs: Counter[str] = Counter()
+"""Process group and plan -> runs that this process has made of it; all ranks of the group make the same."""
 
 
 @dataclass
@@ -58,7 +63,7 @@ class PlanExecutor:
         self._release_source = release_source
         self.num_complete = 0
         """Buckets of the present or last run that have arrived."""
-        self._num_runs = 0
+        self._operation = f"{transport.group.group_name}/{plan.digest[:16]}"
         self._freed_bytes = 0
         dtypes = set()
         for layout, storage in ((plan.source, source), (plan.destination, destination)):
@@ -102,14 +107,14 @@ class PlanExecutor:
             TransferError: a message failed, or arrived changed; buckets before `num_complete` are complete, the sources
                 of the others untouched.
         """
-        self.check_fresh()
         self.num_complete = first
+        self.check_fresh()
         in_flight: list[_Open] = []
         try:
             for index in range(first, len(self.plan.buckets) if last is None else last):
                 if in_flight and not self.plan.buckets[index].overlaps:
                     self._finish_oldest(in_flight, after_bucket)
-                in_flight.append(self._open(index, verify))
+                self._open(index, verify, in_flight)
                 if len(in_flight) > 1:
                     self._finish_oldest(in_flight, after_bucket)
             while in_flight:
@@ -121,7 +126,7 @@ class PlanExecutor:
             self._abandon(in_flight)
             raise
         finally:
-            self._num_runs += 1
+            _num_runs[self._operation] += 1
 
     def check_fresh(self) -> None:
         """Check that both models still keep their weights where they were when the plan was bound to them.
@@ -129,16 +134,28 @@ class PlanExecutor:
         Raises:
             PlanError: names what has moved.
         """
+        changes = []
         for layout, storage in ((self.plan.source, self._source), (self.plan.destination, self._destination)):
             moved = storage.moved()
             if moved:
-                shown = "; ".join(moved[:3]) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
-                raise PlanError(
-                    f"the plan is stale: rank {self._rank}, {layout.kind}: {shown}, since the plan was bound to the"
-                    " model; make the engine anew"
-                )
+                more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
+                changes.append(f"{layout.kind}: {'; '.join(moved[:3])}{more}")
+        if self._transport.is_closed and any(bucket.packs for bucket in self.plan.buckets):
+            changes.append("its process group has been destroyed")
+        if changes:
+            error = PlanError(
+                f"the plan is stale: rank {self._rank}, {', '.join(changes)}, since the plan was bound to the model;"
+                " make the engine anew"
+            )
+            self._notes.leave(FailureNote(self._rank, "the check before the switch", (), str(error)))
+            raise error
 
-    def _open(self, index: int, verify: bool) -> _Open:
+    def drop_unfinished(self) -> None:
+        """Give up the destination weights of all buckets that have not arrived: after a failure they are undefined."""
+        for fills, _ in self._storages[self.num_complete :]:
+            fills.release()
+
+    def _open(self, index: int, verify: bool, in_flight: list[_Open]) -> None:
         """Make room, and start the messages of a bucket's first step."""
         fills, _ = self._storages[index]
         fills.materialise()
@@ -146,9 +163,10 @@ class PlanExecutor:
         program = self._program(index, verify)
         program.staging.materialise()
         self._ledger.stage(program.staging_bytes)
-        opened = _Open(program, self._start(program.steps[0]))
+        opened = _Open(program, [])
+        in_flight.append(opened)
+        self._start(opened, program.steps[0])
         program.local.run()
-        return opened
 
     def _program(self, index: int, verify: bool) -> Program:
         if (index, verify) not in self._programs:
@@ -156,13 +174,12 @@ class PlanExecutor:
             self._programs[index, verify] = self._builder.build(self.plan.buckets[index], gives_up, verify)
         return self._programs[index, verify]
 
-    def _start(self, step: Step) -> list[Pending]:
+    def _start(self, opened: _Open, step: Step) -> None:
         step.gather.run()
-        pending = [self._transport.post(step.messages)]
+        opened.pending = [self._transport.post(step.messages)]
         if step.checks is not None:
             step.checks.sign()
-            pending.append(self._transport.post(step.checks.messages))
-        return pending
+            opened.pending.append(self._transport.post(step.checks.messages))
 
     def _finish_oldest(
         self, in_flight: list[_Open], after_bucket: Callable[[tuple[str, ...]], None] | None
@@ -172,7 +189,7 @@ class PlanExecutor:
         program = opened.program
         for number, step in enumerate(program.steps):
             if number:
-                opened.pending = self._start(step)
+                self._start(opened, step)
             for pending in opened.pending:
                 self._ledger.receive(pending.wait())
             step.spread.run()
@@ -205,6 +222,11 @@ class PlanExecutor:
         for program in self._programs.values():
             program.staging.release()
 
+    @property
+    def _notes(self) -> FailureNotes:
+        """Notes of the present run; the next one, of this executor or of another for the same plan, has its own."""
+        return FailureNotes(self.plan.ranks, f"{self._operation}/{_num_runs[self._operation]}")
+
     def _failure(self, error: Exception) -> HybridEngineError:
         """`error` with the bucket, and with what the other ranks say."""
         index = self.num_complete
@@ -214,8 +236,7 @@ class PlanExecutor:
         )
         waited_for = error.peers if isinstance(error, PeerError) else ()
         note = FailureNote(self._rank, where, waited_for, str(error))
-        run = f"{self._transport.group.group_name}/{self.plan.digest[:16]}/{self._num_runs}"
-        notes = FailureNotes(self.plan.ranks, run)
+        notes = self._notes
         notes.leave(note)
         if isinstance(error, PeerError):
             told = explain(note, notes.read(waited_for))

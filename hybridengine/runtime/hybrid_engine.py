@@ -115,7 +115,7 @@ class HybridEngine:
         """
         self._expect(Mode.TRAINING)
         self._gather.check_fresh()
-        self._training.leave_training()
+        self._leave_training()
         self._ledger.begin()
         try:
             self._gather.run(verify=self._verifies("to_generate"))
@@ -131,12 +131,13 @@ class HybridEngine:
     def to_train(self) -> SwitchReport:
         """Switch back to training: local copies only.
 
-        Where it fails half-way (no memory for a bucket), no weight is lost: call it again, and it goes on with the
-        bucket that failed.
+        Where it fails half-way (no memory for a bucket or for gradients), no weight is lost: call it again, and it goes
+        on with what failed.
 
         Raises:
             StorageError: already training, or no memory.
             PlanError: the plan is stale.
+            TransferError: a copy has other bits than its source.
         """
         self._expect(Mode.GENERATING)
         self._cut.check_fresh()
@@ -145,13 +146,16 @@ class HybridEngine:
         try:
             self._cut.run(self._cut_buckets, verify=self._verifies("to_train"))
         except BaseException:
-            self._cut_buckets = self._cut.num_complete
+            self._cut.drop_unfinished()
+            self._verified.discard("to_train")
             raise
-        self._cut_buckets = 0
+        finally:
+            self._cut_buckets = self._cut.num_complete
         return_memory_to_system()
         report = self._ledger.finish("to_train", Mode.TRAINING)
-        self.mode = Mode.TRAINING
         self._training.enter_training()
+        self.mode = Mode.TRAINING
+        self._cut_buckets = 0
         return report
 
     @contextlib.contextmanager
@@ -163,6 +167,13 @@ class HybridEngine:
         finally:
             self.to_train()
 
+    def _leave_training(self) -> None:
+        try:
+            self._training.leave_training()
+        except BaseException:  # no memory to offload to: no weight has moved yet
+            self._training.enter_training()
+            raise
+
     def _verifies(self, direction: str) -> bool:
         """Whether this switch is checked; counts attempts, so that all ranks say the same."""
         first = direction not in self._verified
@@ -170,13 +181,17 @@ class HybridEngine:
         return self._verify is Verify.ALWAYS or (self._verify is Verify.FIRST and first)
 
     def _restore_training(self, error: BaseException) -> None:
-        """After a failed bucket: cut the training weights of all complete buckets back out, drop the failed one's.
+        """After a failed bucket: drop what has not arrived, cut the training weights of all complete buckets back out.
+
+        The last bucket comes first: so no step needs more memory than the switch has had at the same bucket.
 
         Raises:
             StorageError: that failed as well.
         """
         try:
-            self._cut.run(last=self._gather.num_complete)
+            self._gather.drop_unfinished()
+            for index in reversed(range(self._gather.num_complete)):
+                self._cut.run(index, index + 1)
         except Exception as second:
             self.mode = Mode.LOST
             raise StorageError(

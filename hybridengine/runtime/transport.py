@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,15 @@ class PointToPointTransport:
         self.received_bytes = 0
         """Weight bytes received since the transport was made."""
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the group has been destroyed."""
+        try:
+            dist.get_process_group_ranks(self.group)
+        except (KeyError, ValueError):  # the group, or all of them
+            return True
+        return False
+
     def prepare(
         self, sends: Sequence[Message], receives: Sequence[Message], are_weights: bool = True
     ) -> Messages:
@@ -109,5 +119,8 @@ class PointToPointTransport:
         try:
             requests = dist.batch_isend_irecv(list(messages.operations)) if messages.operations else []
         except RuntimeError as error:
+            traceback.clear_frames(
+                error.__traceback__
+            )  # they hold receives that have begun, into memory that will go
             raise PeerError(tuple(sorted(set(messages.peers))), str(error)) from error
         return Pending(self, messages, requests)

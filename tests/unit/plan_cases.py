@@ -11,11 +11,12 @@ import pytest
 
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.megatron import megatron_layout
-from hybridengine.reshard.plan import Move, Place, Plan
-from hybridengine.reshard.planner import compile_plan
+from hybridengine.reshard.plan import Bucket, Move, Pack, Place, Plan
+from hybridengine.reshard.planner import DIRECT_ELEMENTS, compile_plan
 from hybridengine.reshard.vllm import vllm_layout
-from hybridengine.topology.generation import GenerationGrid
+from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
+from hybridengine.topology.links import NodeMap
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 from tests.unit.numpy_shards import (
     Arrays,
@@ -37,6 +38,7 @@ class Case:
     train: str
     gen: str
     order: RankOrder = RankOrder.PAPER
+    grouping: Grouping = Grouping.INTERVAL
 
     @property
     def grid(self) -> Grid:
@@ -44,14 +46,20 @@ class Case:
 
     @property
     def generation(self) -> GenerationGrid:
-        return GenerationGrid(self.grid, GenSizes.parse(self.gen))
+        return GenerationGrid(self.grid, GenSizes.parse(self.gen), self.grouping)
 
-    def plans(self, bucket_elements: int = 400) -> list[Plan]:
-        """One plan for every micro-DP group."""
+    def plans(
+        self,
+        bucket_elements: int = 400,
+        nodes: NodeMap | None = None,
+        two_step: bool = True,
+        direct_elements: int = DIRECT_ELEMENTS,
+    ) -> list[Plan]:
+        """One plan for every domain."""
         source, destination = megatron_layout(self.shape, self.grid), vllm_layout(self.shape, self.generation)
         return [
-            compile_plan(source, destination, group, bucket_elements)
-            for group in self.generation.micro_dp_groups
+            compile_plan(source, destination, domain, bucket_elements, nodes, two_step, direct_elements)
+            for domain in self.generation.domains
         ]
 
     def training(self, rank: int) -> Arrays:
@@ -70,13 +78,33 @@ class Case:
 
     def __str__(self) -> str:
         tied = "tied" if self.shape.tied_embeddings else "untied"
-        return f"{self.shape.family} {tied} {self.train} -> {self.gen} {self.order.value}"
+        return (
+            f"{self.shape.family} {tied} {self.train} -> {self.gen} {self.order.value} {self.grouping.value}"
+        )
 
 
 def fitting_shape(family: str, tied: bool, p: int, t: int) -> ModelShape:
     """A model that t shards: uneven stages, a padded vocabulary that no degree divides and no empty share."""
     kv_heads = t if t in (3, 5, 6, 7, 8) else 4
     return small_shape(family, tied=tied, vocab=64 * t - 3, layers=p + (p > 1), kv_heads=kv_heads)
+
+
+def general_shape(family: str, tied: bool, train: TrainSizes, gen: GenSizes, turn: int) -> ModelShape:
+    """A model for any pair of sizes; turns decide whether KV heads are replicated and how much of a share is padding."""
+    t, t_g = train.tp_size, gen.tp_size
+    kv_heads, heads_per_group = math.lcm(t, t_g), 2
+    if t_g > t and t_g % t == 0 and turn % 2:
+        kv_heads, heads_per_group = t, 2 * t_g // t
+    rows = math.lcm(64, t, t_g) if t % t_g == 0 and t_g > 1 else math.lcm(64, t_g)
+    stages = max(train.pp_size, gen.pp_size)
+    return small_shape(
+        family,
+        tied=tied,
+        vocab=rows - (3 if turn // 2 % 2 else 61),
+        layers=stages + (stages > 1),
+        kv_heads=kv_heads,
+        heads_per_group=heads_per_group,
+    )
 
 
 def nested_cases() -> list[Case]:
@@ -101,41 +129,128 @@ FEW = [
 ]
 
 
+# (training, generation, grouping): t_g > t with and without replicated KV heads, sizes that do not nest, vanilla.
+GENERAL = [
+    Case(
+        general_shape(FAMILIES[turn % 3], turn % 2 == 0, TrainSizes.parse(train), GenSizes.parse(gen), turn),
+        train,
+        gen,
+        list(RankOrder)[turn // 2 % 2],
+        grouping,
+    )
+    for turn, (train, gen, grouping) in enumerate(
+        product(("1-2-2", "2-2-1", "2-1-2"), ("1-4", "2-2", "1-1"), Grouping)
+    )
+] + [
+    Case(
+        general_shape(FAMILIES[turn % 3], turn % 2 == 1, TrainSizes.parse(train), GenSizes.parse(gen), turn),
+        train,
+        gen,
+        list(RankOrder)[turn % 2],
+    )
+    for turn, (train, gen) in enumerate(
+        [
+            ("1-3-2", "1-2"),
+            ("1-2-3", "1-3"),
+            ("2-3-1", "3-2"),
+            ("3-1-2", "2-1"),
+            ("1-4-1", "4-1"),
+            ("2-3-2", "1-4"),
+        ]
+    )
+]
+
+
 def at(place: Place, move: Move) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(place.offset, move.shape, strict=True))
 
 
-def execute(plan: Plan, held: dict[int, Arrays]) -> dict[int, Arrays]:
-    """Carry out a plan as ranks would: a parameter appears, and vanishes, with the bucket that says so.
-
-    `held` loses what the plan releases. A move from or to a parameter without memory is a KeyError.
+class Execution:
+    """Carries out a plan as ranks would: parameters appear with the bucket that fills them, messages leave and arrive
+    step by step, sources vanish at the end. A move from or to a parameter without memory is a KeyError.
 
     Raises:
-        AssertionError: an element is written twice, or a filled parameter had appeared before.
+        AssertionError: an element is written twice, a filled parameter had appeared before, or an end of a message that
+            has no staging is not one run of memory.
     """
-    made: dict[int, Arrays] = {rank: {} for rank in plan.ranks}
-    shapes = {
-        rank: {name: parameter.shape for name, parameter in plan.destination.shard(rank).by_name.items()}
-        for rank in plan.ranks
-        if rank in plan.destination.keys
+
+    def __init__(self, plan: Plan, held: dict[int, Arrays]) -> None:
+        self.plan, self.held = plan, held
+        for local in held.values():  # as ranks hold them: no parameter is a view of another tensor
+            local.update({name: np.ascontiguousarray(values) for name, values in local.items()})
+        self.made: dict[int, Arrays] = {rank: {} for rank in plan.ranks}
+
+    def run(self) -> dict[int, Arrays]:
+        """What the ranks have afterwards; `held` has lost what the plan gives up."""
+        for bucket in self.plan.buckets:
+            for rank, names in bucket.destinations.items():
+                for name in names:
+                    assert name not in self.made[rank], f"rank {rank} fills {name} in two buckets"
+                    shape = self.plan.destination.shard(rank).by_name[name].shape
+                    self.made[rank][name] = np.zeros(shape, dtype=np.int64)
+            for rank in self.plan.ranks:
+                for move in bucket.local(rank):
+                    self._write(move, self.held[rank][move.source.parameter][at(move.source, move)])
+            for step in range(bucket.num_steps):
+                self._exchange([pack for pack in bucket.packs if pack.step == step])
+            for rank, names in bucket.sources.items():
+                for name in names:
+                    del self.held[rank][name]
+        return self.made
+
+    def _exchange(self, packs: list[Pack]) -> None:
+        """All messages of a step leave before one arrives."""
+        messages = [self._gather(pack) for pack in packs]
+        for pack, message in zip(packs, messages, strict=True):
+            for moves, in_place in zip(pack.moves, pack.received_in_place, strict=True):
+                ends = np.cumsum([move.num_elements for move in moves])
+                parts = np.split(message, ends[:-1])
+                for move, part in zip(moves, parts, strict=True):
+                    there = self._write(move, part.reshape(move.shape))
+                    assert not in_place or (len(moves) == 1 and there.flags.c_contiguous), move
+
+    def _gather(self, pack: Pack) -> np.ndarray:
+        sender = (self.made if pack.step else self.held)[pack.source_rank]
+        boxes = [sender[move.source.parameter][at(move.source, move)] for move in pack.moves[0]]
+        assert not pack.sent_in_place or (len(boxes) == 1 and boxes[0].flags.c_contiguous), pack
+        return np.concatenate([box.ravel() for box in boxes])
+
+    def _write(self, move: Move, box: np.ndarray) -> np.ndarray:
+        there = self.made[move.destination.rank][move.destination.parameter][at(move.destination, move)]
+        assert box.shape == there.shape == move.shape, move
+        assert box.all(), f"{move} carries padding"
+        assert not there.any(), f"{move} writes what another move has written"
+        there[...] = box
+        return there
+
+
+def execute(plan: Plan, held: dict[int, Arrays]) -> dict[int, Arrays]:
+    """What the ranks hold after a plan; `held` loses what the plan gives up."""
+    return Execution(plan, held).run()
+
+
+def staged(bucket: Bucket, rank: int) -> int:
+    """Elements of messages that a rank copies on their way, from the moves: all received and each box sent once."""
+    direct = {
+        (move, end)
+        for pack in bucket.packs
+        for moves, received in zip(pack.moves, pack.received_in_place, strict=True)
+        for move in moves
+        for end, in_place in (("sent", pack.sent_in_place), ("received", received))
+        if in_place
     }
-    for bucket in plan.buckets:
-        for rank, names in bucket.destinations.items():
-            for name in names:
-                assert name not in made[rank], f"rank {rank} fills {name} in two buckets"
-                made[rank][name] = np.zeros(shapes[rank][name], dtype=np.int64)
-        for move in bucket.moves:
-            source, target = move.source, move.destination
-            box = held[source.rank][source.parameter][at(source, move)]
-            there = made[target.rank][target.parameter][at(target, move)]
-            assert box.shape == there.shape == move.shape, move
-            assert box.all(), f"{move} carries padding"
-            assert not there.any(), f"{move} writes what another move has written"
-            there[...] = box
-        for rank, names in bucket.sources.items():
-            for name in names:
-                del held[rank][name]
-    return made
+    remote = [move for move in bucket.moves if not move.is_local]
+    received = sum(
+        move.num_elements
+        for move in remote
+        if move.destination.rank == rank and (move, "received") not in direct
+    )
+    sent = {
+        (move.step, move.source, move.box): move.num_elements
+        for move in remote
+        if move.source.rank == rank and (move, "sent") not in direct
+    }
+    return received + sum(sent.values())
 
 
 def elements(local: Arrays) -> np.ndarray:

@@ -15,6 +15,8 @@ LIGHT = (
     "hybridengine.checkpoint_files",
     "hybridengine.topology",
     "hybridengine.reshard",
+    "hybridengine.planning",
+    "hybridengine.model_presets",
 )
 
 REPORT = """

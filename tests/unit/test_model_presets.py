@@ -96,7 +96,7 @@ def test_a_preset_wins_over_a_folder_of_its_name(tmp_path: Path, monkeypatch: py
 
 
 def test_a_misspelt_preset_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="'lama3-70b' is neither a preset nor .* did you mean llama3-70b"):
+    with pytest.raises(ConfigError, match=r"'lama3-70b' is neither a preset nor .* did you mean llama3-70b"):
         resolve_model("lama3-70b")
 
 
@@ -105,7 +105,9 @@ def test_what_is_no_model_names_the_presets(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "moe.json").write_text(json.dumps({"architectures": ["MixtralForCausalLM"]}))
-    (tmp_path / "sizes.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": -1}))
+    (tmp_path / "sizes.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": -1})
+    )
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "weights.bin").write_text("x")
     for name, part in {

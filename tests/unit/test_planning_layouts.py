@@ -16,7 +16,8 @@ LLAMA = PRESETS["llama3-70b"].shape()
 
 
 @pytest.mark.parametrize(
-    ("train", "gen"), [("8-8-16", "1-8"), ("80-1-1", "1-1"), ("1-8-2", "1-16"), ("3-8-1", "2-4"), ("1-1-64", "1-64")]
+    ("train", "gen"),
+    [("8-8-16", "1-8"), ("80-1-1", "1-1"), ("1-8-2", "1-16"), ("3-8-1", "2-4"), ("1-1-64", "1-64")],
 )
 def test_layouts_that_can_be(train: str, gen: str) -> None:
     check_layouts(LLAMA, TrainSizes.parse(train), GenSizes.parse(gen))
@@ -29,7 +30,11 @@ def test_layouts_that_can_be(train: str, gen: str) -> None:
         ("8-16-8", "1-8", ["t=16 does not divide num_kv_heads=8", "8-8-16"]),
         ("160-8-1", "1-8", ["p=160 pipeline stages", "num_layers=80", "80-8-2"]),
         ("8-8-16", "3-8", ["generation 3-8", "24 ranks do not divide the 1024", "2-8, 4-8"]),
-        ("8-8-16", "1-128", ["generation 1-128", "t_g=128 does not divide num_heads=64", "nearest p_g-t_g", "1-64"]),
+        (
+            "8-8-16",
+            "1-128",
+            ["generation 1-128", "t_g=128 does not divide num_heads=64", "nearest p_g-t_g", "1-64"],
+        ),
         ("1-1-256", "128-1", ["p_g=128 pipeline stages", "64-1"]),
     ],
 )
@@ -55,10 +60,7 @@ def test_generation_sizes_to_sweep_against_every_pair() -> None:
     """All (p_g, t_g) with p_g | p, t_g | t or t | t_g up to a node, whose engines share out the ranks."""
     train = TrainSizes(6, 4, 2)
     expected = [
-        (p_g, t_g)
-        for p_g in (1, 2, 3, 6)
-        for t_g in (1, 2, 4, 8)
-        if math.prod((6, 4, 2)) % (p_g * t_g) == 0
+        (p_g, t_g) for p_g in (1, 2, 3, 6) for t_g in (1, 2, 4, 8) if math.prod((6, 4, 2)) % (p_g * t_g) == 0
     ]
     assert [(sizes.pp_size, sizes.tp_size) for sizes in generation_sizes(LLAMA, train, 8)] == expected
     assert (6, 8) in expected

@@ -1,7 +1,9 @@
-"""Plans carried out on numpy arrays, bucket by bucket, for every nested pair of layouts on up to 8 ranks."""
+"""Plans carried out on numpy arrays, bucket by bucket, message by message: every nested pair of layouts on up to 8
+ranks, sizes that do not nest, and layouts that no grid describes."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -15,8 +17,9 @@ from hypothesis import strategies as st
 
 from hybridengine.errors import PlanError
 from hybridengine.model_shapes import ModelShape
+from hybridengine.reshard.audit import audit, audit_return
 from hybridengine.reshard.boxes import num_elements
-from hybridengine.reshard.cost import rank_cost
+from hybridengine.reshard.cost import plan_costs
 from hybridengine.reshard.hf import hf_layout
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard, row_stack
 from hybridengine.reshard.megatron import NameSet, megatron_layout
@@ -24,6 +27,7 @@ from hybridengine.reshard.planner import check_local_return, compile_plan, inver
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid
+from hybridengine.topology.links import NodeMap
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 from tests.unit.numpy_shards import (
     assert_same,
@@ -34,6 +38,7 @@ from tests.unit.numpy_shards import (
 from tests.unit.plan_cases import (
     FEW,
     FLOAT32,
+    GENERAL,
     Case,
     elements,
     every_nested_pair,
@@ -58,21 +63,67 @@ def test_switch_and_return_for_every_nested_pair(case: Case) -> None:
                 box = tensors[move.tensor][tuple(slice(a, b) for a, b in move.box)]
                 assert not np.isin(box, before[receiver]).any(), f"{move}: rank {receiver} holds it already"
                 received[receiver] += move.num_elements
-        generating = execute(plan, training)
+        generating, costs = execute(plan, training), plan_costs(plan, FLOAT32)
         for rank in plan.ranks:
             assert_same(generating[rank], case.generating(rank), f"{case} rank {rank}")
             assert training[rank] == {}, f"{case} rank {rank} keeps training weights"
             missing = np.setdiff1d(elements(generating[rank]), before[rank])
             assert received[rank] == len(missing)
-            assert rank_cost(plan, rank, FLOAT32).received_bytes == FLOAT32 * len(missing)
+            assert costs[rank].received_bytes == FLOAT32 * len(missing)
+            assert costs[rank].redundant_bytes == costs[rank].extra_bytes == 0
 
         back = inverse_local(plan)
         assert all(move.is_local for move in back.moves)
-        restored = execute(back, generating)
+        restored, costs = execute(back, generating), plan_costs(back, FLOAT32)
         for rank in plan.ranks:
             assert_same(restored[rank], case.training(rank), f"{case} rank {rank}, back")
             assert generating[rank] == {}, f"{case} rank {rank} keeps generation weights"
-            assert rank_cost(back, rank, FLOAT32).received_bytes == 0
+            assert costs[rank].received_bytes == costs[rank].redundant_bytes == 0
+
+
+@pytest.mark.parametrize("direct_elements", [1, 24, 10**9])
+@pytest.mark.parametrize("case", GENERAL, ids=str)
+def test_switch_and_return_for_layouts_that_need_not_nest(case: Case, direct_elements: int) -> None:
+    """There: the generation shard, whole, beside what is retained. Back: the rest of the training shard."""
+    nodes = NodeMap.uniform(case.grid.num_ranks, 2)
+    for plan in case.plans(300, nodes, direct_elements=direct_elements):
+        training = {rank: case.training(rank) for rank in plan.ranks}
+        generating = execute(plan, training)
+        for rank in plan.ranks:
+            assert_same(generating[rank], case.generating(rank), f"{case} rank {rank}")
+            assert list(training[rank]) == [
+                name for name in case.training(rank) if name in plan.retained(rank)
+            ]
+            needed = elements(generating[rank])
+            for name, values in case.training(
+                rank
+            ).items():  # retained is what the rank could not cut back out
+                inside = np.isin(values[values > 0], needed).all()
+                assert (name in plan.retained(rank)) == (not inside), f"{case} rank {rank} {name}"
+        restored = execute(inverse_local(plan), generating)
+        for rank in plan.ranks:
+            assert not set(restored[rank]) & set(training[rank])
+            assert_same(restored[rank] | training[rank], case.training(rank), f"{case} rank {rank}, back")
+            assert generating[rank] == {}, f"{case} rank {rank} keeps generation weights"
+
+
+def sized_nodes(num_ranks: int) -> st.SearchStrategy[NodeMap]:
+    """Nodes of any sizes, with at least `num_ranks` ranks."""
+    sizes = st.lists(st.integers(1, num_ranks), min_size=1, max_size=num_ranks)
+    return sizes.filter(lambda found: sum(found) >= num_ranks).map(lambda found: NodeMap(tuple(found)))
+
+
+@given(st.sampled_from(FEW + GENERAL), st.data())
+@settings(max_examples=60, deadline=None)
+def test_switch_over_any_nodes(case: Case, data: st.DataObject) -> None:
+    """Whatever the nodes are, in one step or in two: every rank ends with its shard, and the plan passes its audit."""
+    nodes = data.draw(sized_nodes(case.grid.num_ranks))
+    two_step, direct = data.draw(st.booleans()), data.draw(st.sampled_from((1, 50, 10**9)))
+    for plan in case.plans(data.draw(st.integers(1, 3000)), nodes, two_step, direct):
+        made = execute(plan, {rank: case.training(rank) for rank in plan.ranks})
+        for rank in plan.ranks:
+            assert_same(made[rank], case.generating(rank), f"{case} {nodes} rank {rank}")
+        assert audit(plan) == [] and audit_return(plan, inverse_local(plan)) == []
 
 
 @pytest.mark.parametrize(
@@ -124,19 +175,32 @@ def row_layouts(draw: st.DrawFn, shape: ModelShape, num_ranks: int, kind: str) -
 RANDOM_SHAPE = small_shape("qwen2", layers=1, vocab=7, kv_heads=1)
 
 
-@given(row_layouts(RANDOM_SHAPE, 4, "one"), row_layouts(RANDOM_SHAPE, 4, "other"), st.integers(1, 500))
+@given(
+    row_layouts(RANDOM_SHAPE, 4, "one"),
+    row_layouts(RANDOM_SHAPE, 4, "other"),
+    st.integers(1, 500),
+    st.none() | sized_nodes(4),
+    st.sampled_from((1, 10, 10**9)),
+)
 @settings(max_examples=60, deadline=None)
-def test_plans_between_random_layouts(source: Layout, destination: Layout, bucket_elements: int) -> None:
+def test_plans_between_random_layouts(
+    source: Layout, destination: Layout, bucket_elements: int, nodes: NodeMap | None, direct_elements: int
+) -> None:
     """Layouts that no grid describes: destinations are exact, and nothing that a rank holds is received."""
     tensors = numbered(RANDOM_SHAPE)
-    plan = compile_plan(source, destination, range(4), bucket_elements)
+    plan = compile_plan(
+        source, destination, range(4), bucket_elements, nodes, direct_elements=direct_elements
+    )
+    assert audit(plan) == [] and audit_return(plan, inverse_local(plan)) == []
+    costs = plan_costs(plan, 1)
     before = {rank: elements(cut_shard(source.shard(rank), tensors)) for rank in range(4)}
     made = execute(plan, {rank: cut_shard(source.shard(rank), tensors) for rank in range(4)})
     for rank in range(4):
         expected = cut_shard(destination.shard(rank), tensors)
         assert_same(made[rank], expected, f"rank {rank}")
         missing = np.setdiff1d(elements(expected), before[rank])
-        assert rank_cost(plan, rank, 1).received_bytes == len(missing)
+        assert costs[rank].received_bytes == len(missing)
+        assert costs[rank].peak_bytes <= costs[rank].peak_bound_bytes
 
 
 PRINT_DIGESTS = """
@@ -163,7 +227,10 @@ def test_equal_plans_and_only_they_have_equal_digests() -> None:
     shape = fitting_shape("qwen3", False, 2, 2)
     generation = GenerationGrid(Grid(TrainSizes(2, 2, 1)), GenSizes(1, 1))
     source, destination = megatron_layout(shape, generation.train), vllm_layout(shape, generation)
-    one, again = (compile_plan(source, destination, range(4), 400) for _ in range(2))
+    one = compile_plan(source, destination, range(4), 400)
+    assert compile_plan(source, destination, (0, 1, 2, 3), 400) is one
+    again = compile_plan(dataclasses.replace(source), destination, range(4), 400)  # another layout object
+    assert again is not one
     assert one == again and hash(one) == hash(again) and one.digest == again.digest
     assert len(one.digest) == 64
     narrower = vllm_layout(shape, GenerationGrid(generation.train, GenSizes(1, 2)))
@@ -174,8 +241,11 @@ def test_equal_plans_and_only_they_have_equal_digests() -> None:
         compile_plan(fused, destination, range(4), 400),
         compile_plan(destination, source, range(4), 400),
         inverse_local(one),
+        compile_plan(source, destination, range(4), 400, NodeMap.uniform(4, 2)),
+        compile_plan(source, destination, range(4), 400, direct_elements=1),
     ]
-    assert len({plan.digest for plan in [one, *others]}) == 6
+    assert len({plan.digest for plan in [one, *others]}) == 8
+    assert one == compile_plan(source, destination, range(4), 400, NodeMap.uniform(4, 4), two_step=False)
     assert one != others[0] and one != "plan"
 
 
@@ -198,13 +268,15 @@ def test_vanilla_grouping_cannot_return_without_the_network() -> None:
     made = execute(plan, {rank: cut_shard(source.shard(rank), numbered(shape)) for rank in range(4)})
     for rank in range(4):
         assert_same(made[rank], cut_shard(destination.shard(rank), numbered(shape)), f"rank {rank}")
-    for check in (check_local_return, inverse_local):
-        with pytest.raises(
-            PlanError,
-            match=r"of rank 1 in megatron 1-4-1 holds .* which vllm 1-2 does not give that rank; the layouts must"
-            r" nest \(interval grouping, p_g \| p and t_g \| t\)$",
-        ):
-            check(plan)
+    assert all(move.is_local for move in inverse_local(plan).moves)
+    with pytest.raises(
+        PlanError,
+        match=r"of rank 1 in megatron 1-4-1 holds .* which vllm 1-2 does not give that rank; the layouts must"
+        r" nest \(interval grouping, p_g \| p and t_g \| t\)$",
+    ):
+        check_local_return(plan)
+    interval = GenerationGrid(Grid(TrainSizes(1, 4, 1)), GenSizes(1, 2))
+    check_local_return(compile_plan(source, vllm_layout(shape, interval), interval.domains[0]))
 
 
 def test_a_domain_without_a_whole_model_is_refused() -> None:

@@ -28,10 +28,19 @@ from tests.unit.numpy_shards import small_shape
 ROOT = Path(__file__).parents[2]
 H100 = ROOT / "configs" / "clusters" / "h100-80gb.yaml"
 BYTES = {"bfloat16": 2, "float32": 4}
-PAIRS = [("2-2-2", "1-1"), ("2-4-1", "1-2"), ("1-4-2", "1-2"), ("1-2-4", "1-4"), ("2-2-2", "2-4"), ("3-1-4", "2-1")]
+PAIRS = [
+    ("2-2-2", "1-1"),
+    ("2-4-1", "1-2"),
+    ("1-4-2", "1-2"),
+    ("1-2-4", "1-4"),
+    ("2-2-2", "2-4"),
+    ("3-1-4", "2-1"),
+]
 
 
-def grid(train: str, gen: str, order: RankOrder = RankOrder.PAPER, grouping=Grouping.INTERVAL) -> GenerationGrid:
+def grid(
+    train: str, gen: str, order: RankOrder = RankOrder.PAPER, grouping=Grouping.INTERVAL
+) -> GenerationGrid:
     return GenerationGrid(Grid(TrainSizes.parse(train), order), GenSizes.parse(gen), grouping)
 
 
@@ -73,7 +82,9 @@ def test_repeated_domains_cost_what_planning_each_of_them_costs(
 
 def test_padding_of_the_vocabulary_makes_a_domain_of_its_own() -> None:
     """The last vocabulary shard is shorter: its domain must not pass for one of the others."""
-    even, padded = (small_shape("llama", tied=False, vocab=vocab, layers=2, kv_heads=4) for vocab in (256, 250))
+    even, padded = (
+        small_shape("llama", tied=False, vocab=vocab, layers=2, kv_heads=4) for vocab in (256, 250)
+    )
     generation = grid("2-4-1", "1-4")
     assert len(priced(even, generation, 8).domains) == 1
     assert len(priced(padded, generation, 8).domains) == 2
@@ -102,7 +113,9 @@ def test_two_steps_send_a_box_into_a_node_once() -> None:
 
 def planned(name: str, train: str, gen: str, **settings) -> SwitchPlan:
     cluster = load_cluster(H100)
-    return plan_switch(SwitchPricer(PRESETS[name].shape(), "bfloat16", 2**28), grid(train, gen), cluster, **settings)
+    return plan_switch(
+        SwitchPricer(PRESETS[name].shape(), "bfloat16", 2**28), grid(train, gen), cluster, **settings
+    )
 
 
 def test_70b_on_1024_ranks_by_the_papers_formula() -> None:
@@ -123,9 +136,15 @@ def test_70b_on_1024_ranks_by_the_papers_formula() -> None:
 
 @pytest.mark.parametrize(
     ("name", "train", "gen", "num_domains"),
-    [("llama3-70b", "8-8-16", "1-8", 128), ("llama3-405b", "16-8-128", "2-8", 2048), ("llama3-8b", "1-8-256", "1-2", 512)],
+    [
+        ("llama3-70b", "8-8-16", "1-8", 128),
+        ("llama3-405b", "16-8-128", "2-8", 2048),
+        ("llama3-8b", "1-8-256", "1-2", 512),
+    ],
 )
-def test_few_domains_are_planned_for_thousands_of_ranks(name: str, train: str, gen: str, num_domains: int) -> None:
+def test_few_domains_are_planned_for_thousands_of_ranks(
+    name: str, train: str, gen: str, num_domains: int
+) -> None:
     plan = planned(name, train, gen, with_variants=False)
     assert plan.num_domains == num_domains
     assert sum(count for _, count in plan.domains) == num_domains

@@ -30,7 +30,14 @@ def cluster(**links: dict[str, float]) -> Cluster:
     for name, changes in links.items():
         figures[name] |= changes
     return Cluster.model_validate(
-        {"name": "c", "source": "s", "nodes": 9, "devices_per_node": 2, "device_memory_bytes": 1, "links": figures}
+        {
+            "name": "c",
+            "source": "s",
+            "nodes": 9,
+            "devices_per_node": 2,
+            "device_memory_bytes": 1,
+            "links": figures,
+        }
     )
 
 
@@ -44,7 +51,9 @@ class Traffic:
         self.gathered, self.spread = (np.zeros((buckets, ranks), dtype=np.int64) for _ in range(2))
         self.overlaps = np.zeros(buckets, dtype=bool)
 
-    def send(self, bucket: int, step: int, sender: int, receiver: int, link: LinkClass, elements: int) -> Traffic:
+    def send(
+        self, bucket: int, step: int, sender: int, receiver: int, link: LinkClass, elements: int
+    ) -> Traffic:
         self.sent[link][bucket, step, sender] += elements
         self.received[link][bucket, step, receiver] += elements
         for rank in (sender, receiver):
@@ -52,7 +61,9 @@ class Traffic:
         return self
 
     def done(self) -> DomainTraffic:
-        return DomainTraffic(self.received, self.sent, self.messages, self.gathered, self.spread, self.overlaps)
+        return DomainTraffic(
+            self.received, self.sent, self.messages, self.gathered, self.spread, self.overlaps
+        )
 
 
 def seconds(traffic: Traffic, hardware: Cluster, shares: list[NodeShare] | None = None) -> float:
@@ -74,7 +85,9 @@ def test_links_of_two_classes_and_both_directions_work_at_the_same_time() -> Non
 
 
 def test_steps_and_buckets_follow_each_other() -> None:
-    traffic = Traffic(2, 2).send(0, 0, 0, 1, NETWORK, 3).send(0, 1, 1, 0, NODE, 20).send(1, 0, 1, 0, NETWORK, 5)
+    traffic = (
+        Traffic(2, 2).send(0, 0, 0, 1, NETWORK, 3).send(0, 1, 1, 0, NODE, 20).send(1, 0, 1, 0, NETWORK, 5)
+    )
     assert seconds(traffic, cluster()) == pytest.approx(3 * 2 + 20 * 2 / 10 + 5 * 2)
 
 
@@ -175,7 +188,11 @@ def test_traffic_of_a_plan_is_that_of_its_costs() -> None:
     cost = SwitchPricer(shape, "float32", 2**13).price(generation, NodeMap.uniform(8, 4))
     for domain, _ in cost.domains:
         for position, rank_cost in enumerate(domain.costs_there):
-            assert {link: domain.received_bytes[link][position] for link in REMOTE} == rank_cost.received_by_link
-            sent = {link: int(domain.traffic_there.sent_KSR[link][..., position].sum()) * 4 for link in REMOTE}
+            assert {
+                link: domain.received_bytes[link][position] for link in REMOTE
+            } == rank_cost.received_by_link
+            sent = {
+                link: int(domain.traffic_there.sent_KSR[link][..., position].sum()) * 4 for link in REMOTE
+            }
             assert sent == rank_cost.sent_by_link
         assert domain.traffic_there.num_buckets == len(domain.plan.buckets)

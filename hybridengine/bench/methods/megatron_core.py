@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 from megatron.core.resharding import swap_model_weights
 from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
@@ -25,13 +30,13 @@ class _Counting:
     send_ops: list[Any]
     recv_ops: list[Any]
 
-    def __init__(self, ledger: StorageLedger, models: list[nn.Module]) -> None:
+    def __init__(self, ledger: StorageLedger, models: Sequence[nn.Module]) -> None:
         super().__init__()
         self._ledger = ledger
         self._weights = {p.untyped_storage()._cdata for model in models for p in model.parameters()}
 
     def run(self) -> None:
-        """Carry out all submitted messages; at this moment every buffer of the call is alive."""
+        """Carry out all submitted messages; every buffer of the call is alive now but those that `run` itself makes."""
         # The gloo service pairs a message with the tensor that it is copied to afterwards.
         received = [
             operation if isinstance(operation, tuple) else (operation,) for operation in self.recv_ops
@@ -60,8 +65,7 @@ class MegatronCore(Method):
     """Slices move point to point into a second, complete model of the generation sizes; both stay resident.
 
     The target is a GPTModel of its own, as the library wants it, not vLLM's parameters: nothing is charged for
-    repacking. The library makes its plan in the first call and keeps it. On the way back nothing moves. On a CPU its
-    calls of CUDA streams are answered by the device shim.
+    repacking. The library makes its plan in the first call and keeps it. On the way back nothing moves.
 
     Source: megatron-core, megatron/core/resharding/refit.py.
     """
@@ -72,9 +76,9 @@ class MegatronCore(Method):
         grid = Grid(sizes, actor.grid.order)
         self._target = Actor(actor.shape, grid, actor.rank, actor.registry, actor.dtype_name)
         self.layout, self.destination = self._target.layout, self._target.weights
-        models: list[nn.Module] = [actor.module, self._target.module]
-        for model in models:
-            _mark_gated(model)
+        for model in (actor, self._target):
+            _mark(model)
+        models = [actor.module, self._target.module]
         self.ledger = StorageLedger({TRAINING: actor.weights, GENERATING: self.destination})
         with device_shim():
             service = _CountingGloo if is_needed() else _CountingNccl
@@ -83,7 +87,7 @@ class MegatronCore(Method):
     def there(self) -> SwitchReport:
         self.ledger.begin()
         try:
-            with device_shim():
+            with _cuda_calls():
                 swap_model_weights([self.actor.module], [self._target.module], self._service)  # type: ignore[arg-type]
         except RuntimeError as error:
             raise TransferError(
@@ -96,8 +100,45 @@ class MegatronCore(Method):
         return self.ledger.finish("to_train", TRAINING)
 
 
-def _mark_gated(model: nn.Module) -> None:
-    """Say that gate and up rows alternate rank by rank, as Megatron's own initialisation of the weights would say."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("mlp.linear_fc1.weight"):
-            parameter.partition_stride = 2  # type: ignore[attr-defined]
+@contextlib.contextmanager
+def _cuda_calls() -> Iterator[None]:
+    """On a CPU, answers the few CUDA calls of a switch; on a GPU, nothing.
+
+    The device shim would do, but looks at every tensor operation, and the library should not be charged for that.
+    """
+    if not is_needed():
+        yield
+        return
+
+    def empty(*sizes: Any, pin_memory: bool = False, **arguments: Any) -> Tensor:
+        return pageable_empty(*sizes, **arguments)  # memory is pinned for a GPU's copies
+
+    pageable_empty = torch.empty
+    with contextlib.ExitStack() as stack:
+        for name, answer in _ANSWERS.items():
+            stack.enter_context(mock.patch(f"torch.cuda.{name}", answer))
+        stack.enter_context(mock.patch("torch.empty", empty))
+        yield
+
+
+_STREAM = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
+
+_ANSWERS: dict[str, Any] = {
+    "current_stream": lambda: _STREAM,
+    "stream": lambda stream: contextlib.nullcontext(),
+    "synchronize": lambda: None,
+}
+
+
+def _mark(model: Actor) -> None:
+    """Give a model the marks that the library reads and that Megatron's own construction would have given it.
+
+    Gate and up rows alternate rank by rank, which its initialisation of weights (left out here) says; and layers are
+    numbered over all stages, which it does for even stages only.
+    """
+    place = model.grid.coordinate(model.rank)
+    layers = model.shape.split_layers(model.grid.sizes.pp_size)[place.pp_rank]
+    modules: Any = model.module.decoder.layers
+    for number, layer in zip(layers, modules, strict=True):
+        layer.layer_number = number + 1  # from 1
+        layer.mlp.linear_fc1.weight.partition_stride = 2

@@ -72,14 +72,16 @@ class PerTensor(CopyingMethod):
         return self._tensor.received_bytes + self._pipeline.received_bytes - before
 
     def _batches(self) -> list[tuple[int, list[LocalParameter]]]:
-        """(stage, parameters that travel together), in model order; a tensor that two stages hold travels once."""
-        place = self.actor.grid.coordinate(self.actor.rank)
+        """(stage, parameters that travel together), in model order; a tensor that two stages hold travels once.
+
+        As the first tensor-parallel rank has them; the others' are equally large and hold parts of the same tensors.
+        """
         seen: set[str] = set()
         batches: list[tuple[int, list[LocalParameter]]] = []
         for stage, rank in enumerate(self._pipeline.ranks):
             assert self.actor.grid.coordinate(rank).pp_rank == stage, "pipeline groups list stages in order"
             size = self.setting.bucket_elements
-            for parameter in self.actor.layout.shards[(stage, place.tp_rank)].parameters:
+            for parameter in self.actor.layout.shards[(stage, 0)].parameters:
                 if parameter.tensor in seen:
                     continue
                 seen.add(parameter.tensor)
@@ -94,8 +96,9 @@ class PerTensor(CopyingMethod):
     def _full_boxes(self, batch: list[LocalParameter]) -> dict[str, Box]:
         """Full tensors that a batch makes up: name -> box."""
         tensors = self.actor.shape.tensors
-        names = [piece.tensor for parameter in batch for piece in parameter.pieces] or [batch[0].tensor]
-        return {name: full_box(tensors[name]) for name in names}
+        return {
+            piece.tensor: full_box(tensors[piece.tensor]) for parameter in batch for piece in parameter.pieces
+        }
 
     def _bucket(self, stage: int, batch: list[LocalParameter], width: int, made: WeightStorage) -> _Bucket:
         actor = self.actor

@@ -1,0 +1,83 @@
+"""A transport that tells a test where in a switch its rank is, so that the test can break something right there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridengine.reshard.plan import Bucket
+from hybridengine.runtime.programs import Program, ProgramBuilder
+from hybridengine.runtime.transport import Messages, Pending, PointToPointTransport
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a rank is: about to post a bucket's messages of some step (`post`), or they have all come (`arrived`)."""
+
+    name: str
+    bucket: Bucket
+    step: int
+    received: tuple[Tensor, ...]
+    """What the messages bring, as bytes: staging buffers, or parts of parameters."""
+
+    @property
+    def is_back(self) -> bool:
+        """On the way back to training, where nothing moves between ranks."""
+        return not self.bucket.packs
+
+
+class StagedTransport(PointToPointTransport):
+    """Calls `at_stage` with every stage of every switch of its rank; digests are no stage of their own."""
+
+    def __init__(self, group: dist.ProcessGroup, at_stage: Callable[[Stage], None]) -> None:
+        super().__init__(group)
+        self._at_stage = at_stage
+
+    def post(self, messages: Messages) -> Pending:
+        self.reach("post", messages)
+        pending = super().post(messages)
+        return _StagedPending(self, messages, pending)
+
+    def reach(self, name: str, messages: Messages) -> None:
+        if id(messages) in _buckets:
+            bucket, step = _buckets[id(messages)]
+            received = tuple(one.tensor for one in messages.operations if one.op is dist.irecv)
+            self._at_stage(Stage(name, bucket, step, received))
+
+
+class _StagedPending(Pending):
+    def __init__(self, transport: StagedTransport, messages: Messages, pending: Pending) -> None:
+        self._staged, self._posted, self._pending = transport, messages, pending
+
+    def wait(self) -> int:
+        received_bytes = self._pending.wait()
+        self._staged.reach("arrived", self._posted)
+        return received_bytes
+
+    def abandon(self) -> None:
+        self._pending.abandon()
+
+
+_buckets: dict[int, tuple[Bucket, int]] = {}
+"""id of messages -> (their bucket, step)."""
+
+
+@contextlib.contextmanager
+def stages_known() -> Iterator[None]:
+    """While open, programs that are built tell which bucket and step their messages belong to."""
+    build = ProgramBuilder.build
+
+    def build_and_note(builder: ProgramBuilder, bucket: Bucket, *args: Any) -> Program:
+        program = build(builder, bucket, *args)
+        for number, step in enumerate(program.steps):
+            _buckets[id(step.messages)] = bucket, number
+        return program
+
+    with mock.patch.object(ProgramBuilder, "build", build_and_note):
+        yield

@@ -1,0 +1,301 @@
+"""No memory in the middle of a switch: weights go back to where they were, can be fetched later, or are said to be lost."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridengine.backends.megatron.trainer import MegatronTrainer
+from hybridengine.errors import HybridEngineError
+from hybridengine.model_shapes import ModelShape
+from hybridengine.runtime.hybrid_engine import HybridEngine, Mode
+from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.runtime.storage import WeightStorage
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import TrainSizes
+from tests.gloo.megatron_training import copy_weights, make_trainer, same_weights, step
+from tests.gloo.plain_generation import PlainGeneration, make_engine
+from tests.gloo.ranks import RankLauncher
+from tests.gloo.tiny_models import write_model
+
+TIMEOUT_S = 3.0
+BUCKET_ELEMENTS = 40_000
+BROKEN_RANK, BROKEN_BUCKET = 2, 4
+CHECKPOINT = "runs/one/step-7"
+NO_MEMORY = "no memory left for this test"
+
+
+@contextlib.contextmanager
+def refusing(refuses: Callable[[torch.UntypedStorage, int], bool]) -> Iterator[None]:
+    """While open, storages for which `refuses(storage, bytes)` holds cannot take memory."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_or_refuse(storage: torch.UntypedStorage, size: int) -> object:
+        if size and refuses(storage, size):
+            raise RuntimeError(NO_MEMORY)
+        return resize(storage, size)
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize_or_refuse):
+        yield
+
+
+def no_memory_for(weights: WeightStorage, *names: str) -> contextlib.AbstractContextManager[None]:
+    """While open, these parameters cannot take memory."""
+    victims = {weights[name].untyped_storage()._cdata for name in names}
+    return refusing(lambda storage, size: storage._cdata in victims)
+
+
+def no_more_than(limit_bytes: int, *sides: WeightStorage) -> contextlib.AbstractContextManager[None]:
+    """While open, both sides together cannot have more memory."""
+    own = {side[name].untyped_storage()._cdata for side in sides for name in side.names}
+    return refusing(
+        lambda storage, size: (
+            storage._cdata in own and sum(side.live_bytes for side in sides) + size > limit_bytes
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Made:
+    """A trainer and an engine that switches it to one engine per rank."""
+
+    trainer: MegatronTrainer
+    engine: HybridEngine
+    side: PlainGeneration
+
+    def last_filled(self, bucket: int) -> str:
+        """The parameter of a bucket that takes memory last: what comes before it has some already."""
+        return self.engine.plan.buckets[bucket].destinations[self.trainer.rank][-1]
+
+    def last_given_up(self, bucket: int) -> str:
+        return self.engine.plan.buckets[bucket].sources[self.trainer.rank][-1]
+
+
+def make(rank: int, folder: Path) -> Made:
+    shape = ModelShape.from_folder(folder)
+    trainer = make_trainer(shape, Grid(TrainSizes(1, 4, 1)), rank, ProcessGroups(), folder)
+    step(trainer, 0)  # makes gradients and optimizer state
+    return Made(trainer, *engine_of(trainer))
+
+
+def engine_of(trainer: MegatronTrainer) -> tuple[HybridEngine, PlainGeneration]:
+    """On new process groups: a failure closes those of its engine."""
+    return make_engine(
+        trainer,
+        "1-1",
+        ProcessGroups(TIMEOUT_S),
+        BUCKET_ELEMENTS,
+        resume_from=CHECKPOINT,
+        direct_elements=1000,
+    )
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """What a rank has after a switch that has failed."""
+
+    error: str
+    mode: Mode
+    weights_equal: bool
+    gen_bytes: int
+    gradients_are_back: bool
+    round_trips_again: bool
+    """A new engine switches there and back, and the trainer trains on."""
+
+
+def fail_on_the_way_there(rank: int, folder: Path, is_full: bool) -> Aftermath:
+    """One rank has no memory for a parameter; or, where `is_full`, for nothing more, not even for a while."""
+    made = make(rank, folder)
+    trainer, engine, side = made.trainer, made.engine, made.side
+    before, gradient_bytes = copy_weights(trainer), trainer.gradient_bytes
+    fault = contextlib.nullcontext()
+    if rank == BROKEN_RANK and is_full:
+        room = (side.weights.total_bytes - trainer.weights.total_bytes) // 2
+        fault = no_more_than(trainer.weights.total_bytes + room, trainer.weights, side.weights)
+    elif rank == BROKEN_RANK:
+        fault = no_memory_for(side.weights, made.last_filled(BROKEN_BUCKET))
+    with fault:
+        error = error_of(engine.to_generate)
+    mode, gen_bytes = engine.mode, side.weights.live_bytes
+    equal = same_weights(before, copy_weights(trainer))
+    gradients_are_back = trainer.gradient_bytes == gradient_bytes > 0
+    dist.barrier()
+    engine, side = engine_of(trainer)
+    engine.to_generate()
+    engine.to_train()
+    again = same_weights(before, copy_weights(trainer))
+    step(trainer, 1)
+    again &= not same_weights(before, copy_weights(trainer))
+    return Aftermath(error, mode, equal, gen_bytes, gradients_are_back, again)
+
+
+def error_of(switch: Callable[[], object]) -> str:
+    try:
+        switch()
+    except HybridEngineError as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "none"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path, "qwen3", tied=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["one parameter", "all memory"])
+def test_no_memory_on_the_way_there(is_full: bool, folder: Path, run_ranks: RankLauncher):
+    for rank, aftermath in enumerate(run_ranks(4, fail_on_the_way_there, folder, is_full, timeout_s=60)):
+        assert aftermath.mode is Mode.TRAINING, aftermath.error
+        assert aftermath.weights_equal
+        assert aftermath.gen_bytes == 0
+        assert aftermath.gradients_are_back
+        assert aftermath.round_trips_again
+        bucket = r"bucket (\d+) of \d+ \(\S+ \.\.\.\) of megatron 1-4-1 -> vllm 1-1"
+        if rank == BROKEN_RANK:
+            found = re.match(
+                rf"StorageError: rank 2: {bucket} failed: RuntimeError: {NO_MEMORY}; .* smaller",
+                aftermath.error,
+            )
+        else:
+            found = re.match(
+                rf"TransferError: rank {rank}: bucket .*; rank 2 failed by itself in {bucket}: {NO_MEMORY}",
+                aftermath.error,
+            )
+            assert "missing" not in aftermath.error
+        assert found, aftermath.error
+        # The error names the oldest bucket in flight; the one behind it is the one that found no memory.
+        assert is_full or int(found[1]) in (BROKEN_BUCKET - 1, BROKEN_BUCKET), aftermath.error
+
+
+@dataclass(frozen=True)
+class Way:
+    """What happened on the way back, or when restoring, on one rank."""
+
+    errors: list[str]
+    modes: list[Mode]
+    weights_equal: bool
+    """In the end."""
+    gen_bytes: int
+
+
+def fail_on_the_way_back(rank: int, folder: Path) -> Way:
+    """No memory for a bucket, then none for another, then none for the gradients; then enough."""
+    made = make(rank, folder)
+    trainer, engine, side = made.trainer, made.engine, made.side
+    before = copy_weights(trainer)
+    engine.to_generate()
+    errors, modes = [], []
+    for bucket in (BROKEN_BUCKET, BROKEN_BUCKET + 2):
+        with no_memory_for(trainer.weights, made.last_given_up(bucket)):
+            errors.append(error_of(engine.to_train))
+        modes.append(engine.mode)
+    with mock.patch.object(trainer, "enter_training", side_effect=RuntimeError(NO_MEMORY)):
+        with pytest.raises(RuntimeError, match=NO_MEMORY):
+            engine.to_train()
+        modes.append(engine.mode)
+    engine.to_train()
+    modes.append(engine.mode)
+    equal = same_weights(before, copy_weights(trainer))
+    step(trainer, 1)
+    before = copy_weights(trainer)
+    engine.to_generate()
+    engine.to_train()  # from the first bucket again
+    return Way(errors, modes, equal and same_weights(before, copy_weights(trainer)), side.weights.live_bytes)
+
+
+def test_the_way_back_goes_on_where_it_failed(folder: Path, run_ranks: RankLauncher):
+    for rank, way in enumerate(run_ranks(4, fail_on_the_way_back, folder, timeout_s=60)):
+        for error, bucket in zip(way.errors, (BROKEN_BUCKET, BROKEN_BUCKET + 2), strict=True):
+            found = re.match(
+                rf"StorageError: rank {rank}: bucket (\d+) of \d+ .* vllm 1-1 -> megatron", error
+            )
+            assert found, error
+            assert int(found[1]) in (bucket - 1, bucket)
+        assert way.modes == [Mode.GENERATING] * 3 + [Mode.TRAINING]
+        assert way.weights_equal
+        assert way.gen_bytes == 0
+
+
+def fail_to_restore(rank: int, folder: Path) -> Way:
+    """A rank has no memory for a bucket, nor for taking back the training weights that it had given up."""
+    made = make(rank, folder)
+    trainer, engine, side = made.trainer, made.engine, made.side
+    before = copy_weights(trainer)
+    fault = contextlib.nullcontext()
+    if rank == BROKEN_RANK:
+        fault = contextlib.ExitStack()
+        fault.enter_context(no_memory_for(side.weights, made.last_filled(BROKEN_BUCKET)))
+        fault.enter_context(no_memory_for(trainer.weights, made.last_given_up(1)))
+    with fault:
+        errors = [error_of(engine.to_generate)]
+    modes = [engine.mode]
+    if rank == BROKEN_RANK:
+        errors += [error_of(engine.to_generate), error_of(engine.to_train)]
+        modes.append(engine.mode)
+    equal = rank != BROKEN_RANK and same_weights(before, copy_weights(trainer))
+    return Way(errors, modes, equal, side.weights.live_bytes)
+
+
+def test_weights_that_are_lost_name_the_checkpoint(folder: Path, run_ranks: RankLauncher):
+    for rank, way in enumerate(run_ranks(4, fail_to_restore, folder, timeout_s=60)):
+        if rank != BROKEN_RANK:
+            assert way.modes == [Mode.TRAINING]
+            assert way.weights_equal
+            assert way.gen_bytes == 0
+            continue
+        assert way.modes == [Mode.LOST, Mode.LOST]
+        assert re.match(
+            rf"StorageError: rank 2: a switch failed \(.* {NO_MEMORY}.*\), and the training weights could not be"
+            rf" restored \(.*bucket 1 .*{NO_MEMORY}.*\); resume from {CHECKPOINT}$",
+            way.errors[0],
+        ), way.errors[0]
+        for error in way.errors[1:]:
+            assert re.match(
+                rf"StorageError: the weights of rank 2 were lost .* resume from {CHECKPOINT}", error
+            )
+
+
+def fail_around_a_switch(rank: int, folder: Path) -> Way:
+    """What a mode needs besides weights finds no memory: gradients are kept; a KV cache that is missing can wait."""
+    made = make(rank, folder)
+    trainer, engine, side = made.trainer, made.engine, made.side
+    before, gradient_bytes = copy_weights(trainer), trainer.gradient_bytes
+    leave = trainer.leave_training
+
+    def leave_and_fail() -> None:
+        leave()
+        raise RuntimeError(NO_MEMORY)
+
+    modes = []
+    with (
+        mock.patch.object(trainer, "leave_training", leave_and_fail),
+        pytest.raises(RuntimeError, match=NO_MEMORY),
+    ):
+        engine.to_generate()
+    modes.append(engine.mode)
+    assert trainer.gradient_bytes == gradient_bytes > 0
+    with (
+        mock.patch.object(side, "enter_generation", side_effect=RuntimeError(NO_MEMORY)),
+        pytest.raises(RuntimeError, match=NO_MEMORY),
+    ):
+        engine.to_generate()
+    modes.append(engine.mode)
+    engine.to_train()
+    modes.append(engine.mode)
+    return Way([], modes, same_weights(before, copy_weights(trainer)), side.weights.live_bytes)
+
+
+def test_no_memory_for_what_a_mode_needs_besides_weights(folder: Path, run_ranks: RankLauncher):
+    for way in run_ranks(4, fail_around_a_switch, folder, timeout_s=60):
+        assert way.modes == [Mode.TRAINING, Mode.GENERATING, Mode.TRAINING]
+        assert way.weights_equal
+        assert way.gen_bytes == 0

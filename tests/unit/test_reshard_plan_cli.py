@@ -1,0 +1,306 @@
+"""`hybridengine reshard plan`: what it prints, draws and writes, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridengine.cli import reshard_plan
+from hybridengine.cli.main import main
+from hybridengine.model_presets import PRESETS
+
+ROOT = Path(__file__).parents[2]
+H100 = str(ROOT / "configs" / "clusters" / "h100-80gb.yaml")
+A100 = str(ROOT / "configs" / "clusters" / "a100-80gb-16x8.yaml")
+
+Plan = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
+    """Runs the command; (exit code, stdout, stderr)."""
+
+    def run(*arguments: str, model: str = "llama3-8b", cluster: str = H100) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(["reshard", "plan", "--model", model, "--cluster", cluster, *arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def figures(plan: Plan) -> Callable[..., dict[str, Any]]:
+    """Runs the command with --json; what it writes to stdout and nothing else."""
+
+    def run(*arguments: str, **settings: str) -> dict[str, Any]:
+        code, out, err = plan(*arguments, "--json", **settings)
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return run
+
+
+# ---- What it says ----------------------------------------------------------------------------------------------------
+
+
+def test_text_shows_groups_bytes_memory_and_time(plan: Plan) -> None:
+    code, out, _ = plan("--train", "2-4-2", "--gen", "1-2")
+    text = " ".join(out.split())
+    assert code == 0
+    for part in (
+        "llama3-8b, 32 layers, 8,030,261,248 parameters, 15.0 GiB in bfloat16",
+        "16 ranks on 2 of 2048 nodes",
+        "training 2-4-2 (p-t-d), paper order; generation 1-2 (p_g-t_g) in 8 engine(s)",
+        "generation tensor [0,2] [1,3] [4,6] [5,7] ... 8 groups",
+        "gather domains [0,1,4,5] [2,3,6,7] [8,9,12,13] [10,11,14,15]",
+        "0 of 4 gather domains cross nodes",
+        "between nodes (received) 0 B 0 B",
+        "redundant beside it 0 B",
+        "predicted from the cluster file's figures, not measured",
+        "megatron order 4 of 4",
+        "the paper order keeps every gather domain inside a node, the other does not",
+        "nothing enters a node twice",
+    ):
+        assert part in text
+    assert "FIT" not in text
+
+
+def test_long_groups_are_elided(plan: Plan) -> None:
+    _, out, _ = plan("--train", "8-8-16", "--gen", "1-8", model="llama3-70b")
+    assert "[0,64,...,960] [1,65,...,961]" in out
+    assert "... 128 groups" in out
+    assert max(map(len, out.splitlines())) < 170
+
+
+def test_two_steps_are_compared_with_one(plan: Plan, figures: Callable[..., dict[str, Any]]) -> None:
+    """4-4-1 -> 1-1 on two nodes: what a node lacks enters it once instead of once for each of its 8 ranks."""
+    _, out, _ = plan("--train", "2-4-1", "--gen", "1-2")
+    assert "order, one step" not in out
+    _, out, _ = plan("--train", "4-4-1", "--gen", "1-1")
+    text = " ".join(out.split())
+    assert "paper order, one step" in text
+    assert "the plan gathers in two steps" in text
+    two = figures("--train", "4-4-1", "--gen", "1-1")
+    totals = [one["received_bytes_total_by_link"]["between_nodes"] for one in (two, two["one_step"])]
+    assert totals[1] == pytest.approx(8 * totals[0], rel=1e-3)
+    assert two["one_step"]["seconds_there"] > two["seconds_there"]
+
+
+def test_json_has_the_figures_of_the_papers_example(figures: Callable[..., dict[str, Any]]) -> None:
+    """1-8-16 -> 1-2 of a 7B model: (d_g - 1)/(tp)·M = 3/8 of M received, peak M/2 and a bucket, nothing held twice."""
+    found = figures("--train", "1-8-16", "--gen", "1-2", model="llama2-7b", cluster=A100)
+    total = 2 * 6_738_415_616
+    assert found["received_bytes_max"] == pytest.approx(3 / 8 * total, rel=2e-3)
+    assert found["gen_shard_bytes_max"] == pytest.approx(total / 2, rel=2e-3)
+    assert 0 <= found["peak_weight_bytes_max"] - found["gen_shard_bytes_max"] <= found["bucket_bytes_max"]
+    assert found["inter_node_bytes_max"] == found["redundant_bytes_max"] == found["extra_bytes_max"] == 0
+    # At least the line rate of NVLink in one direction, at most ten times as long.
+    assert (
+        found["received_bytes_max"] / 300e9
+        < found["seconds_there"]
+        < 10 * found["received_bytes_max"] / 300e9
+    )
+    assert 0 < found["seconds_back"] < found["seconds_there"]
+    assert found["memory_bytes_there"][0] == found["train_shard_bytes_max"]
+    assert found["memory_bytes_there"][-1] == found["gen_shard_bytes_max"] == found["memory_bytes_back"][0]
+    assert found["memory_bytes_back"][-1] == found["train_shard_bytes_max"]
+    assert set(found["orders"]) == {"paper", "megatron"}
+    assert found["orders"]["paper"]["seconds_there"] == found["seconds_there"]
+
+
+def test_options_change_what_is_planned(figures: Callable[..., dict[str, Any]]) -> None:
+    base = ("--train", "2-4-2", "--gen", "1-2")
+    paper = figures(*base)
+    assert (paper["inter_node_bytes_max"], paper["nests"], paper["num_engines"]) == (0, True, 8)
+    megatron = figures(*base, "--order", "megatron")
+    assert megatron["inter_node_bytes_max"] > 0
+    assert megatron["orders"] == paper["orders"] | {"megatron": megatron["orders"]["megatron"]}
+    vanilla = figures(*base, "--grouping", "vanilla")
+    assert vanilla["redundant_bytes_max"] > 0
+    assert vanilla["nests"] is False
+    wide = figures(*base, "--dtype", "float32")
+    assert wide["received_bytes_max"] == 2 * paper["received_bytes_max"]
+    small = figures(*base, "--bucket-bytes", "64MiB")
+    assert small["num_buckets"] > paper["num_buckets"]
+    assert small["peak_weight_bytes_max"] <= paper["peak_weight_bytes_max"]
+    assert figures(*base, "--bucket-bytes", str(64 * 2**20)) == small
+
+
+def test_a_config_file_plans_as_its_preset_does(
+    figures: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(dict(PRESETS["qwen3-8b"].config)))
+    base = ("--train", "1-4-2", "--gen", "1-2")
+    one, other = figures(*base, model="qwen3-8b"), figures(*base, model=str(tmp_path))
+    assert one | {"model": ""} == other | {"model": ""}
+
+
+def test_diff_puts_two_layouts_side_by_side(plan: Plan, figures: Callable[..., dict[str, Any]]) -> None:
+    code, out, _ = plan("--diff", "2-4-2:1-2", "2-4-2:1-4")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].split() == ["2-4-2:1-2", "2-4-2:1-4", "second", "/", "first"]
+    assert next(line.split() for line in lines if line.startswith("number of engines")) == [
+        "number", "of", "engines", "8", "4", "0.50",
+    ]  # fmt: skip
+    short = figures("--train", "2-4-2", "--diff", "1-2", "1-4")
+    assert [one["layout"] for one in short["results"]] == ["2-4-2:1-2", "2-4-2:1-4"]
+    assert short["results"][0] == figures("--train", "2-4-2", "--gen", "1-2")
+
+
+def test_sweep_lists_every_layout_that_fits_best_first(
+    plan: Plan, figures: Callable[..., dict[str, Any]]
+) -> None:
+    found = figures("--train", "2-4-2", "--sweep")
+    seconds = [one["seconds_there"] + one["seconds_back"] for one in found["results"]]
+    assert seconds == sorted(seconds)
+    # p_g in 1, 2 and t_g in 1, 2, 4, 8: all of them fit in 80 GiB.
+    assert sorted(one["gen"] for one in found["results"]) == [
+        f"{p}-{t}" for p in (1, 2) for t in (1, 2, 4, 8)
+    ]
+    assert found["num_too_large"] == 0
+    _, out, _ = plan("--train", "2-4-2", "--sweep")
+    rows = [line.split()[0] for line in out.splitlines()[1:9]]
+    assert rows == [one["gen"] for one in found["results"]]
+    assert len({line.rstrip()[-3:] for line in out.splitlines()[1:9]}) == 1  # aligned: all end in GiB
+
+
+def test_sweep_leaves_out_what_exceeds_the_device(figures: Callable[..., dict[str, Any]]) -> None:
+    """70B in bfloat16 takes 131 GiB: an 80 GiB device needs an engine of at least two."""
+    found = figures("--train", "1-8-1", "--sweep", model="llama3-70b")
+    assert sorted(one["gen"] for one in found["results"]) == ["1-2", "1-4", "1-8"]
+    assert found["num_too_large"] == 1
+    assert all(one["peak_weight_bytes_max"] <= 80 * 2**30 for one in found["results"])
+
+
+def test_a_layout_that_exceeds_the_device_is_planned_and_says_so(plan: Plan) -> None:
+    code, out, _ = plan("--train", "1-8-1", "--gen", "1-1", model="llama3-70b")
+    assert code == 0
+    assert "of the device's 80.0 GiB; IT DOES NOT FIT" in out
+
+
+@pytest.mark.parametrize("kind", ["plan", "diff", "sweep"])
+def test_plot_and_json_files(plan: Plan, tmp_path: Path, kind: str) -> None:
+    what = {
+        "plan": ("--train", "2-4-1", "--gen", "1-2"),
+        "diff": ("--diff", "2-4-1:1-2", "2-4-1:1-1"),
+        "sweep": ("--train", "2-4-1", "--sweep"),
+    }[kind]
+    picture, file = tmp_path / "switch.svg", tmp_path / "switch.json"
+    code, out, err = plan(*what, "--plot", str(picture), "--json", str(file))
+    assert (code, err) == (0, "")
+    assert "{" not in out
+    drawn = picture.read_text()
+    assert drawn.startswith("<?xml")
+    assert len(drawn) > 10_000
+    found = json.loads(file.read_text())
+    assert (
+        len(found.get("results", [found])) == {"plan": 1, "diff": 2, "sweep": 7}[kind]
+    )  # 2-8 has too many ranks
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["reshard", "plan", "--help"])
+    assert exit_info.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "examples:",
+        "llama3-70b",
+        "p-t-d",
+        "p_g-t_g",
+        "--sweep",
+        "--diff",
+        "--plot",
+        "not measured",
+    ):
+        assert part in text
+
+
+def test_examples_of_the_help_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    seen = []
+    monkeypatch.setattr(reshard_plan, "request_of", lambda options: seen.append(options) or refuse())
+
+    def refuse() -> None:
+        raise reshard_plan.ConfigError("far enough")
+
+    lines = reshard_plan.EPILOG.replace("\\\n", " ").splitlines()
+    examples = [line.partition(" | ")[0] for line in lines if "hybridengine reshard plan --" in line]
+    for example in examples:
+        assert main(shlex.split(example)[1:]) == 2
+    assert len(seen) == len(examples) == 5
+    assert all(Path(options.cluster).is_file() for options in seen)
+
+
+# ---- How it refuses --------------------------------------------------------------------------------------------------
+
+GOOD = ("--train", "2-4-2", "--gen", "1-2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        (("--train", "2-3-2", "--gen", "1-1"), {}, "t=3 does not divide num_heads=32"),
+        (("--train", "2-4-2", "--gen", "1-3"), {}, "choose p_g-t_g from"),
+        (("--train", "2-4-2", "--gen", "1-64"), {}, "do not divide the 16 ranks"),
+        (("--train", "2-4", "--gen", "1-1"), {}, "'2-4' is not a parallel size"),
+        (("--train", "2-4-2", "--gen", "x"), {}, "'x' is not a parallel size"),
+        (("--gen", "1-2"), {}, "--train is missing"),
+        (("--train", "2-4-2"), {}, "give one of --gen (a layout), --diff A B (two) and --sweep"),
+        ((*GOOD, "--sweep"), {}, "found --gen and --sweep"),
+        (("--diff", "1-2", "2-4-2:1-2"), {}, "--train is missing"),
+        (("--train", "8-8-16", "--gen", "1-8"), {"cluster": A100}, "give --nodes 128"),
+        ((*GOOD, "--nodes", "0"), {}, "nodes=0 must be"),
+        ((*GOOD, "--order", "ring"), {}, "--order 'ring' does not exist; choose from megatron, paper"),
+        ((*GOOD, "--grouping", "any"), {}, "choose from interval, vanilla"),
+        ((*GOOD, "--dtype", "fp8"), {}, "choose from float32, bfloat16, float16"),
+        ((*GOOD, "--bucket-bytes", "many"), {}, "'many' is not a size in bytes"),
+        ((*GOOD, "--bucket-bytes", "0"), {}, "'0' is not a size in bytes"),
+        (GOOD, {"model": "lama3-8b"}, "did you mean llama3-8b"),
+        (GOOD, {"model": "pyproject.toml"}, "cannot be read"),
+        (GOOD, {"cluster": "nowhere.yaml"}, "nowhere.yaml does not exist"),
+        ((*GOOD, "--json", "/nowhere/x.json"), {}, "--json /nowhere/x.json cannot be written (No such file"),
+        ((*GOOD, "--plot", "/nowhere/x.png"), {}, "--plot /nowhere/x.png cannot be written"),
+        ((*GOOD, "--plot", "x.txt"), {}, "must end in one of .png, .svg, .pdf"),
+        ((*GOOD, "--json", "/tmp"), {}, "--json /tmp cannot be written (Is a directory)"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_message_before_anything_is_planned(
+    plan: Plan,
+    arguments: tuple[str, ...],
+    settings: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def planned(*_: Any, **__: Any) -> None:
+        raise AssertionError("planned before everything was checked")
+
+    monkeypatch.setattr(reshard_plan, "plan_switch", planned)
+    code, out, err = plan(*arguments, **settings)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("hybridengine: ")
+    assert err.count("hybridengine: ") == 1
+
+
+def test_checking_an_output_file_leaves_it_as_it_was(plan: Plan, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text("old")
+    code, _, _ = plan(*GOOD, "--json", str(kept), "--plot", "/nowhere/x.png")
+    assert code == 2
+    assert kept.read_text() == "old"
+    plan(*GOOD, "--json", str(tmp_path / "new.json"), "--plot", "/nowhere/x.png")
+    assert sorted(tmp_path.iterdir()) == [kept]
+
+
+def test_nothing_fits(plan: Plan) -> None:
+    code, out, err = plan("--train", "1-1-8", "--sweep", model="llama3-405b")
+    assert (code, out) == (2, "")
+    assert "no generation layout of training 1-1-8 fits" in err
