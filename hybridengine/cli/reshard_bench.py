@@ -57,7 +57,7 @@ EPILOG = """examples:
   hybridengine reshard bench --train 2-2-1 --gen 1-1 --methods micro-dp,megatron-core
   hybridengine reshard bench --pair 1-4-2:1-2 --pair 2-4-1:1-2 --pair 2-2-2:1-1 --json bench.json --plot bench.svg
   hybridengine reshard bench --model path/to/config.json --dtype bfloat16 --repetitions 20
-  torchrun --nnodes 2 --nproc-per-node 8 ... -m hybridengine.cli.main reshard bench --train 2-8-1 --gen 1-4
+  torchrun --nnodes 2 --nproc-per-node 8 ... --no-python hybridengine reshard bench --train 2-8-1 --gen 1-4
 
 reading the table: bytes are those of the rank with the most; "x1.02" beneath them is the ratio to the formula of the
 paper's table 2 (HybridFlow, arXiv 2409.19256), beneath seconds are the fastest and the slowest repetition. "vs ours" is
