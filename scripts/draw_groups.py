@@ -25,11 +25,12 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from hybridengine.config import load_config, model_shape
 from hybridengine.model_shapes import DTYPE_BYTES
 from hybridengine.reshard.boxes import Box, intersect, num_elements, subtract
-from hybridengine.reshard.cost import bucket_traffic, rank_cost
+from hybridengine.reshard.cost import plan_costs
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.plan import Plan
 from hybridengine.reshard.planner import compile_plan, inverse_local
@@ -83,7 +84,6 @@ def holding(generation: GenerationGrid, rank: int) -> Holding:
 class Moment:
     """Bytes of one rank at one moment of a switch."""
 
-    bucket: int
     source_bytes: int
     destination_bytes: int
     staging_bytes: int
@@ -94,28 +94,27 @@ class Moment:
 
 
 def storage_trace(plan: Plan, rank: int, element_bytes: int) -> list[Moment]:
-    """Bytes of `rank` through a switch, in the executor's order.
+    """Bytes of `rank` before the first bucket, then whenever a bucket opens or closes, in the executor's order.
 
-    Per bucket: messages packed and room for incoming ones; destination parameters in place, incoming ones unpacked;
-    source parameters released.
+    A bucket opens: its destination parameters and its staging appear. It closes: staging and source parameters go. It
+    opens before the one before it closes where the plan says that they overlap.
     """
-    sizes = {
-        side: {p.name: p.num_elements for p in layout.shard(rank).parameters}
-        for side, layout in (("source", plan.source), ("destination", plan.destination))
-    }
-    source, destination = sum(sizes["source"].values()), 0
-    trace = [Moment(0, source * element_bytes, 0, 0)]
-    for index, bucket in enumerate(plan.buckets):
-        incoming, outgoing = bucket_traffic(bucket, rank)
-        appears = sum(sizes["destination"][name] for name in bucket.destinations.get(rank, ()))
-        vanishes = sum(sizes["source"][name] for name in bucket.sources.get(rank, ()))
-        states = (
-            (source, destination, incoming + outgoing),
-            (source, destination + appears, incoming),
-            (source - vanishes, destination + appears, 0),
-        )
-        trace += [Moment(index, *(count * element_bytes for count in state)) for state in states]
-        source, destination, _ = states[-1]
+    source, destination = plan.source.shard(rank).by_name, plan.destination.shard(rank).by_name
+    opening, closing = [], []
+    for bucket in plan.buckets:
+        staging = bucket.staging.get(rank, 0)
+        appears = sum(destination[name].num_elements for name in bucket.destinations.get(rank, ()))
+        vanishes = sum(source[name].num_elements for name in bucket.sources.get(rank, ()))
+        opening.append((0, appears, staging))
+        closing.append((-vanishes, 0, -staging))
+    changes = opening[:1]
+    for bucket, opens, closes in zip(plan.buckets[1:], opening[1:], closing, strict=False):
+        changes += [opens, closes] if bucket.overlaps else [closes, opens]
+    held = [plan.source.shard(rank).num_elements, 0, 0]
+    trace = [Moment(*(count * element_bytes for count in held))]
+    for change in [*changes, closing[-1]]:
+        held = [count + more for count, more in zip(held, change, strict=True)]
+        trace.append(Moment(*(count * element_bytes for count in held)))
     return trace
 
 
@@ -125,7 +124,7 @@ def example_plan() -> tuple[Plan, int]:
     generation, shape = config.generation_grid, model_shape(config)
     element_bytes = DTYPE_BYTES[config.model.dtype]
     source, destination = megatron_layout(shape, generation.train), vllm_layout(shape, generation)
-    domain = generation.micro_dp_groups[0]
+    domain = generation.domains[0]
     return compile_plan(
         source, destination, domain, config.actor.bucket_bytes // element_bytes
     ), element_bytes
@@ -140,7 +139,13 @@ def digest(name: str) -> str:
     """Of everything that the picture `name` shows."""
     if name == "groups":
         shown = [
-            (grouping.value, grid.tp_groups, grid.micro_dp_groups, [holding(grid, rank) for rank in range(8)])
+            (
+                grouping.value,
+                grid.tp_groups,
+                grid.micro_dp_groups,
+                grid.domains,
+                [holding(grid, rank) for rank in range(8)],
+            )
             for grouping in Grouping
             for grid in (groups_example(grouping),)
         ]
@@ -175,7 +180,7 @@ def draw_groups() -> Figure:
 def _draw_grouping(axes: Axes, grid: GenerationGrid) -> None:
     sizes, ranks = grid.train.sizes, range(grid.train.num_ranks)
     # A little more room between training replicas than between ranks.
-    lefts = {rank: 1.25 * rank + 0.35 * grid.coordinate(rank).dp_rank for rank in ranks}
+    lefts = {rank: 1.25 * rank + 0.35 * grid.train.coordinate(rank).dp_rank for rank in ranks}
     for rank, left in lefts.items():
         axes.add_patch(Rectangle((left, 0), 1, 1, facecolor=PALE))
         held = holding(grid, rank)
@@ -262,16 +267,16 @@ def draw_switch() -> Figure:
 
 def _draw_trace(axes: Axes, plan: Plan, rank: int, element_bytes: int, to_generate: bool) -> None:
     trace = storage_trace(plan, rank, element_bytes)
-    cost = rank_cost(plan, rank, element_bytes)
-    # Three moments per bucket; before the first and after the last, some room.
-    x = [-0.6, *(moment / 3 for moment in range(len(trace) - 1)), len(plan.buckets) + 0.6]
+    cost = plan_costs(plan, element_bytes)[rank]
+    # Two moments per bucket; before the first and after the last, some room.
+    x = [-0.6, *(moment / 2 for moment in range(len(trace) - 1)), len(plan.buckets) + 0.6]
     training = [moment.source_bytes if to_generate else moment.destination_bytes for moment in trace]
     engine = [moment.destination_bytes if to_generate else moment.source_bytes for moment in trace]
     staging = [moment.staging_bytes for moment in trace]
     layers = [[count / 2**30 for count in [*layer, layer[-1]]] for layer in (training, engine, staging)]
     axes.stackplot(x, *layers, colors=(KEPT, RECEIVED, STAGING), step="post", linewidth=0)
     for value, text, style in (
-        (cost.peak_bound_bytes, "larger shard + one bucket", "--"),
+        (cost.one_copy_bytes, "larger shard", "--"),
         (cost.source_bytes + cost.destination_bytes, "both shards at once", ":"),
     ):
         axes.axhline(value / 2**30, color=INK, linewidth=0.9, linestyle=style)
@@ -281,7 +286,7 @@ def _draw_trace(axes: Axes, plan: Plan, rank: int, element_bytes: int, to_genera
         )  # fmt: skip
     axes.set_xlim(-0.6, len(plan.buckets) + 0.6)
     axes.set_ylim(0, 1.12 * (cost.source_bytes + cost.destination_bytes) / 2**30)
-    axes.set_xticks(range(0, len(plan.buckets) + 1, 2))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
 
 
 # ---- Files ----------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""Prints the table of docs/resharding.md: switches at the sizes and on the cluster of the paper, planned.
+"""Prints the tables of docs/resharding.md: switches at the sizes and on the cluster of the paper, planned.
 
     python scripts/paper_table.py                 Markdown
     python scripts/paper_table.py --json          the same figures for programs
 
 Bytes are counted from the plans, seconds are predicted from configs/clusters/a100-80gb-16x8.yaml; nothing is measured.
-The columns of the other methods are the paper's table 2 (HybridFlow, arXiv 2409.19256).
+The other methods are computed by the paper's table 2 (HybridFlow, arXiv 2409.19256).
 """
 
 from __future__ import annotations
@@ -16,117 +16,225 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridengine.bench.formulas import Formula, formula
+from hybridengine.bench.spec import LayoutPair, MethodName
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.model_presets import PRESETS
-from hybridengine.planning.clusters import load_cluster
+from hybridengine.planning.clusters import Cluster, load_cluster
 from hybridengine.planning.switch_cost import SwitchPricer
 from hybridengine.planning.switch_plan import SwitchPlan, plan_switch
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
+from hybridengine.topology.links import LinkClass
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 CLUSTER = Path(__file__).parent.parent / "configs" / "clusters" / "a100-80gb-16x8.yaml"
-DTYPE, BUCKET_BYTES = "bfloat16", 256 * 2**20
+DTYPE, BUCKET_BYTES = "bfloat16", 2**30
+PRESET_OF = {"7B": "llama2-7b", "13B": "llama2-13b", "34B": "codellama-34b", "70B": "llama2-70b"}
 
-ROWS = (
-    ("7B", "llama2-7b", "1-8-16", "1-2"),
-    ("13B", "llama2-13b", "1-8-16", "1-4"),
-    ("34B", "codellama-34b", "2-8-8", "1-4"),
-    ("70B", "llama2-70b", "4-8-4", "1-8"),
+SIZES = (
+    ("7B", "1-8-16", "1-2"),
+    ("13B", "1-8-16", "1-4"),
+    ("34B", "2-8-8", "1-4"),
+    ("70B", "4-8-4", "1-8"),
 )
-"""Size, preset, training p-t-d, generation p_g-t_g. For 7B and 13B, t = 8 and the t_g that the paper finds fastest; the
-sizes of 34B and 70B are chosen here, so that weights, gradients and Adam's state fit."""
+"""Model, training p-t-d, generation p_g-t_g. For 7B and 13B, t = 8 and the t_g that the paper finds fastest; the rest is
+chosen here, so that weights, gradients and Adam's state fit."""
+GENERATION_SIZES = [(model, "1-8-16", f"1-{tp_size}") for model in ("7B", "13B") for tp_size in (1, 2, 4, 8)]
+"""The paper's sweep of t_g at t = 8."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A planned switch beside the formulas of the other methods."""
+    """A planned switch beside the other methods of the paper's table 2."""
 
-    size: str
+    model: str
     plan: SwitchPlan
     weight_bytes: int
+    cluster: Cluster
 
     @property
     def train(self) -> TrainSizes:
         return self.plan.generation.train.sizes
 
     @property
-    def full_received_bytes(self) -> float:
-        """All-gather over everything (DeepSpeed-Chat): (tpd - 1)/(tpd) · M; its peak is M."""
-        return (self.train.num_ranks - 1) / self.train.num_ranks * self.weight_bytes
+    def gen(self) -> GenSizes:
+        return self.plan.generation.sizes
 
     @property
-    def model_parallel_received_bytes(self) -> float:
-        """All-gather over the model-parallel group (HybridFlow-V): (tp - 1)/(tp) · M; its peak is M."""
-        return (self.train.model_parallel_size - 1) / self.train.model_parallel_size * self.weight_bytes
+    def left_bytes(self) -> int:
+        """Device memory beside the generation shard: for the KV cache and all else."""
+        return self.cluster.device_memory_bytes - self.plan.gen_shard_bytes_max
+
+    def by_formula(self, method: MethodName) -> Formula:
+        """Bytes of a method by table 2."""
+        return formula(method, LayoutPair(self.train, self.gen), self.weight_bytes)
+
+    def all_gather_seconds(self, num_ranks: int) -> float:
+        """Least seconds to gather all weights among `num_ranks` consecutive ranks, a power of two, each with an equal
+        part: a node must receive what its ranks lack, a rank what it lacks."""
+        links = self.cluster.links
+        num_nodes = max(1, num_ranks // self.cluster.devices_per_node)
+        inside = self.weight_bytes * (1 - 1 / num_ranks) / links.same_node.bytes_per_s
+        network = links.of(LinkClass.BETWEEN_NODES)
+        return max(
+            inside,
+            self.weight_bytes * (1 - 1 / num_nodes) / (network.node_bytes_per_s or network.bytes_per_s),
+        )
+
+    @property
+    def model_parallel_seconds(self) -> float:
+        """All-gather over the model-parallel group (HybridFlow-V), no faster than this."""
+        return self.all_gather_seconds(self.train.model_parallel_size)
+
+    @property
+    def full_seconds(self) -> float:
+        """All-gather over everything (DeepSpeed-Chat), no faster than this."""
+        return self.all_gather_seconds(self.train.num_ranks)
 
 
-def rows() -> list[Row]:
-    """Every row, planned."""
+def rows(sizes: Sequence[tuple[str, str, str]]) -> list[Row]:
+    """The given (model, training, generation), planned."""
     cluster = load_cluster(CLUSTER)
     found = []
-    for size, preset, train, gen in ROWS:
-        shape = PRESETS[preset].shape()
+    for model, train, gen in sizes:
+        shape = PRESETS[PRESET_OF[model]].shape()
         generation = GenerationGrid(Grid(TrainSizes.parse(train)), GenSizes.parse(gen))
-        plan = plan_switch(SwitchPricer(shape, DTYPE, BUCKET_BYTES), generation, cluster)
-        found.append(Row(size, plan, shape.weight_bytes(DTYPE)))
+        plan = plan_switch(SwitchPricer(shape, DTYPE, BUCKET_BYTES), generation, cluster, with_variants=False)
+        found.append(Row(model, plan, shape.weight_bytes(DTYPE), cluster))
     return found
 
 
-def markdown(found: Sequence[Row]) -> str:
-    """The table, one line for each row."""
+def switch_table(found: Sequence[Row]) -> str:
+    """Markdown of what the planned switches cost."""
     header = (
-        "model", "training", "generation", "M", "received", "between nodes", "peak", "redundant", "there", "back",
-        "received, HybridFlow-V", "received, DeepSpeed-Chat", "peak of both",
+        "model", "training", "generation", "M", "received", "of it between nodes", "training shard", "peak",
+        "redundant", "there", "busiest link", "back",
     )  # fmt: skip
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return _markdown(
+        header,
+        [
+            (
+                *_sizes(row),
+                format_bytes(row.weight_bytes),
+                format_bytes(row.plan.there.received_bytes_max),
+                format_bytes(row.plan.there.inter_node_bytes_max),
+                format_bytes(row.plan.train_shard_bytes_max),
+                format_bytes(row.plan.peak_weight_bytes_max),
+                format_bytes(row.plan.redundant_bytes_max),
+                format_seconds(row.plan.there.seconds_there),
+                format_seconds(row.plan.there.line_rate_seconds),
+                format_seconds(row.plan.seconds_back),
+            )
+            for row in found
+        ],
+    )
+
+
+def method_table(found: Sequence[Row]) -> str:
+    """Markdown of the planned switches beside the other methods, all three at line rate."""
+    header = (
+        "model", "layout", "received", "HybridFlow-V", "DeepSpeed-Chat", "peak", "peak of both",
+        "at line rate", "HybridFlow-V", "DeepSpeed-Chat",
+    )  # fmt: skip
+    lines = []
     for row in found:
-        plan = row.plan
-        cells = (
-            row.size,
-            str(row.train),
-            str(plan.generation.sizes),
-            format_bytes(row.weight_bytes),
-            format_bytes(plan.there.received_bytes_max),
-            format_bytes(plan.there.inter_node_bytes_max),
-            format_bytes(plan.peak_weight_bytes_max),
-            format_bytes(plan.redundant_bytes_max),
-            format_seconds(plan.there.seconds_there),
-            format_seconds(plan.seconds_back),
-            format_bytes(row.model_parallel_received_bytes),
-            format_bytes(row.full_received_bytes),
-            format_bytes(row.weight_bytes),
+        others = [row.by_formula(method) for method in (MethodName.MODEL_PARALLEL, MethodName.FULL)]
+        lines.append(
+            (
+                row.model,
+                f"{row.train} -> {row.gen}",
+                format_bytes(row.plan.there.received_bytes_max),
+                *(format_bytes(int(other.received_bytes or 0)) for other in others),
+                format_bytes(row.plan.peak_weight_bytes_max),
+                format_bytes(row.weight_bytes),
+                format_seconds(row.plan.there.line_rate_seconds),
+                format_seconds(row.model_parallel_seconds),
+                format_seconds(row.full_seconds),
+            )
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return _markdown(header, lines)
+
+
+def generation_table(found: Sequence[Row]) -> str:
+    """Markdown of one training layout with several generation layouts."""
+    header = (
+        "model",
+        "training",
+        "generation",
+        "engines",
+        "received",
+        "peak",
+        "there",
+        "back",
+        "left beside weights",
+    )
+    return _markdown(
+        header,
+        [
+            (
+                *_sizes(row),
+                str(row.plan.generation.num_replicas),
+                format_bytes(row.plan.there.received_bytes_max),
+                format_bytes(row.plan.peak_weight_bytes_max),
+                format_seconds(row.plan.there.seconds_there),
+                format_seconds(row.plan.seconds_back),
+                format_bytes(row.left_bytes),
+            )
+            for row in found
+        ],
+    )
+
+
+def _sizes(row: Row) -> tuple[str, str, str]:
+    return row.model, str(row.train), str(row.gen)
+
+
+def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = "|" + "---|" * len(header)
+    return "\n".join(
+        ["| " + " | ".join(header) + " |", rule, *("| " + " | ".join(cells) + " |" for cells in lines)]
+    )
+
+
+def tables() -> tuple[str, str, str]:
+    """All tables of the document, in its order."""
+    found = rows(SIZES)
+    return switch_table(found), method_table(found), generation_table(rows(GENERATION_SIZES))
 
 
 def figures(row: Row) -> dict[str, Any]:
     """A row for programs. Units: bytes and seconds."""
     plan = row.plan
     return {
-        "model": row.size,
+        "model": row.model,
         "train": str(row.train),
-        "gen": str(plan.generation.sizes),
+        "gen": str(row.gen),
         "weight_bytes": row.weight_bytes,
         "received_bytes_max": plan.there.received_bytes_max,
         "inter_node_bytes_max": plan.there.inter_node_bytes_max,
         "peak_weight_bytes_max": plan.peak_weight_bytes_max,
         "redundant_bytes_max": plan.redundant_bytes_max,
         "seconds_there": plan.there.seconds_there,
+        "line_rate_seconds": plan.there.line_rate_seconds,
         "seconds_back": plan.seconds_back,
-        "model_parallel_received_bytes": row.model_parallel_received_bytes,
-        "full_received_bytes": row.full_received_bytes,
+        "left_bytes": row.left_bytes,
+        "model_parallel_received_bytes": row.by_formula(MethodName.MODEL_PARALLEL).received_bytes,
+        "full_received_bytes": row.by_formula(MethodName.FULL).received_bytes,
+        "model_parallel_seconds": row.model_parallel_seconds,
+        "full_seconds": row.full_seconds,
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="figures instead of Markdown")
     options = parser.parse_args(arguments)
-    found = rows()
-    print(json.dumps([figures(row) for row in found], indent=2) if options.json else markdown(found))
+    if options.json:
+        print(json.dumps([figures(row) for row in rows((*SIZES, *GENERATION_SIZES))], indent=2))
+    else:
+        print("\n\n".join(tables()))
 
 
 if __name__ == "__main__":

@@ -55,8 +55,10 @@ EPILOG = """examples:
       --cluster configs/clusters/h100-80gb.yaml --json | jq .inter_node_bytes_max
 
 reading it: bytes are those of the rank with the most. "between nodes" is what the network carries, and usually what a
-switch waits for. "redundant" is what is held twice while generating: 0 where shards nest (p_g | p, t_g | t, interval
-grouping). The peak is the larger shard plus the buckets in flight. The way back copies inside each device."""
+switch waits for. Where the time is far above that of the busiest link, few ranks send at a time: larger buckets
+(--bucket-bytes) keep more of them busy, and add little to the peak, because the last buckets are small. "redundant" is
+what is held twice while generating: 0 where shards nest (p_g | p, t_g | t, interval grouping). The way back copies
+inside each device."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,7 @@ def add_plan_command(subparsers: Any) -> None:
     )
     option("--grouping", default="interval", metavar="NAME", help="engines: interval (default) or vanilla")
     option("--dtype", default="bfloat16", metavar="TYPE", help="of the weights (default bfloat16)")
-    option(
-        "--bucket-bytes", default="256MiB", metavar="BYTES", help="weights in flight at once (default 256MiB)"
-    )
+    option("--bucket-bytes", default="1GiB", metavar="BYTES", help="weights in flight at once (default 1GiB)")
     option(
         "--json", nargs="?", const=STDOUT, metavar="FILE", help="figures as JSON: to FILE, or alone on stdout"
     )
@@ -264,5 +264,5 @@ def _bytes(option: str, text: str) -> int:
         return TypeAdapter(Bytes).validate_python(int(text) if text.isdigit() else text)
     except ValidationError:
         raise ConfigError(
-            f"{option} {text!r} is not a size in bytes; write an integer or 64MiB, 1.5GiB"
+            f"{option} {text!r} is not a size in bytes; write a positive integer, or 64MiB, 1.5GiB"
         ) from None

@@ -21,6 +21,13 @@ from hybridengine.topology.links import LinkClass
 GIB = 2**30
 COLOURS = {LinkClass.SAME_NODE: "#56B4E9", LinkClass.BETWEEN_NODES: "#D55E00"}
 INK = "#333333"
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "hybridengine",
+}
+"""The salt makes equal plans equal SVG files."""
 MAX_CURVES = 6
 """Layouts whose memory is drawn; more curves cannot be told apart."""
 
@@ -29,7 +36,7 @@ def draw_switches(model: str, cluster: Cluster, plans: Sequence[SwitchPlan], fil
     """Draw one switch with its alternatives, or several layouts, into `file`."""
     bars = _bars(plans)
     height = max(3.6, 1.6 + 0.42 * len(bars))
-    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+    with matplotlib.rc_context(STYLE):
         figure, (left, right) = pyplot.subplots(
             1, 2, figsize=(11, height), layout="constrained", width_ratios=(1.15, 1)
         )
@@ -41,7 +48,7 @@ def draw_switches(model: str, cluster: Cluster, plans: Sequence[SwitchPlan], fil
             " the plan, seconds predicted",
             fontsize=10,
         )
-        figure.savefig(file, dpi=130)
+        figure.savefig(file, dpi=130, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
         pyplot.close(figure)
 
 
@@ -103,6 +110,7 @@ def _draw_memory(axes: Axes, plans: Sequence[SwitchPlan], cluster: Cluster) -> N
     axes.set_ylim(0, 1.08 * max(highest, device if device < 1.6 * highest else 0))
     axes.set_xticks([0.5, 1.075, 1.65], ["to generation", "generating", "back to training"])
     axes.tick_params(axis="x", length=0)
+    axes.set_xlabel("bucket by bucket; not to the scale of time")
     axes.axvspan(1.0, 1.15, color="#EEEEEE")
     axes.set_ylabel("GiB of weights on the rank with the most")
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)

@@ -34,7 +34,8 @@ def plan_lines(name: str, shape: ModelShape, dtype: str, cluster: Cluster, plan:
         *_memory_lines(cluster, plan),
         "",
         f"time ({PREDICTED})",
-        f"  to generation {format_seconds(plan.there.seconds_there)}",
+        f"  to generation {format_seconds(plan.there.seconds_there)}; the busiest link alone takes"
+        f" {format_seconds(plan.there.line_rate_seconds)} for its bytes",
         f"  back          {format_seconds(plan.seconds_back)}, inside each device",
         "",
         *_variant_lines(cluster, plan),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from hybridengine.checkpoint_files import checkpoint_problems
 from hybridengine.config.run_config import Role, RunConfig
 from hybridengine.errors import CheckpointError, ConfigError
+from hybridengine.model_presets import find_preset, resolve_model
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.topology.sizes import GenSizes
 
@@ -59,7 +60,7 @@ def model_shape(config: RunConfig, role: Role = "actor") -> ModelShape:
     if folder is not None and (Path(folder) / "config.json").exists():
         return ModelShape.from_folder(folder)
     if path is None and config.model.hf_config is not None:
-        return ModelShape.from_folder(config.model.hf_config)
+        return resolve_model(config.model.hf_config)
     if folder is None:
         raise ConfigError("model is given by none of path, gguf and build; add one")
     return ModelShape.from_folder(folder)
@@ -81,6 +82,14 @@ def _sources(config: RunConfig) -> Iterator[Conflict]:
     if model.gguf is not None and model.hf_config is None:
         yield Conflict(
             f"model.gguf={model.gguf} needs model.hf_config; name the config.json of the same model",
+            ("model.gguf", "model.hf_config"),
+        )
+    elif model.gguf is not None and (
+        find_preset(model.hf_config or "") or Path(model.hf_config or "").is_dir()
+    ):
+        yield Conflict(
+            f"model.hf_config={model.hf_config} must be a file to convert model.gguf={model.gguf}, which needs more than"
+            " the shapes; name the config.json of the same model",
             ("model.gguf", "model.hf_config"),
         )
     if data.task is not None and data.eval_file is not None:
@@ -182,7 +191,11 @@ def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
             (*widths, "model"),
         )
     gen, train = config.actor.gen_sizes, config.actor.train_sizes
-    stages = () if max(gen.pp_size, train.pp_size) > shape.num_layers else shape.gen_stage_layers(train.pp_size, gen.pp_size)
+    stages = (
+        ()
+        if max(gen.pp_size, train.pp_size) > shape.num_layers
+        else shape.gen_stage_layers(train.pp_size, gen.pp_size)
+    )
     layers, kv_heads = max(map(len, stages), default=0), max(1, shape.num_kv_heads // gen.tp_size)
     needed = 2 * layers * kv_heads * shape.head_dim * DTYPE_BYTES[config.model.dtype] * width
     if needed > rollout.kv_cache_bytes:
@@ -301,8 +314,8 @@ def _models(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
     described = None
     try:
         if model.hf_config is not None:
-            described = ModelShape.from_folder(model.hf_config)
-    except (ConfigError, CheckpointError) as error:
+            described = resolve_model(model.hf_config)
+    except ConfigError as error:
         yield Conflict(f"model.hf_config: {error}", ("model.hf_config",))
     try:
         if model.build is not None:

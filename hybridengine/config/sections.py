@@ -139,7 +139,8 @@ class ModelSection(Section):
     build: BuildSection | None = None
     """Small model to build into the run's folder."""
     hf_config: PathText | None = None
-    """A config.json with the shapes: needed by `gguf`, and by --dry-run where the checkpoint is elsewhere."""
+    """Shapes for --dry-run where the checkpoint is elsewhere: a preset such as llama3-70b, or a config.json, which
+    `gguf` needs."""
     tokenizer: PathText | None = None
     """Tokenizer folder; the checkpoint's own where it is left out."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -133,6 +133,8 @@ def load_cluster(path: str | Path) -> Cluster:
         raise ConfigError(f"{path} is not valid YAML ({first}); correct the file, or {remedy}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no keys; {remedy}")
+    if not values.keys() & Cluster.model_fields.keys():
+        raise ConfigError(f"{path} has none of the keys {', '.join(Cluster.model_fields)}; {remedy}")
     try:
         return Cluster.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:

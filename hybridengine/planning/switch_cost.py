@@ -12,7 +12,7 @@ from functools import cached_property
 
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.clusters import Cluster
-from hybridengine.planning.switch_time import DomainTraffic, node_shares, predict_seconds
+from hybridengine.planning.switch_time import DomainTraffic, line_rate_seconds, node_shares, predict_seconds
 from hybridengine.reshard.boxes import moved, starts
 from hybridengine.reshard.cost import REMOTE, RankCost, plan_costs
 from hybridengine.reshard.layout import Layout, LocalParameter
@@ -171,15 +171,19 @@ class SwitchCost:
 
     def seconds_there(self, cluster: Cluster) -> float:
         """Predicted seconds to generation on `cluster`."""
-        return self._seconds([domain.traffic_there for domain, _ in self.domains], cluster)
+        return self._seconds(predict_seconds, [domain.traffic_there for domain, _ in self.domains], cluster)
+
+    def line_rate_seconds(self, cluster: Cluster) -> float:
+        """Seconds to generation if the busiest link were busy all the time."""
+        return self._seconds(line_rate_seconds, [domain.traffic_there for domain, _ in self.domains], cluster)
 
     def seconds_back(self, cluster: Cluster) -> float:
         """Predicted seconds back to training on `cluster`."""
-        return self._seconds([domain.traffic_back for domain, _ in self.domains], cluster)
+        return self._seconds(predict_seconds, [domain.traffic_back for domain, _ in self.domains], cluster)
 
-    def _seconds(self, traffic: list[DomainTraffic], cluster: Cluster) -> float:
+    def _seconds(self, model: Callable[..., float], traffic: list[DomainTraffic], cluster: Cluster) -> float:
         shares = node_shares([repeats for _, repeats in self.domains], self.nodes)
-        return predict_seconds(traffic, shares, cluster, self.element_bytes)
+        return model(traffic, shares, cluster, self.element_bytes)
 
 
 class SwitchPricer:

@@ -24,6 +24,8 @@ class Variant:
     """Of all ranks together."""
     seconds_there: float
     """Predicted, not measured."""
+    line_rate_seconds: float
+    """What the busiest link takes for its bytes: the least that `seconds_there` can be, however bytes are bucketed."""
 
     @property
     def inter_node_bytes_max(self) -> int:
@@ -129,4 +131,5 @@ def _variant(cost: SwitchCost, cluster: Cluster) -> Variant:
         received_bytes_max_by_link={link.value: cost.received_over(link) for link in REMOTE},
         received_bytes_total_by_link={link.value: cost.total_over(link) for link in REMOTE},
         seconds_there=cost.seconds_there(cluster),
+        line_rate_seconds=cost.line_rate_seconds(cluster),
     )

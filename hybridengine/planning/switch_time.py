@@ -124,6 +124,23 @@ def predict_seconds(
     return float(total + pending)
 
 
+def line_rate_seconds(
+    domains: Sequence[DomainTraffic], shares: Iterable[NodeShare], cluster: Cluster, element_bytes: int
+) -> float:
+    """Seconds that the busiest link takes for its bytes, were it busy all the time: no order of buckets is faster."""
+    shares = list(shares)
+    seconds = [0.0]
+    for link in REMOTE:
+        for direction in ("received_KSR", "sent_KSR"):
+            bytes_R = [
+                element_bytes * getattr(domain, direction)[link].sum(axis=(0, 1)) for domain in domains
+            ]
+            if any(moved.any() for moved in bytes_R):
+                figures = cluster.links.of(link).model_copy(update={"latency_s": 0.0})
+                seconds.append(float(_slowest(bytes_R, None, shares, figures)))
+    return max(seconds)
+
+
 def _slowest(
     bytes_R: Sequence[np.ndarray],
     messages_R: Sequence[np.ndarray] | None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 from hybridengine.reshard.boxes import Box, extents, full_box, intersect, num_elements
@@ -87,19 +87,27 @@ def _layout_problems(plan: Plan) -> Iterator[str]:
     if plan.source.shape != plan.destination.shape:
         yield f"{plan.source.kind} and {plan.destination.kind} describe different models"
         return
-    tensors = plan.source.shape.tensors
     for layout in (plan.source, plan.destination):
         for key in dict.fromkeys(layout.keys[rank] for rank in plan.ranks if rank in layout.keys):
-            for parameter in layout.shards[key].parameters:
-                where = f"{parameter.name} of shard {key} in {layout.kind}"
-                local = [piece.local_box for piece in parameter.pieces]
-                if not all(_is_inside(box, full_box(parameter.shape)) for box in local):
-                    yield f"{where} has a piece that leaves the parameter"
-                elif union_elements(local) < sum(map(num_elements, local)):
-                    yield f"{where} has pieces that overlap"
-                for piece in parameter.pieces:
-                    if not _is_inside(piece.box, full_box(tensors[piece.tensor])):
-                        yield f"{where} has a piece that leaves {piece.tensor}"
+            yield from _shard_problems(layout, key)
+
+
+@lru_cache(maxsize=256)
+def _shard_problems(layout: Layout, key: ShardKey) -> tuple[str, ...]:
+    """Pieces that overlap or leave their parameter or their tensor; looked up, as domains share shards."""
+    problems = []
+    tensors = layout.shape.tensors
+    for parameter in layout.shards[key].parameters:
+        where = f"{parameter.name} of shard {key} in {layout.kind}"
+        local = [piece.local_box for piece in parameter.pieces]
+        if not all(_is_inside(box, full_box(parameter.shape)) for box in local):
+            problems.append(f"{where} has a piece that leaves the parameter")
+        elif union_elements(local) < sum(map(num_elements, local)):
+            problems.append(f"{where} has pieces that overlap")
+        for piece in parameter.pieces:
+            if not _is_inside(piece.box, full_box(tensors.get(piece.tensor, ()))):
+                problems.append(f"{where} has a piece that leaves {piece.tensor}")
+    return tuple(problems)
 
 
 def _ownership(plan: Plan) -> tuple[BucketOf, BucketOf, list[str]]:
@@ -298,8 +306,12 @@ def _piece_at(layout: Layout, place: Place, move: Move) -> Piece | None:
     parameter = _parameter(layout, place.rank, place.parameter)
     for piece in parameter.pieces if parameter else ():
         if piece.tensor == move.tensor and _is_inside(move.box, piece.box):
-            distances = zip(move.box, piece.box, piece.offset, place.offset, strict=True)
-            if all(start - first == index - zero for (start, _), (first, _), zero, index in distances):
+            for (start, _), (first, _), zero, index in zip(
+                move.box, piece.box, piece.offset, place.offset, strict=True
+            ):
+                if start - first != index - zero:
+                    break
+            else:
                 return piece
     return None
 

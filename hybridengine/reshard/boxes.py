@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 Box = tuple[tuple[int, int], ...]
 
 
@@ -18,7 +16,10 @@ def extents(box: Box) -> tuple[int, ...]:
 
 
 def num_elements(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
+    count = 1
+    for start, stop in box:
+        count *= stop - start
+    return count
 
 
 def starts(box: Box) -> tuple[int, ...]:
@@ -27,8 +28,13 @@ def starts(box: Box) -> tuple[int, ...]:
 
 def intersect(one: Box, other: Box) -> Box | None:
     """Elements in both boxes; None where there are none."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return common if all(start < stop for start, stop in common) else None
+    common = []
+    for (a, b), (c, d) in zip(one, other, strict=True):
+        start, stop = a if a > c else c, b if b < d else d
+        if start >= stop:
+            return None
+        common.append((start, stop))
+    return tuple(common)
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:

@@ -53,7 +53,7 @@ class Gather:
     ) -> None:
         ranks = tuple(ranks)
         self._source = source
-        self._held, self._needed = _Holdings(source, ranks), _Holdings(destination, ranks)
+        self._held, self._needed = _holdings(source, ranks), _holdings(destination, ranks)
         self._node_of = {rank: nodes.node_of(rank) if nodes else 0 for rank in ranks}
         self._two_step = two_step
         self._sent = dict.fromkeys(ranks, 0)
@@ -67,12 +67,12 @@ class Gather:
         """
         owners: dict[Box, list[_Holding]] = {}
         own: dict[int, list[_Holding]] = {}
-        for holding in self._held.of(tensor):
+        for holding in self._held.get(tensor, ()):
             owners.setdefault(holding.piece.box, []).append(holding)
             own.setdefault(holding.rank, []).append(holding)
         moves: list[Move] = []
         demands: dict[tuple[Box, Box], list[_Holding]] = {}
-        for need in self._needed.of(tensor):
+        for need in self._needed.get(tensor, ()):
             missing = [need.piece.box]
             for holding in own.get(need.rank, ()):
                 rest: list[Box] = []
@@ -136,16 +136,11 @@ class Gather:
         return moves
 
 
-class _Holdings:
-    """Pieces of a layout by logical tensor, over the ranks of a domain."""
-
-    def __init__(self, layout: Layout, ranks: tuple[int, ...]) -> None:
-        self._keys = [(rank, layout.keys[rank]) for rank in ranks if rank in layout.keys]
-        self._shards = layout.shards
-
-    def of(self, tensor: str) -> list[_Holding]:
-        return [
-            _Holding(rank, parameter, piece)
-            for rank, key in self._keys
-            for parameter, piece in self._shards[key].pieces.get(tensor, ())
-        ]
+def _holdings(layout: Layout, ranks: tuple[int, ...]) -> dict[str, list[_Holding]]:
+    """Logical tensor -> who holds which piece of it, rank by rank."""
+    found: dict[str, list[_Holding]] = {}
+    for rank in ranks:
+        if rank in layout.keys:
+            for tensor, held in layout.shard(rank).pieces.items():
+                found.setdefault(tensor, []).extend([_Holding(rank, *where) for where in held])
+    return found

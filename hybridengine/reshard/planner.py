@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from hybridengine.errors import PlanError
 from hybridengine.reshard.boxes import Box, intersect, moved, starts, subtract
@@ -151,7 +151,7 @@ class _Domain:
 
     def __init__(self, source: Layout, destination: Layout, ranks: tuple[int, ...]) -> None:
         self.source, self.destination, self.ranks = source, destination, ranks
-        self._returning = cache(self._returning_names)
+        self._returning: dict[tuple[ShardKey, ShardKey], frozenset[str]] = {}
 
     @property
     def shards(self) -> list[Shard]:
@@ -194,17 +194,16 @@ class _Domain:
         """Source parameters of `tensors` that one rank gives up."""
         if rank not in self.destination.keys:
             return ()
-        returning = self._returning(self.source.keys[rank], self.destination.keys[rank])
+        keys = self.source.keys[rank], self.destination.keys[rank]
+        if keys not in self._returning:
+            destination = self.destination.shards[keys[1]]
+            self._returning[keys] = frozenset(
+                parameter.name
+                for parameter in self.source.shards[keys[0]].parameters
+                if not _missing(parameter, destination)
+            )
         names = (parameter.name for parameter in _of(self.source.shard(rank), tensors))
-        return tuple(name for name in names if name in returning)
-
-    def _returning_names(self, source_key: ShardKey, destination_key: ShardKey) -> frozenset[str]:
-        destination = self.destination.shards[destination_key]
-        return frozenset(
-            parameter.name
-            for parameter in self.source.shards[source_key].parameters
-            if not _missing(parameter, destination)
-        )
+        return tuple(name for name in names if name in self._returning[keys])
 
 
 def _of(shard: Shard, tensors: tuple[str, ...]) -> list[LocalParameter]:
@@ -253,7 +252,10 @@ def _in_transfer_order(groups: list[_Group]) -> list[_Group]:
     turns: Counter[tuple[int, frozenset[int]]] = Counter()
     keys = []
     for index, group in enumerate(groups):
-        size, senders = max(group.in_flight), frozenset(pack.source_rank for pack in group.packs)
+        size, senders = (
+            max(group.in_flight),
+            frozenset(pack.source_rank for pack in group.packs if pack.step == 0),
+        )
         keys.append((-size, turns[size, senders], index))
         turns[size, senders] += 1
     return [groups[index] for _, _, index in sorted(keys)]

@@ -21,7 +21,10 @@ those that the system hands out anew are cleared first."""
 
 
 _num_runs: Counter[str] = Counter()
-"""Process group and plan -> runs that this process has made of it; all ranks of the group make the same."""
+"""Process group and plan -> runs that this process has begun or refused; as many on all ranks of the group.
+
+Of the process, not of an executor: one that is made anew on the same group must not read the notes of the one before.
+"""
 
 
 @dataclass
@@ -148,6 +151,7 @@ class PlanExecutor:
                 " make the engine anew"
             )
             self._notes.leave(FailureNote(self._rank, "the check before the switch", (), str(error)))
+            _num_runs[self._operation] += 1
             raise error
 
     def drop_unfinished(self) -> None:

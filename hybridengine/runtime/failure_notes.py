@@ -45,8 +45,8 @@ class FailureNotes:
         with contextlib.suppress(RuntimeError):
             _store().set(self._key(note.rank), json.dumps(asdict(note)))
 
-    def read(self, awaited: Sequence[int], grace_s: float = GRACE_S) -> list[FailureNote]:
-        """Notes left so far; waits a little for those of `awaited`."""
+    def read(self, awaited: Sequence[int], grace_s: float = GRACE_S) -> list[FailureNote] | None:
+        """Notes left so far; waits a little for those of `awaited`. None where the store has died with its rank."""
         deadline = time.monotonic() + grace_s
         with contextlib.suppress(RuntimeError):
             store = _store()
@@ -54,7 +54,7 @@ class FailureNotes:
                 time.sleep(0.05)
             found = [rank for rank in self._ranks if store.check([self._key(rank)])]
             return [self._parse(store.get(self._key(rank))) for rank in found]
-        return []
+        return None
 
     def _key(self, rank: int) -> str:
         return f"hybridengine/{self._name}/{rank}"
@@ -65,8 +65,17 @@ class FailureNotes:
         return FailureNote(**fields | {"waited_for": tuple(fields["waited_for"])})
 
 
-def explain(own: FailureNote, notes: Sequence[FailureNote]) -> str:
-    """One line that says which ranks are missing, and why the others stopped."""
+def explain(own: FailureNote, notes: Sequence[FailureNote] | None) -> str:
+    """One line that says which ranks are missing, and why the others stopped.
+
+    Args:
+        notes: None where they cannot be read.
+    """
+    if notes is None:
+        return (
+            f"the rank that hosts the store is missing as well, or alone: ranks {list(own.waited_for)} may only have"
+            " stopped because of it"
+        )
     stopped = {note.rank: note for note in (*notes, own)}
     awaited = {rank for note in stopped.values() for rank in note.waited_for}
     missing = sorted(awaited - set(stopped))

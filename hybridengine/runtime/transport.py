@@ -119,8 +119,7 @@ class PointToPointTransport:
         try:
             requests = dist.batch_isend_irecv(list(messages.operations)) if messages.operations else []
         except RuntimeError as error:
-            traceback.clear_frames(
-                error.__traceback__
-            )  # they hold receives that have begun, into memory that will go
+            # Its frames hold receives that have begun, into memory that will be given up.
+            traceback.clear_frames(error.__traceback__)
             raise PeerError(tuple(sorted(set(messages.peers))), str(error)) from error
         return Pending(self, messages, requests)

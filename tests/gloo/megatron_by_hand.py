@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.backends.megatron.trainer import MegatronTrainer
+from hybridengine.backends.megatron.trainer import MegatronModel
 from hybridengine.model_shapes import ModelShape
 from tests.gloo.sharding_by_hand import Part, mask, padded_vocab, stage_of_layers
 
@@ -109,16 +109,20 @@ def _split_heads(shape: ModelShape, fused: Tensor) -> list[Tensor]:
     ]
 
 
-def gather_unsharded(trainer: MegatronTrainer) -> dict[str, Tensor]:
-    """The whole model, out of what all ranks hold now. Collective over the world; checks that replicas are equal."""
-    place, sizes = trainer.grid.coordinate(trainer.rank), trainer.grid.sizes
-    own = {name: trainer.weights[name].clone() for name in trainer.weights.names}
-    found: list[tuple[tuple[int, int], dict[str, Tensor]] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, ((place.pp_rank, place.tp_rank), own))
+def gather_unsharded(model: MegatronModel, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """The whole model, out of what all training ranks hold now; checks that replicas are equal.
+
+    Args:
+        group: the training ranks; the world, where None. Collective over it.
+    """
+    place, sizes = model.grid.coordinate(model.rank), model.grid.sizes
+    own = {name: model.weights[name].clone() for name in model.weights.names}
+    found: list[tuple[tuple[int, int], dict[str, Tensor]] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, ((place.pp_rank, place.tp_rank), own), group=group)
     shards: Shards = {}
     for answer in found:
         assert answer is not None
         key, parameters = answer
         first = shards.setdefault(key, parameters)
         assert all(torch.equal(parameters[name], first[name]) for name in first), f"replicas of {key} differ"
-    return unsharded(trainer.shape, shards, sizes.pp_size, sizes.tp_size)
+    return unsharded(model.shape, shards, sizes.pp_size, sizes.tp_size)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.step import LossFunction
-from hybridengine.backends.megatron.trainer import MegatronTrainer, OptimizerSettings
+from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer, OptimizerSettings
 from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.model_shapes import ModelShape
@@ -74,8 +74,8 @@ def step(trainer: MegatronTrainer, index: int) -> tuple[float, float, list[tuple
     return result.grad_norm, result.lr, result.collected
 
 
-def copy_weights(trainer: MegatronTrainer) -> dict[str, Tensor]:
-    return {name: trainer.weights[name].clone() for name in trainer.weights.names}
+def copy_weights(model: MegatronModel) -> dict[str, Tensor]:
+    return {name: model.weights[name].clone() for name in model.weights.names}
 
 
 def same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

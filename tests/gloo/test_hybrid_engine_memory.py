@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.backends.megatron.groups import initialize_globals
@@ -16,12 +14,12 @@ from hybridengine.backends.megatron.trainer import MegatronTrainer, OptimizerSet
 from hybridengine.model_shapes import ModelShape
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import return_memory_to_system
-from hybridengine.runtime.transport import Message, PointToPointTransport
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
 from tests.gloo.megatron_training import loss_of, same_weights
 from tests.gloo.plain_generation import make_engine
 from tests.gloo.ranks import RankLauncher
+from tests.gloo.staged_transport import Stage, StagedTransport, stages_known
 
 SHAPE = ModelShape(
     family="llama",
@@ -46,18 +44,6 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-class WatchedTransport(PointToPointTransport):
-    """Reads the resident set in every bucket, when the staging buffers have arrived."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        self.resident: list[int] = []
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> None:
-        super().exchange(sends, receives, what)
-        self.resident.append(resident_bytes())
-
-
 @dataclass
 class Resident:
     """Resident set of one rank over two round trips, and the sizes that it should follow."""
@@ -68,7 +54,7 @@ class Resident:
     training: list[int] = field(default_factory=list)
     """Right after an optimizer step."""
     switching: list[int] = field(default_factory=list)
-    """The most in any bucket on the way to generation."""
+    """The most at any time when a bucket's messages had arrived on the way to generation."""
     generating: list[int] = field(default_factory=list)
     back: list[int] = field(default_factory=list)
     """After the way back: gradient buffers have addresses, but no pages before they are written."""
@@ -87,13 +73,15 @@ def watch_round_trips(rank: int) -> Resident:
     for name in trainer.weights.names:
         trainer.weights[name].normal_(0.0, 0.02)
     trainer.start_optimizer(OptimizerSettings(lr=1e-4))
-    watched: list[WatchedTransport] = []
+    switching: list[int] = []
 
-    def transport(group: dist.ProcessGroup) -> WatchedTransport:
-        watched.append(WatchedTransport(group))
-        return watched[-1]
+    def at_stage(stage: Stage) -> None:
+        if stage.name == "arrived":
+            switching.append(resident_bytes())
 
-    engine, side = make_engine(trainer, "1-1", registry, BUCKET_ELEMENTS, transport)
+    engine, side = make_engine(
+        trainer, "1-1", registry, BUCKET_ELEMENTS, lambda group: StagedTransport(group, at_stage)
+    )
     resident = Resident(trainer.weights.total_bytes, side.weights.total_bytes, trainer.gradient_bytes)
     batch = {"tokens": torch.arange(8)[None], "lengths": torch.tensor([8])}
     trainer.train_step([batch], loss_of(trainer))  # makes the optimizer's moments, which stay
@@ -102,10 +90,10 @@ def watch_round_trips(rank: int) -> Resident:
         return_memory_to_system()  # what the optimizer step left in the allocator; from here on the engine must do it
         resident.training.append(resident_bytes())
         before = first_rows(trainer)
-        watched[0].resident.clear()
-        with engine.generating():
+        switching.clear()
+        with stages_known(), engine.generating():
             resident.generating.append(resident_bytes())
-            resident.switching.append(max(watched[0].resident))
+            resident.switching.append(max(switching))
         resident.back.append(resident_bytes())
         resident.weights_equal &= same_weights(before, first_rows(trainer))
     return resident

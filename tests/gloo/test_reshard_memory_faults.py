@@ -1,4 +1,4 @@
-"""No memory in the middle of a switch: weights go back to where they were, can be fetched later, or are said to be lost."""
+"""No memory in the middle of a switch: weights go back to where they were, can come later, or are said to be lost."""
 
 from __future__ import annotations
 
@@ -53,14 +53,21 @@ def no_memory_for(weights: WeightStorage, *names: str) -> contextlib.AbstractCon
     return refusing(lambda storage, size: storage._cdata in victims)
 
 
-def no_more_than(limit_bytes: int, *sides: WeightStorage) -> contextlib.AbstractContextManager[None]:
-    """While open, both sides together cannot have more memory."""
-    own = {side[name].untyped_storage()._cdata for side in sides for name in side.names}
-    return refusing(
-        lambda storage, size: (
-            storage._cdata in own and sum(side.live_bytes for side in sides) + size > limit_bytes
+def no_more_memory_from(name: str, *sides: WeightStorage) -> contextlib.AbstractContextManager[None]:
+    """While open, a parameter of the last side cannot take memory; from then on all sides cannot have more than then."""
+    own = {side[one].untyped_storage()._cdata for side in sides for one in side.names}
+    victim = sides[-1][name].untyped_storage()._cdata
+    limits: list[int] = []
+
+    def refuses(storage: torch.UntypedStorage, size: int) -> bool:
+        live_bytes = sum(side.live_bytes for side in sides)
+        if storage._cdata == victim:
+            limits.append(live_bytes)
+        return storage._cdata == victim or (
+            storage._cdata in own and bool(limits) and live_bytes + size > limits[0]
         )
-    )
+
+    return refusing(refuses)
 
 
 @dataclass(frozen=True)
@@ -112,14 +119,13 @@ class Aftermath:
 
 
 def fail_on_the_way_there(rank: int, folder: Path, is_full: bool) -> Aftermath:
-    """One rank has no memory for a parameter; or, where `is_full`, for nothing more, not even for a while."""
+    """One rank has no memory for a parameter; or, where `is_full`, for nothing more either from then on."""
     made = make(rank, folder)
     trainer, engine, side = made.trainer, made.engine, made.side
     before, gradient_bytes = copy_weights(trainer), trainer.gradient_bytes
     fault = contextlib.nullcontext()
     if rank == BROKEN_RANK and is_full:
-        room = (side.weights.total_bytes - trainer.weights.total_bytes) // 2
-        fault = no_more_than(trainer.weights.total_bytes + room, trainer.weights, side.weights)
+        fault = no_more_memory_from(made.last_filled(BROKEN_BUCKET), trainer.weights, side.weights)
     elif rank == BROKEN_RANK:
         fault = no_memory_for(side.weights, made.last_filled(BROKEN_BUCKET))
     with fault:

@@ -52,7 +52,7 @@ class Training:
 
     sizes: str
     gens: str
-    """"p_g-t_g" with interval grouping, "p_g-t_g v" without its blank for vanilla grouping."""
+    """Each p_g-t_g; with a v behind it for vanilla grouping, else interval grouping."""
     kv_heads: int = 2
     family: str = "llama"
     tied: bool = False
@@ -275,7 +275,6 @@ def test_three_round_trips_with_steps_in_between(num_ranks: int, tmp_path: Path,
             num_two_step += found[0].num_steps == 2
             num_in_place += any(one.num_in_place for one in found)
             num_redundant += any(one.rounds[0].there.redundant_bytes for one in found)
-    print("COUNTS", num_ranks, num_two_step, num_in_place, num_redundant)
     assert min(num_two_step, num_in_place, num_redundant) >= 3
 
 

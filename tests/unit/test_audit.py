@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.audit import audit, audit_return, union_elements
 from hybridengine.reshard.boxes import Box
 from hybridengine.reshard.megatron import megatron_layout
+from hybridengine.reshard.plan import Plan
 from hybridengine.reshard.planner import compile_plan, inverse_local
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid, Grouping
@@ -31,7 +34,7 @@ MAX_RANKS = 16
 
 
 def grids(p: int, t: int) -> Iterator[GenerationGrid]:
-    """Every generation grid over (p, t, d) whose engines share out up to MAX_RANKS ranks, in both orders and groupings."""
+    """Every generation grid over (p, t, d) of up to MAX_RANKS ranks, in both rank orders and groupings."""
     for d in range(1, MAX_RANKS // (p * t) + 1):
         sizes = TrainSizes(p, t, d)
         for p_g, t_g in product(range(1, sizes.num_ranks + 1), repeat=2):
@@ -40,55 +43,140 @@ def grids(p: int, t: int) -> Iterator[GenerationGrid]:
                     yield GenerationGrid(Grid(sizes, order), GenSizes(p_g, t_g), grouping)
 
 
-def distinct_domains(p: int, t: int) -> Iterator[tuple[GenerationGrid, tuple[int, ...], NodeMap]]:
-    """Domains, with the nodes of their ranks, that differ in more than the names of ranks.
+def distinct_domains(p: int, t: int) -> Iterator[tuple[GenerationGrid, list[tuple[int, ...]]]]:
+    """Every generation grid with those of its domains that no grid before it has.
 
-    What a domain's plan is made of: the coordinates of its ranks in both layouts, and which of them share a node.
+    Two domains are the same where p, t, p_g, t_g and the coordinates of their ranks in both layouts are: their ranks
+    hold the same shards before and after, under other names. More replicas and another rank order bring new domains
+    only where engines straddle replicas.
     """
     seen = set()
-    for turn, generation in enumerate(grids(p, t)):
-        num_ranks = generation.train.num_ranks
-        nodes = NodeMap.uniform(num_ranks, (num_ranks, 2, 4, 3)[turn % 4])
-        places = [
-            (generation.train.coordinate(rank), generation.coordinate(rank)) for rank in range(num_ranks)
-        ]
+    for generation in grids(p, t):
+        places = []
+        for rank in range(generation.train.num_ranks):
+            train, gen = generation.train.coordinate(rank), generation.coordinate(rank)
+            places.append((train.pp_rank, train.tp_rank, gen.pp_rank, gen.tp_rank))
+        new = []
         for domain in generation.domains:
-            first_seen: dict[int, int] = {}
-            content = tuple(
-                (
-                    *(places[rank][0].pp_rank, places[rank][0].tp_rank),
-                    *(places[rank][1].pp_rank, places[rank][1].tp_rank),
-                    first_seen.setdefault(nodes.node_of(rank), len(first_seen)),
-                )
-                for rank in domain
+            content = (generation.sizes, tuple(sorted(places[rank] for rank in domain)))
+            if content not in seen:
+                seen.add(content)
+                new.append(domain)
+        if new:
+            yield generation, new
+
+
+def of_all_families(shape: ModelShape) -> ModelShape:
+    """The same sizes with the parameters of every family: biases of q, k and v, and norms of q and k."""
+    return dataclasses.replace(shape, qkv_bias=True, qk_norm=True)
+
+
+def plans(p: int, t: int) -> Iterator[Plan]:
+    """A plan for every distinct domain; ties, paddings, nodes, bucket and message sizes take turns."""
+    for turn, (generation, domains) in enumerate(distinct_domains(p, t)):
+        train, num_ranks = generation.train, generation.train.num_ranks
+        family = FAMILIES[turn % 3]
+        shape = of_all_families(
+            general_shape(family, turn % 2 == 0, train.sizes, generation.sizes, turn // 2)
+        )
+        source, destination = megatron_layout(shape, train), vllm_layout(shape, generation)
+        nodes = NodeMap.uniform(num_ranks, (num_ranks, 2, 4, 3)[turn // 2 % 4])
+        for domain in domains:
+            yield compile_plan(
+                source,
+                destination,
+                domain,
+                bucket_elements=(1, 700, 10**6)[turn // 3 % 3],
+                nodes=nodes,
+                direct_elements=(1, 30, 10**9)[turn // 5 % 3],
             )
-            if (generation.sizes, content) not in seen:
-                seen.add((generation.sizes, content))
-                yield generation, domain, nodes
 
 
 PAIRS = [(p, t) for p, t in product(range(1, MAX_RANKS + 1), repeat=2) if p * t <= MAX_RANKS]
 
 
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """Plans are many small objects without cycles: looking for cycles among them is a third of the time of the grid."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize(("p", "t"), PAIRS)
 def test_every_plan_on_up_to_16_ranks_passes(p: int, t: int) -> None:
-    """All (d, p_g, t_g, rank order, grouping); families, ties, nodes, bucket and message sizes take turns.
+    """All (d, p_g, t_g, rank order, grouping), there and back."""
+    for plan in plans(p, t):
+        assert audit(plan) == [], f"{plan} {plan.source.shape}"
+        assert audit_return(plan, inverse_local(plan)) == [], f"{plan} {plan.source.shape}"
 
-    Up to 8 ranks every family has a plan of its own.
-    """
-    turns = count()
-    for generation, domain, nodes in distinct_domains(p, t):
-        families = FAMILIES if generation.train.num_ranks <= 8 else (FAMILIES[next(turns) % 3],)
-        for family in families:
-            turn = next(turns)
-            shape = general_shape(family, turn % 2 == 0, generation.train.sizes, generation.sizes, turn // 2)
-            plan = compile_plan(
-                megatron_layout(shape, generation.train),
-                vllm_layout(shape, generation),
-                domain,
-                bucket_elements=(1, 700, 10**6)[turn % 3],
-                nodes=nodes,
-                direct_elements=(1, 30, 10**9)[turn // 3 % 3],
-            )
-            assert audit(plan) == [], f"{generation} {shape}"
-            assert audit_return(plan, inverse_local(plan)) == [], f"{generation} {shape}"
+
+def test_the_grid_has_plans_of_every_kind() -> None:
+    """What takes turns comes up: both numbers of steps, retained or not, in place or staged, overlapping or not."""
+    kinds = set()
+    for plan in plans(2, 2):
+        packs = [pack for bucket in plan.buckets for pack in bucket.packs]
+        kinds |= {
+            ("steps", plan.num_steps),
+            ("retains", any(plan.retained(rank) for rank in plan.ranks)),
+            ("overlaps", any(bucket.overlaps for bucket in plan.buckets)),
+            ("tied", plan.source.shape.tied_embeddings),
+        }
+        kinds |= {("sent in place", pack.sent_in_place) for pack in packs}
+        kinds |= {("joined", len(pack.moves[0]) > 1) for pack in packs}
+    names = ("retains", "overlaps", "tied", "sent in place", "joined")
+    assert kinds == {("steps", 1), ("steps", 2)} | set(product(names, (False, True)))
+
+
+def test_every_family_is_part_of_the_model_of_the_grid() -> None:
+    """A plan moves each group of fused tensors for itself; the grid's model has the groups of every family."""
+    sizes, gen_sizes = TrainSizes(2, 2, 1), GenSizes(1, 2)
+    generation = GenerationGrid(Grid(sizes), gen_sizes)
+    for family, tied in product(FAMILIES, (False, True)):
+        shape = general_shape(family, tied, sizes, gen_sizes, 0)
+        every = of_all_families(shape)
+        for layout, other in (
+            (megatron_layout(shape, generation.train), megatron_layout(every, generation.train)),
+            (vllm_layout(shape, generation), vllm_layout(every, generation)),
+        ):
+            for rank in range(4):
+                assert set(layout.shard(rank).parameters) <= set(other.shard(rank).parameters)
+
+
+WITHOUT_TORCH = """
+import sys
+from tests.unit.test_audit import audit, audit_return, inverse_local, plans
+assert all(audit(plan) == audit_return(plan, inverse_local(plan)) == [] for plan in plans(1, 3))
+print(sorted({"torch", "ray", "vllm", "megatron"} & set(sys.modules)))
+"""
+
+
+def test_the_audit_needs_no_torch() -> None:
+    printed = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ).stdout
+    assert printed == "[]\n"
+
+
+@st.composite
+def boxes_in_a_cube(draw: st.DrawFn) -> list[Box]:
+    dims = draw(st.integers(1, 3))
+    found = []
+    for _ in range(draw(st.integers(0, 6))):
+        starts = [draw(st.integers(0, 4)) for _ in range(dims)]
+        found.append(tuple((start, start + draw(st.integers(1, 3))) for start in starts))
+    return found
+
+
+@given(boxes_in_a_cube())
+@settings(max_examples=200, deadline=None)
+def test_elements_of_a_union_are_those_that_numpy_marks(boxes: list[Box]) -> None:
+    marked = np.zeros((8,) * (len(boxes[0]) if boxes else 1), dtype=bool)
+    for box in boxes:
+        marked[tuple(slice(start, stop) for start, stop in box)] = True
+    assert union_elements(boxes) == marked.sum()

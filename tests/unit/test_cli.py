@@ -239,8 +239,22 @@ def test_the_unbroken_run_gets_as_far_as_starting_processes(bench: Bench):
             ["actor.parallel=2-2-2"],
             ["actor.parallel=2-2-2 takes p·t·d = 2·2·2 = 8 ranks", "the 4 of", "choose 2-2-1"],
         ),
-        (["actor.parallel=1-4-1", "actor.generate=1-3"], ["actor.generate=1-3", "t_g=3", "t=4"]),
-        (["actor.generate=2-4"], ["actor.generate=2-4", "t_g=4", "t=2"]),
+        (
+            ["actor.parallel=1-4-1", "actor.generate=1-3"],
+            [
+                "actor.generate=1-3: an engine's p_g·t_g = 1·3 = 3 ranks do not divide the 4 ranks of training 1-4-1",
+                "; choose p_g-t_g from 1-2, ",
+            ],
+        ),
+        (
+            ["actor.generate=2-4"],
+            [
+                "actor.generate=2-4",
+                "2·4 = 8 ranks",
+                "the 4 ranks of training 2-2-1",
+                "; choose p_g-t_g from 1-4, 2-2",
+            ],
+        ),
         (["critic.parallel=4-1-1", "cluster.ranks_per_node=[8]", "actor.parallel=8-1-1"], ["8", "5"]),
         (["model.path=/nowhere/model"], ["model.path=/nowhere/model is not a folder"]),
         (["data.train_file=/nowhere/rows.jsonl"], ["data.train_file=/nowhere/rows.jsonl is not a file"]),

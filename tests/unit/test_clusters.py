@@ -89,9 +89,16 @@ def test_all_problems_come_in_one_error(tmp_path: Path) -> None:
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "run.yaml").write_text("run: {steps: 3}\n")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00\x80")
-    for name, message in {"missing.yaml": "does not exist", "": "cannot be read", "list.yaml": "holds no keys",
-                          "bytes.yaml": "not valid YAML"}.items():  # fmt: skip
+    wrong = {
+        "missing.yaml": "does not exist",
+        "": "cannot be read",
+        "list.yaml": "holds no keys",
+        "bytes.yaml": "not valid YAML",
+        "run.yaml": "has none of the keys name, source",
+    }
+    for name, message in wrong.items():
         with pytest.raises(ConfigError, match=message):
             load_cluster(tmp_path / name)
 

@@ -10,6 +10,7 @@ import pytest
 
 from hybridengine.config import check_run, load_config, model_shape
 from hybridengine.errors import ConfigError
+from hybridengine.model_presets import PRESETS
 from tests.unit.test_checkpoint_files import CONFIG, write_checkpoint
 from tests.unit.test_config import problems_of
 
@@ -213,7 +214,7 @@ def test_the_configurations_of_these_tests_are_valid(built: Path, from_checkpoin
             ["critic.optimizer.min_lr=0.1 exceeds critic.optimizer.lr=1e-05; lower min_lr"],
         ),
         (  # sources
-            ["model.path=x", "model.hf_config=configs/models/qwen2.5-7b.json"],
+            ["model.path=x", "model.hf_config=qwen2.5-7b"],
             [
                 "model must be given by exactly one of path, gguf, build, found path and build; leave out all but one"
             ],
@@ -379,7 +380,26 @@ def test_a_dry_run_needs_no_checkpoint_where_the_shapes_are_given(
     (problem,) = problems_of(from_checkpoint, f"model.hf_config={description}")
     assert problem.startswith(f"model.hf_config={description} describes another model than ")
     (problem,) = problems_of(from_checkpoint, "model.hf_config=/no/config.json", dry_run=True)
-    assert problem.startswith("model.hf_config: /no/config.json does not exist")
+    assert problem.startswith(
+        "model.hf_config: model '/no/config.json' is neither a preset nor a config.json"
+    )
+
+
+def test_a_preset_gives_the_shapes(from_checkpoint: Path) -> None:
+    absent = ["model.path=/no/model", "data.train_file=/no/train"]
+    config = load_config(from_checkpoint, [*absent, "model.hf_config=llama3-70b"], dry_run=True)
+    assert model_shape(config) == PRESETS["llama3-70b"].shape()
+    problem, *_ = problems_of(from_checkpoint, *absent, "model.hf_config=lama3-70b", dry_run=True)
+    assert problem.startswith("model.hf_config: model 'lama3-70b'") and "did you mean llama3-70b" in problem
+    (problem,) = problems_of(from_checkpoint, "model.hf_config=llama3-70b")
+    assert problem.startswith("model.hf_config=llama3-70b describes another model than ")
+
+
+def test_a_gguf_file_needs_more_than_a_preset(tmp_path: Path, from_checkpoint: Path) -> None:
+    for given in ("llama3-70b", str(tmp_path / "model")):
+        overrides = ["model.path=null", f"model.gguf={from_checkpoint}", f"model.hf_config={given}"]
+        (problem,) = problems_of(from_checkpoint, *overrides)
+        assert problem.startswith(f"model.hf_config={given} must be a file to convert model.gguf=")
 
 
 def test_model_shape_without_a_model(tmp_path: Path, from_checkpoint: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridengine.reshard.boxes import num_elements
-from hybridengine.reshard.cost import rank_cost
+from hybridengine.reshard.cost import plan_costs
 from hybridengine.reshard.planner import inverse_local
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid
@@ -42,14 +42,11 @@ def test_interval_grouping_keeps_every_training_shard(train: str, gen: str):
 def test_the_trace_of_a_switch_agrees_with_the_cost_of_its_plan():
     there, element_bytes = draw_groups.example_plan()
     for plan in (there, inverse_local(there)):
-        for rank in plan.ranks:
-            trace, cost = (
-                draw_groups.storage_trace(plan, rank, element_bytes),
-                rank_cost(plan, rank, element_bytes),
-            )
-            assert max(moment.total_bytes for moment in trace) == cost.peak_bytes
-            assert trace[0] == draw_groups.Moment(0, cost.source_bytes, 0, 0)
-            assert trace[-1] == draw_groups.Moment(len(plan.buckets) - 1, 0, cost.destination_bytes, 0)
+        for rank, cost in plan_costs(plan, element_bytes).items():
+            trace = draw_groups.storage_trace(plan, rank, element_bytes)
+            assert tuple(moment.total_bytes for moment in trace) == cost.memory_bytes
+            assert trace[0] == draw_groups.Moment(cost.source_bytes, 0, 0)
+            assert trace[-1] == draw_groups.Moment(0, cost.destination_bytes, 0)
     assert all(moment.staging_bytes == 0 for moment in trace), "the way back sends nothing"
 
 

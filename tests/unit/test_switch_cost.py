@@ -114,8 +114,17 @@ def test_two_steps_send_a_box_into_a_node_once() -> None:
 def planned(name: str, train: str, gen: str, **settings) -> SwitchPlan:
     cluster = load_cluster(H100)
     return plan_switch(
-        SwitchPricer(PRESETS[name].shape(), "bfloat16", 2**28), grid(train, gen), cluster, **settings
+        SwitchPricer(PRESETS[name].shape(), "bfloat16", 2**30), grid(train, gen), cluster, **settings
     )
+
+
+def test_stages_send_in_turn_where_boxes_are_passed_on() -> None:
+    """34B, 2-8-8 -> 1-4: both stages fill the network between their nodes in most buckets, not one after the other."""
+    cluster = load_cluster(ROOT / "configs" / "clusters" / "a100-80gb-16x8.yaml")
+    pricer = SwitchPricer(PRESETS["codellama-34b"].shape(), "bfloat16", 2**30)
+    plan = plan_switch(pricer, grid("2-8-8", "1-4"), cluster, with_variants=False)
+    assert plan.num_steps == 2
+    assert 1 <= plan.there.seconds_there / plan.there.line_rate_seconds < 1.1
 
 
 def test_70b_on_1024_ranks_by_the_papers_formula() -> None:

@@ -8,7 +8,13 @@ import pytest
 from hybridengine.errors import ConfigError
 from hybridengine.planning.clusters import Cluster
 from hybridengine.planning.switch_cost import SwitchPricer
-from hybridengine.planning.switch_time import DomainTraffic, NodeShare, node_shares, predict_seconds
+from hybridengine.planning.switch_time import (
+    DomainTraffic,
+    NodeShare,
+    line_rate_seconds,
+    node_shares,
+    predict_seconds,
+)
 from hybridengine.reshard.cost import REMOTE
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
@@ -134,6 +140,19 @@ def test_domains_with_fewer_buckets_wait_for_the_others() -> None:
     short = Traffic(1, 2).send(0, 0, 0, 1, NODE, 30).done()
     long = Traffic(3, 2).send(0, 0, 0, 1, NODE, 5).send(2, 0, 0, 1, NODE, 10).done()
     assert predict_seconds([short, long], [], cluster(), ELEMENT_BYTES) == pytest.approx((30 + 10) * 2 / 10)
+
+
+def test_the_busiest_link_bounds_the_time() -> None:
+    """Two senders, one bucket each: either order of buckets leaves one of them idle; the bound does not."""
+    traffic = Traffic(2, 3).send(0, 0, 0, 2, NODE, 30).send(1, 0, 1, 2, NODE, 20).send(1, 0, 1, 0, NETWORK, 2)
+    slow = cluster(same_node={"latency_s": 9}, between_nodes={"latency_s": 9})
+    assert line_rate_seconds([traffic.done()], [], slow, ELEMENT_BYTES) == pytest.approx(50 * 2 / 10)
+    shared = cluster(between_nodes={"node_bytes_per_s": 0.1})
+    share = frozenset({((0, 0), 1), ((0, 1), 3)})
+    assert line_rate_seconds([traffic.done()], [share], shared, ELEMENT_BYTES) == pytest.approx(
+        3 * 2 * 2 / 0.1
+    )
+    assert line_rate_seconds([Traffic(1, 2).done()], [], slow, ELEMENT_BYTES) == 0
 
 
 def test_a_cluster_without_the_links_that_are_needed_is_refused() -> None:

@@ -1,0 +1,128 @@
+"""Digests of boxes: any flipped bit and any swap changes them, the memory layout does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridengine.runtime.digests import DIGEST_SIZE, digests
+
+WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+DTYPES = list(WORDS)
+SHAPES = [(1,), (7,), (8,), (1, 4), (4, 1), (3, 4), (4, 3), (5, 5), (2, 3, 4), (2, 2, 3)]
+"""Rows of whole 8-byte words and others, in both types; one row, one column, one dimension, three."""
+
+
+def box(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Random bits, as a contiguous tensor: NaNs, infinities and negative zeros among them."""
+    word = WORDS[dtype]
+    limits = torch.iinfo(word)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(limits.min, limits.max, shape, generator=generator, dtype=word).view(dtype)
+
+
+def digest(view: Tensor) -> tuple[int, ...]:
+    (found,) = digests([view]).tolist()
+    return tuple(found)
+
+
+def flipped(tensor: Tensor, element: int, bit: int) -> Tensor:
+    """A copy with one bit of one element changed."""
+    copy = tensor.clone()
+    words = copy.view(-1).view(WORDS[tensor.dtype])
+    num_bits = 8 * tensor.element_size()
+    words[element] ^= (1 << bit) - ((1 << num_bits) if bit == num_bits - 1 else 0)
+    return copy
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_flipped_bit_changes_both_sums(shape: tuple[int, ...], dtype: torch.dtype):
+    original = box(shape, dtype)
+    expected = digest(original)
+    for element in range(original.numel()):
+        for bit in range(8 * original.element_size()):
+            changed = flipped(original, element, bit)
+            assert changed.numel() == original.numel()
+            both = zip(digest(changed), expected, strict=True)
+            assert all(one != other for one, other in both), (element, bit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_swap_of_two_elements_changes_it(shape: tuple[int, ...], dtype: torch.dtype):
+    original = box(shape, dtype)
+    bits = original.view(-1).view(WORDS[dtype])
+    expected = digest(original)
+    for one in range(original.numel()):
+        for other in range(one):
+            changed = original.clone()
+            words = changed.view(-1).view(WORDS[dtype])
+            words[one], words[other] = bits[other].clone(), bits[one].clone()
+            assert bits[one] != bits[other], "choose another seed"
+            assert digest(changed) != expected, (one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [3, 4, 5, 8])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_every_swap_of_rows_or_columns_changes_it(dtype: torch.dtype, columns: int, dim: int):
+    original = box((6, columns), dtype)
+    expected = digest(original)
+    for one in range(original.size(dim)):
+        for other in range(one):
+            order = list(range(original.size(dim)))
+            order[one], order[other] = other, one
+            changed = original.index_select(dim, torch.tensor(order))
+            assert digest(changed) != expected, (one, other)
+
+
+def test_a_box_that_has_moved_is_another():
+    """What a wrong offset does: the same rows, one further."""
+    parameter = box((9, 8), torch.float32)
+    assert len({digest(parameter[first : first + 4]) for first in range(6)}) == 6
+    assert len({digest(parameter[:, first : first + 4]) for first in range(5)}) == 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [1, 3, 4, 5, 8])
+def test_the_memory_layout_does_not_matter(dtype: torch.dtype, columns: int):
+    original = box((4, columns), dtype)
+    views = [original]
+    for offset in (0, 1, 2, 3):
+        flat = torch.zeros(offset + original.numel(), dtype=dtype)
+        views.append(flat[offset:].view(original.shape))
+        wide = torch.zeros(5, offset + columns + 1, dtype=dtype)
+        views.append(wide[1:, offset : offset + columns])
+        even = torch.zeros(4, offset + columns + columns % 2 + 8, dtype=dtype)
+        views.append(even[:, offset : offset + columns])
+    views.append(torch.zeros(columns, 4, dtype=dtype).t())
+    words = WORDS[dtype]
+    for view in views[1:]:
+        view.copy_(original)
+        assert torch.equal(view.contiguous().view(words), original.view(words)), "a copy keeps all bits"
+    found = digests(views)
+    assert found.shape == (len(views), DIGEST_SIZE)
+    assert found.dtype is torch.int64
+    assert {tuple(one) for one in found.tolist()} == {digest(original)}
+
+
+def test_the_shape_counts_where_the_bits_do_not():
+    original = box((4, 6), torch.float32)
+    assert digest(original) != digest(original.view(6, 4))
+
+
+def test_it_is_the_sum_that_the_docstring_says():
+    """For words of one column each, read as signed numbers, modulo 2^64."""
+    words = [5, -3, 2**31 - 1]
+    multiplier = -7046029254386353131
+    matrix = torch.tensor([words], dtype=torch.int32).view(torch.float32)
+    by_columns = sum((2 * j + 1) * multiplier * word for j, word in enumerate(words))
+    by_rows = multiplier * sum(words)
+    assert digest(matrix) == (signed(by_columns), signed(by_rows))
+
+
+def signed(number: int) -> int:
+    """A number modulo 2^64, as int64 has it."""
+    return (number + 2**63) % 2**64 - 2**63
