@@ -67,7 +67,7 @@ class Measurement:
         initialize_globals(seed=0)
         grid = Grid(pair.train)
         self._actor = Actor(spec.shape, grid, dist.get_rank(), registry, spec.dtype)
-        setting = Setting(self._actor, pair.gen, spec.bucket_bytes, spec.verify, nodes)
+        setting = Setting(self._actor, pair.gen, spec.bucket_bytes, spec.gather_bytes, spec.verify, nodes)
         self._contestants: dict[tuple[MethodName, str], _Contestant] = {}
         for name in spec.methods:
             self._add(name, setting)

@@ -171,6 +171,7 @@ def report_as_dict(
         "dtype": spec.dtype,
         "repetitions": spec.repetitions,
         "bucket_bytes": spec.bucket_bytes,
+        "gather_bytes": spec.gather_bytes,
         "verify": spec.verify,
         "machine": dict(machine),
     }

@@ -106,7 +106,12 @@ def add_bench_command(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--bucket-bytes", default="16MiB", metavar="BYTES",
-        help="weights that move together, in every method that has buckets (default 16MiB)",
+        help="weights that micro-dp has in flight (default 16MiB)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gather-bytes", metavar="BYTES",
+        help="weights that model-parallel and full gather, and per-tensor streams, at a time; less memory than they are"
+        " known for, and mostly faster here (default: everything at once; one tensor at a time)",
     )  # fmt: skip
     parser.add_argument(
         "--timeout",
@@ -181,14 +186,15 @@ def spec_of(options: argparse.Namespace) -> BenchSpec:
         methods=parse_choices(options.methods, MethodName, "method"),
         dtype=options.dtype,
         repetitions=options.repetitions,
-        bucket_bytes=parse_bytes(options.bucket_bytes),
+        bucket_bytes=parse_bytes("--bucket-bytes", options.bucket_bytes),
+        gather_bytes=parse_bytes("--gather-bytes", options.gather_bytes) if options.gather_bytes else None,
         verify=options.verify,
         timeout_s=options.timeout,
     )
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes written as an integer or with a unit, e.g. "16MiB".
+def parse_bytes(option: str, text: str) -> int:
+    """The bytes of an option, written as an integer or with a unit, e.g. "16MiB".
 
     Raises:
         ConfigError: another form.
@@ -197,7 +203,7 @@ def parse_bytes(text: str) -> int:
         return TypeAdapter(Bytes).validate_python(int(text) if text.isdigit() else text)
     except ValidationError:
         raise ConfigError(
-            f"--bucket-bytes {text!r} is not a size in bytes; write an integer or a unit such as 64MiB"
+            f"{option} {text!r} is not a size in bytes; write an integer or a unit such as 64MiB"
         ) from None
 
 

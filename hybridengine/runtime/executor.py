@@ -12,13 +12,8 @@ from hybridengine.reshard.plan import Plan
 from hybridengine.runtime.failure_notes import FailureNote, FailureNotes, explain
 from hybridengine.runtime.ledger import StorageLedger
 from hybridengine.runtime.programs import Program, ProgramBuilder, Step
-from hybridengine.runtime.storage import StoragePart, WeightStorage, trim_heap
+from hybridengine.runtime.storage import StoragePart, WeightStorage
 from hybridengine.runtime.transport import PeerError, Pending, PointToPointTransport
-
-TRIM_BYTES = 32 * 2**20
-"""Freed weights that may wait in the C heap for the next bucket to use them: pages that the heap has are ready at once,
-those that the system hands out anew are cleared first."""
-
 
 _num_runs: Counter[str] = Counter()
 """Process group and plan -> runs that this process has begun or refused; as many on all ranks of the group.
@@ -67,7 +62,6 @@ class PlanExecutor:
         self.num_complete = 0
         """Buckets of the present or last run that have arrived."""
         self._operation = f"{transport.group.group_name}/{plan.digest[:16]}"
-        self._freed_bytes = 0
         dtypes = set()
         for layout, storage in ((plan.source, source), (plan.destination, destination)):
             parameters = layout.shard(rank).parameters if rank in layout.keys else ()
@@ -90,7 +84,6 @@ class PlanExecutor:
             self._builder.storages(bucket) for bucket in plan.buckets
         ]
         self._programs: dict[tuple[int, bool], Program] = {}
-        self._trims = self._builder.device.type == "cpu"
 
     def run(
         self,
@@ -206,17 +199,9 @@ class PlanExecutor:
         self._ledger.unstage(program.staging_bytes)
         if self._release_source:
             program.gives_up.release()
-            self._freed_bytes += program.given_up_bytes
-            self._trim()
         self.num_complete = index + 1
         if after_bucket is not None:
             after_bucket(self.plan.buckets[index].destinations.get(self._rank, ()))
-
-    def _trim(self) -> None:
-        """Return freed memory to the system from time to time; a GPU's caching allocator reuses it by itself."""
-        if self._trims and self._freed_bytes >= TRIM_BYTES:
-            trim_heap()
-            self._freed_bytes = 0
 
     def _abandon(self, in_flight: list[_Open]) -> None:
         """After a failure: nobody writes into buffers of unfinished buckets any more, and their staging goes."""

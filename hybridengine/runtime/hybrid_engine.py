@@ -59,7 +59,11 @@ class GenerationSide(Protocol):
         """Release the KV cache."""
 
     def enter_generation(self) -> None:
-        """Take the KV cache back and forget everything that was computed with other weights."""
+        """Take the KV cache back and forget everything that was computed with other weights.
+
+        What the trainer's weights have given up is still in the allocator's hands, which gives it to the next tensors;
+        where the KV cache cannot come from there, hand it back to the system first.
+        """
 
 
 class HybridEngine:
@@ -122,7 +126,6 @@ class HybridEngine:
         except BaseException as error:
             self._restore_training(error)
             raise
-        return_memory_to_system()
         report = self._ledger.finish("to_generate", Mode.GENERATING)
         self.mode = Mode.GENERATING
         self._generation.enter_generation()
@@ -151,7 +154,6 @@ class HybridEngine:
             raise
         finally:
             self._cut_buckets = self._cut.num_complete
-        return_memory_to_system()
         report = self._ledger.finish("to_train", Mode.TRAINING)
         self._training.enter_training()
         self.mode = Mode.TRAINING
@@ -199,7 +201,6 @@ class HybridEngine:
                 f" ({second}); resume from {self.resume_from or 'the last checkpoint'}"
             ) from second
         self._generation.weights.release()
-        return_memory_to_system()
         self._training.enter_training()
 
     def _expect(self, mode: Mode) -> None:

@@ -46,7 +46,6 @@ class Program:
     staging: StoragePart
     staging_bytes: int
     gives_up: StoragePart
-    given_up_bytes: int
     local: Copies
     local_checks: LocalChecks | None
     steps: tuple[Step, ...]
@@ -97,7 +96,6 @@ class ProgramBuilder:
             staging=staged.part(staged.names),
             staging_bytes=staged.total_bytes,
             gives_up=gives_up,
-            given_up_bytes=gives_up.total_bytes,
             local=local,
             local_checks=LocalChecks(local.sources, local.targets, moves) if checked and moves else None,
             steps=steps,

@@ -164,14 +164,9 @@ def _binding(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def return_memory_to_system() -> None:
-    """Hand freed memory back: the C heap's on the host, the caching allocator's on a GPU."""
+    """Hand freed memory back: the caching allocator's on a GPU, else the C heap's."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         return
-    trim_heap()
-
-
-def trim_heap() -> None:
-    """Hand the C heap's freed memory back; without this, what one bucket gives up stays until the heap's end is free."""
     with contextlib.suppress(OSError, AttributeError):  # without malloc_trim, large blocks are freed at once
         ctypes.CDLL(None).malloc_trim(0)

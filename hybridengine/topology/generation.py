@@ -105,6 +105,10 @@ class GenerationGrid:
         Raises:
             TopologyError: the rank is outside of the grid.
         """
+        self.train.coordinate(rank)  # raises for a rank that does not exist
+        return self._coordinates[rank]
+
+    def _place(self, rank: int) -> GenCoordinate:
         place, train, gen = self.train.coordinate(rank), self.train.sizes, self.sizes
         if self._is_consecutive:
             replica_rank, inside = divmod(self._position(rank), gen.num_ranks)
@@ -120,7 +124,7 @@ class GenerationGrid:
 
     @cached_property
     def _coordinates(self) -> tuple[GenCoordinate, ...]:
-        return tuple(self.coordinate(rank) for rank in range(self.train.num_ranks))
+        return tuple(map(self._place, range(self.train.num_ranks)))
 
     def _groups(self, *fixed: str, along: str) -> Groups:
         """Groups of ranks that agree in the generation axes `fixed`, each in the order of the axis `along`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from hybridengine.errors import TopologyError
 from hybridengine.topology.sizes import TrainSizes
@@ -70,10 +71,17 @@ class Grid:
             raise TopologyError(
                 f"rank {rank} is outside of {self.sizes}, which has ranks 0 to {self.num_ranks - 1}"
             )
-        place = {}
-        for axis in self.order.axes:
-            rank, place[axis] = divmod(rank, self.axis_size(axis))
-        return Coordinate(place["pp"], place["dp"], place["tp"])
+        return self._coordinates[rank]
+
+    @cached_property
+    def _coordinates(self) -> tuple[Coordinate, ...]:
+        found, axes = [], [(axis, self.axis_size(axis)) for axis in self.order.axes]
+        for rank in range(self.num_ranks):
+            place = {}
+            for axis, size in axes:
+                rank, place[axis] = divmod(rank, size)
+            found.append(Coordinate(place["pp"], place["dp"], place["tp"]))
+        return tuple(found)
 
     def rank(self, coordinate: Coordinate) -> int:
         """Global rank at a coordinate, the inverse of `coordinate`."""
@@ -90,7 +98,7 @@ class Grid:
 
     def coordinates(self) -> Iterator[Coordinate]:
         """Coordinates of ranks 0, 1, 2, ..."""
-        return (self.coordinate(rank) for rank in range(self.num_ranks))
+        return iter(self._coordinates)
 
     def groups(self, *axes: str) -> Groups:
         """All groups of ranks that differ only along `axes`; they partition the ranks.

@@ -1,4 +1,4 @@
-"""A switch really returns memory to the system: the resident set of a rank, read from the kernel."""
+"""A switch really gives memory up: the resident set of a rank, read from the kernel once the allocator has let go too."""
 
 from __future__ import annotations
 
@@ -87,13 +87,15 @@ def watch_round_trips(rank: int) -> Resident:
     trainer.train_step([batch], loss_of(trainer))  # makes the optimizer's moments, which stay
     for _ in range(2):
         trainer.train_step([batch], loss_of(trainer))
-        return_memory_to_system()  # what the optimizer step left in the allocator; from here on the engine must do it
+        return_memory_to_system()  # what nobody holds: the allocator keeps it for the next tensors
         resident.training.append(resident_bytes())
         before = first_rows(trainer)
         switching.clear()
         with stages_known(), engine.generating():
+            return_memory_to_system()
             resident.generating.append(resident_bytes())
             resident.switching.append(max(switching))
+        return_memory_to_system()
         resident.back.append(resident_bytes())
         resident.weights_equal &= same_weights(before, first_rows(trainer))
     return resident

@@ -23,7 +23,7 @@ from hybridengine.errors import StorageError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.vllm import vllm_layout
-from hybridengine.runtime.storage import StoragePart, WeightStorage
+from hybridengine.runtime.storage import StoragePart, WeightStorage, return_memory_to_system
 from hybridengine.topology.generation import GenerationGrid
 
 
@@ -112,6 +112,7 @@ class VllmEngine:
 
     def enter_generation(self) -> None:
         """Take the KV cache back, zeroed, and forget cached prefixes: they were computed with other weights."""
+        return_memory_to_system()  # the cache is one piece, or comes from vLLM's own allocator
         if self._sleeps:
             self._llm.wake_up(tags=["kv_cache"])
         else:

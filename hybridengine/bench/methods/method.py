@@ -29,6 +29,7 @@ class Setting:
     actor: Actor
     gen: GenSizes
     bucket_bytes: int
+    gather_bytes: int | None
     verify: str
     nodes: NodeMap | None
     """Which ranks share a node; None where all do."""
@@ -36,6 +37,10 @@ class Setting:
     @property
     def bucket_elements(self) -> int:
         return self.bucket_bytes // self.actor.dtype.itemsize
+
+    @property
+    def gather_elements(self) -> int | None:
+        return None if self.gather_bytes is None else self.gather_bytes // self.actor.dtype.itemsize
 
 
 class Method(ABC):
@@ -114,13 +119,11 @@ class CopyingMethod(Method):
         self.ledger.note()
         self.ledger.receive(self.move())
         self.buffers.release()
-        return_memory_to_system()
         return self.ledger.finish("to_generate", GENERATING)
 
     def back(self) -> SwitchReport:
         self.ledger.begin()
         self.destination.release()
-        return_memory_to_system()
         return self.ledger.finish("to_train", TRAINING)
 
 
