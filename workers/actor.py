@@ -23,7 +23,7 @@ from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, 
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.runtime.hybrid_engine import HybridEngine
 from hybridengine.runtime.micro_batches import cut_rows
-from hybridengine.runtime.transport import PointToPointTransport
+from hybridengine.runtime.peer_memory import make_transport
 from hybridengine.runtime.verify import Verify
 from hybridengine.topology.links import NodeMap
 from workers.model_worker import TrainedWorker, optimizer_settings
@@ -70,7 +70,7 @@ class ActorWorker(TrainedWorker):
             context.rank,
             self.trainer,
             self._engine,
-            PointToPointTransport(self.registry.of(generation.domains)),
+            make_transport(self.registry.of(generation.domains)),
             verify=Verify(run.actor.verify),
             resume_from=str(folder),
         )

@@ -18,18 +18,14 @@ def needed_bytes(spec: BenchSpec, pair: LayoutPair) -> int:
     """Bytes that all ranks of a pair take together at the worst moment, roughly.
 
     Resident all along: the training shard, the raw all-gather's buffers, megatron-core's target. Above that, one method
-    at a time: its destination and what it gathers.
+    at a time: its destination and a few buckets.
     """
     whole = spec.weight_bytes
     train, gen = whole / pair.train.model_parallel_size, whole / pair.gen.num_ranks
     domain = max(1, pair.train.model_parallel_size // pair.gen.num_ranks)
     resident = train * (2 + domain) + (gen if MethodName.MEGATRON_CORE in spec.methods else 0)
-    gathers_whole = spec.gather_bytes is None and {MethodName.MODEL_PARALLEL, MethodName.FULL} & set(
-        spec.methods
-    )
-    gathered = whole if gathers_whole else 4 * min(max(spec.bucket_bytes, spec.gather_bytes or 0), whole)
     # gloo's all-gather keeps a copy of what it gathers.
-    moving = gen + max(train * domain, 2 * gathered)
+    moving = gen + max(train * domain, 4 * min(spec.bucket_bytes, whole))
     return int(pair.train.num_ranks * (resident + moving + PROCESS_BYTES))
 
 

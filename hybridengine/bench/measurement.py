@@ -27,6 +27,9 @@ from hybridengine.topology.grid import Grid
 from hybridengine.topology.links import NodeMap
 
 Say = Callable[[str], None]
+
+VERIFY_PRICES = ("always", "never")
+ONLY_MESSAGES = "micro-dp (messages)"
 Result = TypeVar("Result")
 
 
@@ -67,23 +70,30 @@ class Measurement:
         initialize_globals(seed=0)
         grid = Grid(pair.train)
         self._actor = Actor(spec.shape, grid, dist.get_rank(), registry, spec.dtype)
-        setting = Setting(self._actor, pair.gen, spec.bucket_bytes, spec.gather_bytes, spec.verify, nodes)
-        self._contestants: dict[tuple[MethodName, str], _Contestant] = {}
+        setting = Setting(self._actor, pair.gen, spec.bucket_bytes, spec.verify, nodes)
+        self._contestants: dict[str, _Contestant] = {}
         for name in spec.methods:
-            self._add(name, setting)
+            self._add(name.value, name, setting)
         if MethodName.MICRO_DP in spec.methods:
-            for verify in ("always", "never"):
-                self._add(MethodName.MICRO_DP, replace(setting, verify=verify))
+            for verify in VERIFY_PRICES:
+                self._add(
+                    f"micro-dp (verify: {verify})", MethodName.MICRO_DP, replace(setting, verify=verify)
+                )
+            if self._reads_memory():
+                self._add(ONLY_MESSAGES, MethodName.MICRO_DP, replace(setting, only_messages=True))
         self._raw = _RawGather(self._actor, GenerationGrid(grid, pair.gen))
 
-    def _add(self, name: MethodName, setting: Setting) -> None:
-        if (name, setting.verify) in self._contestants:
-            return
-        is_extra = setting.verify != self._spec.verify
-        label = f"{name.value} (verify: {setting.verify})" if is_extra else name.value
+    def _add(self, label: str, name: MethodName, setting: Setting) -> None:
         method = METHODS[name](setting)
         method.prepare()
-        self._contestants[name, setting.verify] = _Contestant(label, method)
+        self._contestants[label] = _Contestant(label, method)
+
+    def _reads_memory(self) -> bool:
+        """Whether micro-dp reads its peers' memory on any rank."""
+        method = self._contestants[MethodName.MICRO_DP.value].method
+        found = [False] * dist.get_world_size()
+        dist.all_gather_object(found, getattr(method, "reads_memory", False))
+        return any(found)
 
     def run(self) -> PairResult:
         """Results over all ranks, the same on each.
@@ -131,24 +141,31 @@ class Measurement:
         contestant.back.append(timed(contestant.method.back))
 
     def _summarise(self) -> PairResult:
-        own = {key: contestant.samples() for key, contestant in self._contestants.items()}
-        everything: list[tuple[dict[tuple[MethodName, str], RankSamples], list[float]]] = [
-            ({}, [])
-        ] * dist.get_world_size()
+        own = {label: contestant.samples() for label, contestant in self._contestants.items()}
+        everything: list[tuple[dict[str, RankSamples], list[float]]] = [({}, [])] * dist.get_world_size()
         dist.all_gather_object(everything, (own, self._raw.seconds[1:]))
-        by_key = {key: [ranks[key] for ranks, _ in everything] for key in own}
+        by_label = {label: [ranks[label] for ranks, _ in everything] for label in own}
         raw = None
         if self._raw.received_bytes:
             raw = RawAllGather(self._raw.received_bytes, Timing.of([seconds for _, seconds in everything]))
-        always_over_never = None
-        if MethodName.MICRO_DP in self._spec.methods:
-            always, never = (
-                Timing.of([ranks.seconds_there for ranks in by_key[MethodName.MICRO_DP, verify]]).median
-                for verify in ("always", "never")
+
+        def ratio(label: str, other: str) -> float | None:
+            if not {label, other} <= set(by_label):
+                return None
+            above, below = (
+                Timing.of([s.seconds_there for s in by_label[key]]).median for key in (label, other)
             )
-            always_over_never = always / never
-        shown = {name: by_key[name, self._spec.verify] for name in self._spec.methods}
-        return summarise(self._spec, self._pair, shown, raw, always_over_never)
+            return above / below
+
+        always, never = (f"micro-dp (verify: {verify})" for verify in VERIFY_PRICES)
+        return summarise(
+            self._spec,
+            self._pair,
+            {name: by_label[name.value] for name in self._spec.methods},
+            raw,
+            verify_always_over_never=ratio(always, never),
+            messages_over_memory=ratio(ONLY_MESSAGES, MethodName.MICRO_DP.value),
+        )
 
 
 class _RawGather:

@@ -29,7 +29,6 @@ VERIFY_TIMES = ("first", "always", "never")
 """When micro-dp's receivers check what they have received; values of `runtime.verify.Verify`, which needs torch."""
 
 MAX_TIMEOUT_S = 86400
-MIN_MESSAGE_BYTES = 2**16
 
 DTYPES = ("float32", "bfloat16")
 
@@ -89,10 +88,6 @@ class BenchSpec:
     repetitions: int = 7
     """Counted repetitions; one more, which is not counted, warms up."""
     bucket_bytes: int = 16 * 2**20
-    """Of micro-dp."""
-    gather_bytes: int | None = None
-    """What the methods that gather or stream full tensors move at a time; None for what they are known for: everything
-    (model-parallel, full), a tensor (per-tensor)."""
     verify: str = "first"
     timeout_s: float = 120.0
     """Longest that any wait may take."""
@@ -116,9 +111,8 @@ class BenchSpec:
     def _problems(self) -> Iterable[str]:
         if self.repetitions < 1:
             yield f"repetitions={self.repetitions} leaves nothing to count; choose at least 1"
-        for name, size in (("bucket_bytes", self.bucket_bytes), ("gather_bytes", self.gather_bytes)):
-            if size is not None and size < MIN_MESSAGE_BYTES:
-                yield f"{name}={size} is less than a message is worth; choose at least {MIN_MESSAGE_BYTES}"
+        if self.bucket_bytes < 2**16:
+            yield f"bucket_bytes={self.bucket_bytes} is less than a message is worth; choose at least 65536"
         if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             yield f"timeout={self.timeout_s} is out of range; choose seconds up to {MAX_TIMEOUT_S}"
         if self.shape.num_labels:

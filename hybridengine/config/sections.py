@@ -201,7 +201,7 @@ class ActorSection(TrainedSection):
     """Training sizes p-t-d: pipeline stages, tensor shards, data-parallel replicas."""
     generate: GenSizesText = "1-1"
     """Generation sizes p_g-t_g of one engine; with p_g | p and t_g | t no weight is held twice."""
-    bucket_bytes: Bytes = 64 * MEBIBYTE
+    bucket_bytes: Bytes = 512 * MEBIBYTE
     """Weights that are in flight at once while switching."""
     verify: Literal["first", "always", "never"] = "first"
     """In which switches receivers check the digests of what they receive."""

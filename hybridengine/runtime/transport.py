@@ -37,6 +37,8 @@ class PeerError(TransferError):
 class Messages:
     """Sends and receives of one rank that start together, made once and posted many times."""
 
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
     operations: tuple[dist.P2POp, ...]
     peers: tuple[int, ...]
     """Peer of each operation."""
@@ -109,9 +111,11 @@ class PointToPointTransport:
             for peer, tensor in messages
         ]
         return Messages(
+            tuple(sends),
+            tuple(receives),
             tuple(operations),
             tuple(peer for messages in (receives, sends) for peer, _ in messages),
-            sum(tensor.numel() * tensor.element_size() for _, tensor in receives) if are_weights else 0,
+            sum(tensor.nbytes for _, tensor in receives) if are_weights else 0,
         )
 
     def post(self, messages: Messages) -> Pending:

@@ -1,4 +1,4 @@
-"""A transport that counts weight bytes by peer."""
+"""Transports that count weight bytes by peer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from hybridengine.runtime.peer_memory import PeerMemoryTransport
 from hybridengine.runtime.transport import Message, Messages, Pending, PointToPointTransport
 
 
@@ -29,7 +30,11 @@ class CountingTransport(PointToPointTransport):
 
     def post(self, messages: Messages) -> Pending:
         if any(messages is known for known in self._weights):
-            for operation, peer in zip(messages.operations, messages.peers, strict=True):
-                count = self.received_from if operation.op is dist.irecv else self.sent_to
-                count[peer] += operation.tensor.numel() * operation.tensor.element_size()
+            for count, moved in ((self.received_from, messages.receives), (self.sent_to, messages.sends)):
+                for peer, tensor in moved:
+                    count[peer] += tensor.nbytes
         return super().post(messages)
+
+
+class CountingMemoryTransport(CountingTransport, PeerMemoryTransport):
+    """The same where weights are read from the memory of peers."""

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.reshard.plan import Bucket
+from hybridengine.runtime.peer_memory import PeerMemoryTransport
 from hybridengine.runtime.programs import Program, ProgramBuilder
 from hybridengine.runtime.transport import Messages, Pending, PointToPointTransport
 
@@ -47,8 +49,12 @@ class StagedTransport(PointToPointTransport):
     def reach(self, name: str, messages: Messages) -> None:
         if id(messages) in _buckets:
             bucket, step = _buckets[id(messages)]
-            received = tuple(one.tensor for one in messages.operations if one.op is dist.irecv)
+            received = tuple(tensor.view(-1).view(torch.uint8) for _, tensor in messages.receives)
             self._at_stage(Stage(name, bucket, step, received))
+
+
+class StagedMemoryTransport(StagedTransport, PeerMemoryTransport):
+    """The same where weights are read from the memory of peers."""
 
 
 class _StagedPending(Pending):

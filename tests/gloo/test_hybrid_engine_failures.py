@@ -26,7 +26,7 @@ from tests.gloo.megatron_by_hand import gather_unsharded
 from tests.gloo.megatron_training import copy_weights, make_trainer, same_weights, step
 from tests.gloo.plain_generation import make_engine
 from tests.gloo.ranks import RankLauncher
-from tests.gloo.staged_transport import Stage, StagedTransport, stages_known
+from tests.gloo.staged_transport import Stage, StagedMemoryTransport, StagedTransport, stages_known
 from tests.gloo.tiny_models import write_model
 
 TIMEOUT_S = 3.0
@@ -50,6 +50,8 @@ class Break:
     """Sleeps until the others have given up, instead of dying."""
     hosts_store: bool = False
     """The store with the notes dies with the rank."""
+    in_memory: bool = False
+    """Ranks read each other's memory instead of sending messages."""
 
     def is_at(self, stage: Stage, engine: HybridEngine) -> bool:
         here = (stage.name, stage.bucket.tensors, stage.step, stage.is_back)
@@ -73,7 +75,8 @@ class Break:
 
     def __str__(self) -> str:
         where = f" bucket {self.bucket} step {self.step}" if self.stage in ("post", "arrived") else ""
-        return f"{'hangs' if self.hangs else 'dies'} {self.stage}{where}{' on the way back' if self.back else ''}"
+        back, memory = " on the way back" if self.back else "", " in memory" if self.in_memory else ""
+        return f"{'hangs' if self.hangs else 'dies'} {self.stage}{where}{back}{memory}"
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def break_a_switch(rank: int, folder: Path, case: Break) -> Aftermath:
             "1-1",
             ProcessGroups(TIMEOUT_S),
             BUCKET_ELEMENTS,
-            lambda group: StagedTransport(group, at_stage),
+            lambda group: (StagedMemoryTransport if case.in_memory else StagedTransport)(group, at_stage),
             nodes=NODES,
             direct_elements=1000,
         )
@@ -168,8 +171,18 @@ WHILE_OTHERS_WAIT = [
     Break("arrived", MIDDLE, step=1),
     Break("before", hangs=True),
     Break("post", MIDDLE, step=1, hangs=True),
+    Break("before", in_memory=True),
+    Break("post", MIDDLE, in_memory=True),
+    Break("arrived", MIDDLE, in_memory=True),
+    Break("arrived", MIDDLE, step=1, in_memory=True),
+    Break("post", MIDDLE, step=1, hangs=True, in_memory=True),
 ]
-WHILE_NOBODY_WAITS = [Break("after"), Break("post", MIDDLE, back=True), Break("arrived", MIDDLE, back=True)]
+WHILE_NOBODY_WAITS = [
+    Break("after"),
+    Break("post", MIDDLE, back=True),
+    Break("arrived", MIDDLE, back=True),
+    Break("after", in_memory=True),
+]
 
 
 @pytest.mark.parametrize("case", WHILE_OTHERS_WAIT, ids=str)

@@ -1,8 +1,8 @@
 """Pairs of layouts of every kind, switched there and back three times, with an optimizer step after each round.
 
 Nested sizes, t_g above t (with KV heads that ranks share), sizes that do not nest, vanilla grouping, both rank orders;
-one step and two, messages staged and in place. Expected values are counted by hand, or cut by hand out of the weights
-that all ranks train with; never from the plan that is carried out.
+one step and two, messages staged and in place, sent or read from memory. Expected values are counted by hand, or cut by
+hand out of the weights that all ranks train with; never from the plan that is carried out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.links import NodeMap
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 from tests.gloo import sharding_by_hand as by_hand
-from tests.gloo.counting_transport import CountingTransport
+from tests.gloo.counting_transport import CountingMemoryTransport, CountingTransport
 from tests.gloo.megatron_by_hand import gather_unsharded, num_retained
 from tests.gloo.megatron_training import copy_weights, make_trainer, same_weights
 from tests.gloo.plain_generation import PlainGeneration, make_engine
@@ -102,6 +102,8 @@ class Pair:
     grouping: Grouping
     nodes: NodeMap | None
     direct_elements: int
+    in_memory: bool
+    """Ranks read each other's memory instead of sending messages."""
 
     def train_part(self, shape: ModelShape, rank: int) -> by_hand.Part:
         p, t, d = (int(size) for size in self.training.sizes.split("-"))
@@ -122,7 +124,7 @@ class Pair:
         nodes = f" on nodes of {self.nodes.ranks_per_node}" if self.nodes else ""
         return (
             f"{self.training.sizes} ({self.training.order.name}) -> {self.gen} {self.grouping.value}{nodes}, in place"
-            f" from {self.direct_elements}"
+            f" from {self.direct_elements}{', by memory' if self.in_memory else ''}"
         )
 
 
@@ -133,7 +135,9 @@ def pairs_of(training: Training) -> list[Pair]:
     for turn, gen in enumerate(training.gens.split()):
         grouping = Grouping.VANILLA if gen.endswith("v") else Grouping.INTERVAL
         nodes = NODES[num_ranks][(turn + 1) % 3]
-        pair = Pair(training, GenSizes.parse(gen.rstrip("v")), grouping, nodes, DIRECT[turn // 3 % 3])
+        pair = Pair(
+            training, GenSizes.parse(gen.rstrip("v")), grouping, nodes, DIRECT[turn // 3 % 3], turn % 2 == 1
+        )
         found.setdefault((pair.gen, tuple(pair.gen_place(rank) for rank in range(num_ranks))), pair)
     return list(found.values())
 
@@ -221,7 +225,7 @@ def engine_of(
     transports: list[CountingTransport] = []
 
     def counting(group) -> CountingTransport:
-        transports.append(CountingTransport(group))
+        transports.append((CountingMemoryTransport if pair.in_memory else CountingTransport)(group))
         return transports[0]
 
     engine, side = make_engine(

@@ -11,9 +11,9 @@ from hybridengine.runtime.storage import WeightStorage
 class Full(CopyingMethod):
     """Every rank contributes 1/(p·t·d) of the weights to one gather over all ranks, as under ZeRO-3.
 
-    Replicas of a shard contribute a different part of it each. All weights are gathered before they are cut, or part by
-    part, as in model-parallel. The training copy is Megatron's shard, 1/(p·t) of the weights, not ZeRO's 1/(p·t·d): it
-    stays, and counts as redundant.
+    Replicas of a shard contribute a different part of it each. As in model-parallel, a bucket is cut before the next
+    one is gathered. The training copy is Megatron's shard, 1/(p·t) of the weights, not ZeRO's 1/(p·t·d): it stays, and
+    counts as redundant.
 
     Source: HybridFlow, arXiv 2409.19256, section 5.4 and table 2 (DS-Chat).
     """
@@ -26,7 +26,7 @@ class Full(CopyingMethod):
             for rank in transport.ranks
         ]
         self._gather = ShardGather(
-            members, self.layout.shard(actor.rank), transport, self.setting.gather_elements
+            members, self.layout.shard(actor.rank), transport, self.setting.bucket_elements
         )
         made = buffers(actor, gathered=self._gather.buffer_elements)
         self._gather.bind(actor.weights, self.destination, made["gathered"])

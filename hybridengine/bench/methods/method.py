@@ -29,18 +29,15 @@ class Setting:
     actor: Actor
     gen: GenSizes
     bucket_bytes: int
-    gather_bytes: int | None
     verify: str
     nodes: NodeMap | None
     """Which ranks share a node; None where all do."""
+    only_messages: bool = False
+    """micro-dp sends messages through the process group where it could read its peers' memory."""
 
     @property
     def bucket_elements(self) -> int:
         return self.bucket_bytes // self.actor.dtype.itemsize
-
-    @property
-    def gather_elements(self) -> int | None:
-        return None if self.gather_bytes is None else self.gather_bytes // self.actor.dtype.itemsize
 
 
 class Method(ABC):

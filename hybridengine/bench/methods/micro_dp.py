@@ -7,6 +7,7 @@ from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.runtime.hybrid_engine import HybridEngine
 from hybridengine.runtime.ledger import SwitchReport
+from hybridengine.runtime.peer_memory import PeerMemoryTransport, make_transport
 from hybridengine.runtime.storage import WeightStorage
 from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.runtime.verify import Verify
@@ -38,7 +39,9 @@ class MicroDp(Method):
         plan = compile_plan(
             actor.layout, self.layout, domain, self.setting.bucket_elements, self.setting.nodes
         )
-        transport = PointToPointTransport(actor.registry.of(generation.domains))
+        group = actor.registry.of(generation.domains)
+        transport = PointToPointTransport(group) if self.setting.only_messages else make_transport(group)
+        self.reads_memory = isinstance(transport, PeerMemoryTransport)
         self._engine = HybridEngine(
             plan,
             actor.rank,

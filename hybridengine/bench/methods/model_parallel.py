@@ -11,9 +11,9 @@ from hybridengine.runtime.storage import WeightStorage
 class ModelParallel(CopyingMethod):
     """Every rank gets all shards of its replica and keeps the part that vanilla grouping gives it.
 
-    As in the paper, all weights are gathered before they are cut, which takes M; with `gather_bytes`, a part is cut
-    before the next one is gathered. The training copy stays, because vanilla grouping gives some ranks weights that have
-    nothing in common with those they train. The paper counts what is gathered alone, not the two copies beside it.
+    The paper gathers all weights before it cuts, a peak of M; here a bucket is cut before the next one is gathered,
+    which takes less memory and no more time. The training copy stays, because vanilla grouping gives some ranks weights
+    that have nothing in common with those they train.
 
     Source: HybridFlow, arXiv 2409.19256, section 5.4 and table 2.
     """
@@ -25,7 +25,7 @@ class ModelParallel(CopyingMethod):
             [Member(actor.layout.shard(rank)) for rank in transport.ranks],
             self.layout.shard(actor.rank),
             transport,
-            self.setting.gather_elements,
+            self.setting.bucket_elements,
         )
         made = buffers(actor, gathered=self._gather.buffer_elements)
         self._gather.bind(actor.weights, self.destination, made["gathered"])

@@ -37,10 +37,10 @@ class PerTensor(CopyingMethod):
     """Stage by stage: broadcast the shards over the pipeline group, all-gather them over the tensor-parallel group, put
     full Hugging Face tensors together, and let every rank copy its slice into the engine's parameters.
 
-    This is how verl feeds vLLM (`per_tensor_generator`, then the engine's `load_weights`), in its order, a parameter at a
-    time. More is granted: buffers are made once, and names, owners and views are known beforehand, where verl asks for
-    them with each tensor; with `gather_bytes`, parameters also travel together. As with verl's defaults, the training
-    copy stays and the engine drops its weights on the way back.
+    This is how verl feeds vLLM (`per_tensor_generator`, then the engine's `load_weights`), in its order. Its bucketed
+    transfers are granted to every collective here: tensors are sent in buckets, buffers are made once, and names,
+    owners and views are known beforehand, where verl asks for them with each tensor. As with verl's defaults, the
+    training copy stays and the engine drops its weights on the way back.
 
     Source: verl, verl/utils/megatron_utils.py (`per_tensor_generator`, `broadcast_from_megatron_pp`).
     """
@@ -80,14 +80,13 @@ class PerTensor(CopyingMethod):
         batches: list[tuple[int, list[LocalParameter]]] = []
         for stage, rank in enumerate(self._pipeline.ranks):
             assert self.actor.grid.coordinate(rank).pp_rank == stage, "pipeline groups list stages in order"
-            limit = self.setting.gather_elements or 0
-            size = limit
+            size = self.setting.bucket_elements
             for parameter in self.actor.layout.shards[(stage, 0)].parameters:
                 if parameter.tensor in seen:
                     continue
                 seen.add(parameter.tensor)
                 added = parameter.num_elements * self._tensor.size
-                if not batches or batches[-1][0] != stage or size + added > limit:
+                if not batches or batches[-1][0] != stage or size + added > self.setting.bucket_elements:
                     batches.append((stage, []))
                     size = 0
                 batches[-1][1].append(parameter)

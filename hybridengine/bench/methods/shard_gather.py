@@ -1,4 +1,4 @@
-"""Gathers whole shards among a group, at once or in buckets, and cuts this rank's destination out of each."""
+"""Gathers whole shards among a group in buckets, and cuts this rank's destination out of each bucket."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Bucket:
 
 
 class ShardGather:
-    """A gather of all members' contributions, bucket by bucket; in one where `bucket_elements` is None.
+    """A gather of all members' contributions, bucket by bucket.
 
     Every bucket takes the same fraction of every contribution, so that all ranks contribute equally to each. The own
     contribution is packed where the gather wants it, and everything per tensor is done once, here.
@@ -48,11 +48,11 @@ class ShardGather:
         members: Sequence[Member],
         destination: Shard,
         transport: CollectiveTransport,
-        bucket_elements: int | None,
+        bucket_elements: int,
     ) -> None:
         self._transport = transport
-        gathered = int(max(m.shard.num_elements / m.num_parts for m in members) * len(members))
-        num_buckets = 1 if bucket_elements is None else max(1, -(-gathered // bucket_elements))
+        largest = max(member.shard.num_elements / member.num_parts for member in members)
+        num_buckets = max(1, -(-int(largest * len(members)) // bucket_elements))
         cutter = Cutter(destination)
         self._contributions = [
             [contribution(m.shard, m.part * num_buckets + index, m.num_parts * num_buckets) for m in members]

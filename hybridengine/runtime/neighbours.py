@@ -1,0 +1,228 @@
+"""Ranks of a group on this host that may read each other's memory, and notes between them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridengine.runtime.transport import PeerError
+
+MAX_NOTE_BYTES = 2**20
+
+_PR_SET_PTRACER = 0x59616D61
+
+
+class Neighbours:
+    """Making it is collective over the group.
+
+    Where the system lets only relatives read memory (Linux, kernel.yama.ptrace_scope=1), ranks that the same process
+    has started may.
+
+    Raises:
+        PeerError: two ranks that can read each other's memory could not connect.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._own = dist.get_rank()
+        ranks = dist.get_process_group_ranks(group)
+        self._timeout_s = _timeout_s(group)
+        self._notes: dict[tuple[int, bytes], deque[bytes]] = defaultdict(deque)
+        self._sockets: dict[int, socket.socket] = {}
+        token = torch.tensor([secrets.randbits(62)])
+        _admit_siblings()
+        with _listening() as (listener, path):
+            card = _Card(_host(), os.getpid(), token.data_ptr(), int(token.item()), path)
+            cards = _gathered(card, group)
+            self._pids = {rank: other.pid for rank, other in zip(ranks, cards, strict=True)}
+            readable = {
+                rank for rank, other in zip(ranks, cards, strict=True) if self._can_read(rank, other, card)
+            }
+            everyone = dict(zip(ranks, _gathered(readable, group), strict=True))
+            self.ranks = frozenset(rank for rank in readable if self._own in everyone[rank])
+            """Ranks with which memory is shared both ways."""
+            by_rank = dict(zip(ranks, cards, strict=True))
+            for rank in sorted(self.ranks):
+                if rank < self._own:
+                    self._connect(rank, by_rank[rank])
+            while len(self._sockets) < len(self.ranks):
+                self._accept(listener, by_rank)
+            dist.barrier(group)  # the folder of the sockets goes, and the token
+
+    def tell(self, rank: int, about: bytes, content: bytes = b"") -> None:
+        """Leave a note with a neighbour; returns at once.
+
+        Raises:
+            PeerError: the neighbour has ended.
+        """
+        try:
+            self._connection(rank).send(about + content)
+        except OSError as error:
+            raise PeerError((rank,), f"rank {rank} cannot be told: {error}") from error
+
+    def hear(self, rank: int, about: bytes) -> bytes:
+        """Wait for the next note of a neighbour about something; notes about others are kept.
+
+        Raises:
+            PeerError: the neighbour has ended, or has said nothing before the group's timeout.
+        """
+        connection = self._connection(rank)
+        deadline = time.monotonic() + self._timeout_s
+        while not self._notes[rank, about]:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
+            try:
+                note = connection.recv(MAX_NOTE_BYTES)
+            except TimeoutError as error:
+                raise PeerError((rank,), f"rank {rank} has not answered for {self._timeout_s:g} s") from error
+            except OSError as error:
+                raise PeerError((rank,), f"rank {rank} cannot be heard: {error}") from error
+            if not note:
+                raise PeerError((rank,), f"rank {rank} has closed the connection")
+            self._notes[rank, note[:1]].append(note[1:])
+        return self._notes[rank, about].popleft()
+
+    def read(self, rank: int, address: int, target: Tensor) -> None:
+        """Fill a contiguous tensor with what is at an address of a neighbour.
+
+        Raises:
+            PeerError: the neighbour has ended, or has no such memory any more.
+        """
+        read, size = 0, target.nbytes
+        while read < size:
+            local = _Span(target.data_ptr() + read, size - read)
+            remote = _Span(address + read, size - read)
+            count = _LIBC.process_vm_readv(
+                self._pids[rank], ctypes.byref(local), 1, ctypes.byref(remote), 1, 0
+            )
+            if count <= 0:
+                reason = os.strerror(ctypes.get_errno())
+                raise PeerError((rank,), f"the memory of rank {rank} cannot be read: {reason}")
+            read += count
+
+    def close(self) -> None:
+        """Close all connections; neighbours that wait for this rank end at once."""
+        for connection in self._sockets.values():
+            connection.close()
+        self._sockets.clear()
+
+    def _connection(self, rank: int) -> socket.socket:
+        if rank not in self._sockets:
+            raise PeerError((rank,), "connections were closed when a switch had failed; make the engine anew")
+        return self._sockets[rank]
+
+    def _can_read(self, rank: int, card: _Card, own: _Card) -> bool:
+        """Whether a rank's token and socket are where it says: its names may mean others here."""
+        if rank == self._own or not own.host or card.host != own.host or not Path(card.path).exists():
+            return False
+        found = torch.zeros(1, dtype=torch.int64)
+        with contextlib.suppress(PeerError):
+            self.read(rank, card.address, found)
+        return int(found.item()) == card.token
+
+    def _connect(self, rank: int, card: _Card) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(self._timeout_s)
+        try:
+            connection.connect(card.path)
+            connection.send(f"{self._own} {card.token}".encode())
+        except OSError as error:
+            raise PeerError((rank,), f"rank {rank} cannot be reached: {error}") from error
+        self._sockets[rank] = connection
+
+    def _accept(self, listener: socket.socket, cards: dict[int, _Card]) -> None:
+        listener.settimeout(self._timeout_s)
+        missing = sorted(self.ranks - set(self._sockets))
+        try:
+            connection, _ = listener.accept()
+            connection.settimeout(self._timeout_s)
+            rank, token = map(int, connection.recv(64).split())
+        except (OSError, ValueError) as error:
+            raise PeerError(tuple(missing), f"ranks {missing} have not connected: {error}") from error
+        if rank in missing and token == cards[self._own].token:
+            self._sockets[rank] = connection
+        else:
+            connection.close()
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What a rank says of itself, for others to try."""
+
+    host: str
+    """Empty where memory cannot be shared."""
+    pid: int
+    address: int
+    """Of the token."""
+    token: int
+    path: str
+    """Of the socket that it listens at."""
+
+
+class _Span(ctypes.Structure):
+    """struct iovec."""
+
+    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_READS_MEMORY = sys.platform == "linux" and hasattr(_LIBC, "process_vm_readv")
+if _READS_MEMORY:
+    _LIBC.process_vm_readv.restype = ctypes.c_ssize_t
+    _SPANS = ctypes.POINTER(_Span), ctypes.c_ulong
+    _LIBC.process_vm_readv.argtypes = [ctypes.c_int, *_SPANS, *_SPANS, ctypes.c_ulong]
+
+
+def _host() -> str:
+    """The same for processes that call each other by the same numbers, on the same running system; "" for no host."""
+    if not _READS_MEMORY:
+        return ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _admit_siblings() -> None:
+    """Where only relatives may read memory, let whatever this process's parent has started read this one's."""
+    if _READS_MEMORY:
+        _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[tuple[socket.socket, str]]:
+    """A socket in a folder that only this user can open, and its path, while the context is open."""
+    folder = tempfile.mkdtemp(prefix="hybridengine-")
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            path = f"{folder}/rank"
+            listener.bind(path)
+            listener.listen(128)
+            yield listener, path
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _gathered(own: object, group: dist.ProcessGroup) -> list:
+    everyone: list[object] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    """How long the group waits for a rank."""
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
