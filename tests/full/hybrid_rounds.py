@@ -23,9 +23,9 @@ from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.runtime.hybrid_engine import HybridEngine
 from hybridengine.runtime.ledger import SwitchReport
+from hybridengine.runtime.peer_memory import make_transport
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import return_memory_to_system
-from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
@@ -167,6 +167,7 @@ def measure_memory(rank: int, folder: Path, train: str, gen: str) -> Memory:
         hybrid.to_train()
         for buffer in trainer._gradients:
             buffer.zero_()  # as the next step does; until then the system has not given the pages
+        return_memory_to_system()  # what nobody holds: the allocator keeps it for the next tensors
         training.append(_resident_bytes())
     return Memory(
         training_bytes=trainer.weights.total_bytes,
@@ -192,7 +193,7 @@ def _hybrid(
         rank,
         trainer,
         engine,
-        PointToPointTransport(registry.of(generation.domains)),
+        make_transport(registry.of(generation.domains)),
     )
 
 

@@ -378,8 +378,8 @@ def test_wrong_groups_are_refused_before_anything_starts(ray_cluster: int, pool:
     fresh = ResourcePool([4])
     with pytest.raises(ConfigError, match="2·2·2 = 8 ranks, and the pool has 4"):
         WorkerGroup(fresh, ProbeWorker, parallel="2-2-2")
-    with pytest.raises(TopologyError, match="t_g=2 does not divide t=1"):
-        WorkerGroup(fresh, ProbeWorker, parallel="4-1-1", generate="1-2")
+    with pytest.raises(TopologyError, match="1·3 = 3 ranks do not divide the 4 ranks of training 4-1-1"):
+        WorkerGroup(fresh, ProbeWorker, parallel="4-1-1", generate="1-3")
     with pytest.raises(ConfigError, match="SilentWorker has no registered method"):
         WorkerGroup(fresh, SilentWorker, parallel="2-2-1")
     with pytest.raises(ConfigError, match=r"ClashingWorker\.protocol has the name of an attribute"):
