@@ -94,17 +94,17 @@ class PlanExecutor:
     ) -> None:
         """Carry out the plan's buckets from `first` to before `last` (the end, where None), in order.
 
+        Where the models may have changed since the plan was bound to them, `check_fresh` comes first.
+
         Args:
             verify: receivers check every move.
             after_bucket: called with the destination parameters of each bucket once they are filled.
 
         Raises:
-            PlanError: the plan is stale: weights are no longer where they were. Nothing has been touched.
             TransferError: a message failed, or arrived changed; buckets before `num_complete` are complete, the sources
                 of the others untouched.
         """
         self.num_complete = first
-        self.check_fresh()
         in_flight: list[_Open] = []
         try:
             for index in range(first, len(self.plan.buckets) if last is None else last):

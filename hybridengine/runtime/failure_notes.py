@@ -46,14 +46,22 @@ class FailureNotes:
             _store().set(self._key(note.rank), json.dumps(asdict(note)))
 
     def read(self, awaited: Sequence[int], grace_s: float = GRACE_S) -> list[FailureNote] | None:
-        """Notes left so far; waits a little for those of `awaited`. None where the store has died with its rank."""
+        """Notes left so far; waits a little for those of `awaited`, and of whom these have waited for.
+
+        None where the store has died with its rank.
+        """
         deadline = time.monotonic() + grace_s
+        wanted, found = set(awaited), dict[int, FailureNote]()
         with contextlib.suppress(RuntimeError):
             store = _store()
-            while time.monotonic() < deadline and not all(store.check([self._key(rank)]) for rank in awaited):
+            while True:
+                for rank in self._ranks:
+                    if rank not in found and store.check([self._key(rank)]):
+                        found[rank] = self._parse(store.get(self._key(rank)))
+                        wanted |= set(found[rank].waited_for)
+                if wanted <= set(found) or time.monotonic() >= deadline:
+                    return [found[rank] for rank in sorted(found)]
                 time.sleep(0.05)
-            found = [rank for rank in self._ranks if store.check([self._key(rank)])]
-            return [self._parse(store.get(self._key(rank))) for rank in found]
         return None
 
     def _key(self, rank: int) -> str:

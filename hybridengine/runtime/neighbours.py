@@ -8,10 +8,10 @@ import os
 import secrets
 import shutil
 import socket
+import struct
 import sys
 import tempfile
 import time
-from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from torch import Tensor
 from hybridengine.runtime.transport import PeerError
 
 MAX_NOTE_BYTES = 2**20
+
+_HEADER = struct.Struct("<cq")
 
 _PR_SET_PTRACER = 0x59616D61
 
@@ -41,7 +43,7 @@ class Neighbours:
         self._own = dist.get_rank()
         ranks = dist.get_process_group_ranks(group)
         self._timeout_s = _timeout_s(group)
-        self._notes: dict[tuple[int, bytes], deque[bytes]] = defaultdict(deque)
+        self._notes: dict[tuple[int, str, int], bytes] = {}
         self._sockets: dict[int, socket.socket] = {}
         token = torch.tensor([secrets.randbits(62)])
         _admit_siblings()
@@ -63,26 +65,29 @@ class Neighbours:
                 self._accept(listener, by_rank)
             dist.barrier(group)  # the folder of the sockets goes, and the token
 
-    def tell(self, rank: int, about: bytes, content: bytes = b"") -> None:
+    def tell(self, rank: int, about: str, number: int, content: bytes = b"") -> None:
         """Leave a note with a neighbour; returns at once.
+
+        Args:
+            about, number: what the neighbour hears it by; `about` is one letter.
 
         Raises:
             PeerError: the neighbour has ended.
         """
         try:
-            self._connection(rank).send(about + content)
+            self._connection(rank).send(_HEADER.pack(about.encode(), number) + content)
         except OSError as error:
             raise PeerError((rank,), f"rank {rank} cannot be told: {error}") from error
 
-    def hear(self, rank: int, about: bytes) -> bytes:
-        """Wait for the next note of a neighbour about something; notes about others are kept.
+    def hear(self, rank: int, about: str, number: int) -> bytes:
+        """Wait for a note of a neighbour, which it leaves once; other notes are kept.
 
         Raises:
             PeerError: the neighbour has ended, or has said nothing before the group's timeout.
         """
         connection = self._connection(rank)
         deadline = time.monotonic() + self._timeout_s
-        while not self._notes[rank, about]:
+        while (rank, about, number) not in self._notes:
             connection.settimeout(max(1e-3, deadline - time.monotonic()))
             try:
                 note = connection.recv(MAX_NOTE_BYTES)
@@ -92,8 +97,9 @@ class Neighbours:
                 raise PeerError((rank,), f"rank {rank} cannot be heard: {error}") from error
             if not note:
                 raise PeerError((rank,), f"rank {rank} has closed the connection")
-            self._notes[rank, note[:1]].append(note[1:])
-        return self._notes[rank, about].popleft()
+            heard_about, heard_number = _HEADER.unpack_from(note)
+            self._notes[rank, heard_about.decode(), heard_number] = note[_HEADER.size :]
+        return self._notes.pop((rank, about, number))
 
     def read(self, rank: int, address: int, target: Tensor) -> None:
         """Fill a contiguous tensor with what is at an address of a neighbour.

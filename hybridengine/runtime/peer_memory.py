@@ -8,6 +8,7 @@ been read. Both are said over local sockets.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from hybridengine.runtime.neighbours import Neighbours
 from hybridengine.runtime.transport import Message, Messages, PeerError, Pending, PointToPointTransport
 
-OFFER, DONE = b"O", b"D"
+OFFER, DONE = "O", "D"
 """What a note to a neighbour is about."""
 
 
@@ -36,12 +37,16 @@ class PeerMemoryTransport(PointToPointTransport):
     reads and says that it is done, the sender waits for that before it touches the memory again. A sender that gives up
     changes its `epoch`, which readers look at last: they never take what it has overwritten since for weights. Making
     it is collective.
+
+    Whatever two ranks post has the same number on both, counted from the first: with two buckets in flight they wait for
+    it in another order.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self.neighbours = Neighbours(group)
         self.epoch = torch.zeros(1, dtype=torch.int64)
+        self._num_posted: Counter[tuple[int, bool]] = Counter()
 
     def prepare(
         self, sends: Sequence[Message], receives: Sequence[Message], are_weights: bool = True
@@ -70,32 +75,46 @@ class PeerMemoryTransport(PointToPointTransport):
         posted = super().post(messages)
         if not isinstance(messages, _Shared):
             return posted
-        pending = _Reading(self, messages, posted)
+        numbers = {key: self._number(*key) for key in messages.exchanges}
+        pending = _Reading(self, messages, posted, numbers)
         epoch = (self.epoch.data_ptr(), int(self.epoch.item()))
         try:
             for rank, tensors in messages.lent.items():
                 addresses = (*epoch, *(tensor.data_ptr() for tensor in tensors))
-                self.neighbours.tell(rank, OFFER, struct.pack(f"{len(addresses)}q", *addresses))
+                self.neighbours.tell(
+                    rank, OFFER, numbers[rank, True], struct.pack(f"{len(addresses)}q", *addresses)
+                )
         except PeerError:
             pending.abandon()
             raise
         return pending
 
+    def _number(self, rank: int, is_lent: bool) -> int:
+        self._num_posted[rank, is_lent] += 1
+        return self._num_posted[rank, is_lent]
+
 
 class _Reading(Pending):
     """Messages under way, and memory that is lent and borrowed."""
 
-    def __init__(self, transport: PeerMemoryTransport, messages: _Shared, posted: Pending) -> None:
-        self._own, self._shared, self._posted = transport, messages, posted
+    def __init__(
+        self,
+        transport: PeerMemoryTransport,
+        messages: _Shared,
+        posted: Pending,
+        numbers: dict[tuple[int, bool], int],
+    ) -> None:
+        self._own, self._shared, self._posted, self._numbers = transport, messages, posted, numbers
 
     def wait(self) -> int:
         near = self._own.neighbours
         for rank, tensors in self._shared.borrowed.items():
-            self._read(rank, near.hear(rank, OFFER), tensors)
-            near.tell(rank, DONE)
+            number = self._numbers[rank, False]
+            self._read(rank, near.hear(rank, OFFER, number), tensors)
+            near.tell(rank, DONE, number)
         arrived = self._posted.wait()
         for rank in self._shared.lent:
-            near.hear(rank, DONE)
+            near.hear(rank, DONE, self._numbers[rank, True])
         return arrived
 
     def abandon(self) -> None:
@@ -122,3 +141,8 @@ class _Shared(Messages):
     """Reader -> tensors that it reads."""
     borrowed: dict[int, list[Tensor]]
     """Owner -> tensors that are filled from its memory."""
+
+    @property
+    def exchanges(self) -> list[tuple[int, bool]]:
+        """(neighbour, whether it reads) of each."""
+        return [*((rank, True) for rank in self.lent), *((rank, False) for rank in self.borrowed)]

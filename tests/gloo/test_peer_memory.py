@@ -49,7 +49,7 @@ def received(messages: Messages) -> list[torch.Tensor]:
     return [tensor for _, tensor in messages.receives]
 
 
-def arrive(rank: int, strangers: list[tuple[int, int]]) -> tuple[list[int], bool, int, int]:
+def arrive(rank: int, strangers: list[tuple[int, int]], waits_late: bool) -> tuple[list[int], bool, int, int]:
     """Exchanges twice, two at a time, where pairs (reader, owner) of `strangers` cannot read.
 
     (neighbours, all arrived, bytes that a wait reported, bytes counted)
@@ -68,9 +68,14 @@ def arrive(rank: int, strangers: list[tuple[int, int]]) -> tuple[list[int], bool
         for tensor in received(first[0]) + received(second[0]):
             tensor.zero_()
         dist.barrier()
-        pending = [transport.post(first[0]), transport.post(second[0])]
-        reported = pending[0].wait()
-        pending[1].wait()
+        earlier = transport.post(first[0])
+        if waits_late:  # as with a bucket in two steps: the second step is posted late and waited for early
+            transport.post(second[0]).wait()
+            reported = earlier.wait()
+        else:
+            later = transport.post(second[0])
+            reported = earlier.wait()
+            later.wait()
         for messages, expected in (first, second):
             right &= all(torch.equal(a, b) for a, b in zip(received(messages), expected, strict=True))
     return sorted(transport.neighbours.ranks), right, reported, transport.received_bytes
@@ -84,11 +89,15 @@ def arrive(rank: int, strangers: list[tuple[int, int]]) -> tuple[list[int], bool
         ([(0, 1), (0, 2), (2, 1)], {0: [], 1: [], 2: []}),
     ],
 )
+@pytest.mark.parametrize("waits_late", [False, True])
 def test_everything_arrives_from_memory_and_by_messages(
-    run_ranks: RankLauncher, strangers: list[tuple[int, int]], neighbours_of: dict[int, list[int]]
+    run_ranks: RankLauncher,
+    strangers: list[tuple[int, int]],
+    neighbours_of: dict[int, list[int]],
+    waits_late: bool,
 ) -> None:
     size = 4 * 2 * sum(SIZES)
-    for rank, found in enumerate(run_ranks(3, arrive, strangers)):
+    for rank, found in enumerate(run_ranks(3, arrive, strangers, waits_late)):
         assert found == (neighbours_of[rank], True, size, 4 * size)
 
 
@@ -194,14 +203,19 @@ def test_after_a_failure_the_engine_is_made_anew(run_ranks: RankLauncher) -> Non
 def notes_out_of_order(rank: int) -> list[bytes]:
     near = Neighbours(new_group())
     other = 1 - rank
-    for about, content in ((OFFER, b"first"), (DONE, b""), (OFFER, b"second"), (DONE, b"last")):
-        near.tell(other, about, content)
-    return [near.hear(other, DONE), near.hear(other, DONE), near.hear(other, OFFER), near.hear(other, OFFER)]
+    for about, number, content in (
+        (OFFER, 1, b"first"),
+        (DONE, 1, b""),
+        (OFFER, 2, b"second"),
+        (DONE, 2, b"last"),
+    ):
+        near.tell(other, about, number, content)
+    return [near.hear(other, *note) for note in ((DONE, 2), (OFFER, 2), (OFFER, 1), (DONE, 1))]
 
 
-def test_notes_about_different_things_overtake_each_other(run_ranks: RankLauncher) -> None:
+def test_notes_overtake_each_other(run_ranks: RankLauncher) -> None:
     for heard in run_ranks(2, notes_out_of_order):
-        assert heard == [b"", b"last", b"first", b"second"]
+        assert heard == [b"last", b"second", b"first", b""]
 
 
 def stranger_knocks(rank: int) -> list[int]:
@@ -216,8 +230,8 @@ def stranger_knocks(rank: int) -> list[int]:
 
     with mock.patch.object(Neighbours, "_connect", knock_first):
         near = Neighbours(new_group())
-    near.tell(1 - rank, OFFER, b"hello")
-    assert near.hear(1 - rank, OFFER) == b"hello"
+    near.tell(1 - rank, OFFER, 1, b"hello")
+    assert near.hear(1 - rank, OFFER, 1) == b"hello"
     return sorted(near.ranks)
 
 
