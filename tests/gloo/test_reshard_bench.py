@@ -172,7 +172,8 @@ def test_the_command_writes_figures_and_a_picture(command: list[str], tmp_path: 
         [COMMAND, *command, *outputs],
         env=ENVIRONMENT, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and "hybridengine:" not in done.stderr
     assert "weights of every method are right" in done.stdout
     assert "raw all-gather" in done.stdout
     report = json.loads((tmp_path / "bench.json").read_text())
