@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -32,8 +31,7 @@ from hybridengine.bench.spec import (
     parse_choices,
 )
 from hybridengine.cli.output_files import check_output_files, check_picture
-from hybridengine.config.values import Bytes
-from hybridengine.errors import ConfigError
+from hybridengine.config.values import parse_bytes
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.model_presets import resolve_model
 from hybridengine.topology.sizes import GenSizes, TrainSizes
@@ -187,20 +185,6 @@ def spec_of(options: argparse.Namespace) -> BenchSpec:
         verify=options.verify,
         timeout_s=options.timeout,
     )
-
-
-def parse_bytes(option: str, text: str) -> int:
-    """The bytes of an option, written as an integer or with a unit, e.g. "16MiB".
-
-    Raises:
-        ConfigError: another form.
-    """
-    try:
-        return TypeAdapter(Bytes).validate_python(int(text) if text.isdigit() else text)
-    except ValidationError:
-        raise ConfigError(
-            f"{option} {text!r} is not a size in bytes; write an integer or a unit such as 64MiB"
-        ) from None
 
 
 def print_pair(console: Console, spec: BenchSpec, pair: PairResult) -> None:

@@ -10,11 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from hybridengine.cli.output_files import check_output_files, check_picture
 from hybridengine.cli.switch_tables import diff_lines, layout_name, plan_lines, sweep_lines
-from hybridengine.config.values import Bytes
+from hybridengine.config.values import parse_bytes
 from hybridengine.errors import ConfigError, TopologyError
 from hybridengine.model_presets import PRESETS, resolve_model
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
@@ -170,7 +168,7 @@ def request_of(options: argparse.Namespace) -> Request:
         shape=shape,
         cluster=cluster,
         dtype=_choice("--dtype", options.dtype, DTYPE_BYTES),
-        bucket_bytes=_bytes("--bucket-bytes", options.bucket_bytes),
+        bucket_bytes=parse_bytes("--bucket-bytes", options.bucket_bytes),
         order=RankOrder[_choice("--order", options.order, [one.name.lower() for one in RankOrder]).upper()],
         grouping=Grouping(_choice("--grouping", options.grouping, [one.value for one in Grouping])),
         layouts=tuple(layouts),
@@ -257,12 +255,3 @@ def _choice(option: str, value: str, choices: Sequence[str] | dict[str, int]) ->
     if value not in choices:
         raise ConfigError(f"{option} {value!r} does not exist; choose from {', '.join(choices)}")
     return value
-
-
-def _bytes(option: str, text: str) -> int:
-    try:
-        return TypeAdapter(Bytes).validate_python(int(text) if text.isdigit() else text)
-    except ValidationError:
-        raise ConfigError(
-            f"{option} {text!r} is not a size in bytes; write a positive integer, or 64MiB, 1.5GiB"
-        ) from None

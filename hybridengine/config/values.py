@@ -5,9 +5,17 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 
-from hybridengine.errors import TopologyError
+from hybridengine.errors import ConfigError, TopologyError
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -95,3 +103,17 @@ ImportPath = Annotated[str, AfterValidator(_check_import_path)]
 """package.module:function."""
 PathText = Annotated[str, AfterValidator(_check_path)]
 """A path; a relative one starts at the folder in which the command is run."""
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """Bytes that a command's option gives as an integer or with a unit, e.g. "16MiB".
+
+    Raises:
+        ConfigError: another form.
+    """
+    try:
+        return TypeAdapter(Bytes).validate_python(int(text) if text.isdigit() else text)
+    except ValidationError:
+        raise ConfigError(
+            f"{option} {text!r} is not a size in bytes; write an integer or a unit such as 64MiB"
+        ) from None

@@ -10,11 +10,12 @@ import pickle
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ class RankLauncher:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.gloo.preload"])
-        with _environment(ENVIRONMENT):
+        with mock.patch.dict(os.environ, ENVIRONMENT):
             forkserver.ensure_running()
 
     def __call__(
@@ -163,17 +164,3 @@ def _end(processes: list[BaseProcess]) -> None:
         if process.is_alive():
             process.kill()
             process.join()
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
