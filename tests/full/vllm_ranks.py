@@ -5,11 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 from multiprocessing import forkserver
+from unittest import mock
 
 import torch.distributed as dist
 
 from hybridengine.backends.vllm import environment
-from tests.gloo.ranks import ENVIRONMENT, RankLauncher, _environment
+from tests.gloo.ranks import ENVIRONMENT, RankLauncher
 
 
 class VllmRankLauncher(RankLauncher):
@@ -19,7 +20,7 @@ class VllmRankLauncher(RankLauncher):
         forkserver._forkserver._stop()  # type: ignore[attr-defined]  # another lane's server, without vLLM
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.full.preload"])
-        with _environment(environment.ON_CPU | ENVIRONMENT):
+        with mock.patch.dict(os.environ, environment.ON_CPU | ENVIRONMENT):
             forkserver.ensure_running()
 
 
