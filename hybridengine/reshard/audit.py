@@ -42,15 +42,15 @@ def audit(plan: Plan) -> list[str]:
 def audit_return(plan: Plan, back: Plan) -> list[str]:
     """Problems of `back` as the local way back from `plan`; empty where it is right.
 
-    Guarantees: where nothing is found, `back` restores, bucket by bucket, exactly the sources that `plan` gives up, and
-    nothing moves between ranks.
+    Guarantees: where nothing is found, `back` restores, bucket by bucket from the last to the first, exactly the sources
+    that `plan` gives up, and nothing moves between ranks.
     """
     if (back.source, back.destination, back.ranks) != (plan.destination, plan.source, plan.ranks):
         return ["the way back is between other layouts or ranks"]
     if len(back.buckets) != len(plan.buckets):
         return [f"{len(plan.buckets)} buckets there, {len(back.buckets)} back"]
     filled, given_up, problems = _ownership(back)
-    for index, (there, here) in enumerate(zip(plan.buckets, back.buckets, strict=True)):
+    for index, (there, here) in enumerate(zip(reversed(plan.buckets), back.buckets, strict=True)):
         if _named(here.destinations) != _named(there.sources):
             problems.append(f"bucket {index} does not restore what was given up there")
         if _named(here.sources) != _named(there.destinations):

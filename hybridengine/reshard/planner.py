@@ -95,9 +95,11 @@ def check_local_return(plan: Plan) -> None:
 
 
 def inverse_local(plan: Plan) -> Plan:
-    """The way back: the same buckets, every source parameter that was given up cut out of its rank's destination shard.
+    """The way back: the buckets in reverse, what a rank gave up cut out of its destination shard.
 
-    Nothing moves between ranks: what could not come back so, the plan retains.
+    Nothing moves between ranks: what could not come back so, the plan retains. The small buckets at the end of a plan
+    come first, while the destination is nearly complete; so the way back needs no more memory than the way there, and
+    its last buckets undo the first ones of the plan.
     """
     with _without_garbage_collection():
         buckets = tuple(
@@ -108,7 +110,7 @@ def inverse_local(plan: Plan) -> Plan:
                 sources=bucket.destinations,
                 destinations=bucket.sources,
             )
-            for bucket in plan.buckets
+            for bucket in reversed(plan.buckets)
         )
         return Plan(plan.destination, plan.source, plan.ranks, buckets)
 

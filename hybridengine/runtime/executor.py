@@ -84,15 +84,18 @@ class PlanExecutor:
             self._builder.storages(bucket) for bucket in plan.buckets
         ]
         self._programs: dict[tuple[int, bool], Program] = {}
+        self._is_local = not any(bucket.packs for bucket in plan.buckets)
 
     def run(
         self,
         first: int = 0,
-        last: int | None = None,
         verify: bool = False,
         after_bucket: Callable[[tuple[str, ...]], None] | None = None,
     ) -> None:
-        """Carry out the plan's buckets from `first` to before `last` (the end, where None), in order.
+        """Carry out the plan's buckets from `first` on, in order; returns once all ranks of the plan have done so.
+
+        A rank that has all it needs waits for the others, so that either all have the destination or none has. Without
+        messages between ranks nobody waits.
 
         Where the models may have changed since the plan was bound to them, `check_fresh` comes first.
 
@@ -107,7 +110,7 @@ class PlanExecutor:
         self.num_complete = first
         in_flight: list[_Open] = []
         try:
-            for index in range(first, len(self.plan.buckets) if last is None else last):
+            for index in range(first, len(self.plan.buckets)):
                 if in_flight and not self.plan.buckets[index].overlaps:
                     self._finish_oldest(in_flight, after_bucket)
                 self._open(index, verify, in_flight)
@@ -115,6 +118,8 @@ class PlanExecutor:
                     self._finish_oldest(in_flight, after_bucket)
             while in_flight:
                 self._finish_oldest(in_flight, after_bucket)
+            if not self._is_local:
+                self._transport.meet()
         except (HybridEngineError, MemoryError, RuntimeError) as error:
             self._abandon(in_flight)
             raise self._failure(error) from error
@@ -136,7 +141,7 @@ class PlanExecutor:
             if moved:
                 more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
                 changes.append(f"{layout.kind}: {'; '.join(moved[:3])}{more}")
-        if self._transport.is_closed and any(bucket.packs for bucket in self.plan.buckets):
+        if self._transport.is_closed and not self._is_local:
             changes.append("its process group has been destroyed")
         if changes:
             error = PlanError(
@@ -145,6 +150,7 @@ class PlanExecutor:
             )
             self._notes.leave(FailureNote(self._rank, "the check before the switch", (), str(error)))
             _num_runs[self._operation] += 1
+            self._give_up()
             raise error
 
     def drop_unfinished(self) -> None:
@@ -210,6 +216,11 @@ class PlanExecutor:
                 pending.abandon()
         for program in self._programs.values():
             program.staging.release()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if not self._is_local:
+            self._transport.give_up()
 
     @property
     def _notes(self) -> FailureNotes:
@@ -218,11 +229,13 @@ class PlanExecutor:
 
     def _failure(self, error: Exception) -> HybridEngineError:
         """`error` with the bucket, and with what the other ranks say."""
-        index = self.num_complete
-        where = (
-            f"bucket {index} of {len(self.plan.buckets)} ({self.plan.buckets[index].tensors[0]} ...) of"
-            f" {self.plan.source.kind} -> {self.plan.destination.kind}"
+        index, buckets = self.num_complete, self.plan.buckets
+        place = (
+            f"bucket {index} of {len(buckets)} ({buckets[index].tensors[0]} ...)"
+            if index < len(buckets)
+            else f"the meeting after bucket {index - 1} of {len(buckets)}"
         )
+        where = f"{place} of {self.plan.source.kind} -> {self.plan.destination.kind}"
         waited_for = error.peers if isinstance(error, PeerError) else ()
         note = FailureNote(self._rank, where, waited_for, str(error))
         notes = self._notes

@@ -185,15 +185,14 @@ class HybridEngine:
     def _restore_training(self, error: BaseException) -> None:
         """After a failed bucket: drop what has not arrived, cut the training weights of all complete buckets back out.
 
-        The last bucket comes first: so no step needs more memory than the switch has had at the same bucket.
+        In reverse: so no step needs more memory than the switch has had at the same bucket.
 
         Raises:
             StorageError: that failed as well.
         """
         try:
             self._gather.drop_unfinished()
-            for index in reversed(range(self._gather.num_complete)):
-                self._cut.run(index, index + 1)
+            self._cut.run(len(self.plan.buckets) - self._gather.num_complete)
         except Exception as second:
             self.mode = Mode.LOST
             raise StorageError(

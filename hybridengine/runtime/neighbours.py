@@ -57,6 +57,8 @@ class Neighbours:
             everyone = dict(zip(ranks, _gathered(readable, group), strict=True))
             self.ranks = frozenset(rank for rank in readable if self._own in everyone[rank])
             """Ranks with which memory is shared both ways."""
+            self.are_all = all(len(found) == len(ranks) - 1 for found in everyone.values())
+            """Whether all ranks of the group are neighbours of each other: the same on every rank."""
             by_rank = dict(zip(ranks, cards, strict=True))
             for rank in sorted(self.ranks):
                 if rank < self._own:

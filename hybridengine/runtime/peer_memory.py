@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridengine.runtime.neighbours import Neighbours
 from hybridengine.runtime.transport import Message, Messages, PeerError, Pending, PointToPointTransport
 
-OFFER, DONE = "O", "D"
+OFFER, DONE, MEET = "O", "D", "M"
 """What a note to a neighbour is about."""
 
 
@@ -47,6 +47,7 @@ class PeerMemoryTransport(PointToPointTransport):
         self.neighbours = Neighbours(group)
         self.epoch = torch.zeros(1, dtype=torch.int64)
         self._num_posted: Counter[tuple[int, bool]] = Counter()
+        self._num_rounds = 0
 
     def prepare(
         self, sends: Sequence[Message], receives: Sequence[Message], are_weights: bool = True
@@ -76,18 +77,25 @@ class PeerMemoryTransport(PointToPointTransport):
         if not isinstance(messages, _Shared):
             return posted
         numbers = {key: self._number(*key) for key in messages.exchanges}
-        pending = _Reading(self, messages, posted, numbers)
         epoch = (self.epoch.data_ptr(), int(self.epoch.item()))
-        try:
-            for rank, tensors in messages.lent.items():
-                addresses = (*epoch, *(tensor.data_ptr() for tensor in tensors))
-                self.neighbours.tell(
-                    rank, OFFER, numbers[rank, True], struct.pack(f"{len(addresses)}q", *addresses)
-                )
-        except PeerError:
-            pending.abandon()
-            raise
-        return pending
+        for rank, tensors in messages.lent.items():
+            addresses = (*epoch, *(tensor.data_ptr() for tensor in tensors))
+            note = struct.pack(f"{len(addresses)}q", *addresses)
+            self.neighbours.tell(rank, OFFER, numbers[rank, True], note)
+        return _Reading(self, messages, posted, numbers)
+
+    def meet(self) -> None:
+        if not self.neighbours.are_all:
+            super().meet()
+            return
+        for leading, following in self.meeting_rounds():
+            self._num_rounds += 1
+            self.neighbours.tell(following, MEET, self._num_rounds)
+            self.neighbours.hear(leading, MEET, self._num_rounds)
+
+    def give_up(self) -> None:
+        self.epoch += 1
+        self.neighbours.close()
 
     def _number(self, rank: int, is_lent: bool) -> int:
         self._num_posted[rank, is_lent] += 1
@@ -118,8 +126,6 @@ class _Reading(Pending):
         return arrived
 
     def abandon(self) -> None:
-        self._own.epoch += 1
-        self._own.neighbours.close()
         self._posted.abandon()
 
     def _read(self, rank: int, offer: bytes, tensors: Sequence[Tensor]) -> None:

@@ -128,6 +128,7 @@ def lose_the_owner(rank: int, how: str) -> tuple[str, float]:
             os._exit(1)
         if how == "gives up":
             pending.abandon()
+            transport.give_up()
         if how == "overwrites":  # gives up, and its connections are still open
             transport.epoch += 1
             weights.zero_()
@@ -187,6 +188,7 @@ def use_after_failure(rank: int) -> str:
     pending = transport.post(messages)
     dist.barrier()
     pending.abandon()
+    transport.give_up()
     dist.barrier()
     try:
         transport.post(messages).wait()

@@ -82,8 +82,9 @@ class Made:
         """The parameter of a bucket that takes memory last: what comes before it has some already."""
         return self.engine.plan.buckets[bucket].destinations[self.trainer.rank][-1]
 
-    def last_given_up(self, bucket: int) -> str:
-        return self.engine.plan.buckets[bucket].sources[self.trainer.rank][-1]
+    def last_restored(self, bucket: int) -> str:
+        """The parameter of a bucket of the way back (-1: its last) that takes memory last."""
+        return self.engine.plan.buckets[-1 - bucket].sources[self.trainer.rank][-1]
 
 
 def make(rank: int, folder: Path) -> Made:
@@ -118,16 +119,16 @@ class Aftermath:
     """A new engine switches there and back, and the trainer trains on."""
 
 
-def fail_on_the_way_there(rank: int, folder: Path, is_full: bool) -> Aftermath:
+def fail_on_the_way_there(rank: int, folder: Path, bucket: int, is_full: bool) -> Aftermath:
     """One rank has no memory for a parameter; or, where `is_full`, for nothing more either from then on."""
     made = make(rank, folder)
     trainer, engine, side = made.trainer, made.engine, made.side
     before, gradient_bytes = copy_weights(trainer), trainer.gradient_bytes
     fault = contextlib.nullcontext()
     if rank == BROKEN_RANK and is_full:
-        fault = no_more_memory_from(made.last_filled(BROKEN_BUCKET), trainer.weights, side.weights)
+        fault = no_more_memory_from(made.last_filled(bucket), trainer.weights, side.weights)
     elif rank == BROKEN_RANK:
-        fault = no_memory_for(side.weights, made.last_filled(BROKEN_BUCKET))
+        fault = no_memory_for(side.weights, made.last_filled(bucket))
     with fault:
         error = error_of(engine.to_generate)
     mode, gen_bytes = engine.mode, side.weights.live_bytes
@@ -157,29 +158,40 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("is_full", [False, True], ids=["one parameter", "all memory"])
-def test_no_memory_on_the_way_there(is_full: bool, folder: Path, run_ranks: RankLauncher):
-    for rank, aftermath in enumerate(run_ranks(4, fail_on_the_way_there, folder, is_full, timeout_s=60)):
+@pytest.mark.parametrize(
+    ("bucket", "is_full"),
+    [
+        pytest.param(BROKEN_BUCKET, False, id="one parameter"),
+        pytest.param(BROKEN_BUCKET, True, id="all memory"),
+        pytest.param(-1, False, id="one parameter of the last bucket, in which nobody sends anything"),
+    ],
+)
+def test_no_memory_on_the_way_there(
+    bucket: int, is_full: bool, folder: Path, run_ranks: RankLauncher
+) -> None:
+    by_rank = run_ranks(4, fail_on_the_way_there, folder, bucket, is_full, timeout_s=60)
+    for rank, aftermath in enumerate(by_rank):
         assert aftermath.mode is Mode.TRAINING, aftermath.error
         assert aftermath.weights_equal
         assert aftermath.gen_bytes == 0
         assert aftermath.gradients_are_back
         assert aftermath.round_trips_again
-        bucket = r"bucket (\d+) of \d+ \(\S+ \.\.\.\) of megatron 1-4-1 -> vllm 1-1"
+        where = r"bucket (\d+) of (\d+) \(\S+ \.\.\.\) of megatron 1-4-1 -> vllm 1-1"
         if rank == BROKEN_RANK:
             found = re.match(
-                rf"StorageError: rank 2: {bucket} failed: RuntimeError: {NO_MEMORY}; .* smaller",
+                rf"StorageError: rank 2: {where} failed: RuntimeError: {NO_MEMORY}; .* smaller",
                 aftermath.error,
             )
         else:
             found = re.match(
-                rf"TransferError: rank {rank}: bucket .*; rank 2 failed by itself in {bucket}: {NO_MEMORY}",
+                rf"TransferError: rank {rank}: .*bucket .*; rank 2 failed by itself in {where}: {NO_MEMORY}",
                 aftermath.error,
             )
             assert "missing" not in aftermath.error
         assert found, aftermath.error
         # The error names the oldest bucket in flight; the one behind it is the one that found no memory.
-        assert is_full or int(found[1]) in (BROKEN_BUCKET - 1, BROKEN_BUCKET), aftermath.error
+        broken = bucket % int(found[2])
+        assert is_full or int(found[1]) in (broken - 1, broken), aftermath.error
 
 
 @dataclass(frozen=True)
@@ -201,7 +213,7 @@ def fail_on_the_way_back(rank: int, folder: Path) -> Way:
     engine.to_generate()
     errors, modes = [], []
     for bucket in (BROKEN_BUCKET, BROKEN_BUCKET + 2):
-        with no_memory_for(trainer.weights, made.last_given_up(bucket)):
+        with no_memory_for(trainer.weights, made.last_restored(bucket)):
             errors.append(error_of(engine.to_train))
         modes.append(engine.mode)
     with mock.patch.object(trainer, "enter_training", side_effect=RuntimeError(NO_MEMORY)):
@@ -240,7 +252,7 @@ def fail_to_restore(rank: int, folder: Path) -> Way:
     if rank == BROKEN_RANK:
         fault = contextlib.ExitStack()
         fault.enter_context(no_memory_for(side.weights, made.last_filled(BROKEN_BUCKET)))
-        fault.enter_context(no_memory_for(trainer.weights, made.last_given_up(1)))
+        fault.enter_context(no_memory_for(trainer.weights, made.last_restored(-2)))
     with fault:
         errors = [error_of(engine.to_generate)]
     modes = [engine.mode]
@@ -259,11 +271,12 @@ def test_weights_that_are_lost_name_the_checkpoint(folder: Path, run_ranks: Rank
             assert way.gen_bytes == 0
             continue
         assert way.modes == [Mode.LOST, Mode.LOST]
-        assert re.match(
+        found = re.match(
             rf"StorageError: rank 2: a switch failed \(.* {NO_MEMORY}.*\), and the training weights could not be"
-            rf" restored \(.*bucket 1 .*{NO_MEMORY}.*\); resume from {CHECKPOINT}$",
+            rf" restored \(.*bucket (\d+) of (\d+) .*{NO_MEMORY}.*\); resume from {CHECKPOINT}$",
             way.errors[0],
-        ), way.errors[0]
+        )
+        assert found and int(found[1]) == int(found[2]) - 2, way.errors[0]
         for error in way.errors[1:]:
             assert re.match(
                 rf"StorageError: the weights of rank 2 were lost .* resume from {CHECKPOINT}", error
