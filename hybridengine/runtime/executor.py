@@ -168,7 +168,8 @@ class PlanExecutor:
         self._ledger.stage(program.staging_bytes)
         opened = _Open(program, [])
         in_flight.append(opened)
-        self._start(opened, program.steps[0])
+        if program.steps:
+            self._start(opened, program.steps[0])
         program.local.run()
 
     def _program(self, index: int, verify: bool) -> Program:

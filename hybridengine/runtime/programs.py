@@ -49,6 +49,7 @@ class Program:
     local: Copies
     local_checks: LocalChecks | None
     steps: tuple[Step, ...]
+    """Empty where the bucket has no messages."""
 
 
 class ProgramBuilder:
@@ -84,7 +85,10 @@ class ProgramBuilder:
         """The program of a bucket whose storages own memory now; torch makes no views of those that own none."""
         staging = torch.empty(bucket.staging.get(self._rank, 0), dtype=self._dtype, device=self.device)
         parts = _Parts(staging)
-        steps = tuple(self._step(bucket, step, parts, checked) for step in range(bucket.num_steps))
+        steps = tuple(
+            self._step(bucket, step, parts, checked)
+            for step in range(bucket.num_steps if bucket.packs else 0)
+        )
         staged = WeightStorage({"staging": staging})
         staged.release()
         moves = bucket.local(self._rank)
