@@ -60,6 +60,8 @@ def _group_lines(plan: SwitchPlan) -> list[str]:
         f"  {len(plan.domains)} distinct plan(s), {plan.num_buckets} buckets: "
         + ", ".join(f"{format_ranks(ranks)} and {count - 1} like it" for ranks, count in plan.domains[:4])
         + (", ..." if len(plan.domains) > 4 else ""),
+        f"  audited, {plan.num_audited_moves:,} moves there and back: every element of every shard is written once, none"
+        " is lost",
     ]
 
 

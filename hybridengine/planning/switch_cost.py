@@ -10,9 +10,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from hybridengine.errors import PlanError
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.clusters import Cluster
 from hybridengine.planning.switch_time import DomainTraffic, line_rate_seconds, node_shares, predict_seconds
+from hybridengine.reshard.audit import audit, audit_return
 from hybridengine.reshard.boxes import moved, starts
 from hybridengine.reshard.cost import REMOTE, RankCost, plan_costs
 from hybridengine.reshard.layout import Layout, LocalParameter
@@ -39,6 +41,16 @@ class DomainPlan:
     @cached_property
     def back(self) -> Plan:
         return inverse_local(self.plan)
+
+    @cached_property
+    def problems(self) -> tuple[str, ...]:
+        """What the audit finds wrong with either way; nothing, unless the planner has an error."""
+        return (*audit(self.plan), *audit_return(self.plan, self.back))
+
+    @cached_property
+    def num_moves(self) -> int:
+        """Of both ways."""
+        return sum(len(bucket.moves) for plan in (self.plan, self.back) for bucket in plan.buckets)
 
     @cached_property
     def costs_there(self) -> tuple[RankCost, ...]:
@@ -81,6 +93,20 @@ class SwitchCost:
     @property
     def plans(self) -> tuple[Plan, ...]:
         return tuple(domain.plan for domain, _ in self.domains)
+
+    def check(self) -> int:
+        """Audit the plans; returns how many moves they have.
+
+        Raises:
+            PlanError: a plan is wrong.
+        """
+        for domain, _ in self.domains:
+            if domain.problems:
+                raise PlanError(
+                    f"the plan {domain.plan} is wrong ({len(domain.problems)} problems, first: {domain.problems[0]});"
+                    " this is an error of hybridengine: report it with this command"
+                )
+        return sum(domain.num_moves for domain, _ in self.domains)
 
     @property
     def num_domains(self) -> int:

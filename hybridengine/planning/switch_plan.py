@@ -42,6 +42,8 @@ class SwitchPlan:
     domains: tuple[tuple[tuple[int, ...], int], ...]
     """Ranks of each distinct domain, and how many domains repeat it."""
     num_buckets: int
+    num_audited_moves: int
+    """Moves of the distinct domains, there and back; all of them have passed the audit."""
     num_steps: int
     """2 where boxes enter a node once and are passed on inside it."""
     there: Variant
@@ -77,14 +79,14 @@ class SwitchPlan:
 def plan_switch(
     pricer: SwitchPricer, generation: GenerationGrid, cluster: Cluster, with_variants: bool = True
 ) -> SwitchPlan:
-    """Figures of switching to `generation` and back on `cluster`.
+    """Figures of switching to `generation` and back on `cluster`, from plans that have passed the audit.
 
     Args:
         with_variants: plan the other rank order, and the gather in one step, as well.
 
     Raises:
         ConfigError: the cluster has fewer devices than ranks, or no links that the switch needs.
-        PlanError: the engines cannot hold the model.
+        PlanError: the engines cannot hold the model; or a plan is wrong, which is an error of this project.
     """
     nodes = cluster.node_map(generation.train.num_ranks)
     cost = pricer.price(generation, nodes)
@@ -106,6 +108,7 @@ def plan_switch(
         num_domains=cost.num_domains,
         domains=tuple((repeats[0], len(repeats)) for _, repeats in cost.domains),
         num_buckets=max(len(plan.buckets) for plan in cost.plans),
+        num_audited_moves=cost.check(),
         num_steps=cost.num_steps,
         there=own,
         copied_bytes_max=cost.copied_bytes,

@@ -60,6 +60,7 @@ def test_text_shows_groups_bytes_memory_and_time(plan: Plan) -> None:
         "generation tensor [0,2] [1,3] [4,6] [5,7] ... 8 groups",
         "gather domains [0,1,4,5] [2,3,6,7] [8,9,12,13] [10,11,14,15]",
         "0 of 4 gather domains cross nodes",
+        "moves there and back: every element of every shard is written once, none is lost",
         "between nodes (received) 0 B 0 B",
         "redundant beside it 0 B",
         "predicted from the cluster file's figures, not measured",

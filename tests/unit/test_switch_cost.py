@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridengine.errors import PlanError
 from hybridengine.model_presets import PRESETS
 from hybridengine.model_shapes import ModelShape
 from hybridengine.planning.clusters import load_cluster
@@ -17,6 +19,7 @@ from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer, gen_shar
 from hybridengine.planning.switch_plan import SwitchPlan, plan_switch
 from hybridengine.reshard.cost import REMOTE, plan_costs
 from hybridengine.reshard.megatron import megatron_layout
+from hybridengine.reshard.plan import Plan
 from hybridengine.reshard.planner import compile_plan, inverse_local
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid, Grouping
@@ -100,6 +103,34 @@ def test_crossing_domains_of_both_rank_orders() -> None:
     }
     between = {order: cost.total_over(LinkClass.BETWEEN_NODES) for order, cost in crossing.items()}
     assert between[RankOrder.PAPER] == 0 < between[RankOrder.MEGATRON]
+
+
+def test_what_is_planned_is_audited() -> None:
+    """Every move is counted once for each domain that differs; one that is missing ends the planning."""
+    shape, generation = small_shape("llama", tied=False, vocab=250, layers=4, kv_heads=4), grid("1-4-2", "1-2")
+    cost = priced(shape, generation, 8)
+    assert len(cost.domains) == 2
+    moves = [
+        len(list(way.moves))
+        for _, repeats in cost.domains
+        for way in both_ways(shape, generation, repeats[0], NodeMap.uniform(8, 8))
+    ]
+    assert cost.check() == sum(moves)
+    (domain, _), _ = cost.domains
+    first, *others = domain.plan.buckets
+    short = dataclasses.replace(first, moves=first.moves[1:])
+    damaged = dataclasses.replace(domain.plan, buckets=(short, *others))
+    wrong = dataclasses.replace(domain, plan=damaged)
+    with pytest.raises(PlanError, match=r"is wrong \(\d+ problems, first: .*report it"):
+        dataclasses.replace(cost, domains=((wrong, ()),)).check()
+
+
+def both_ways(
+    shape: ModelShape, generation: GenerationGrid, ranks: tuple[int, ...], nodes: NodeMap
+) -> tuple[Plan, Plan]:
+    layouts = megatron_layout(shape, generation.train), vllm_layout(shape, generation)
+    plan = compile_plan(*layouts, ranks, 2**11, nodes=nodes)
+    return plan, inverse_local(plan)
 
 
 def test_two_steps_send_a_box_into_a_node_once() -> None:
