@@ -1,4 +1,4 @@
-"""What is slow to start, once for all tests of a session: a Ray cluster, and a forkserver with vLLM."""
+"""What is slow to start and shared: a Ray cluster and a forkserver with vLLM by the session, ranks by a module."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import ray
 import torch
 
 from hybridengine.controller.cluster import start_ray
+from hybridengine.controller.pool import ResourcePool
+from hybridengine.controller.worker_group import WorkerGroup
+from tests.full.probe_workers import ProbeWorker
 from tests.full.vllm_ranks import VllmRankLauncher
 from tests.gloo import preload  # noqa: F401  # before the test modules, which import the same without its filter
 
@@ -31,6 +34,25 @@ def ray_cluster() -> Iterator[int]:
     start_ray(num_cpus=NUM_CPUS, num_gpus=0)
     yield NUM_CPUS
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pool(ray_cluster: int) -> Iterator[ResourcePool]:
+    """4 ranks for all tests of a module: a test that ends or blocks ranks for good makes its own."""
+    with ResourcePool([4], env={"PROBE": "seen"}, timeout_s=60) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def actor(pool: ResourcePool) -> WorkerGroup:
+    """Probe workers, trained 2-2-1 and generating 1-1."""
+    return WorkerGroup(pool, ProbeWorker, role="actor", parallel="2-2-1", generate="1-1")
+
+
+@pytest.fixture(scope="module")
+def critic(pool: ResourcePool) -> WorkerGroup:
+    """Probe workers on the same processes, trained 1-2-2."""
+    return WorkerGroup(pool, ProbeWorker, role="critic", parallel="1-2-2", config={"offset": 100})
 
 
 @pytest.fixture(scope="session")

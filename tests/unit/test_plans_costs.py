@@ -198,6 +198,7 @@ def test_memory_of_layouts_that_need_not_nest(case: Case, bucket_elements: int) 
             assert returned[rank].peak_bytes <= returned[rank].peak_bound_bytes
             assert returned[rank].peak_bytes <= there[rank].peak_bytes
 
+
 def replica_received(case: Case) -> int:
     """Elements received by all ranks of the first training replica."""
     replica = case.grid.groups("pp", "tp")[0]

@@ -107,7 +107,10 @@ def test_crossing_domains_of_both_rank_orders() -> None:
 
 def test_what_is_planned_is_audited() -> None:
     """Every move is counted once for each domain that differs; one that is missing ends the planning."""
-    shape, generation = small_shape("llama", tied=False, vocab=250, layers=4, kv_heads=4), grid("1-4-2", "1-2")
+    shape, generation = (
+        small_shape("llama", tied=False, vocab=250, layers=4, kv_heads=4),
+        grid("1-4-2", "1-2"),
+    )
     cost = priced(shape, generation, 8)
     assert len(cost.domains) == 2
     moves = [

@@ -1,0 +1,161 @@
+"""What a caller sees of failures, hangs, dead ranks and calls, groups or pools that cannot be, on a real Ray cluster."""
+
+from __future__ import annotations
+
+import pickle
+import time
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+
+from hybridengine.controller.failures import Outcome, RankFailedError, failure_of
+from hybridengine.controller.pool import ResourcePool
+from hybridengine.controller.waiting import Operation
+from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.errors import ConfigError, ProtocolError, TopologyError, WorkerError, WorkerTimeoutError
+from tests.full.probe_workers import BrokenWorker, ClashingWorker, ProbeWorker, SilentWorker, batch_of
+
+
+def test_a_worker_exception_says_where_and_why(actor: WorkerGroup) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        actor.fail(2).get()
+    error = caught.value
+    assert (error.role, error.method, error.rank) == ("actor", "fail", 2)
+    assert error.place.startswith("pp=1 dp=0 tp=0, node ")
+    assert str(error).startswith("actor.fail failed on rank 2 (pp=1 dp=0 tp=0, node ")
+    assert "ValueError: bad luck on 2" in str(error)
+    assert "in fail\n" in str(error), "the rank's traceback is missing"
+    assert isinstance(error.__cause__, ValueError)
+    assert str(error.original) == "bad luck on 2"
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.rank) == (str(error), 2)
+    assert actor.items(["a"] * 4).get() == ["a@0", "a@1", "a@2", "a@3"], "the group lives on"
+
+
+def test_an_exception_that_cannot_be_pickled_arrives_as_text(actor: WorkerGroup) -> None:
+    with pytest.raises(RankFailedError, match="UnpicklableError: 1 and 2") as caught:
+        actor.fail(3, picklable=False).get()
+    assert caught.value.original is None
+    assert caught.value.rank == 3
+
+
+def test_a_failure_that_nobody_fetched_is_raised_by_the_next_call(
+    actor: WorkerGroup, critic: WorkerGroup
+) -> None:
+    forgotten = actor.fail(1)
+    while forgotten.operation.missing:
+        forgotten.done()
+        time.sleep(0.01)
+    with pytest.raises(RankFailedError, match=r"actor\.fail failed on rank 1"):
+        critic.describe()
+    assert len(critic.describe().get()) == 4, "a failure is raised once"
+
+
+def test_a_hang_ends_in_a_timeout_that_names_operation_and_ranks(
+    actor: WorkerGroup, critic: WorkerGroup
+) -> None:
+    hanging = actor.sleep(3, 4.0)
+    with pytest.raises(
+        WorkerTimeoutError, match=r"actor\.sleep did not end within 1 s: 1 of 4 ranks"
+    ) as caught:
+        hanging.get(timeout_s=1.0)
+    assert "  rank 3 (pp=1 dp=0 tp=1, node " in str(caught.value)
+    assert "rank 2" not in str(caught.value)
+    assert "still in" not in str(caught.value), "the rank is in this very call"
+    behind = critic.describe()
+    with pytest.raises(WorkerTimeoutError, match=r"critic\.describe") as caught:
+        behind.get(timeout_s=0.5)
+    assert "still in actor.sleep" in str(caught.value)
+    assert hanging.get() == [None] * 4, "a call that timed out can be waited for again"
+    assert len(behind.get()) == 4
+
+
+def test_wrong_calls_are_refused_in_the_controller(actor: WorkerGroup, critic: WorkerGroup) -> None:
+    with pytest.raises(TypeError, match=r"actor\.tp_sum.*missing a required argument: 'value'"):
+        actor.tp_sum()
+    with pytest.raises(AttributeError, match="did you mean over_dp"):
+        actor.over_pd(batch_of(4))
+    with pytest.raises(ProtocolError, match="3 rows cannot be split over 4 generation replicas"):
+        actor.over_replicas(batch_of(3))
+    with pytest.raises(ProtocolError, match="needs generation sizes"):
+        critic.over_replicas(batch_of(4))
+    with pytest.raises(ProtocolError, match="2 and 4 rows"):
+        actor.over_ranks(batch_of(4), batch_of(2), factor=1)
+
+
+@pytest.mark.usefixtures("actor")
+def test_wrong_groups_are_refused_before_anything_starts(ray_cluster: int, pool: ResourcePool) -> None:
+    fresh = ResourcePool([4])
+    with pytest.raises(ConfigError, match="2·2·2 = 8 ranks, and the pool has 4"):
+        WorkerGroup(fresh, ProbeWorker, parallel="2-2-2")
+    with pytest.raises(TopologyError, match="1·3 = 3 ranks do not divide the 4 ranks of training 4-1-1"):
+        WorkerGroup(fresh, ProbeWorker, parallel="4-1-1", generate="1-3")
+    with pytest.raises(ConfigError, match="SilentWorker has no registered method"):
+        WorkerGroup(fresh, SilentWorker, parallel="2-2-1")
+    with pytest.raises(ConfigError, match=r"ClashingWorker\.protocol has the name of an attribute"):
+        WorkerGroup(fresh, ClashingWorker, parallel="2-2-1")
+    with pytest.raises(WorkerError, match=r"'nowhere\.Worker' cannot be imported"):
+        WorkerGroup(fresh, "nowhere.Worker", parallel="2-2-1")
+    assert not fresh.started
+    with pytest.raises(ConfigError, match="role 'actor' exists in this pool"):
+        WorkerGroup(pool, ProbeWorker, role="actor", parallel="2-2-1")
+
+
+def test_more_ranks_than_the_cluster_has_are_refused(ray_cluster: int) -> None:
+    for ranks_per_node in ([ray_cluster + 1], [1, 1]):
+        pool = ResourcePool(ranks_per_node)
+        begin = time.monotonic()
+        with pytest.raises(ConfigError, match=r"with 8 CPUs and 0 GPUs; choose smaller parallel sizes"):
+            pool.start()
+        assert time.monotonic() - begin < 5
+        assert not pool.started
+    with pytest.raises(ConfigError, match="and 1 GPU each"):
+        ResourcePool(gpus_per_node=[1]).start()
+    with pytest.raises(ConfigError, match="exactly one"):
+        ResourcePool([1], gpus_per_node=[1])
+
+
+def test_a_failing_constructor_names_its_rank(pool: ResourcePool) -> None:
+    with pytest.raises(RankFailedError, match=r"broken\.__init__ failed on rank 2.*heads=3 is odd") as caught:
+        WorkerGroup(pool, BrokenWorker, parallel="2-2-1")
+    assert isinstance(caught.value.__cause__, ConfigError)
+
+
+def test_a_failed_or_dead_rank_is_reported_while_its_peers_hang(ray_cluster: int) -> None:
+    pool = ResourcePool([2], timeout_s=60)
+    with pool:
+        group = WorkerGroup(pool, ProbeWorker, parallel="1-2-1")
+        begin = time.monotonic()
+        with pytest.raises(RankFailedError, match=r"probe\.fail_before_collective failed on rank 1"):
+            group.fail_before_collective(1).get()
+        assert time.monotonic() - begin < 3, "a failure waits for nobody"
+        begin = time.monotonic()
+        with pytest.raises(RankFailedError, match=r"probe\.die_before_collective died on rank 1") as caught:
+            group.die_before_collective(1).get()
+        assert time.monotonic() - begin < 15
+        assert caught.value.failure.died
+        assert caught.value.place.startswith("pp=0 dp=0 tp=1, node ")
+        begin = time.monotonic()
+        pool.close()
+        assert time.monotonic() - begin < 15
+
+
+def test_the_cause_is_blamed_and_not_its_echo_in_a_collective(ray_cluster: int) -> None:
+    @ray.remote(num_cpus=0)
+    def later(outcome: Outcome, seconds: float) -> Outcome:
+        time.sleep(seconds)
+        return outcome
+
+    with pytest.raises(ValueError, match="process group") as caught:
+        dist.all_reduce(torch.ones(1))
+    echo = failure_of(0, caught.value)
+    cause = failure_of(1, ValueError("the cause"))
+    assert (echo.in_collective, cause.in_collective) == (True, False)
+    ray.get(later.remote(Outcome(1, 0.0), 0.0))  # the process that runs it next has started
+    arriving = {0: ray.put(Outcome(0, 0.0, echo)), 1: later.remote(Outcome(1, 0.0, cause), 0.5)}
+    with pytest.raises(
+        RankFailedError, match=r"probe\.step failed on rank 1 .*the cause\nalso failed: rank 0 "
+    ):
+        Operation("probe", "step", arriving, ["here", "there"]).wait(timeout_s=10)

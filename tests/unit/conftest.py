@@ -1,0 +1,43 @@
+"""Configurations that the tests of the checks start from, each a valid one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_checkpoint_files import write_checkpoint
+
+BUILT = """
+cluster: {ranks_per_node: [4]}
+model:
+  build: {num_layers: 4, num_heads: 4, num_kv_heads: 2, ffn_hidden_size: 384, max_positions: 128}
+data: {task: {}, batch_size: 8}
+actor: {parallel: 2-2-1, generate: 1-1}
+critic: {parallel: 1-2-2}
+"""
+
+FROM_CHECKPOINT = """
+model: {path: MODEL}
+data: {train_file: TRAIN, batch_size: 8}
+rollout: {max_prompt_tokens: 16, max_response_tokens: 16}
+"""
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Path:
+    """4 ranks, a model to build, actor 2-2-1 -> 1-1, critic 1-2-2."""
+    path = tmp_path / "built.yaml"
+    path.write_text(BUILT)
+    return path
+
+
+@pytest.fixture
+def from_checkpoint(tmp_path: Path) -> Path:
+    """1 rank, the small checkpoint of the checkpoint tests, an (unread) training file."""
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text("")
+    path = tmp_path / "run.yaml"
+    text = FROM_CHECKPOINT.replace("MODEL", str(tmp_path / "model"))
+    path.write_text(text.replace("TRAIN", str(tmp_path / "train.jsonl")))
+    return path

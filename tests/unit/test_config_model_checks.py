@@ -1,0 +1,166 @@
+"""Checks of a run's models: checkpoints, GGUF files, architectures, presets and shapes, with value, rule and remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridengine.config import load_config, model_shape
+from hybridengine.errors import ConfigError
+from hybridengine.model_presets import PRESETS
+from tests.unit.test_checkpoint_files import CONFIG, write_checkpoint
+from tests.unit.test_config import problems_of
+
+
+def test_a_missing_checkpoint_and_missing_files(tmp_path: Path, from_checkpoint: Path) -> None:
+    found = problems_of(
+        from_checkpoint,
+        "model.path=/no/model",
+        "data.train_file=/no/train",
+        "data.eval_file=no/eval",
+        "model.tokenizer=/no/tokenizer",
+        "critic.path=/no/critic",
+        "warmup.file=/no/demonstrations",
+    )
+    assert sorted(found) == [
+        "critic.path=/no/critic is not a folder; name one that exists",
+        f"data.eval_file=no/eval is not a file; name one that exists, relative paths start at {Path.cwd()}",
+        "data.train_file=/no/train is not a file; name one that exists",
+        "model.path=/no/model is not a folder; name one that exists",
+        "model.tokenizer=/no/tokenizer is not a folder; name one that exists",
+        "warmup.file=/no/demonstrations is not a file; name one that exists",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gguf", "message"),
+    [
+        ("/no/m.gguf", "model.gguf=/no/m.gguf is not a file; name one that exists"),
+        (
+            "no_such_package:m.gguf",
+            "model.gguf=no_such_package:m.gguf: package no_such_package is not installed;",
+        ),
+        ("yaml:m.gguf", "model.gguf=yaml:m.gguf is not a file; name a file of package yaml"),
+    ],
+)
+def test_a_gguf_file_must_exist(tmp_path: Path, from_checkpoint: Path, gguf: str, message: str) -> None:
+    description = tmp_path / "shape.json"
+    description.write_text(json.dumps(CONFIG))
+    overrides = ["model.path=null", f"model.hf_config={description}", f"model.gguf={gguf}"]
+    (problem,) = problems_of(from_checkpoint, *overrides)
+    assert problem.startswith(message)
+    overrides[-1] = f"model.gguf={description}"
+    assert load_config(from_checkpoint, overrides).model.gguf_file == description
+
+
+def test_a_broken_checkpoint_is_described(tmp_path: Path, from_checkpoint: Path) -> None:
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    (problem,) = problems_of(from_checkpoint)
+    assert problem.startswith(f"model.path: {file} is truncated: its header describes")
+
+
+def test_an_unsupported_architecture(tmp_path: Path, from_checkpoint: Path) -> None:
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(CONFIG | {"architectures": ["GPT2LMHeadModel"]}))
+    (problem,) = problems_of(from_checkpoint)
+    assert "model.path: " in problem
+    assert "architectures=['GPT2LMHeadModel'] is not supported; use one of LlamaForCausalLM, " in problem
+
+
+def test_each_role_is_checked_against_its_own_model(tmp_path: Path, from_checkpoint: Path) -> None:
+    write_checkpoint(tmp_path / "critic", CONFIG | {"num_key_value_heads": 2, "num_hidden_layers": 1})
+    sizes = [f"critic.path={tmp_path / 'critic'}", "cluster.ranks_per_node=[2]", "actor.parallel=2-1-1"]
+    (problem,) = problems_of(from_checkpoint, *sizes)
+    assert problem.startswith(
+        "actor.parallel=2-1-1: p=2 pipeline stages need as many layers, the model has num_layers=1"
+    )
+    config = load_config(from_checkpoint, [*sizes, "critic.parallel=1-2-1"])
+    assert (model_shape(config).num_layers, model_shape(config, "critic").num_layers) == (2, 1)
+    assert model_shape(config, "reference") == model_shape(config)
+    (problem,) = problems_of(from_checkpoint, *sizes[1:], "critic.parallel=1-2-1")
+    assert problem.startswith("critic.parallel=1-2-1: t=2 does not divide num_kv_heads=1; choose 1")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, " has no score head, a reward model gives one score; use a ...ForSequenceClassification"),
+        (
+            {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 2},
+            " has 2 labels, a reward model",
+        ),
+        ({"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}, None),
+    ],
+)
+def test_a_reward_model_has_one_label(
+    tmp_path: Path, from_checkpoint: Path, change: dict[str, Any], message: str | None
+) -> None:
+    folder = write_checkpoint(tmp_path / "reward", CONFIG | change)
+    overrides = ["reward.kind=model", f"reward.path={folder}"]
+    if message is None:
+        assert load_config(from_checkpoint, overrides).model_roles == (
+            "actor",
+            "critic",
+            "reference",
+            "reward",
+        )
+        return
+    (problem,) = problems_of(from_checkpoint, *overrides)
+    assert f"reward.path={folder}{message}" in problem
+
+
+def test_a_dry_run_needs_no_checkpoint_where_the_shapes_are_given(
+    tmp_path: Path, from_checkpoint: Path
+) -> None:
+    description = tmp_path / "shape.json"
+    description.write_text(json.dumps(CONFIG | {"num_hidden_layers": 5}))
+    absent = ["model.path=/no/model", f"model.hf_config={description}", "data.train_file=/no/train"]
+    config = load_config(from_checkpoint, absent, dry_run=True)
+    assert model_shape(config).num_layers == 5
+    assert len(problems_of(from_checkpoint, *absent)) == 2  # a real run needs both
+    (problem,) = problems_of(from_checkpoint, "model.path=/no/model", dry_run=True)
+    assert problem.endswith("or give model.hf_config")
+    (problem,) = problems_of(from_checkpoint, f"model.hf_config={description}")
+    assert problem.startswith(f"model.hf_config={description} describes another model than ")
+    (problem,) = problems_of(from_checkpoint, "model.hf_config=/no/config.json", dry_run=True)
+    assert problem.startswith(
+        "model.hf_config: model '/no/config.json' is neither a preset nor a config.json"
+    )
+
+
+def test_a_preset_gives_the_shapes(from_checkpoint: Path) -> None:
+    absent = ["model.path=/no/model", "data.train_file=/no/train"]
+    config = load_config(from_checkpoint, [*absent, "model.hf_config=llama3-70b"], dry_run=True)
+    assert model_shape(config) == PRESETS["llama3-70b"].shape()
+    problem, *_ = problems_of(from_checkpoint, *absent, "model.hf_config=lama3-70b", dry_run=True)
+    assert problem.startswith("model.hf_config: model 'lama3-70b'") and "did you mean llama3-70b" in problem
+    (problem,) = problems_of(from_checkpoint, "model.hf_config=llama3-70b")
+    assert problem.startswith("model.hf_config=llama3-70b describes another model than ")
+
+
+def test_a_gguf_file_needs_more_than_a_preset(tmp_path: Path, from_checkpoint: Path) -> None:
+    for given in ("llama3-70b", str(tmp_path / "model")):
+        overrides = ["model.path=null", f"model.gguf={from_checkpoint}", f"model.hf_config={given}"]
+        (problem,) = problems_of(from_checkpoint, *overrides)
+        assert problem.startswith(f"model.hf_config={given} must be a file to convert model.gguf=")
+
+
+def test_model_shape_without_a_model(tmp_path: Path, from_checkpoint: Path) -> None:
+    config = load_config(from_checkpoint)
+    without = config.model_copy(update={"model": config.model.model_copy(update={"path": None})})
+    with pytest.raises(ConfigError, match="given by none of path, gguf and build"):
+        model_shape(without)
+
+
+def test_a_built_model_has_the_shape_that_its_section_says(built: Path) -> None:
+    shape = model_shape(load_config(built, ["model.build.family=qwen2"]))
+    assert (shape.family, shape.qkv_bias, shape.qk_norm) == ("qwen2", True, False)
+    shape = model_shape(load_config(built, ["model.build.family=llama", "model.build.tied_embeddings=false"]))
+    assert (shape.family, shape.qkv_bias, shape.tied_embeddings) == ("llama", False, False)
+    shape = model_shape(load_config(built))
+    assert (shape.family, shape.qk_norm, shape.vocab_size, shape.head_dim) == ("qwen3", True, 57, 32)
+    assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.max_positions) == (4, 4, 2, 128)
