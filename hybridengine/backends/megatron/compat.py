@@ -64,7 +64,7 @@ def one_bucket_per_parameter(module: nn.Module) -> Iterator[None]:
     finally:
         for parameter, mark in before.items():
             if mark is None:
-                del parameter.shared_embedding
+                del parameter.shared_embedding  # type: ignore[attr-defined]
             else:
                 parameter.shared_embedding = mark  # type: ignore[attr-defined]
 

@@ -138,7 +138,7 @@ def build_model(
             pg_collection=groups,
         )
         if last and shape.num_labels:
-            model.output_layer = ScoreHead(shape.hidden_size, shape.num_labels)
+            model.output_layer = ScoreHead(shape.hidden_size, shape.num_labels)  # type: ignore[assignment]
         _mark_sharded(model)
         return model.to(device=device(), dtype=DTYPES[dtype])
 
