@@ -119,7 +119,7 @@ class PlanExecutor:
             while in_flight:
                 self._finish_oldest(in_flight, after_bucket)
             if not self._is_local:
-                self._transport.meet()
+                self._transport.meet(self.plan.ranks)
         except (HybridEngineError, MemoryError, RuntimeError) as error:
             self._abandon(in_flight)
             raise self._failure(error) from error

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.runtime.neighbours import Neighbours
-from hybridengine.runtime.transport import Message, Messages, PeerError, Pending, PointToPointTransport
+from hybridengine.runtime.transport import (
+    Message,
+    Messages,
+    PeerError,
+    Pending,
+    PointToPointTransport,
+    meeting_rounds,
+)
 
 OFFER, DONE, MEET = "O", "D", "M"
 """What a note to a neighbour is about."""
@@ -84,11 +91,11 @@ class PeerMemoryTransport(PointToPointTransport):
             self.neighbours.tell(rank, OFFER, numbers[rank, True], note)
         return _Reading(self, messages, posted, numbers)
 
-    def meet(self) -> None:
+    def meet(self, ranks: tuple[int, ...]) -> None:
         if not self.neighbours.are_all:
-            super().meet()
+            super().meet(ranks)
             return
-        for leading, following in self.meeting_rounds():
+        for leading, following in meeting_rounds(ranks, dist.get_rank()):
             self._num_rounds += 1
             self.neighbours.tell(following, MEET, self._num_rounds)
             self.neighbours.hear(leading, MEET, self._num_rounds)

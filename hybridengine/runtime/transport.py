@@ -87,7 +87,7 @@ class PointToPointTransport:
         self.group = group
         self.received_bytes = 0
         """Weight bytes received since the transport was made."""
-        self._rounds: list[Messages] | None = None
+        self._rounds: dict[tuple[int, ...], list[Messages]] = {}
 
     @property
     def is_closed(self) -> bool:
@@ -129,8 +129,8 @@ class PointToPointTransport:
             raise PeerError(tuple(sorted(set(messages.peers))), str(error)) from error
         return Pending(self, messages, requests)
 
-    def meet(self) -> None:
-        """Wait until all ranks of the group have come here.
+    def meet(self, ranks: tuple[int, ...]) -> None:
+        """Wait until all of `ranks`, of which this is one, have come here.
 
         In rounds, as many as the logarithm of the ranks: in the k-th, a rank tells the one 2^k places behind it what it
         has heard (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988).
@@ -138,27 +138,25 @@ class PointToPointTransport:
         Raises:
             PeerError: a peer failed, or did not come before the group's timeout.
         """
-        if self._rounds is None:
+        if ranks not in self._rounds:
             device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-            self._rounds = [
+            self._rounds[ranks] = [
                 self.prepare(
                     [(following, torch.ones(1, dtype=torch.uint8, device=device))],
                     [(leading, torch.zeros(1, dtype=torch.uint8, device=device))],
                     are_weights=False,
                 )
-                for leading, following in self.meeting_rounds()
+                for leading, following in meeting_rounds(ranks, dist.get_rank())
             ]
-        for messages in self._rounds:
+        for messages in self._rounds[ranks]:
             self.post(messages).wait()
-
-    def meeting_rounds(self) -> list[tuple[int, int]]:
-        """For each round of a meeting: (rank to hear, rank to tell)."""
-        ranks = dist.get_process_group_ranks(self.group)
-        place, size = ranks.index(dist.get_rank()), len(ranks)
-        distances = (2**number for number in range((size - 1).bit_length()))
-        return [
-            (ranks[(place - distance) % size], ranks[(place + distance) % size]) for distance in distances
-        ]
 
     def give_up(self) -> None:
         """Nothing more is sent or received: where they can be told at once, peers that wait need not wait longer."""
+
+
+def meeting_rounds(ranks: Sequence[int], rank: int) -> list[tuple[int, int]]:
+    """For each round of a meeting of `ranks`: (rank to hear, rank to tell)."""
+    place, size = ranks.index(rank), len(ranks)
+    distances = (2**number for number in range((size - 1).bit_length()))
+    return [(ranks[(place - distance) % size], ranks[(place + distance) % size]) for distance in distances]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -14,13 +14,16 @@ from torch import Tensor
 
 from hybridengine.reshard.plan import Bucket
 from hybridengine.runtime.peer_memory import PeerMemoryTransport
-from hybridengine.runtime.programs import Program, ProgramBuilder
+from hybridengine.runtime.programs import Copies, Program, ProgramBuilder
 from hybridengine.runtime.transport import Messages, Pending, PointToPointTransport
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Where a rank is: about to post a bucket's messages of some step (`post`), or they have all come (`arrived`)."""
+    """Where a rank is: about to post a bucket's messages of some step (`post`), or they have all come (`arrived`).
+
+    A bucket without messages has one stage, before it is copied (`copy`).
+    """
 
     name: str
     bucket: Bucket
@@ -46,6 +49,9 @@ class StagedTransport(PointToPointTransport):
         pending = super().post(messages)
         return _StagedPending(self, messages, pending)
 
+    def reach_copy(self, bucket: Bucket) -> None:
+        self._at_stage(Stage("copy", bucket, 0, ()))
+
     def reach(self, name: str, messages: Messages) -> None:
         if id(messages) in _buckets:
             bucket, step = _buckets[id(messages)]
@@ -55,6 +61,18 @@ class StagedTransport(PointToPointTransport):
 
 class StagedMemoryTransport(StagedTransport, PeerMemoryTransport):
     """The same where weights are read from the memory of peers."""
+
+
+@dataclass(frozen=True)
+class _StagedCopies(Copies):
+    """Copies of a bucket without messages."""
+
+    transport: StagedTransport
+    bucket: Bucket
+
+    def run(self) -> None:
+        self.transport.reach_copy(self.bucket)
+        super().run()
 
 
 class _StagedPending(Pending):
@@ -83,7 +101,11 @@ def stages_known() -> Iterator[None]:
         program = build(builder, bucket, *args)
         for number, step in enumerate(program.steps):
             _buckets[id(step.messages)] = bucket, number
-        return program
+        transport = builder._transport
+        if program.steps or not isinstance(transport, StagedTransport):
+            return program
+        local = _StagedCopies(program.local.sources, program.local.targets, transport, bucket)
+        return replace(program, local=local)
 
     with mock.patch.object(ProgramBuilder, "build", build_and_note):
         yield

@@ -41,7 +41,7 @@ class Break:
     """What a rank does instead of going on, and where."""
 
     stage: str
-    """`before`: it never begins. `post`, `arrived`: at this stage of a bucket. `after`: its own switch is complete."""
+    """`before`: it never begins. `post`, `arrived`, `copy`: at this stage of a bucket. `after`: its switch is complete."""
     bucket: int = 0
     step: int = 0
     back: bool = False
@@ -74,7 +74,7 @@ class Break:
         return mock.patch.object(failure_notes, "_store", return_value=found)
 
     def __str__(self) -> str:
-        where = f" bucket {self.bucket} step {self.step}" if self.stage in ("post", "arrived") else ""
+        where = f" bucket {self.bucket} step {self.step}" if self.stage in ("post", "arrived", "copy") else ""
         back, memory = " on the way back" if self.back else "", " in memory" if self.in_memory else ""
         return f"{'hangs' if self.hangs else 'dies'} {self.stage}{where}{back}{memory}"
 
@@ -179,8 +179,7 @@ WHILE_OTHERS_WAIT = [
 ]
 WHILE_NOBODY_WAITS = [
     Break("after"),
-    Break("post", MIDDLE, back=True),
-    Break("arrived", MIDDLE, back=True),
+    Break("copy", MIDDLE, back=True),
     Break("after", in_memory=True),
 ]
 
@@ -245,8 +244,8 @@ def test_others_that_have_all_they_need_go_on(case: Break, folder: Path, run_ran
         assert aftermath.other_bytes == 0
         assert aftermath.returned_whole
         assert aftermath.gradients_are_back
-        if aftermath.mode is Mode.TRAINING:  # the connection was cut before the last bucket had been read
-            assert f"rank {rank}: bucket {aftermath.num_buckets - 1} of" in aftermath.error
+        if aftermath.mode is Mode.TRAINING:  # the connection was cut before the last message had been read
+            assert f"rank {rank}: the meeting after bucket {aftermath.num_buckets - 1} of" in aftermath.error
             assert f"missing ranks: [{BROKEN_RANK}]" in aftermath.error
         else:
             assert aftermath.mode is Mode.GENERATING
