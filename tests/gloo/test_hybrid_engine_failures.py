@@ -41,7 +41,7 @@ class Break:
     """What a rank does instead of going on, and where."""
 
     stage: str
-    """`before`: it never begins. `post`, `arrived`, `copy`: at this stage of a bucket. `after`: its switch is complete."""
+    """`before`: it never begins. `post`, `arrived`, `copy`: at this stage of a bucket. `after`: its own is complete."""
     bucket: int = 0
     step: int = 0
     back: bool = False
