@@ -137,8 +137,9 @@ def test_bytes_of_a_switch_are_those_of_the_plan(run: Run):
         assert row[keys.RECEIVED_BYTES] == cost.received_bytes
         peak = value(row, keys.PEAK_WEIGHT_BYTES)
         assert peak <= max(cost.train_bytes, cost.gen_bytes) + cost.bucket_bytes
-        # Megatron pads each parameter's storage, which the plan does not know.
-        assert peak == pytest.approx(cost.peak_bytes, rel=0.002)
+        # Megatron pads each parameter's storage, which the plan does not know: small ones, which come last, to twice
+        # their size.
+        assert cost.peak_bytes <= peak <= 1.01 * cost.peak_bytes
 
 
 def test_the_first_step_starts_from_the_reference(run: Run):

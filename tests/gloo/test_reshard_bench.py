@@ -234,6 +234,7 @@ def test_no_process_outlives_a_killed_rank_or_an_interrupt(
     process = subprocess.Popen(
         [COMMAND, *command],
         env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
     )  # fmt: skip
     with ended(process):
         assert process.stdout is not None
