@@ -20,7 +20,7 @@ Source: HybridFlow, arXiv 2409.19256, table 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import isfunction
 from itertools import pairwise
@@ -239,18 +239,43 @@ PAPER_PROTOCOLS = {
 }
 """The six protocols of table 3 by the paper's names."""
 
-_ATTRIBUTE = "_transfer_protocol"
+_ATTRIBUTE = "_registration"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def register(protocol: Protocol) -> Callable[[_Function], _Function]:
+@dataclass(frozen=True)
+class Registration:
+    """What a group knows of a worker method that the controller may call."""
+
+    protocol: Protocol
+    columns: tuple[str, ...] | None = None
+    """Columns that the method reads; None for all that its rows have."""
+    returns_rows: bool = False
+    """Whether the method returns rows, which then stay on their ranks; else its results come to the controller."""
+
+
+def register(
+    protocol: Protocol, columns: Sequence[str] | None = None, *, returns_rows: bool = False
+) -> Callable[[_Function], _Function]:
     """Decorator that makes a worker method callable through its group, with rows travelling by `protocol`.
 
+    Args:
+        columns: what the method reads of the rows that it is given. Only these are fetched; all, where None.
+        returns_rows: the method returns a TensorDict with as many rows as it was given, on the protocol's source ranks
+            at least. The rows stay there, and the caller gets a reference to them.
+
     Raises:
-        ProtocolError: what is given is not a protocol, or what is decorated is not a plain method.
+        ProtocolError: what is given is not a protocol, rows are returned by one that does not concatenate them, or what
+            is decorated is not a plain method.
     """
     if not isinstance(protocol, Protocol):
         raise ProtocolError(f"@register({protocol!r}) names no protocol; write e.g. @register(PROTO_3D)")
+    if returns_rows and not protocol.concatenates:
+        raise ProtocolError(
+            f"@register({protocol.name}, returns_rows=True): {protocol.name} does not put rows together; choose a"
+            " protocol that does, e.g. 3D_PROTO"
+        )
+    registration = Registration(protocol, None if columns is None else tuple(columns), returns_rows)
 
     def mark(function: _Function) -> _Function:
         if not isfunction(cast(object, function)):
@@ -258,27 +283,27 @@ def register(protocol: Protocol) -> Callable[[_Function], _Function]:
                 f"@register({protocol.name}) decorates {function!r}, which is not a plain method;"
                 " put @register outermost, on a method that takes self"
             )
-        setattr(function, _ATTRIBUTE, protocol)
+        setattr(function, _ATTRIBUTE, registration)
         return function
 
     return mark
 
 
-def registered(cls: type) -> dict[str, tuple[Callable[..., Any], Protocol]]:
-    """Registered methods of `cls` and its bases: name -> (function, protocol).
+def registered(cls: type) -> dict[str, tuple[Callable[..., Any], Registration]]:
+    """Registered methods of `cls` and its bases: name -> (function, registration).
 
     Raises:
         ProtocolError: a subclass overrides a registered method without registering its own.
     """
-    found: dict[str, tuple[Callable[..., Any], Protocol]] = {}
+    found: dict[str, tuple[Callable[..., Any], Registration]] = {}
     for base in reversed(cls.__mro__):
         for name, function in vars(base).items():
-            protocol = vars(function).get(_ATTRIBUTE) if isfunction(function) else None
-            if protocol is not None:
-                found[name] = (function, protocol)
+            registration = vars(function).get(_ATTRIBUTE) if isfunction(function) else None
+            if registration is not None:
+                found[name] = (function, registration)
             elif name in found:
                 raise ProtocolError(
-                    f"{base.__name__}.{name} overrides a method registered with {found[name][1].name} without"
+                    f"{base.__name__}.{name} overrides a method registered with {found[name][1].protocol.name} without"
                     f" @register; decorate it with a protocol as well"
                 )
     return found

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import PurePath
 
+from hybridengine.controller.calls import InputFailedError
 from hybridengine.errors import WorkerError
 
 
@@ -28,6 +29,8 @@ class RankFailure:
     """The exception itself, where it can be pickled."""
     died: bool = False
     """The process is gone, and every role in it."""
+    lacks_input: bool = False
+    """Rows that the call was given were never produced: the echo of another call's failure."""
     in_collective: bool = False
     """Raised inside torch.distributed: usually the echo of another rank's failure."""
     role: str = ""
@@ -55,9 +58,19 @@ class Outcome:
     """How one call ended on one rank."""
 
     rank: int
-    seconds: float
-    """Time inside the worker's method."""
+    begin: float
+    """When the rank took the call up, in seconds since the epoch."""
+    end: float
     failure: RankFailure | None = None
+    fetch_seconds: float = 0.0
+    """Of the time between them: until the call's rows were there."""
+    transferred: dict[str, int] = field(default_factory=dict)
+    """Bytes of rows that came from other processes, by the call that had produced them."""
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning to the end."""
+        return self.end - self.begin
 
 
 class RankFailedError(WorkerError):
@@ -107,6 +120,7 @@ def failure_of(rank: int, error: BaseException) -> RankFailure:
         error=f"{type(error).__name__}: {error}",
         traceback="".join(traceback.format_exception(error)),
         pickled=pickled,
+        lacks_input=isinstance(error, InputFailedError),
         in_collective=_lost_a_peer(error),
     )
 
@@ -127,7 +141,10 @@ def rank_failed(failure: RankFailure, others: list[RankFailure]) -> RankFailedEr
 
 def root_cause(failures: list[RankFailure]) -> tuple[RankFailure, list[RankFailure]]:
     """The failure to report and the others: a dead rank before an exception before the echo of one."""
-    ordered = sorted(failures, key=lambda failure: (not failure.died, failure.in_collective, failure.rank))
+    ordered = sorted(
+        failures,
+        key=lambda failure: (not failure.died, failure.lacks_input, failure.in_collective, failure.rank),
+    )
     return ordered[0], ordered[1:]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
+from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.waiting import Operation
 from hybridengine.errors import WorkerError
 
@@ -27,13 +28,19 @@ class Future:
         collect: Callable[[list[Any]], Any],
         timeout_s: float,
         blocked_by: Callable[[int], str | None],
+        inputs: Sequence[Any] = (),
     ) -> None:
-        """`results` are references to the results of the source ranks, in row order."""
+        """`results` are references to the results of the source ranks, in row order.
+
+        `inputs` are calls (`Produced`) whose rows the call reads: they are kept until it has ended, and where it fails
+        because one of them has, that one's failure is raised.
+        """
         self._operation = operation
         self._results = dict(results)
         self._collect = collect
         self._timeout_s = timeout_s
         self._blocked_by = blocked_by
+        self._inputs = list(inputs)
         self._error: WorkerError | None = None
         self._collected = False
         self._value: Any = None
@@ -53,6 +60,18 @@ class Future:
         """Whether `wait` or `get` has raised the call's failure."""
         return self._error is not None
 
+    @property
+    def references(self) -> list[ObjectRef]:
+        """References to the results of the source ranks, in row order."""
+        return list(self._results.values())
+
+    def settle(self) -> None:
+        """Once the call has ended well: give up the rows that it has read, and count what it has fetched."""
+        if self._inputs and self._operation.poll() and not self._operation.failed:
+            self._inputs.clear()
+            for producer, num_bytes in self._operation.transferred.items():
+                row_exchange().transferred[producer, str(self._operation)] += num_bytes
+
     def done(self) -> bool:
         """Whether every rank has answered or one has failed; `get` then returns or raises at once."""
         return self._operation.poll() or self._operation.failed
@@ -71,9 +90,11 @@ class Future:
         try:
             self._operation.wait(self._timeout_s if timeout_s is None else timeout_s, self._blocked_by)
         except WorkerError as error:
+            for produced in self._inputs:
+                if produced.future.done() and produced.future.operation.failed:
+                    produced.future.wait()
             if self._operation.failed:  # a timeout can be waited for again, a failure stays
                 self._error = error
-                self._results.clear()
             raise
 
     def get(self, timeout_s: float | None = None) -> Any:
@@ -90,6 +111,10 @@ class Future:
             self._collected = True
             self._results.clear()
         return self._value
+
+    def stored(self) -> list[Any]:
+        """The results of the source ranks as they are, which stay where they are; the call has ended."""
+        return self._fetch()
 
     def _fetch(self) -> list[Any]:
         try:

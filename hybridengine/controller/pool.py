@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridengine.controller import cluster
+from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.futures import Future
 from hybridengine.controller.rank_process import RankIdentity, RankProcess, Seat, process_environment
 from hybridengine.controller.waiting import Operation
@@ -68,10 +70,6 @@ class ResourcePool:
         self.cpus_per_rank = cpus_per_rank
         self.start_timeout_s = start_timeout_s
         self.timeout_s = timeout_s
-        self.sent_bytes = 0
-        """Bytes of batches that the controller has sent to ranks."""
-        self.received_bytes = 0
-        """Bytes of batches that the controller has received from ranks."""
         if not self.ranks_per_node or any(ranks < 1 for ranks in self.ranks_per_node) or cpus_per_rank < 1:
             raise ConfigError(
                 f"ranks_per_node={list(self.ranks_per_node)} with cpus_per_rank={cpus_per_rank}:"
@@ -82,6 +80,7 @@ class ResourcePool:
         self._processes: list[Any] = []
         self._identities: list[RankIdentity] = []
         self._unfinished: list[Future] = []
+        self._dropped: deque[int] = deque()
         self._roles: set[str] = set()
         self._closed = False
 
@@ -133,6 +132,7 @@ class ResourcePool:
         collect: Callable[[list[Any]], Any],
         timeout_s: float,
         places: Sequence[str],
+        inputs: Sequence[Any] = (),
     ) -> Future:
         """Make one call on every rank: `calls(rank, process)` returns references to its outcome and its result.
 
@@ -143,7 +143,7 @@ class ResourcePool:
         references = [calls(rank, process) for rank, process in enumerate(self._processes)]
         operation = Operation(role, method, {rank: ref for rank, (ref, _) in enumerate(references)}, places)
         results = {rank: references[rank][1] for rank in sources}
-        future = Future(operation, results, collect, timeout_s, self._operation_of)
+        future = Future(operation, results, collect, timeout_s, self._operation_of, inputs)
         self._unfinished.append(future)
         return future
 
@@ -154,6 +154,8 @@ class ResourcePool:
             RankFailedError: there is one.
         """
         failed = [future for future in self._unfinished if future.done() and future.operation.failed]
+        for future in self._unfinished:
+            future.settle()
         self._unfinished = [future for future in self._unfinished if future.operation.missing]
         for future in failed:
             if not future.reported:
@@ -171,6 +173,14 @@ class ResourcePool:
             if not future.reported:
                 future.wait()
         self._unfinished.clear()
+
+    def drop_rows(self, key: int) -> None:
+        """Let the ranks give up the rows of a call, with the next call that they get."""
+        self._dropped.append(key)
+
+    def take_dropped(self) -> tuple[int, ...]:
+        """Keys of rows that nobody wants any more, for a call to take along."""
+        return tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
 
     def add_role_name(self, role: str) -> None:
         """Take a role's name for a worker group.
@@ -268,7 +278,9 @@ class ResourcePool:
         master_addr = self.nodes[0] if len(self.ranks_per_node) > 1 else "127.0.0.1"
         self._on_all(
             "join_world",
-            lambda rank, process: process.join_world.remote(master_addr, ports[0], self.timeout_s),
+            lambda rank, process: process.join_world.remote(
+                master_addr, ports[0], row_exchange().secret, self.timeout_s
+            ),
             timeout_s,
         )
 

@@ -13,17 +13,16 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import ray
 
+from hybridengine.controller.calls import Arguments, Call
 from hybridengine.controller.context import RankContext
 from hybridengine.controller.failures import Outcome, failure_of
 from hybridengine.errors import WorkerError
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,7 @@ class RankProcess:
         self._label = label
         self._identity: RankIdentity | None = None
         self._store: Any = None
+        self._rows: Any = None
         self._workers: dict[str, Any] = {}
 
     def __repr__(self) -> str:  # Ray asks once, before the process has a rank
@@ -97,8 +97,10 @@ class RankProcess:
         return self._run(identity.rank, become)
 
     @ray.method(num_returns=2)
-    def join_world(self, master_addr: str, master_port: int, timeout_s: float) -> tuple[Outcome, None]:
-        """Initialise torch.distributed: gloo, and NCCL for tensors on GPUs."""
+    def join_world(
+        self, master_addr: str, master_port: int, secret: bytes, timeout_s: float
+    ) -> tuple[Outcome, None]:
+        """Initialise torch.distributed (gloo, and NCCL for tensors on GPUs), and get ready to give and take rows."""
         identity = self._taken()
 
         def join() -> None:
@@ -120,6 +122,8 @@ class RankProcess:
                 timeout=timeout,
             )
             distributed.barrier()
+            rank_rows = importlib.import_module("hybridengine.controller.rank_rows")
+            self._rows = rank_rows.RankRows(identity.node, secret, timeout_s)
 
         return self._run(identity.rank, join)
 
@@ -138,25 +142,33 @@ class RankProcess:
         return self._run(context.rank, make)
 
     @ray.method(num_returns=2)
-    def call(
-        self, role: str, method: str, arguments: Arguments, collect: bool, timeout_s: float
-    ) -> tuple[Outcome, Any]:
-        """Run a method of a role's worker; the result is returned where `collect`, else None.
+    def call(self, call: Call, arguments: Arguments, *batches: Any) -> tuple[Outcome, Any]:
+        """Run a method of a role's worker; returns its result, or where its rows are kept, on source ranks.
 
-        A method that runs longer than `timeout_s` prints the stack of every thread to the process's log.
+        A method that runs longer than its timeout prints the stack of every thread to the process's log.
+
+        Args:
+            batches: `StoredRows` that the requests among the arguments refer to; None where they were not produced.
         """
+        fetched: list[Any] = []
 
         def run() -> Any:
-            args, kwargs = arguments
-            result = getattr(self._workers[role], method)(*args, **kwargs)
-            return result if collect else None
+            fetched.append(self._rows.fetch(call, arguments, batches))
+            args, kwargs = fetched[0].arguments
+            result = getattr(self._workers[call.role], call.method)(*args, **kwargs)
+            if not call.is_source:
+                return None
+            return result if call.key is None else self._rows.keep(call, result)
 
         # Before the controller's own deadline, after which it may end the process.
-        faulthandler.dump_traceback_later(0.9 * timeout_s, file=sys.__stderr__ or sys.stderr)
+        faulthandler.dump_traceback_later(0.9 * call.timeout_s, file=sys.__stderr__ or sys.stderr)
         try:
-            return self._run(self._taken().rank, run)
+            outcome, result = self._run(self._taken().rank, run)
         finally:
             faulthandler.cancel_dump_traceback_later()
+        if fetched:
+            outcome = replace(outcome, fetch_seconds=fetched[0].seconds, transferred=fetched[0].transferred)
+        return outcome, result
 
     @ray.method(num_returns=2)
     def leave_world(self) -> tuple[Outcome, None]:
@@ -164,6 +176,8 @@ class RankProcess:
 
         def leave() -> None:
             self._workers.clear()
+            if self._rows is not None:
+                self._rows.close()
             distributed = importlib.import_module("torch.distributed")
             if distributed.is_initialized():
                 distributed.destroy_process_group()
@@ -185,12 +199,12 @@ class RankProcess:
 
     @staticmethod
     def _run(rank: int, task: Callable[[], Any]) -> tuple[Outcome, Any]:
-        begin = time.perf_counter()
+        begin = time.time()
         try:
             result = task()
         except Exception as error:  # carried to the controller as data, with rank and traceback
-            return Outcome(rank, time.perf_counter() - begin, failure_of(rank, error)), None
-        return Outcome(rank, time.perf_counter() - begin), result
+            return Outcome(rank, begin, time.time(), failure_of(rank, error)), None
+        return Outcome(rank, begin, time.time()), result
 
 
 def import_object(path: str) -> Any:

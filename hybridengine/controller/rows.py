@@ -1,112 +1,219 @@
-"""Rows on their way between the controller and the ranks of a group, as a protocol says.
+"""References to rows that live on the ranks that have produced them.
 
-This is the one place where rows pass through the controller. `resolve` is where a future becomes rows here; rows that
-stay on their ranks would be re-split at that point, by the row ranges of both protocols.
+A `Rows` knows how many rows there are and which call has produced which columns, never their contents. Taking columns,
+rows and orders of it moves nothing; a group that gets it fetches, rank by rank, its own rows of the columns that its
+method reads, straight from the ranks that have them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
-from tensordict import TensorDictBase
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
 
+from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.futures import Future
-from hybridengine.controller.rank_process import Arguments
 from hybridengine.errors import ProtocolError
-from hybridengine.protocols import GroupTopology, Protocol
-from hybridengine.runtime.batch import concat_rows, num_rows, payload_bytes, slice_rows
+from hybridengine.runtime.batch import columns_of, num_rows
+from hybridengine.runtime.row_requests import RowsOrigin, RowsRequest
+
+Index = slice | Sequence[int] | np.ndarray | torch.Tensor
 
 
-def resolve(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    """The arguments with futures replaced by their results; waits for those that are not complete.
+@dataclass(frozen=True, eq=False)
+class Produced:
+    """The rows of one call: batches of its source ranks, one behind the other. They are kept as long as this is."""
 
-    Raises:
-        WorkerError: the call behind a future failed or did not end.
+    future: Future
+    """Its results are the batches' `StoredRows`."""
+    first_rows: tuple[int, ...]
+    """Of each batch."""
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """Columns of `Rows`: some rows of a call, or of a batch that the controller has."""
+
+    origin: Produced | TensorDict
+    rows: np.ndarray | None = None
+    """Rows of the origin, in the order of the reference; None for all of them."""
+    names: frozenset[str] | None = None
+    """Columns that count; None for all."""
+
+    def take(self, rows: np.ndarray) -> Source:
+        return replace(self, rows=rows if self.rows is None else self.rows[rows])
+
+
+class Rows:
+    """A reference to distributed rows.
+
+    Its columns may come from several calls; where two have a column, the later one counts.
     """
 
-    def value(argument: Any) -> Any:
-        return argument.get() if isinstance(argument, Future) else argument
+    def __init__(self, sources: Sequence[Source], num_rows: int) -> None:
+        self._sources, self._num_rows = tuple(sources), num_rows
 
-    return tuple(value(argument) for argument in args), {
-        name: value(argument) for name, argument in kwargs.items()
-    }
+    @classmethod
+    def of(cls, batch: TensorDictBase) -> Rows:
+        """Rows that the controller has: a group that gets them receives them from there."""
+        return cls(
+            [Source(batch if isinstance(batch, TensorDict) else batch.to_tensordict())], num_rows(batch)
+        )
+
+    @classmethod
+    def numbered(cls, num_rows: int) -> Rows:
+        """Rows without columns, for methods that need no more than the rows' numbers (`ROW_NUMBERS`)."""
+        return cls([], num_rows)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return self._sources
+
+    def select(self, *names: str) -> Rows:
+        """Only these columns. One that nobody has produced is an error where it is needed."""
+        wanted = frozenset(names)
+        return Rows(
+            [
+                replace(source, names=wanted if source.names is None else source.names & wanted)
+                for source in self._sources
+            ],
+            len(self),
+        )
+
+    def union(self, *others: Rows | TensorDictBase) -> Rows:
+        """These rows with the columns of others beside them; a column of a later one replaces that of an earlier one.
+
+        Raises:
+            ProtocolError: they have another number of rows.
+        """
+        sources = list(self._sources)
+        for other in others:
+            rows = other if isinstance(other, Rows) else Rows.of(other)
+            if len(rows) != len(self):
+                raise ProtocolError(
+                    f"{len(self)} rows and {len(rows)} rows cannot stand side by side; take the same rows of both"
+                )
+            sources += rows.sources
+        return Rows(sources, len(self))
+
+    def __getitem__(self, index: Index) -> Rows:
+        """Some rows, in any order, also several times: a slice, row numbers, or one truth value per row.
+
+        Raises:
+            ProtocolError: a row that is not there.
+        """
+        rows = _row_numbers(index, len(self))
+        return Rows([source.take(rows) for source in self._sources], len(rows))
+
+    def repeat(self, times: int) -> Rows:
+        """Every row `times` times, one behind the other: n samples per prompt."""
+        return self[np.repeat(np.arange(len(self)), times)]
+
+    def pad_to_multiple(self, size: int) -> Rows:
+        """These rows and, behind them, the first ones again until their number is a multiple of `size`."""
+        return self[np.arange(-(-len(self) // size) * size) % max(1, len(self))]
+
+    def request(
+        self, wanted: range, columns: Sequence[str] | None, first_batch: Mapping[Produced, int]
+    ) -> RowsRequest:
+        """What a rank is sent in place of a range of these rows.
+
+        Args:
+            columns: what it reads; None for all.
+            first_batch: place of the first batch of each call among those that come with the request.
+        """
+        origins = tuple(_origin(source, wanted, columns, first_batch) for source in self._sources)
+        return RowsRequest(wanted.start, len(wanted), origins, None if columns is None else tuple(columns))
+
+    def wait(self) -> Rows:
+        """Wait until the calls that produce the rows have ended; returns these rows.
+
+        Raises:
+            WorkerError: one of them failed, or did not end in time.
+        """
+        for source in self._sources:
+            if isinstance(source.origin, Produced):
+                source.origin.future.wait()
+        return self
+
+    def get(self, *names: str) -> TensorDict:
+        """The rows themselves, here in the controller: of these columns, or of all.
+
+        Raises:
+            WorkerError: a call that should have produced them failed, or did not end in time.
+            ProtocolError: nobody has produced a column.
+            TransferError: rows cannot be fetched.
+        """
+        self.wait()
+        produced = [source.origin for source in self._sources if isinstance(source.origin, Produced)]
+        batches, first_batch = [], {}
+        for one in produced:
+            first_batch[one] = len(batches)
+            batches += one.future.stored()
+        exchange = row_exchange()
+        reader = exchange.reader
+        before = reader.received_bytes
+        rows = self.request(range(len(self)), names or None, first_batch).fetch(batches, reader)
+        exchange.payload_bytes += reader.received_bytes - before
+        return rows
+
+    def __repr__(self) -> str:
+        parts = [
+            str(source.origin.future.operation) if isinstance(source.origin, Produced) else "controller"
+            for source in self._sources
+        ]
+        return f"Rows({len(self)} rows of {', '.join(parts)})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be sent to a rank inside another value; pass it as an argument of its own"
+        )
 
 
-def split_arguments(
-    protocol: Protocol, topology: GroupTopology, arguments: Arguments, operation: str
-) -> tuple[list[Arguments], list[int]]:
-    """(distinct arguments, which of them each rank gets).
-
-    Batches (TensorDict) are split by rows; all other values go to every rank unchanged. Protocols that take items
-    give each rank its item of every argument.
-
-    Raises:
-        ProtocolError: batches differ in their number of rows, or cannot be split over the group.
-    """
-    args, kwargs = arguments
-    values = [*args, *kwargs.values()]
-    if protocol.takes_items:
-        sizes = {_num_items(value, protocol, topology, operation) for value in values} or {topology.num_ranks}
-    else:
-        sizes = {num_rows(value) for value in values if isinstance(value, TensorDictBase)}
-    if not sizes:  # nothing to split
-        return [arguments], [0] * topology.num_ranks
-    if len(sizes) > 1:
+def _row_numbers(index: Index, count: int) -> np.ndarray:
+    if isinstance(index, slice):
+        return np.arange(count)[index]
+    rows = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
+    if rows.dtype == np.bool_ and rows.shape == (count,):
+        return np.flatnonzero(rows)
+    if rows.ndim != 1 or (rows.size and not np.issubdtype(rows.dtype, np.integer)):
         raise ProtocolError(
-            f"{operation} got arguments with {' and '.join(map(str, sorted(sizes)))} rows;"
-            " all of them must have the same number"
+            f"rows are chosen by a slice, by row numbers or by {count} truth values, found {rows.dtype}{list(rows.shape)}"
         )
-    ranges = protocol.row_ranges(sizes.pop(), topology)
-    distinct = list(dict.fromkeys(ranges))
+    rows = rows.astype(np.int64)
+    if rows.size and not (-count <= rows.min() and rows.max() < count):
+        raise ProtocolError(f"row {int(rows.max())} of {count} rows; choose numbers from 0 to {count - 1}")
+    return rows % max(1, count)
 
-    def part(value: Any, rows: range) -> Any:
-        if protocol.takes_items:
-            return value[rows.start]
-        return slice_rows(value, rows) if isinstance(value, TensorDictBase) else value
 
-    parts = [
-        (
-            tuple(part(value, rows) for value in args),
-            {name: part(value, rows) for name, value in kwargs.items()},
-        )
-        for rows in distinct
+def _origin(
+    source: Source, wanted: range, columns: Sequence[str] | None, first_batch: Mapping[Produced, int]
+) -> RowsOrigin | TensorDict:
+    rows = (
+        np.arange(wanted.start, wanted.stop)
+        if source.rows is None
+        else source.rows[wanted.start : wanted.stop]
+    )
+    origin = source.origin
+    if isinstance(origin, Produced):
+        first = first_batch[origin]
+        blocks = tuple((row, first + place) for place, row in enumerate(origin.first_rows))
+        return RowsOrigin(str(origin.future.operation), blocks, rows, source.names)
+    names = [
+        name
+        for name in columns_of(origin)
+        if (source.names is None or name in source.names) and (columns is None or name in columns)
     ]
-    return parts, [distinct.index(rows) for rows in ranges]
-
-
-def collect_results(protocol: Protocol, results: list[Any], operation: str) -> Any:
-    """The result of a group call from those of its source ranks, in row order.
-
-    Raises:
-        ProtocolError: some ranks returned a batch where others did not, or batches with other columns.
-    """
-    are_batches = [isinstance(result, TensorDictBase) for result in results]
-    if not protocol.concatenates or not any(are_batches):
-        return results
-    if not all(are_batches):
-        raise ProtocolError(
-            f"{operation} returned a TensorDict on {sum(are_batches)} of {len(results)} source ranks;"
-            f" {protocol.name} concatenates rows: return one on every rank, or on none"
-        )
-    return concat_rows(results)
-
-
-def traffic_bytes(value: Any) -> int:
-    """Bytes of the batches among a value, a list of values or call arguments; other values count nothing."""
-    if isinstance(value, TensorDictBase):
-        return payload_bytes(value)
-    if isinstance(value, (list, tuple)):
-        return sum(traffic_bytes(item) for item in value)
-    if isinstance(value, dict):
-        return sum(traffic_bytes(item) for item in value.values())
-    return 0
-
-
-def _num_items(value: Any, protocol: Protocol, topology: GroupTopology, operation: str) -> int:
-    if not isinstance(value, (list, tuple)):
-        raise ProtocolError(
-            f"{operation} got a {type(value).__name__}, but {protocol.name} takes lists with one item per rank;"
-            f" pass a list of {topology.num_ranks} items"
-        )
-    return len(value)
+    chosen = origin.select(*names)[
+        torch.from_numpy(rows)
+    ]  # in storage of its own: a view would send the whole batch
+    assert isinstance(chosen, TensorDict)
+    return chosen

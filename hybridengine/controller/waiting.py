@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import ray
@@ -46,6 +47,14 @@ class Operation:
     def seconds(self) -> float:
         """Time inside the method, of the slowest rank that has answered."""
         return max((outcome.seconds for outcome in self._outcomes.values()), default=0.0)
+
+    @property
+    def transferred(self) -> Counter[str]:
+        """Bytes of rows that came from other processes to all ranks, by the call that had produced them."""
+        total: Counter[str] = Counter()
+        for outcome in self._outcomes.values():
+            total.update(outcome.transferred)
+        return total
 
     def poll(self) -> bool:
         """Take what has arrived; whether all ranks have answered."""

@@ -5,22 +5,29 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 from ray import ObjectRef, cloudpickle
 
+from hybridengine.controller.calls import Call
 from hybridengine.controller.context import RankContext
+from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.futures import Future
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rank_process import import_object
-from hybridengine.controller.rows import collect_results, resolve, split_arguments, traffic_bytes
-from hybridengine.errors import ConfigError, raise_all
+from hybridengine.controller.requests import split_requests, traffic_bytes
+from hybridengine.controller.rows import Produced, Rows, Source
+from hybridengine.errors import ConfigError, ProtocolError, raise_all
 from hybridengine.protocols import GroupTopology, Protocol, registered
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
+
+INLINE_BYTES = 2**16
+"""Arguments with more rows than this are put into Ray's object store once, not sent to every rank."""
 
 
 class WorkerGroup:
@@ -87,14 +94,14 @@ class WorkerGroup:
     def num_ranks(self) -> int:
         return self.topology.num_ranks
 
-    def __getattr__(self, name: str) -> Callable[..., Future]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         methods = self.__dict__.get("_methods", {})
         if name not in methods:
             near = difflib.get_close_matches(name, methods, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(methods)) or 'none'}"
             raise AttributeError(f"{name!r} is no registered method of {self.__dict__.get('role')!r}; {hint}")
 
-        def group_call(*args: Any, **kwargs: Any) -> Future:
+        def group_call(*args: Any, **kwargs: Any) -> Future | Rows:
             return self._call(name, args, kwargs)
 
         function, _ = methods[name]
@@ -109,32 +116,41 @@ class WorkerGroup:
 
     def protocol(self, method: str) -> Protocol:
         """Transfer protocol of a registered method."""
-        return self._methods[method][1]
+        return self._methods[method][1].protocol
 
-    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future:
+    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future | Rows:
         operation = f"{self.role}.{method}"
-        protocol = self.protocol(method)
         try:
             self._signatures[method].bind(self, *args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{operation}{self._signatures[method]}: {error}") from None
-        arguments = resolve(args, kwargs)
-        parts, part_of_rank = split_arguments(protocol, self.topology, arguments, operation)
+        registration = self._methods[method][1]
+        protocol = registration.protocol
+        requests = split_requests(registration, self.topology, args, kwargs, operation)
         sources = protocol.source_ranks(self.topology)
-        references = [ray.put(part) for part in parts]
-        part_bytes = [traffic_bytes(part) for part in parts]
-        self.pool.sent_bytes += sum(part_bytes[part] for part in part_of_rank)
+        exchange = row_exchange()
+        exchange.payload_bytes += sum(requests.part_payload_bytes[part] for part in requests.part_of_rank)
+        parts = [
+            ray.put(part) if num_bytes > INLINE_BYTES else part
+            for part, num_bytes in zip(requests.parts, requests.part_payload_bytes, strict=True)
+        ]
+        if registration.returns_rows and requests.ranges is None:
+            raise ProtocolError(
+                f"{operation} returns a row for each that it is given, and was given none; pass rows"
+            )
+        key = exchange.next_key() if registration.returns_rows else None
+        dropped = self.pool.take_dropped()
 
         def call(rank: int, process: Any) -> tuple[ObjectRef, ObjectRef]:
-            return process.call.remote(
-                self.role, method, references[part_of_rank[rank]], rank in sources, self.timeout_s
-            )
+            num_rows = None if requests.ranges is None or key is None else len(requests.ranges[rank])
+            one = Call(self.role, method, self.timeout_s, rank in sources, key, num_rows, dropped)
+            return process.call.remote(one, parts[requests.part_of_rank[rank]], *requests.batches)
 
-        def collect(results: list[Any]) -> Any:
-            self.pool.received_bytes += traffic_bytes(results)
-            return collect_results(protocol, results, operation)
+        def collect(results: list[Any]) -> list[Any]:
+            exchange.payload_bytes += traffic_bytes(results)
+            return results
 
-        return self.pool.submit(
+        future = self.pool.submit(
             self.role,
             method,
             call,
@@ -142,7 +158,15 @@ class WorkerGroup:
             collect=collect,
             timeout_s=self.timeout_s,
             places=self._places,
+            inputs=requests.produced,
         )
+        if key is None:
+            return future
+        assert requests.ranges is not None
+        ranges = [requests.ranges[rank] for rank in sources]
+        produced = Produced(future, tuple(rows.start for rows in ranges), ranges[-1].stop)
+        weakref.finalize(produced, self.pool.drop_rows, key)
+        return Rows([Source(produced)], produced.num_rows)
 
     def _make_workers(self, worker: type | str, config: dict[str, Any]) -> None:
         shipped = worker if isinstance(worker, str) else cloudpickle.dumps(worker)

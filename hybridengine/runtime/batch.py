@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
 
 from hybridengine.errors import ProtocolError
 
@@ -19,7 +20,7 @@ def num_rows(batch: TensorDictBase) -> int:
     """
     if not batch.batch_dims:
         raise ProtocolError(
-            f"a TensorDict with columns {_columns(batch)} has no rows; give it batch_size=[num_rows]"
+            f"a TensorDict with columns {columns_of(batch)} has no rows; give it batch_size=[num_rows]"
         )
     return batch.batch_size[0]
 
@@ -38,9 +39,9 @@ def concat_rows(batches: Sequence[TensorDictBase]) -> TensorDict:
     if not batches:
         raise ProtocolError("no batches to concatenate; collect from at least one rank")
     for batch in batches[1:]:
-        if _columns(batch) != _columns(batches[0]):
+        if columns_of(batch) != columns_of(batches[0]):
             raise ProtocolError(
-                f"batches with columns {_columns(batches[0])} and {_columns(batch)} cannot be concatenated;"
+                f"batches with columns {columns_of(batches[0])} and {columns_of(batch)} cannot be concatenated;"
                 " every rank must return the same columns"
             )
     return cast(TensorDict, torch.cat(list(batches)))  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -49,13 +50,19 @@ def concat_rows(batches: Sequence[TensorDictBase]) -> TensorDict:
 def payload_bytes(batch: TensorDictBase) -> int:
     """Bytes of the columns' content: tensors as stored, strings in UTF-8."""
     total = batch.bytes()
-    for name in _columns(batch):
+    for name in columns_of(batch):
         column = batch.get(name)
         if isinstance(column, NonTensorStack):
             total += sum(len(str(value).encode()) for value in column.tolist())
     return total
 
 
-def _columns(batch: TensorDictBase) -> list[str]:
+def columns_of(batch: TensorDictBase) -> list[str]:
+    """Names of the columns, sorted."""
     names = batch.keys()
     return sorted(str(name) for name in names)
+
+
+def is_tensor_column(batch: TensorDictBase, name: str) -> bool:
+    """Whether a column is a tensor; others hold one Python value per row."""
+    return isinstance(batch.get(name), Tensor)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import shutil
 import socket
 import struct
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,13 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridengine.runtime import process_memory
 from hybridengine.runtime.transport import PeerError
 
 MAX_NOTE_BYTES = 2**20
 
 _HEADER = struct.Struct("<cq")
-
-_PR_SET_PTRACER = 0x59616D61
 
 
 class Neighbours:
@@ -46,9 +43,9 @@ class Neighbours:
         self._notes: dict[tuple[int, str, int], bytes] = {}
         self._sockets: dict[int, socket.socket] = {}
         token = torch.tensor([secrets.randbits(62)])
-        _admit_siblings()
+        process_memory.admit_siblings()
         with _listening() as (listener, path):
-            card = _Card(_host(), os.getpid(), token.data_ptr(), int(token.item()), path)
+            card = _Card(process_memory.host(), os.getpid(), token.data_ptr(), int(token.item()), path)
             cards = _gathered(card, group)
             self._pids = {rank: other.pid for rank, other in zip(ranks, cards, strict=True)}
             readable = {
@@ -109,17 +106,10 @@ class Neighbours:
         Raises:
             PeerError: the neighbour has ended, or has no such memory any more.
         """
-        read, size = 0, target.nbytes
-        while read < size:
-            local = _Span(target.data_ptr() + read, size - read)
-            remote = _Span(address + read, size - read)
-            count = _LIBC.process_vm_readv(
-                self._pids[rank], ctypes.byref(local), 1, ctypes.byref(remote), 1, 0
-            )
-            if count <= 0:
-                reason = os.strerror(ctypes.get_errno())
-                raise PeerError((rank,), f"the memory of rank {rank} cannot be read: {reason}")
-            read += count
+        try:
+            process_memory.read(self._pids[rank], [(address, target.data_ptr(), target.nbytes)])
+        except OSError as error:
+            raise PeerError((rank,), f"the memory of rank {rank} cannot be read: {error.strerror}") from error
 
     def close(self) -> None:
         """Close all connections; neighbours that wait for this rank end at once."""
@@ -178,37 +168,6 @@ class _Card:
     token: int
     path: str
     """Of the socket that it listens at."""
-
-
-class _Span(ctypes.Structure):
-    """struct iovec."""
-
-    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_READS_MEMORY = sys.platform == "linux" and hasattr(_LIBC, "process_vm_readv")
-if _READS_MEMORY:
-    _LIBC.process_vm_readv.restype = ctypes.c_ssize_t
-    _SPANS = ctypes.POINTER(_Span), ctypes.c_ulong
-    _LIBC.process_vm_readv.argtypes = [ctypes.c_int, *_SPANS, *_SPANS, ctypes.c_ulong]
-
-
-def _host() -> str:
-    """The same for processes that call each other by the same numbers, on the same running system; "" for no host."""
-    if not _READS_MEMORY:
-        return ""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _admit_siblings() -> None:
-    """Where only relatives may read memory, let whatever this process's parent has started read this one's."""
-    if _READS_MEMORY:
-        _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
 @contextlib.contextmanager

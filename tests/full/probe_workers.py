@@ -79,11 +79,11 @@ class ProbeWorker:
     def to_all(self, batch: TensorDict) -> TensorDict:
         return self._echo(batch)
 
-    @register(PROTO_3D)
+    @register(PROTO_3D, returns_rows=True)
     def over_dp(self, batch: TensorDict) -> TensorDict:
         return self._echo(batch)
 
-    @register(PROTO_3D_ALL_MICRO_DP)
+    @register(PROTO_3D_ALL_MICRO_DP, returns_rows=True)
     def over_replicas(self, batch: TensorDict) -> TensorDict:
         return self._echo(batch)
 
@@ -91,7 +91,7 @@ class ProbeWorker:
     def stages(self, batch: TensorDict) -> TensorDict:
         return self._echo(batch)
 
-    @register(DP_PROTO)
+    @register(DP_PROTO, returns_rows=True)
     def over_ranks(self, batch: TensorDict, unit: str, *, factor: int) -> TensorDict:
         seen = self._echo(batch)
         seen["row_ids"] *= factor
@@ -102,7 +102,7 @@ class ProbeWorker:
     def metrics(self, batch: TensorDict) -> dict[str, int]:
         return {"rank": self.context.rank, "rows": len(batch)}
 
-    @register(PROTO_3D)
+    @register(PROTO_3D, returns_rows=True)
     def half_a_batch(self, batch: TensorDict) -> TensorDict | None:
         return batch if self.context.coordinate.dp_rank == 0 else None
 

@@ -1,0 +1,154 @@
+"""Arguments of a group call, cut for each rank: requests for its rows in place of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray import ObjectRef
+from tensordict import TensorDict, TensorDictBase
+
+from hybridengine.controller.calls import Arguments
+from hybridengine.controller.futures import Future
+from hybridengine.controller.rows import Produced, Rows
+from hybridengine.errors import ProtocolError
+from hybridengine.protocols import GroupTopology, Protocol, Registration
+from hybridengine.runtime.batch import payload_bytes
+from hybridengine.runtime.row_requests import RowsRequest
+
+
+@dataclass(frozen=True)
+class Requests:
+    """A group call's arguments, rank by rank."""
+
+    parts: list[Arguments]
+    """The distinct ones."""
+    part_of_rank: list[int]
+    ranges: tuple[range, ...] | None
+    """Rows of each rank; None where the call was given none."""
+    batches: list[ObjectRef]
+    """References to the `StoredRows` that the requests refer to."""
+    produced: list[Produced]
+    """Whose they are: they must be kept until the call has ended."""
+    part_payload_bytes: list[int]
+    """Bytes of rows that each part brings from the controller."""
+
+
+def split_requests(
+    registration: Registration,
+    topology: GroupTopology,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    operation: str,
+) -> Requests:
+    """Cut a call's arguments for the ranks of a group.
+
+    Rows are split as the protocol says; futures are waited for; all other values go to every rank unchanged. Protocols
+    that take items give each rank its item of every argument.
+
+    Raises:
+        ProtocolError: rows differ in number, or cannot be split over the group.
+        WorkerError: the call behind a future failed or did not end.
+    """
+    protocol = registration.protocol
+    arguments = _plain(args, kwargs)
+    values = [*arguments[0], *arguments[1].values()]
+    if protocol.takes_items:
+        return _items(protocol, topology, arguments, operation)
+    sizes = {len(value) for value in values if isinstance(value, Rows)}
+    if len(sizes) > 1:
+        raise ProtocolError(
+            f"{operation} got arguments with {' and '.join(map(str, sorted(sizes)))} rows;"
+            " all of them must have the same number"
+        )
+    if not sizes:
+        return Requests([arguments], [0] * topology.num_ranks, None, [], [], [0])
+    ranges = protocol.row_ranges(sizes.pop(), topology)
+    distinct = list(dict.fromkeys(ranges))
+    produced = list(
+        dict.fromkeys(
+            source.origin
+            for value in values
+            if isinstance(value, Rows)
+            for source in value.sources
+            if isinstance(source.origin, Produced)
+        )
+    )
+    first_batch, batches = {}, []
+    for one in produced:
+        first_batch[one] = len(batches)
+        batches += one.future.references
+
+    def part(value: Any, rows: range) -> Any:
+        if not isinstance(value, Rows):
+            return value
+        return value.request(rows, registration.columns, first_batch)
+
+    parts = [_map(arguments, lambda value, rows=rows: part(value, rows)) for rows in distinct]
+    return Requests(
+        parts,
+        [distinct.index(rows) for rows in ranges],
+        ranges,
+        batches,
+        produced,
+        [_payload(part) for part in parts],
+    )
+
+
+def _plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    """Futures replaced by their results, batches by references to them."""
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, Future):
+            argument = argument.get()
+        return Rows.of(argument) if isinstance(argument, TensorDictBase) else argument
+
+    return _map((tuple(args), dict(kwargs)), value)
+
+
+def _map(arguments: Arguments, function: Any) -> Arguments:
+    args, kwargs = arguments
+    return tuple(map(function, args)), {name: function(value) for name, value in kwargs.items()}
+
+
+def _items(protocol: Protocol, topology: GroupTopology, arguments: Arguments, operation: str) -> Requests:
+    args, kwargs = arguments
+    values = [*args, *kwargs.values()]
+    sizes = {_num_items(value, protocol, topology, operation) for value in values} or {topology.num_ranks}
+    if len(sizes) > 1:
+        raise ProtocolError(
+            f"{operation} got lists of {' and '.join(map(str, sorted(sizes)))} items; give each rank one of every list"
+        )
+    ranges = protocol.row_ranges(sizes.pop(), topology)
+    parts = [_map(arguments, lambda value, rank=rows.start: value[rank]) for rows in ranges]
+    return Requests(parts, list(range(topology.num_ranks)), None, [], [], [0] * len(parts))
+
+
+def _num_items(value: Any, protocol: Protocol, topology: GroupTopology, operation: str) -> int:
+    if not isinstance(value, (list, tuple)):
+        raise ProtocolError(
+            f"{operation} got a {type(value).__name__}, but {protocol.name} takes lists with one item per rank;"
+            f" pass a list of {topology.num_ranks} items"
+        )
+    return len(value)
+
+
+def _payload(arguments: Arguments) -> int:
+    args, kwargs = arguments
+    return sum(
+        payload_bytes(origin)
+        for value in (*args, *kwargs.values())
+        if isinstance(value, RowsRequest)
+        for origin in value.origins
+        if isinstance(origin, TensorDict)
+    )
+
+
+def traffic_bytes(value: Any) -> int:
+    """Bytes of the batches among a value or a list of values; other values count nothing."""
+    if isinstance(value, TensorDictBase):
+        return payload_bytes(value)
+    if isinstance(value, (list, tuple)):
+        return sum(traffic_bytes(item) for item in value)
+    return 0

@@ -1,0 +1,93 @@
+"""What a rank is sent in place of rows: where each column is, and which rows of it are this rank's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from hybridengine.errors import ProtocolError
+from hybridengine.runtime.batch import columns_of
+from hybridengine.runtime.row_reader import Block, RowReader
+from hybridengine.runtime.stored_rows import StoredRows
+
+
+ROW_NUMBERS = "row_numbers"
+"""A column that all rows have: int64, their number among the rows of the call."""
+
+
+@dataclass(frozen=True)
+class RowsOrigin:
+    """Some columns of the rows that one call has produced."""
+
+    producer: str
+    """The call, "role.method"."""
+    blocks: tuple[tuple[int, int], ...]
+    """(first row, place among the batches that come with the request) of each batch of the call, ascending."""
+    rows: np.ndarray
+    """Rows of the call, one for each row that is asked for."""
+    names: frozenset[str] | None
+    """Columns that count; None for all."""
+
+
+@dataclass(frozen=True)
+class RowsRequest:
+    """Rows for one rank: the columns of several origins side by side, a later one before an earlier one."""
+
+    first: int
+    """Number of the first row among those of the call."""
+    num_rows: int
+    origins: tuple[RowsOrigin | TensorDict, ...]
+    """Rows that are kept elsewhere, or rows themselves, which then come through the controller."""
+    columns: tuple[str, ...] | None = None
+    """What is wanted; None for everything."""
+
+    def fetch(
+        self, batches: Sequence[StoredRows], reader: RowReader, transferred: Counter[str] | None = None
+    ) -> TensorDict:
+        """The rows, in memory of their own.
+
+        Args:
+            batches: what the origins' blocks refer to.
+            transferred: takes the bytes that came from other processes, by producer.
+
+        Raises:
+            ProtocolError: nobody has produced a column.
+            TransferError: rows cannot be fetched.
+        """
+        found: dict[str, RowsOrigin | TensorDict] = {}
+        for origin in self.origins:
+            found |= dict.fromkeys(_columns(origin, batches), origin)
+        names = self.columns if self.columns is not None else tuple(found)
+        missing = [name for name in names if name not in found and name != ROW_NUMBERS]
+        if missing:
+            raise ProtocolError(
+                f"columns {missing} are needed, and nobody has produced them; there are {sorted(found)}: pass rows that"
+                " have them, e.g. rows.union(others)"
+            )
+        result = TensorDict({}, batch_size=[self.num_rows])
+        for name in names:
+            origin = found.get(name)
+            if origin is None:
+                result[name] = torch.arange(self.first, self.first + self.num_rows)
+                continue
+            if isinstance(origin, TensorDict):
+                result[name] = origin.get(name)
+                continue
+            before = reader.received_bytes
+            blocks = [Block(first, batches[place]) for first, place in origin.blocks]
+            result[name] = reader.column(name, blocks, origin.rows)
+            if transferred is not None:
+                transferred[origin.producer] += reader.received_bytes - before
+        return result
+
+
+def _columns(origin: RowsOrigin | TensorDict, batches: Sequence[StoredRows]) -> list[str]:
+    if isinstance(origin, TensorDict):
+        return columns_of(origin)
+    names = batches[origin.blocks[0][1]].columns
+    return [name for name in names if origin.names is None or name in origin.names]

@@ -1,0 +1,154 @@
+"""Keeps rows that this process has produced until nobody wants them any more, and hands them to other processes.
+
+Readers of the same host copy rows out of this process's memory by themselves; for others there is a server.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import secrets
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from hybridengine.runtime import process_memory
+from hybridengine.runtime.batch import columns_of, is_tensor_column
+from hybridengine.runtime.stored_rows import Owner, StoredArray, StoredColumn, StoredRows
+
+NUM_SLOTS = 2**16
+"""More keys than are ever kept at once."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    stored: StoredRows
+    arrays: dict[tuple[str, str], Tensor]
+    """(column, "values" or "bounds") -> its memory."""
+
+
+class RowStore:
+    """Rows of this process.
+
+    Args:
+        node: address of this machine, at which other machines reach it.
+        secret: what readers on other machines must know.
+    """
+
+    def __init__(self, node: str, secret: bytes) -> None:
+        self._secret = secret
+        self._kept: dict[int, _Kept] = {}
+        self._lock = threading.Lock()
+        self._token = torch.tensor([secrets.randbits(62)])
+        self._slots = torch.full((NUM_SLOTS,), -1, dtype=torch.int64)
+        self._listener = Listener((node, 0), backlog=128)
+        process_memory.admit_siblings()
+        self.owner = Owner(
+            host=process_memory.host(),
+            pid=os.getpid(),
+            token_address=self._token.data_ptr(),
+            token=int(self._token.item()),
+            node=node,
+            port=self._listener.address[1],
+        )
+        threading.Thread(target=self._accept, name="rows", daemon=True).start()
+
+    def keep(self, key: int, batch: TensorDictBase) -> StoredRows:
+        """Keep a batch under `key`; the batch belongs to the store from then on."""
+        arrays: dict[tuple[str, str], Tensor] = {}
+        columns = {}
+        for name in columns_of(batch):
+            if is_tensor_column(batch, name):
+                arrays[name, "values"] = batch[name].detach().to("cpu").contiguous()
+                columns[name] = StoredColumn(_described(arrays[name, "values"]))
+            else:
+                arrays[name, "values"], arrays[name, "bounds"] = _pickled(list(batch[name]))
+                columns[name] = StoredColumn(
+                    _described(arrays[name, "values"]), _described(arrays[name, "bounds"])
+                )
+        slot = key % NUM_SLOTS
+        address = self._slots.data_ptr() + slot * self._slots.element_size()
+        stored = StoredRows(self.owner, key, address, batch.batch_size[0], columns)
+        with self._lock:
+            self._kept[key] = _Kept(stored, arrays)
+        self._slots[slot] = key
+        return stored
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """Give up the batches of `keys`; those that are not kept are none of this store's."""
+        for key in keys:
+            with self._lock:
+                kept = self._kept.pop(key, None)
+            if kept is not None:
+                self._slots[key % NUM_SLOTS] = -1  # before the memory goes: readers look at it last
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are kept."""
+        with self._lock:
+            return sum(array.nbytes for kept in self._kept.values() for array in kept.arrays.values())
+
+    def close(self) -> None:
+        """Hand out nothing more."""
+        self._listener.close()
+        self.drop(list(self._kept))
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="rows", daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        """Answer one reader until it hangs up."""
+        try:
+            deliver_challenge(connection, self._secret)
+            answer_challenge(connection, self._secret)
+            while True:
+                self._answer(connection, json.loads(connection.recv_bytes()))
+        except EOFError:
+            pass
+        except Exception as error:
+            _logger.warning("a reader of rows was given up: %s: %s", type(error).__name__, error)
+        finally:
+            connection.close()
+
+    def _answer(self, connection: Connection, request: dict) -> None:
+        with self._lock:
+            kept = self._kept.get(request["key"])
+        array = kept.arrays.get((request["column"], request["part"])) if kept else None
+        if array is None:
+            connection.send_bytes(json.dumps({"error": "these rows are not kept any more"}).encode())
+            return
+        parts = [array[first : first + count] for first, count in request["runs"]]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        connection.send_bytes(json.dumps({"bytes": whole.nbytes}).encode())
+        if whole.nbytes:
+            connection.send_bytes(memoryview(whole.reshape(-1).view(torch.uint8).numpy()))
+
+
+def _described(array: Tensor) -> StoredArray:
+    return StoredArray(str(array.dtype), tuple(array.shape[1:]), array.shape[0], array.data_ptr())
+
+
+def _pickled(values: list[object]) -> tuple[Tensor, Tensor]:
+    """(bytes of all values, where each begins and the last ends)."""
+    texts = [pickle.dumps(value) for value in values]
+    ends = torch.tensor([0, *map(len, texts)]).cumsum(0)
+    content = (
+        torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
+        if texts
+        else torch.empty(0, dtype=torch.uint8)
+    )
+    return content, ends

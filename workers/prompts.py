@@ -1,0 +1,48 @@
+"""Prompts: every rank reads its own rows of the data files, so that none pass through the controller."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from tensordict import TensorDict, TensorDictBase
+
+from hybridengine.config import RunConfig
+from hybridengine.controller.context import RankContext
+from hybridengine.data.epochs import shuffled_rows
+from hybridengine.data.prompts import PromptDataset
+from hybridengine.data.tokenizer import load_tokenizer
+from hybridengine.protocols import DP_PROTO, register
+from hybridengine.runtime.row_requests import ROW_NUMBERS
+
+
+class PromptWorker:
+    """One rank's access to the prompts."""
+
+    def __init__(self, context: RankContext, run: RunConfig) -> None:
+        self._run = run
+
+    @register(DP_PROTO, [ROW_NUMBERS], returns_rows=True)
+    def training_prompts(self, rows: TensorDictBase, step: int) -> TensorDict:
+        """Prompts of a step (from 1): `prompt_tokens` [B, P], `prompt_lengths` and `row_ids` [B], `answers`."""
+        batch_size = self._run.data.batch_size
+        row_ids = shuffled_rows(len(self._training), batch_size, self._run.run.seed, step - 1)
+        return self._training.rows([row_ids[number] for number in rows[ROW_NUMBERS].tolist()])
+
+    @register(DP_PROTO, [ROW_NUMBERS], returns_rows=True)
+    def held_out_prompts(self, rows: TensorDictBase) -> TensorDict:
+        """The held-out prompts, in file order; the first ones again where there are more rows than prompts."""
+        numbers = rows[ROW_NUMBERS] % len(self._held_out)
+        return self._held_out.rows(numbers.tolist())
+
+    @cached_property
+    def _training(self) -> PromptDataset:
+        return self._dataset(self._run.train_file)
+
+    @cached_property
+    def _held_out(self) -> PromptDataset:
+        assert self._run.eval_file is not None, "the driver evaluates where there are held-out prompts"
+        return self._dataset(self._run.eval_file)
+
+    def _dataset(self, file: object) -> PromptDataset:
+        tokenizer = load_tokenizer(self._run.tokenizer_folder, pad_with_eos=True)
+        return PromptDataset(str(file), tokenizer, self._run.rollout.max_prompt_tokens, self._run.run.seed)
