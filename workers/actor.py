@@ -22,8 +22,9 @@ from hybridengine.model_shapes import DTYPE_BYTES
 from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, register
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.runtime.hybrid_engine import HybridEngine
-from hybridengine.runtime.micro_batches import cut_rows
+from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS, cut_rows
 from hybridengine.runtime.peer_memory import make_transport
+from hybridengine.runtime.row_requests import ROW_NUMBERS
 from hybridengine.runtime.verify import Verify
 from hybridengine.topology.links import NodeMap
 from workers.model_worker import TrainedWorker, optimizer_settings
@@ -95,7 +96,7 @@ class ActorWorker(TrainedWorker):
             )
         )
 
-    @register(PROTO_3D)
+    @register(PROTO_3D, SEQUENCE_COLUMNS)
     def update_supervised(self, batch: TensorDictBase) -> dict[str, float]:
         """One optimizer step on demonstrations: the mean negative log-probability of their response tokens."""
 
@@ -121,17 +122,20 @@ class ActorWorker(TrainedWorker):
         """Take the weights back; the report of this rank's switch."""
         return self.hybrid.to_train().as_dict()
 
-    @register(PROTO_3D_ALL_MICRO_DP)
-    def generate_sequences(self, prompts: TensorDictBase, greedy: bool = False) -> TensorDict:
-        """A response to each prompt. Takes `prompt_tokens`, `prompt_lengths` and `seeds` [B].
+    @register(PROTO_3D_ALL_MICRO_DP, ["prompt_tokens", "prompt_lengths", ROW_NUMBERS], returns_rows=True)
+    def generate_sequences(
+        self, prompts: TensorDictBase, first_seed: int = 0, greedy: bool = False
+    ) -> TensorDict:
+        """A response to each prompt: `tokens` [B, P + R], `response_lengths` [B], `rollout_log_probs` [B, R].
 
-        Returns all columns of `prompts`, and `tokens` [B, P + R], `response_lengths` [B], `rollout_log_probs` [B, R].
+        Takes `prompt_tokens` [B, P] and `prompt_lengths` [B]. Every row is sampled with a seed of its own, counted from
+        `first_seed`.
         """
         lengths = prompts["prompt_lengths"].tolist()
         rows = prompts["prompt_tokens"].tolist()
         outputs = self._engine.generate(
             [row[:length] for row, length in zip(rows, lengths, strict=True)],
-            prompts["seeds"].tolist(),
+            ((first_seed + prompts[ROW_NUMBERS]) % 2**31).tolist(),
             SamplingSettings(
                 max_tokens=self.run.rollout.max_response_tokens,
                 temperature=0.0 if greedy else self.run.rollout.temperature,
@@ -146,13 +150,16 @@ class ActorWorker(TrainedWorker):
             sequence = prompt[:length] + output.token_ids
             tokens[row, : len(sequence)] = torch.tensor(sequence)
             log_probs[row, : len(output.log_probs)] = torch.tensor(output.log_probs)
-        rollout = prompts.clone()
-        rollout["tokens"] = tokens
-        rollout["response_lengths"] = torch.tensor([len(output.token_ids) for output in outputs])
-        rollout["rollout_log_probs"] = log_probs
-        return rollout  # type: ignore[return-value]
+        return TensorDict(
+            {
+                "tokens": tokens,
+                "response_lengths": torch.tensor([len(output.token_ids) for output in outputs]),
+                "rollout_log_probs": log_probs,
+            },
+            batch_size=[len(rows)],
+        )
 
-    @register(PROTO_3D)
+    @register(PROTO_3D, SEQUENCE_COLUMNS, returns_rows=True)
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
         """`log_probs` and `entropies` [B, R] of the response tokens under the training model."""
         temperature = self.run.rollout.temperature
@@ -161,10 +168,9 @@ class ActorWorker(TrainedWorker):
             log_probs, entropies = self._log_probs(logits, columns, temperature)
             return {"log_probs": log_probs, "entropies": entropies}
 
-        results = self.forward_rows(rollout, output)
-        return None if results is None else TensorDict(results, batch_size=[len(rollout)])  # type: ignore[arg-type]
+        return self.forward_rows(rollout, output)
 
-    @register(PROTO_3D)
+    @register(PROTO_3D, [*SEQUENCE_COLUMNS, "log_probs", "advantages"])
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """PPO's policy update. Takes a rollout with `log_probs` and `advantages` [B, R]; metrics on the last stage."""
         section, temperature = self.run.actor, self.run.rollout.temperature

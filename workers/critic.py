@@ -13,6 +13,7 @@ from hybridengine.backends.megatron.outputs import response_values
 from hybridengine.config import RunConfig
 from hybridengine.controller.context import RankContext
 from hybridengine.protocols import PROTO_3D, register
+from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS
 from workers.model_worker import TrainedWorker
 
 
@@ -24,15 +25,14 @@ class CriticWorker(TrainedWorker):
         self.start_optimizer()
         self.trainer.leave_training()
 
-    @register(PROTO_3D)
+    @register(PROTO_3D, SEQUENCE_COLUMNS, returns_rows=True)
     def compute_values(self, rollout: TensorDictBase) -> TensorDict | None:
         """`values` [B, R]: the value of the state before each response token."""
-        results = self.forward_rows(
+        return self.forward_rows(
             rollout, lambda scores, columns: {"values": response_values(scores, columns)}
         )
-        return None if results is None else TensorDict(results, batch_size=[len(rollout)])  # type: ignore[arg-type]
 
-    @register(PROTO_3D)
+    @register(PROTO_3D, [*SEQUENCE_COLUMNS, "values", "returns"])
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """Update towards `returns`. Takes a rollout with `values` and `returns` [B, R]; metrics on the last stage."""
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDictBase
-from torch import Tensor
+from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.algorithms.losses.aggregation import TokenStats, merge_stats
 from hybridengine.backends.megatron.groups import initialize_globals
@@ -58,19 +57,20 @@ class ModelWorker:
         load_weights(self.model, folder)
         self.max_tokens: int = section.micro_batch_tokens
 
-    def forward_rows(self, batch: TensorDictBase, output: OutputFunction) -> dict[str, Tensor] | None:
+    def forward_rows(self, batch: TensorDictBase, output: OutputFunction) -> TensorDict | None:
         """Response-aligned results of `output` for all rows, [B, R] each; None on all stages but the last."""
         micro = cut_rows(batch, self.max_tokens)
         results = self.model.forward([part.columns for part in micro], output)
         if not self.model.is_last_stage:
             return None
-        width = batch["tokens"].size(1) - batch["prompt_tokens"].size(1)
-        return {
+        width = self.run.rollout.max_response_tokens
+        columns = {
             name: gather_rows(
                 [(part, result[name]) for part, result in zip(micro, results, strict=True)], len(batch), width
             )
             for name in results[0]
         }
+        return TensorDict(columns, batch_size=[len(batch)])  # pyright: ignore[reportArgumentType]
 
 
 class TrainedWorker(ModelWorker):

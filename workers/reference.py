@@ -11,6 +11,7 @@ from hybridengine.backends.megatron.outputs import response_log_probs
 from hybridengine.config import RunConfig
 from hybridengine.controller.context import RankContext
 from hybridengine.protocols import PROTO_3D, register
+from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS
 from workers.model_worker import ModelWorker
 
 
@@ -20,7 +21,7 @@ class ReferenceWorker(ModelWorker):
     def __init__(self, context: RankContext, run: RunConfig, folder: str | Path) -> None:
         super().__init__(context, run, folder, score_head=False, trains=False)
 
-    @register(PROTO_3D)
+    @register(PROTO_3D, SEQUENCE_COLUMNS, returns_rows=True)
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
         """`ref_log_probs` [B, R] of the response tokens."""
 
@@ -30,5 +31,4 @@ class ReferenceWorker(ModelWorker):
             )
             return {"ref_log_probs": log_probs}
 
-        results = self.forward_rows(rollout, output)
-        return None if results is None else TensorDict(results, batch_size=[len(rollout)])  # type: ignore[arg-type]
+        return self.forward_rows(rollout, output)

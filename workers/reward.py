@@ -15,7 +15,7 @@ from hybridengine.data.rewards import load_reward_function
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.errors import DataError
 from hybridengine.protocols import DP_PROTO, PROTO_3D, register
-from hybridengine.runtime.micro_batches import cut_rows
+from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS, cut_rows
 from workers.model_worker import ModelWorker
 
 
@@ -27,7 +27,7 @@ class RewardFunctionWorker:
         self._path = run.reward.function
         self._function = load_reward_function(run.reward.function)
 
-    @register(DP_PROTO)
+    @register(DP_PROTO, [*SEQUENCE_COLUMNS, "answers"], returns_rows=True)
     def compute_scores(self, rollout: TensorDictBase) -> TensorDict:
         """`scores` [B] float32 of the responses' texts, without special tokens.
 
@@ -57,7 +57,7 @@ class RewardModelWorker(ModelWorker):
     def __init__(self, context: RankContext, run: RunConfig, folder: str | Path) -> None:
         super().__init__(context, run, folder, score_head=False, trains=False)
 
-    @register(PROTO_3D)
+    @register(PROTO_3D, SEQUENCE_COLUMNS, returns_rows=True)
     def compute_scores(self, rollout: TensorDictBase) -> TensorDict | None:
         """`scores` [B] float32: the head's output at each sequence's last token."""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridengine.algorithms.across import ONE_PROCESS, Across
+
 WHITEN_EPSILON = 1e-8
 """Added to the variance, so that equal values become 0 and not NaN."""
 
@@ -54,10 +56,12 @@ def masked_max(values_BR: Tensor, mask_BR: Tensor, empty: float = 0.0) -> Tensor
     return torch.where(mask_BR.any(), values_BR.masked_fill(~mask_BR, -torch.inf).amax(), nothing)
 
 
-def whiten(values_BR: Tensor, mask_BR: Tensor, shift_mean: bool = True) -> Tensor:
+def whiten(
+    values_BR: Tensor, mask_BR: Tensor, shift_mean: bool = True, across: Across = ONE_PROCESS
+) -> Tensor:
     """Values scaled to variance 1 and, unless `shift_mean` is False, shifted to mean 0 over the valid tokens.
 
-    Call it with the whole batch, not per rank or micro-batch: the statistics are over what is passed.
+    The statistics are those of the whole batch: of the rows that are passed, and of all others `across` the ranks.
 
     Shapes: [B, R] -> [B, R], 0 at masked entries.
     Guarantees: the population variance is used, so a single valid token gives 0 (or itself unshifted, divided
@@ -65,8 +69,9 @@ def whiten(values_BR: Tensor, mask_BR: Tensor, shift_mean: bool = True) -> Tenso
     Source: advantage normalisation of PPO as in OpenAI baselines, ppo2.
     """
     check_shapes(values_BR=values_BR, mask_BR=mask_BR)
-    mean = masked_mean(values_BR, mask_BR)
-    variance = masked_mean((values_BR - mean).square(), mask_BR)
+    count = across.sum(mask_BR.sum()).clamp(min=1)
+    mean = across.sum(masked_sum(values_BR, mask_BR)) / count
+    variance = across.sum(masked_sum((values_BR - mean).square(), mask_BR)) / count
     centre = mean if shift_mean else torch.zeros_like(mean)
     return zero_masked((values_BR - centre) * torch.rsqrt(variance + WHITEN_EPSILON), mask_BR)
 

@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from rich.console import Console
-from tensordict import TensorDict
 
 from hybridengine.backends.vllm import environment
 from hybridengine.cli.dry_run import cost_of, layout_lines
@@ -18,16 +16,20 @@ from hybridengine.cli.prepare import RunFiles, claim_run, prepare_files
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import Role
 from hybridengine.controller.cluster import node_offers, start_ray
+from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.evaluation import evaluate
-from hybridengine.drivers.ppo import PpoRoles, ppo_step
+from hybridengine.drivers.ppo import ppo_step
+from hybridengine.drivers.roles import Roles, Sampling
+from hybridengine.drivers.step_metrics import call_metrics
 from hybridengine.drivers.warmup import warm_up
 from hybridengine.errors import ConfigError, HybridEngineError, raise_all
 from hybridengine.metrics import keys
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.metrics.recorder import MetricsRecorder, read_rows
+from hybridengine.topology.sizes import TrainSizes
 
 RANK_BYTES = 2**30
 """Host memory that the libraries of one rank's process take, roughly, before any weights."""
@@ -70,11 +72,13 @@ def train(config: RunConfig) -> None:
             actor.save_checkpoint(str(config.start_folder), str(config.model_folder)).wait()
             say(f"warmed-up model saved: {_shown(config.start_folder)}")
         actor.start_training()
-        roles = PpoRoles(
+        roles = Roles(
             actor=actor,
             critic=_group(pool, config, "critic", folder=config.critic_folder),
             reference=_group(pool, config, "reference", folder=config.start_folder),
             reward=_reward(pool, config),
+            prompts=_helper(pool, config, "prompts", "workers.prompts.PromptWorker"),
+            compute=_helper(pool, config, "compute", "workers.compute.ComputeWorker"),
         )
         say("critic, reference and reward ready on the same ranks")
         _train_ppo(config, roles, files, console)
@@ -122,7 +126,7 @@ def _shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _train_ppo(config: RunConfig, roles: PpoRoles, files: RunFiles, console: Console) -> None:
+def _train_ppo(config: RunConfig, roles: Roles, files: RunFiles, console: Console) -> None:
     """All iterations, with a row of metrics and a line on the console for each."""
     steps = config.run.steps
     output = RunConsole(steps, console)
@@ -130,9 +134,15 @@ def _train_ppo(config: RunConfig, roles: PpoRoles, files: RunFiles, console: Con
         measure = _evaluation(roles, files)
         output.print_step(recorder.record(0, measure()))
         for step in range(1, steps + 1):
-            begin = time.perf_counter()
-            metrics = ppo_step(roles, _prompts(config, files, step), config.algorithm)
-            seconds = time.perf_counter() - begin
+            exchange = row_exchange()
+            exchange.take_records()
+            begin, payload_bytes = time.time(), exchange.payload_bytes
+            metrics = ppo_step(roles, _sampling(config, step), config.algorithm)
+            roles.actor.pool.wait()
+            seconds = time.time() - begin
+            metrics |= call_metrics(
+                exchange.take_records(), exchange.payload_bytes - payload_bytes, begin, begin + seconds
+            )
             metrics |= {keys.STEP_S: seconds, keys.TOKENS_PER_S: metrics["rollout/tokens"] / seconds}
             every = config.run.eval_every
             if step == steps or (every and step % every == 0):
@@ -140,20 +150,20 @@ def _train_ppo(config: RunConfig, roles: PpoRoles, files: RunFiles, console: Con
             output.print_step(recorder.record(step, metrics))
 
 
-def _evaluation(roles: PpoRoles, files: RunFiles) -> Callable[[], dict[str, float]]:
+def _evaluation(roles: Roles, files: RunFiles) -> Callable[[], dict[str, float]]:
     if files.held_out is None:
         return dict
-    prompts = files.held_out.rows(range(len(files.held_out)))
-    return lambda: evaluate(roles.actor, roles.reward, prompts)
+    num_prompts = len(files.held_out)
+    return lambda: evaluate(roles, num_prompts)
 
 
-def _prompts(config: RunConfig, files: RunFiles, step: int) -> TensorDict:
-    """Prompts of a step, each `samples_per_prompt` times, every row with a seed of its own."""
-    row_ids = files.prompts.batch(step - 1, config.data.batch_size)["row_ids"]
-    prompts = files.prompts.rows(row_ids.repeat_interleave(config.rollout.samples_per_prompt).tolist())
-    first = (config.run.seed * SEED_STRIDES[0] + step) * SEED_STRIDES[1]
-    prompts["seeds"] = (first + torch.arange(len(prompts))) % 2**31
-    return prompts
+def _sampling(config: RunConfig, step: int) -> Sampling:
+    return Sampling(
+        step=step,
+        num_prompts=config.data.batch_size,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        first_seed=(config.run.seed * SEED_STRIDES[0] + step) * SEED_STRIDES[1],
+    )
 
 
 def _pool(config: RunConfig) -> ResourcePool:
@@ -203,3 +213,9 @@ def _reward(pool: ResourcePool, config: RunConfig) -> WorkerGroup:
         order=config.cluster.order,
         config={"run": config} | ({"folder": config.reward.path} if scored_by_model else {}),
     )
+
+
+def _helper(pool: ResourcePool, config: RunConfig, role: str, worker: str) -> WorkerGroup:
+    """A group without a model, on all ranks of the pool."""
+    sizes = TrainSizes(1, 1, pool.num_ranks)
+    return WorkerGroup(pool, worker, role=role, parallel=sizes, config={"run": config})

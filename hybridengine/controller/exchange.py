@@ -5,12 +5,35 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter
+from dataclasses import dataclass
 from functools import cache
 
 from hybridengine.runtime.row_reader import RowReader
 
 READ_TIMEOUT_S = 300.0
 """Longest that a rank may take to hand rows to the controller."""
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """What a call that has ended took."""
+
+    role: str
+    method: str
+    spans: dict[int, tuple[float, float]]
+    """Rank -> when it began and ended, in seconds since the epoch."""
+    fetch_seconds: dict[int, float]
+    """Rank -> how long it took, from the beginning, until its rows were there."""
+    transferred: Counter[str]
+    """Bytes of rows that came from other processes, all ranks together, by the call that had produced them."""
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.method}"
+
+    @property
+    def seconds(self) -> float:
+        """Of the slowest rank."""
+        return max(end - begin for begin, end in self.spans.values())
 
 
 class RowExchange:
@@ -21,11 +44,16 @@ class RowExchange:
         """What processes on other machines must know to be given rows."""
         self.payload_bytes = 0
         """Bytes of rows that have passed through the controller, sent or fetched."""
-        self.transferred: Counter[tuple[str, str]] = Counter()
-        """(producing call, consuming call) -> bytes that have gone from rank to rank."""
+        self.records: list[CallRecord] = []
+        """Of all calls that have ended, in that order, since they were last taken."""
         self._keys = itertools.count()
         self.reader = RowReader(self.secret, READ_TIMEOUT_S)
         """For rows that the controller itself wants."""
+
+    def take_records(self) -> list[CallRecord]:
+        """The records so far; the next ones begin a new list."""
+        records, self.records = self.records, []
+        return records
 
     def next_key(self) -> int:
         """A key for the rows of one call, the same on all ranks."""

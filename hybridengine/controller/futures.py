@@ -41,6 +41,7 @@ class Future:
         self._timeout_s = timeout_s
         self._blocked_by = blocked_by
         self._inputs = list(inputs)
+        self._is_settled = False
         self._error: WorkerError | None = None
         self._collected = False
         self._value: Any = None
@@ -66,11 +67,11 @@ class Future:
         return list(self._results.values())
 
     def settle(self) -> None:
-        """Once the call has ended well: give up the rows that it has read, and count what it has fetched."""
-        if self._inputs and self._operation.poll() and not self._operation.failed:
+        """Once the call has ended well: give up the rows that it has read, and write down what it took."""
+        if not self._is_settled and self._operation.poll() and not self._operation.failed:
+            self._is_settled = True
             self._inputs.clear()
-            for producer, num_bytes in self._operation.transferred.items():
-                row_exchange().transferred[producer, str(self._operation)] += num_bytes
+            row_exchange().records.append(self._operation.record)
 
     def done(self) -> bool:
         """Whether every rank has answered or one has failed; `get` then returns or raises at once."""

@@ -172,6 +172,7 @@ class ResourcePool:
         for future in list(self._unfinished):
             if not future.reported:
                 future.wait()
+            future.settle()
         self._unfinished.clear()
 
     def drop_rows(self, key: int) -> None:

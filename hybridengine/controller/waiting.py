@@ -10,6 +10,7 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError
 
+from hybridengine.controller.exchange import CallRecord
 from hybridengine.controller.failures import Outcome, RankFailure, locate, rank_failed, root_cause
 from hybridengine.errors import WorkerTimeoutError
 
@@ -49,12 +50,18 @@ class Operation:
         return max((outcome.seconds for outcome in self._outcomes.values()), default=0.0)
 
     @property
-    def transferred(self) -> Counter[str]:
-        """Bytes of rows that came from other processes to all ranks, by the call that had produced them."""
-        total: Counter[str] = Counter()
+    def record(self) -> CallRecord:
+        """What the call took, of the ranks that have answered."""
+        transferred: Counter[str] = Counter()
         for outcome in self._outcomes.values():
-            total.update(outcome.transferred)
-        return total
+            transferred.update(outcome.transferred)
+        return CallRecord(
+            self.role,
+            self.method,
+            {rank: (outcome.begin, outcome.end) for rank, outcome in sorted(self._outcomes.items())},
+            {rank: outcome.fetch_seconds for rank, outcome in sorted(self._outcomes.items())},
+            transferred,
+        )
 
     def poll(self) -> bool:
         """Take what has arrived; whether all ranks have answered."""

@@ -5,65 +5,52 @@ Source: HybridFlow, arXiv 2409.19256, figure 6; algorithm of arXiv 1707.06347 wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from tensordict import TensorDict, TensorDictBase
 
-from tensordict import TensorDict
-
+from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.advantages import gae, token_rewards
 from hybridengine.algorithms.kl import kl_estimator
 from hybridengine.algorithms.masking import response_mask, whiten, zero_masked
 from hybridengine.config.sections import AlgorithmSection
-from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.drivers.step_metrics import rollout_metrics, switch_metrics
-from hybridengine.metrics.keys import time_key
+from hybridengine.drivers.roles import Roles, Sampling, function_path
+from hybridengine.drivers.step_metrics import STATISTICS, rollout_metrics, switch_metrics
+
+ADVANTAGE_INPUTS = ("response_lengths", "log_probs", "ref_log_probs", "values", "scores")
 
 
-@dataclass(frozen=True)
-class PpoRoles:
-    """The four models of PPO."""
-
-    actor: WorkerGroup
-    critic: WorkerGroup
-    reference: WorkerGroup
-    reward: WorkerGroup
-
-
-def ppo_step(roles: PpoRoles, prompts: TensorDict, settings: AlgorithmSection) -> dict[str, float]:
-    """One iteration over `prompts` (with `seeds` [B]); returns its metrics."""
+def ppo_step(roles: Roles, sampling: Sampling, settings: AlgorithmSection) -> dict[str, float]:
+    """One iteration; returns its metrics."""
     actor, critic, reference, reward = roles.actor, roles.critic, roles.reference, roles.reward
 
+    prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step).repeat(
+        sampling.samples_per_prompt
+    )
     to_generate = actor.switch_to_generate()
-    rollout = actor.generate_sequences(prompts)
+    rollout = prompts.union(actor.generate_sequences(prompts, sampling.first_seed))
     to_train = actor.switch_to_train()
 
-    log_probs = actor.compute_log_probs(rollout)
-    ref_log_probs = reference.compute_log_probs(rollout)
-    values = critic.compute_values(rollout)
-    scores = reward.compute_scores(rollout)
+    batch = rollout.union(
+        actor.compute_log_probs(rollout),
+        reference.compute_log_probs(rollout),
+        critic.compute_values(rollout),
+        reward.compute_scores(rollout),
+    )
+    batch = batch.union(
+        roles.compute.map(batch.select(*ADVANTAGE_INPUTS), function_path(advantages), settings)
+    )
+    updates = critic.update(batch), actor.update(batch)
+    measured = roles.compute.measure(batch.select(*STATISTICS), function_path(rollout_metrics), settings)
 
-    batch = rollout.get()
-    for columns in (log_probs, ref_log_probs, values, scores):
-        batch.update(columns.get())
-    mask = response_mask(batch["response_lengths"], batch["log_probs"].size(1))
-    kl = zero_masked(kl_estimator(settings.kl_estimator)(batch["log_probs"], batch["ref_log_probs"]), mask)
-    rewards = token_rewards(batch["scores"], kl, mask, settings.kl_coef)
-    advantages, batch["returns"] = gae(rewards, batch["values"], mask, settings.gamma, settings.lam)
-    batch["advantages"] = whiten(advantages, mask) if settings.whiten_advantages else advantages
+    metrics = measured.get()[0] | switch_metrics(to_generate.get(), to_train.get())
+    return metrics | updates[0].get()[0] | updates[1].get()[0]
 
-    critic_update = critic.update(batch)
-    actor_update = actor.update(batch)
 
-    phases = {
-        "generate": rollout,
-        "switch_to_generate": to_generate,
-        "switch_to_train": to_train,
-        "log_probs": log_probs,
-        "ref_log_probs": ref_log_probs,
-        "values": values,
-        "scores": scores,
-        "update_critic": critic_update,
-        "update_actor": actor_update,
-    }
-    metrics = rollout_metrics(batch, kl, mask) | switch_metrics(to_generate.get(), to_train.get())
-    metrics |= critic_update.get()[0] | actor_update.get()[0]
-    return metrics | {time_key(phase): future.seconds for phase, future in phases.items()}
+def advantages(rows: TensorDictBase, across: Across, settings: AlgorithmSection) -> TensorDict:
+    """`advantages` and `returns` [B, R]."""
+    mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
+    kl = zero_masked(kl_estimator(settings.kl_estimator)(rows["log_probs"], rows["ref_log_probs"]), mask)
+    rewards = token_rewards(rows["scores"], kl, mask, settings.kl_coef)
+    estimates, returns = gae(rewards, rows["values"], mask, settings.gamma, settings.lam)
+    if settings.whiten_advantages:
+        estimates = whiten(estimates, mask, across=across)
+    return TensorDict({"advantages": estimates, "returns": returns}, batch_size=rows.batch_size)

@@ -2,27 +2,56 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
-from torch import Tensor
 
-from hybridengine.algorithms.masking import masked_max, masked_mean
+from hybridengine.algorithms.across import Across
+from hybridengine.algorithms.kl import kl_estimator
+from hybridengine.algorithms.masking import masked_max, masked_sum, response_mask
+from hybridengine.config.sections import AlgorithmSection
+from hybridengine.controller.exchange import CallRecord
 from hybridengine.metrics import keys
 
+STATISTICS = (
+    "prompt_lengths",
+    "response_lengths",
+    "rollout_log_probs",
+    "log_probs",
+    "ref_log_probs",
+    "entropies",
+    "scores",
+)
+"""Columns that `rollout_metrics` reads."""
 
-def rollout_metrics(batch: TensorDictBase, kl_BR: Tensor, mask_BR: Tensor) -> dict[str, float]:
+
+def rollout_metrics(rows: TensorDictBase, across: Across, settings: AlgorithmSection) -> dict[str, float]:
     """Reward, KL, lengths, and how far the engine's log-probs are from the training model's."""
-    difference = (batch["log_probs"] - batch["rollout_log_probs"]).abs()
-    lengths = batch["response_lengths"].float()
+    mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
+    kl = kl_estimator(settings.kl_estimator)(rows["log_probs"], rows["ref_log_probs"])
+    difference = (rows["log_probs"] - rows["rollout_log_probs"]).abs()
+    sums = torch.stack(
+        [
+            torch.tensor(float(len(rows))),
+            mask.sum(),
+            rows["scores"].sum(),
+            masked_sum(kl, mask),
+            masked_sum(rows["entropies"], mask),
+            rows["prompt_lengths"].sum(),
+        ]
+    ).double()
+    num_rows, num_tokens, scores, kl_sum, entropies, prompts = across.sum(sums).tolist()
+    largest = float(across.max(masked_max(difference, mask)))
     return {
-        keys.REWARD_MEAN: float(batch["scores"].mean()),
-        keys.KL_MEAN: float(masked_mean(kl_BR, mask_BR)),
-        keys.LOG_PROB_ABS_DIFF_MAX: float(masked_max(difference, mask_BR)),
-        "rollout/response_tokens_mean": float(lengths.mean()),
-        "rollout/entropy_mean": float(masked_mean(batch["entropies"], mask_BR)),
-        "rollout/tokens": float(batch["prompt_lengths"].sum() + batch["response_lengths"].sum()),
+        keys.REWARD_MEAN: scores / num_rows,
+        keys.KL_MEAN: kl_sum / max(1.0, num_tokens),
+        keys.LOG_PROB_ABS_DIFF_MAX: largest,
+        "rollout/response_tokens_mean": num_tokens / num_rows,
+        "rollout/entropy_mean": entropies / max(1.0, num_tokens),
+        "rollout/tokens": prompts + num_tokens,
     }
 
 
@@ -36,4 +65,45 @@ def switch_metrics(
         "switch/received_bytes_back": max(report["received_bytes"] for report in to_train),
         keys.PEAK_WEIGHT_BYTES: max(report["peak_weight_bytes"] for report in reports),
         keys.REDUNDANT_BYTES: max(report["redundant_bytes"] for report in reports),
+    }
+
+
+PHASES = {
+    "actor.generate_sequences": "generate",
+    "actor.switch_to_generate": "switch_to_generate",
+    "actor.switch_to_train": "switch_to_train",
+    "actor.compute_log_probs": "log_probs",
+    "reference.compute_log_probs": "ref_log_probs",
+    "critic.compute_values": "values",
+    "reward.compute_scores": "scores",
+    "critic.update": "update_critic",
+    "actor.update": "update_actor",
+}
+"""Call -> phase of an iteration; the time of other calls has their own name."""
+
+
+def call_metrics(
+    records: Sequence[CallRecord], payload_bytes: int, begin: float, end: float
+) -> dict[str, float]:
+    """Seconds by phase, bytes that went from rank to rank and through the controller, and what the controller took.
+
+    Args:
+        begin, end: of the iteration, in seconds since the epoch.
+    """
+    seconds, edges = Counter[str](), Counter[str]()
+    for record in records:
+        seconds[keys.time_key(PHASES.get(str(record), str(record)))] += record.seconds
+        for producer, num_bytes in record.transferred.items():
+            edges[f"transfer/{producer}->{record}_bytes"] += num_bytes
+    spans = sorted(span for record in records for span in record.spans.values())
+    busy, last = 0.0, begin
+    for start, stop in spans:
+        busy += max(0.0, min(stop, end) - max(start, last))
+        last = max(last, stop)
+    return {
+        **seconds,
+        **edges,
+        keys.TRANSFER_BYTES: sum(edges.values()),
+        keys.PAYLOAD_BYTES: payload_bytes,
+        keys.OVERHEAD_S: end - begin - busy,
     }

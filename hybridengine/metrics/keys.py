@@ -26,6 +26,13 @@ LOG_PROB_ABS_DIFF_MAX = "rollout/log_prob_abs_diff_max"
 TOKENS_PER_S = "throughput/tokens_per_s"
 """Prompt and response tokens of the step over `time/step_s`."""
 
+TRANSFER_BYTES = "transfer/bytes"
+"""Bytes of rows that ranks fetched from other processes; `transfer/CALL->CALL_bytes` by producer and consumer."""
+PAYLOAD_BYTES = "controller/payload_bytes"
+"""Bytes of rows that passed through the controller."""
+OVERHEAD_S = "controller/overhead_s"
+"""Part of the step in which no rank was in a call."""
+
 TRAINING_STEP_KEYS = (
     STEP,
     REWARD_MEAN,
@@ -40,6 +47,9 @@ TRAINING_STEP_KEYS = (
     PEAK_WEIGHT_BYTES,
     REDUNDANT_BYTES,
     LOG_PROB_ABS_DIFF_MAX,
+    TRANSFER_BYTES,
+    PAYLOAD_BYTES,
+    OVERHEAD_S,
 )
 """What every row of a training step has; `eval/exact_match` comes on top where the step was evaluated."""
 

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from hybridengine.errors import ConfigError
 
+SEQUENCE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths")
+"""What rows of prompts and responses consist of."""
+
 
 @dataclass(frozen=True)
 class MicroRows:
@@ -24,7 +27,7 @@ class MicroRows:
 
 
 def cut_rows(batch: TensorDictBase, max_tokens: int, response_columns: Sequence[str] = ()) -> list[MicroRows]:
-    """Micro-batches of a batch of prompts and responses (`tokens`, `prompt_lengths`, `response_lengths`).
+    """Micro-batches of a batch of prompts and responses (`SEQUENCE_COLUMNS`).
 
     Raises:
         ConfigError: one row alone exceeds `max_tokens`.

@@ -15,7 +15,6 @@ from hybridengine.runtime.batch import columns_of
 from hybridengine.runtime.row_reader import Block, RowReader
 from hybridengine.runtime.stored_rows import StoredRows
 
-
 ROW_NUMBERS = "row_numbers"
 """A column that all rows have: int64, their number among the rows of the call."""
 

@@ -1,0 +1,36 @@
+"""Plain functions over rows where the rows are: advantages, statistics, whatever a dataflow needs between its models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase
+
+from hybridengine.algorithms.across import AcrossRanks
+from hybridengine.config import RunConfig
+from hybridengine.controller.context import RankContext
+from hybridengine.controller.rank_process import import_object
+from hybridengine.protocols import DP_PROTO, register
+from hybridengine.runtime.process_groups import process_groups
+
+
+class ComputeWorker:
+    """One rank's share of the rows.
+
+    Functions are given by import path, "package.module.name". They get this rank's rows and an `Across` that puts together
+    what all ranks have.
+    """
+
+    def __init__(self, context: RankContext, run: RunConfig) -> None:
+        registry = process_groups(run.timeouts.call_s)
+        self._across = AcrossRanks(registry.of([tuple(range(context.world_size))]))
+
+    @register(DP_PROTO, returns_rows=True)
+    def map(self, rows: TensorDictBase, function: str, *arguments: Any) -> TensorDict:
+        """Columns that `function(rows, across, *arguments)` makes of these rows."""
+        return import_object(function)(rows, self._across, *arguments)
+
+    @register(DP_PROTO)
+    def measure(self, rows: TensorDictBase, function: str, *arguments: Any) -> dict[str, float]:
+        """Metrics that `function(rows, across, *arguments)` makes of all rows; the same on every rank."""
+        return import_object(function)(rows, self._across, *arguments)
