@@ -9,7 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from hybridengine.algorithms.across import AcrossRanks
 from hybridengine.config import RunConfig
 from hybridengine.controller.context import RankContext
-from hybridengine.controller.rank_process import import_object
+from hybridengine.importing import import_object
 from hybridengine.protocols import DP_PROTO, register
 from hybridengine.runtime.process_groups import process_groups
 
@@ -17,13 +17,13 @@ from hybridengine.runtime.process_groups import process_groups
 class ComputeWorker:
     """One rank's share of the rows.
 
-    Functions are given by import path, "package.module.name". They get this rank's rows and an `Across` that puts together
-    what all ranks have.
+    Functions are given by import path, "package.module.name". They get this rank's rows and an `Across`, which puts
+    together what all ranks have.
     """
 
     def __init__(self, context: RankContext, run: RunConfig) -> None:
         registry = process_groups(run.timeouts.call_s)
-        self._across = AcrossRanks(registry.of([tuple(range(context.world_size))]))
+        self._across = AcrossRanks(registry.of((tuple(range(context.world_size)),)))
 
     @register(DP_PROTO, returns_rows=True)
     def map(self, rows: TensorDictBase, function: str, *arguments: Any) -> TensorDict:

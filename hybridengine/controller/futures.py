@@ -91,12 +91,22 @@ class Future:
         try:
             self._operation.wait(self._timeout_s if timeout_s is None else timeout_s, self._blocked_by)
         except WorkerError as error:
-            for produced in self._inputs:
-                if produced.future.done() and produced.future.operation.failed:
-                    produced.future.wait()
+            cause = self._failure_of_inputs() or error
             if self._operation.failed:  # a timeout can be waited for again, a failure stays
-                self._error = error
-            raise
+                self._error = cause
+            if cause is error:
+                raise
+            raise cause from None
+
+    def _failure_of_inputs(self) -> WorkerError | None:
+        """Why a call that should have produced the rows of this one has failed; None where all are well."""
+        for produced in self._inputs:
+            if produced.future.done() and produced.future.operation.failed:
+                try:
+                    produced.future.wait()
+                except WorkerError as error:
+                    return error
+        return None
 
     def get(self, timeout_s: float | None = None) -> Any:
         """The collected result.

@@ -23,6 +23,7 @@ from hybridengine.controller.calls import Arguments, Call
 from hybridengine.controller.context import RankContext
 from hybridengine.controller.failures import Outcome, failure_of
 from hybridengine.errors import WorkerError
+from hybridengine.importing import import_object
 
 
 @dataclass(frozen=True)
@@ -205,21 +206,6 @@ class RankProcess:
         except Exception as error:  # carried to the controller as data, with rank and traceback
             return Outcome(rank, begin, time.time(), failure_of(rank, error)), None
         return Outcome(rank, begin, time.time()), result
-
-
-def import_object(path: str) -> Any:
-    """The object at "package.module.Name".
-
-    Raises:
-        WorkerError: there is no such module or name.
-    """
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise WorkerError(
-            f"{path!r} cannot be imported ({error}); write the class as package.module.Name"
-        ) from error
 
 
 def process_environment(use_gpus: bool, extra: Mapping[str, str]) -> dict[str, str]:

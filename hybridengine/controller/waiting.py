@@ -130,4 +130,5 @@ def _outcome_of(rank: int, ref: ObjectRef) -> Outcome:
     except RayError as error:  # the process died, or Ray could not carry arguments or result
         died = isinstance(error, RayActorError)
         text = " ".join(str(error).split())
-        return Outcome(rank, 0.0, RankFailure(rank, f"{type(error).__name__}: {text}", died=died))
+        now = time.time()
+        return Outcome(rank, now, now, RankFailure(rank, f"{type(error).__name__}: {text}", died=died))

@@ -17,10 +17,10 @@ from hybridengine.controller.context import RankContext
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.futures import Future
 from hybridengine.controller.pool import ResourcePool
-from hybridengine.controller.rank_process import import_object
 from hybridengine.controller.requests import split_requests, traffic_bytes
 from hybridengine.controller.rows import Produced, Rows, Source
 from hybridengine.errors import ConfigError, ProtocolError, raise_all
+from hybridengine.importing import import_object
 from hybridengine.protocols import GroupTopology, Protocol, registered
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from hybridengine.errors import DataError
+from hybridengine.errors import ConfigError, DataError
+from hybridengine.importing import import_object
 
 RewardFunction = Callable[[list[str], list[str]], Sequence[float]]
 """(responses, answers) -> one score each."""
@@ -18,13 +18,10 @@ def load_reward_function(path: str) -> RewardFunction:
     Raises:
         DataError: there is no such module or function.
     """
-    module, _, name = path.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise DataError(
-            f"reward.function={path} cannot be imported ({error}); write package.module:function"
-        ) from None
+        function = import_object(path)
+    except ConfigError as error:
+        raise DataError(f"reward.function: {error}") from None
     if not callable(function):
         raise DataError(f"reward.function={path} is a {type(function).__name__}; name a function")
     return cast(RewardFunction, function)

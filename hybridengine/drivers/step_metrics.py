@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,7 +90,7 @@ def call_metrics(
     Args:
         begin, end: of the iteration, in seconds since the epoch.
     """
-    seconds, edges = Counter[str](), Counter[str]()
+    seconds, edges = defaultdict[str, float](float), Counter[str]()
     for record in records:
         seconds[keys.time_key(PHASES.get(str(record), str(record)))] += record.seconds
         for producer, num_bytes in record.transferred.items():

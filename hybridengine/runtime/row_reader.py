@@ -102,7 +102,7 @@ class RowReader:
         byte_runs = [(run[0], run[-1] - run[0]) for run in by_run]
         content = torch.empty(sum(size for _, size in byte_runs), dtype=torch.uint8)
         self._read(stored, name, "values", column.values, byte_runs, content)
-        data, begin, values = memoryview(content.numpy()), 0, []
+        data, begin, values = content.numpy().data, 0, []
         for run in by_run:
             values += [
                 pickle.loads(data[begin + low - run[0] : begin + high - run[0]])
@@ -171,7 +171,7 @@ class RowReader:
         if answer["bytes"] != target.nbytes:
             raise ValueError(f"{answer['bytes']} bytes came instead of {target.nbytes}")
         if target.nbytes:
-            connection.recv_bytes_into(memoryview(target.view(-1).view(torch.uint8).numpy()))
+            connection.recv_bytes_into(target.view(-1).view(torch.uint8).numpy().data)
 
     def _connect(self, owner: Owner) -> Connection:
         connection = Client((owner.node, owner.port), authkey=None)

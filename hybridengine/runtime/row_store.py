@@ -58,7 +58,7 @@ class RowStore:
             token_address=self._token.data_ptr(),
             token=int(self._token.item()),
             node=node,
-            port=self._listener.address[1],
+            port=int(self._listener.address[1]),
         )
         threading.Thread(target=self._accept, name="rows", daemon=True).start()
 
@@ -71,7 +71,7 @@ class RowStore:
                 arrays[name, "values"] = batch[name].detach().to("cpu").contiguous()
                 columns[name] = StoredColumn(_described(arrays[name, "values"]))
             else:
-                arrays[name, "values"], arrays[name, "bounds"] = _pickled(list(batch[name]))
+                arrays[name, "values"], arrays[name, "bounds"] = _pickled(batch.get(name).tolist())
                 columns[name] = StoredColumn(
                     _described(arrays[name, "values"]), _described(arrays[name, "bounds"])
                 )
@@ -135,7 +135,7 @@ class RowStore:
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         connection.send_bytes(json.dumps({"bytes": whole.nbytes}).encode())
         if whole.nbytes:
-            connection.send_bytes(memoryview(whole.reshape(-1).view(torch.uint8).numpy()))
+            connection.send_bytes(whole.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _described(array: Tensor) -> StoredArray:

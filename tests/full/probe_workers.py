@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -25,6 +26,8 @@ from hybridengine.protocols import (
     PROTO_3D_PP_ONLY,
     register,
 )
+from hybridengine.runtime.row_requests import ROW_NUMBERS
+from hybridengine.runtime.row_store import RowStore
 
 # Rank processes do not have this folder on their path.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -105,6 +108,31 @@ class ProbeWorker:
     @register(PROTO_3D, returns_rows=True)
     def half_a_batch(self, batch: TensorDict) -> TensorDict | None:
         return batch if self.context.coordinate.dp_rank == 0 else None
+
+    @register(PROTO_3D, returns_rows=True)
+    def one_row(self, batch: TensorDict) -> TensorDict:
+        return batch[:1]
+
+    @register(DP_PROTO, ["row_ids"], returns_rows=True)
+    def doubled(self, batch: TensorDict) -> TensorDict:
+        assert set(batch.keys()) == {"row_ids"}, "only what is declared is fetched"
+        return TensorDict({"doubled": 2 * batch["row_ids"]}, batch_size=batch.batch_size)
+
+    @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
+    def numbers(self, batch: TensorDict) -> TensorDict:
+        return TensorDict({"row_ids": batch[ROW_NUMBERS] + 0}, batch_size=batch.batch_size)
+
+    @register(PROTO_3D)
+    def two_batches(self, one: TensorDict, other: TensorDict) -> None: ...
+
+    @register(ONE_TO_ALL)
+    def kept_bytes(self) -> int:
+        (rows,) = (found for found in gc.get_objects() if type(found) is RowStore)
+        return rows.num_bytes
+
+    @register(PROTO_3D, returns_rows=True)
+    def fail_on_rows(self, batch: TensorDict) -> TensorDict:
+        raise ValueError("bad rows")
 
     @register(ALL_TO_ALL)
     def items(self, item: str) -> str:

@@ -153,8 +153,8 @@ def test_the_cause_is_blamed_and_not_its_echo_in_a_collective(ray_cluster: int) 
     echo = failure_of(0, caught.value)
     cause = failure_of(1, ValueError("the cause"))
     assert (echo.in_collective, cause.in_collective) == (True, False)
-    ray.get(later.remote(Outcome(1, 0.0), 0.0))  # the process that runs it next has started
-    arriving = {0: ray.put(Outcome(0, 0.0, echo)), 1: later.remote(Outcome(1, 0.0, cause), 0.5)}
+    ray.get(later.remote(Outcome(1, 0.0, 0.0), 0.0))  # the process that runs it next has started
+    arriving = {0: ray.put(Outcome(0, 0.0, 0.0, echo)), 1: later.remote(Outcome(1, 0.0, 0.0, cause), 0.5)}
     with pytest.raises(
         RankFailedError, match=r"probe\.step failed on rank 1 .*the cause\nalso failed: rank 0 "
     ):

@@ -11,9 +11,9 @@ from tensordict import NonTensorStack, TensorDict
 
 from hybridengine.config import Role, RunConfig
 from hybridengine.controller.context import RankContext
-from hybridengine.controller.rows import collect_results, split_arguments
 from hybridengine.protocols import GroupTopology, registered
-from hybridengine.runtime.batch import concat_rows
+from hybridengine.runtime.batch import concat_rows, slice_rows
+from hybridengine.runtime.row_requests import ROW_NUMBERS
 from tests.full.vllm_ranks import take_place
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
@@ -22,6 +22,7 @@ from workers.reward import RewardFunctionWorker, RewardModelWorker
 
 NUM_ROWS = 12
 STOP_TOKEN = 3
+FIRST_SEED = 50
 
 
 def rollout_of(run: RunConfig, seed: int = 0) -> TensorDict:
@@ -46,7 +47,6 @@ def rollout_of(run: RunConfig, seed: int = 0) -> TensorDict:
             "response_lengths": responses,
             "row_ids": torch.arange(NUM_ROWS),
             "answers": NonTensorStack(*map(str, range(NUM_ROWS))),
-            "seeds": torch.arange(NUM_ROWS) + 50,
         },
         batch_size=[NUM_ROWS],
     )
@@ -65,13 +65,26 @@ class Group:
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """What the controller would collect; the same on every rank."""
-        _, protocol = self._methods[method]
-        parts, part_of_rank = split_arguments(protocol, self._topology, (arguments, options), method)
-        args, kwargs = parts[part_of_rank[self._rank]]
-        result = getattr(self.worker, method)(*args, **kwargs)
-        results: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(results, result)
-        return collect_results(protocol, [results[r] for r in protocol.source_ranks(self._topology)], method)
+        _, registration = self._methods[method]
+        sizes = {len(value) for value in arguments if isinstance(value, TensorDict)}
+        ranges = registration.protocol.row_ranges(sizes.pop(), self._topology) if sizes else ()
+        args = [
+            self._part(value, ranges[self._rank], registration.columns)
+            if isinstance(value, TensorDict)
+            else value
+            for value in arguments
+        ]
+        result = getattr(self.worker, method)(*args, **options)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, result)
+        results = [everyone[rank] for rank in registration.protocol.source_ranks(self._topology)]
+        return concat_rows(results) if registration.returns_rows else results
+
+    @staticmethod
+    def _part(batch: TensorDict, rows: range, columns: tuple[str, ...] | None) -> TensorDict:
+        part = slice_rows(batch, rows)
+        part[ROW_NUMBERS] = torch.arange(rows.start, rows.stop)
+        return part if columns is None else part.select(*columns)
 
 
 def run_all_roles(rank: int, run: RunConfig, actor: Path, scorer: Path) -> dict[str, Any]:
@@ -93,8 +106,8 @@ def run_all_roles(rank: int, run: RunConfig, actor: Path, scorer: Path) -> dict[
     seen["values"] = critic.call("compute_values", rows)
 
     group.call("switch_to_generate")
-    seen["rollout"] = group.call("generate_sequences", rows)
-    seen["greedy"] = group.call("generate_sequences", rows, greedy=True)
+    seen["rollout"] = rows.copy().update(group.call("generate_sequences", rows, FIRST_SEED))
+    seen["greedy"] = rows.copy().update(group.call("generate_sequences", rows, greedy=True))
     group.call("switch_to_train")
     seen["rollout_log_probs"] = group.call("compute_log_probs", seen["rollout"])["log_probs"]
 

@@ -20,6 +20,7 @@ from hybridengine.protocols import (
     PROTO_3D_PP_ONLY,
     GroupTopology,
     Protocol,
+    Registration,
     even_split,
     register,
     registered,
@@ -229,19 +230,22 @@ class Base:
 
 
 class Derived(Base):
-    @register(DP_PROTO)
+    @register(DP_PROTO, ["tokens", "scores"])
     def update(self) -> None: ...
 
-    @register(PROTO_3D_ALL_MICRO_DP)
+    @register(PROTO_3D_ALL_MICRO_DP, returns_rows=True)
     def generate(self) -> None: ...
 
 
 def test_registered_methods_are_found_along_the_bases_and_nothing_else() -> None:
-    assert registered(Base) == {"load": (Base.load, ONE_TO_ALL), "update": (Base.update, PROTO_3D)}
+    assert registered(Base) == {
+        "load": (Base.load, Registration(ONE_TO_ALL)),
+        "update": (Base.update, Registration(PROTO_3D)),
+    }
     assert registered(Derived) == {
-        "load": (Base.load, ONE_TO_ALL),
-        "update": (Derived.update, DP_PROTO),
-        "generate": (Derived.generate, PROTO_3D_ALL_MICRO_DP),
+        "load": (Base.load, Registration(ONE_TO_ALL)),
+        "update": (Derived.update, Registration(DP_PROTO, ("tokens", "scores"))),
+        "generate": (Derived.generate, Registration(PROTO_3D_ALL_MICRO_DP, returns_rows=True)),
     }
 
 
@@ -260,6 +264,8 @@ def test_misuse_of_register_is_refused() -> None:
         register(method)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ProtocolError, match="not a plain method"):
         register(ONE_TO_ALL)(staticmethod(method))
+    with pytest.raises(ProtocolError, match="ONE_TO_ALL does not put rows together"):
+        register(ONE_TO_ALL, returns_rows=True)
 
 
 def test_protocols_and_topologies_cross_processes() -> None:

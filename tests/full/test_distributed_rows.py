@@ -1,0 +1,122 @@
+"""Rows between groups of other sizes on a real Ray cluster: never through the controller, and only what is needed."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.failures import RankFailedError
+from hybridengine.controller.pool import ResourcePool
+from hybridengine.controller.rows import Rows
+from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.errors import ProtocolError
+from tests.full.probe_workers import ProbeWorker, batch_of
+
+
+def test_rows_go_from_group_to_group_without_the_controller(actor: WorkerGroup, critic: WorkerGroup) -> None:
+    exchange = row_exchange()
+    first = actor.numbers(Rows.numbered(9))  # 2-2-1: all rows on rank 2
+    actor.pool.wait()
+    payload, _ = exchange.payload_bytes, exchange.take_records()
+    doubled = critic.doubled(first)  # 1-2-2 over all ranks: 3, 2, 2 and 2 rows
+    critic.pool.wait()
+    assert exchange.payload_bytes == payload
+    (record,) = exchange.take_records()
+    assert str(record) == "critic.doubled"
+    assert record.transferred == {"actor.numbers": 8 * (3 + 2 + 2)}  # rank 2 has its own two rows already
+    assert first.union(doubled).get("doubled")["doubled"].tolist() == [2 * row for row in range(9)]
+    assert exchange.payload_bytes - payload == 8 * 9
+    assert sorted(record.spans) == [0, 1, 2, 3]
+
+
+def test_the_algebra_of_references_moves_nothing(actor: WorkerGroup, critic: WorkerGroup) -> None:
+    rollout = actor.over_replicas(batch_of(5))
+    payload = row_exchange().payload_bytes
+    rows = rollout.union(critic.over_dp(rollout).select("ranks")).repeat(3)[1:].pad_to_multiple(4)[::-1]
+    rows.wait()
+    assert row_exchange().payload_bytes == payload
+    numbers = [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 0, 0][::-1]
+    assert len(rows) == 16
+    assert rows.get("row_ids")["row_ids"].tolist() == numbers
+    assert list(rows.get("answers")["answers"]) == [f"answer {row}!" for row in numbers]
+    assert rows.get("ranks")["ranks"].tolist() == [0 if row < 3 else 2 for row in numbers]
+    assert critic.doubled(rows).get()["doubled"].tolist() == [2 * row for row in numbers]
+
+
+def test_a_later_column_replaces_an_earlier_one_and_the_controllers_rows_are_columns_too(
+    actor: WorkerGroup, critic: WorkerGroup
+) -> None:
+    rollout = actor.over_dp(batch_of(4))
+    shifted = critic.over_dp(rollout)
+    assert rollout.union(shifted).get("row_ids")["row_ids"].tolist() == [100, 101, 102, 103]
+    assert shifted.union(rollout).get("row_ids")["row_ids"].tolist() == [0, 1, 2, 3]
+    mixed = shifted.union(batch_of(4).select("row_ids"))
+    assert critic.doubled(mixed).get()["doubled"].tolist() == [0, 2, 4, 6]
+
+
+def test_a_worker_that_writes_into_its_rows_changes_nobody_elses(
+    actor: WorkerGroup, critic: WorkerGroup
+) -> None:
+    """`_echo` zeroes what it was given."""
+    rows = actor.numbers(Rows.numbered(6))
+    for group in (actor, critic, actor):
+        group.over_dp(rows.union(batch_of(6).select("answers"))).wait()
+    assert rows.get()["row_ids"].tolist() == list(range(6))
+
+
+def test_rows_that_nobody_refers_to_are_given_up(actor: WorkerGroup) -> None:
+    gc.collect()
+    actor.describe().get()
+    before = sum(actor.kept_bytes().get())
+    rows = actor.numbers(Rows.numbered(1000))
+    part = rows[:10]
+    del rows
+    gc.collect()
+    assert sum(actor.kept_bytes().get()) - before == 8000, "a part is a reference as well"
+    del part
+    gc.collect()
+    actor.describe().get()
+    assert sum(actor.kept_bytes().get()) == before
+
+
+def test_what_is_missing_is_named(actor: WorkerGroup, critic: WorkerGroup) -> None:
+    rows = actor.numbers(Rows.numbered(8))
+    with pytest.raises(RankFailedError, match=r"critic\.over_dp.*columns \['row_ids'\]|KeyError") as caught:
+        critic.over_dp(rows.select()).get()
+    assert caught.value.role == "critic"
+    with pytest.raises(
+        RankFailedError, match=r"critic\.doubled.*\['row_ids'\] are needed.*there are \['doubled'\]"
+    ):
+        critic.doubled(critic.doubled(rows)).get()
+    with pytest.raises(ProtocolError, match=r"columns \['values'\] are needed, and nobody has produced them"):
+        rows.get("values")
+    with pytest.raises(ProtocolError, match="8 rows and 4 rows cannot stand side by side"):
+        rows.union(rows[:4])
+    with pytest.raises(ProtocolError, match=r"critic\.over_dp .* 4 and 8 rows|got arguments"):
+        critic.two_batches(rows, rows[:4])
+    with pytest.raises(ProtocolError, match=r"actor\.numbers returns a row for each that it is given"):
+        actor.numbers(None)
+    with pytest.raises(TypeError, match="cannot be sent to a rank inside another value"):
+        critic.tp_sum({"nested": rows})
+
+
+def test_the_call_that_failed_is_blamed_and_not_the_one_that_lacks_its_rows(ray_cluster: int) -> None:
+    with ResourcePool([2], timeout_s=60) as pool:
+        group = WorkerGroup(pool, ProbeWorker, role="one", parallel="1-1-2")
+        failed = group.fail_on_rows(batch_of(4))
+        with pytest.raises(RankFailedError, match=r"one\.fail_on_rows failed on rank 0.*bad rows"):
+            group.doubled(failed).get()
+        assert group.describe().get()
+
+
+def test_pools_of_their_own_exchange_rows(ray_cluster: int) -> None:
+    """Two worlds of two ranks: the second waits for the first's rows, and not for its other calls."""
+    with ResourcePool([2], timeout_s=60) as one, ResourcePool([2], timeout_s=60) as other:
+        first = WorkerGroup(one, ProbeWorker, role="first", parallel="1-2-1")
+        second = WorkerGroup(other, ProbeWorker, role="second", parallel="1-1-2")
+        rows = first.numbers(Rows.numbered(5))
+        sleeping = first.sleep(0, 1.5)
+        assert second.doubled(rows).get()["doubled"].tolist() == [0, 2, 4, 6, 8]
+        assert not sleeping.done()

@@ -1,0 +1,187 @@
+"""Rows that other processes keep, read from their memory and over TCP: equal values, and errors that say what is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import NonTensorStack, TensorDict
+
+from hybridengine.errors import TransferError
+from hybridengine.runtime.row_reader import Block, RowReader
+from hybridengine.runtime.row_store import RowStore
+from hybridengine.runtime.stored_rows import StoredRows
+
+SECRET = b"of this test"
+SIZES = (3, 1, 5)
+"""Rows that each of three processes keeps."""
+NUM_ROWS = sum(SIZES)
+
+
+def batch_of(first: int, count: int) -> TensorDict:
+    numbers = torch.arange(first, first + count)
+    return TensorDict(
+        {
+            "numbers": numbers,
+            "wide": numbers.view(-1, 1, 1) * 100.0 + torch.arange(6.0).view(2, 3),
+            "half": numbers.to(torch.bfloat16),
+            "flags": numbers % 2 == 0,
+            "texts": NonTensorStack(*[f"é{number}" * number for number in numbers.tolist()]),
+            "lists": NonTensorStack(*[{"n": number} for number in numbers.tolist()]),
+        },
+        batch_size=[count],
+    )
+
+
+WHOLE = batch_of(0, NUM_ROWS)
+
+
+def keep(channel: Connection, first: int, count: int) -> None:
+    """A process that keeps rows under key 7 and does as it is told."""
+    store = RowStore("127.0.0.1", SECRET)
+    channel.send(store.keep(7, batch_of(first, count)))
+    while (order := channel.recv()) != "end":
+        if order == "drop":
+            store.drop([7, 8])
+        if order == "again":
+            store.keep(9, batch_of(first, count))
+        channel.send(store.num_bytes)
+
+
+class Keeper:
+    """Such a process, from outside."""
+
+    def __init__(self, first: int, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._channel, theirs = context.Pipe()
+        self.process = context.Process(target=keep, args=(theirs, first, count), daemon=True)
+        self.process.start()
+        self.stored: StoredRows = self._channel.recv()
+        self.block = Block(first, self.stored)
+
+    def order(self, what: str) -> int:
+        self._channel.send(what)
+        return self._channel.recv()
+
+    def end(self) -> None:
+        self._channel.send("end")
+        self.process.join(10)
+
+
+@pytest.fixture(scope="module")
+def keepers() -> Iterator[list[Keeper]]:
+    firsts = np.cumsum([0, *SIZES[:-1]]).tolist()
+    made = [Keeper(first, count) for first, count in zip(firsts, SIZES, strict=True)]
+    yield made
+    for keeper in made:
+        keeper.end()
+
+
+def reader(near: bool, secret: bytes = SECRET) -> RowReader:
+    made = RowReader(secret, timeout_s=5.0)
+    if not near:
+        made._own_host = "another machine"
+    return made
+
+
+@pytest.fixture(scope="module")
+def readers() -> dict[bool, RowReader]:
+    return {near: reader(near) for near in (True, False)}
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, NUM_ROWS - 1), max_size=20), st.booleans())
+def test_rows_in_any_order_and_number_come_as_they_are(
+    keepers: list[Keeper], readers: dict[bool, RowReader], rows: list[int], near: bool
+) -> None:
+    blocks, wanted = [keeper.block for keeper in keepers], np.array(rows, dtype=np.int64)
+    for name in ("numbers", "wide", "half", "flags"):
+        column = readers[near].column(name, blocks, wanted)
+        assert isinstance(column, torch.Tensor)
+        assert torch.equal(column, WHOLE[name][rows])
+        assert column.dtype == WHOLE[name].dtype
+        column.zero_()  # memory of the reader's own
+    for name in ("texts", "lists") if rows else ():
+        expected = list(WHOLE[name])
+        assert readers[near].column(name, blocks, wanted).tolist() == [expected[row] for row in rows]
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_only_the_rows_that_are_wanted_are_fetched(keepers: list[Keeper], near: bool) -> None:
+    one = reader(near)
+    one.column("wide", [keeper.block for keeper in keepers], np.array([8, 1, 1, 8, 8]))
+    assert one.received_bytes == 2 * 6 * 4
+
+
+def test_own_rows_are_read_and_not_received() -> None:
+    store = RowStore("127.0.0.1", SECRET)
+    one = RowReader(SECRET, 5.0)
+    block = Block(0, store.keep(1, batch_of(0, 4)))
+    assert torch.equal(one.column("numbers", [block], np.arange(4)), torch.arange(4))
+    assert one.received_bytes == 0
+    store.close()
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_rows_that_were_dropped_are_not_read(near: bool) -> None:
+    keeper = Keeper(0, 3)
+    assert keeper.order("nothing") > 0
+    assert keeper.order("drop") == 0
+    with pytest.raises(TransferError, match=r"rows 7 of process .* were dropped"):
+        reader(near).column("numbers", [keeper.block], np.array([0]))
+    assert keeper.order("again") > 0
+    with pytest.raises(TransferError, match=r"rows 7 of process .* were dropped"):
+        reader(near).column("wide", [keeper.block], np.array([0]))
+    keeper.end()
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_process_that_has_ended_is_named(near: bool) -> None:
+    keeper = Keeper(0, 3)
+    one = reader(near)
+    one.column("numbers", [keeper.block], np.array([0]))
+    keeper.process.kill()
+    keeper.process.join()
+    with pytest.raises(
+        TransferError, match=f"column 'wide' cannot be fetched from process {keeper.process.pid} of"
+    ):
+        one.column("wide", [keeper.block], np.array([0]))
+
+
+def test_a_reader_without_the_secret_gets_nothing(keepers: list[Keeper]) -> None:
+    with pytest.raises(TransferError, match="AuthenticationError"):
+        reader(near=False, secret=b"another").column("numbers", [keepers[0].block], np.array([0]))
+
+
+def test_a_process_that_stops_answering_ends_the_wait(keepers: list[Keeper]) -> None:
+    keeper, one = Keeper(0, 3), RowReader(SECRET, timeout_s=0.5)
+    one._own_host = "another machine"
+    one.column("numbers", [keeper.block], np.array([0]))
+    assert keeper.process.pid is not None
+    os.kill(keeper.process.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(TransferError, match="has ended or does not answer"):
+        one.column("wide", [keeper.block], np.array([0]))
+    assert time.monotonic() - begin < 5
+    keeper.process.kill()
+
+
+def test_ranks_must_give_rows_of_one_shape(keepers: list[Keeper]) -> None:
+    stored = keepers[1].stored
+    column = stored.columns["wide"]
+    odd = replace(column, values=replace(column.values, entry_shape=(3, 2)))
+    blocks = [keepers[0].block, Block(3, replace(stored, columns=stored.columns | {"wide": odd}))]
+    with pytest.raises(
+        TransferError, match=r"'wide' is torch\.float32\[2, 3\] on one rank and .*\[3, 2\] on another"
+    ):
+        reader(near=True).column("wide", blocks, np.arange(4))
