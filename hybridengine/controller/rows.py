@@ -180,7 +180,7 @@ class Rows:
 
 def _row_numbers(index: Index, count: int) -> np.ndarray:
     if isinstance(index, slice):
-        return np.arange(count)[index]
+        return np.arange(count)[index].copy()  # torch knows no negative strides
     rows = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
     if rows.dtype == np.bool_ and rows.shape == (count,):
         return np.flatnonzero(rows)
