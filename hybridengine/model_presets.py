@@ -117,7 +117,7 @@ def resolve_model(text: str) -> ModelShape:
     preset = find_preset(text)
     if preset is not None:
         return preset.shape()
-    if not text.strip() or not Path(text).exists():
+    if not text.strip() or not _exists(text):
         near = difflib.get_close_matches(text.lower(), PRESETS, n=2, cutoff=0.6)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         raise ConfigError(
@@ -135,6 +135,13 @@ def resolve_model(text: str) -> ModelShape:
             f"model {text} cannot be read ({error.strerror}); name a config.json, or a preset:"
             f" {', '.join(PRESETS)}"
         ) from None
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # e.g. a name that is too long
+        return False
 
 
 def _plain(text: str) -> str:

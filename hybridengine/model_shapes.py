@@ -15,6 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.errors import CheckpointError, ConfigError
+from hybridengine.model_config import (
+    MAX_PARAMETERS,
+    OPTIONAL_SIZES,
+    ROPE_NUMBERS,
+    check_features,
+    check_kinds,
+    check_numbers,
+    check_sizes,
+    is_number,
+    json_fault,
+)
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -82,36 +93,23 @@ class ModelShape:
         Raises:
             ConfigError: an unsupported architecture, a missing key, or a feature that no layout covers.
         """
-        names = list(config.get("architectures") or [])
+        check_kinds(config)
+        names = [str(name) for name in config.get("architectures") or ()]
         known = [name for name in names if name in ARCHITECTURES]
         if not known:
             raise ConfigError(
                 f"architectures={names} is not supported; use one of {', '.join(sorted(ARCHITECTURES))}"
             )
         family = ARCHITECTURES[known[0]]
-        required = (
-            "num_hidden_layers",
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "vocab_size",
-        )
-        optional = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-        sizes = _DEFAULT_SIZES[family] | {key: config[key] for key in optional if key in config}
-        wrong = [key for key in required if not _is_size(config.get(key))]
-        wrong += [key for key, value in sizes.items() if value is not None and not _is_size(value)]
-        if wrong:
-            raise ConfigError(
-                f"config.json of {known[0]}: {', '.join(wrong)} must be present and positive integers;"
-                " restore the model's original config.json"
-            )
+        check_sizes(config, known[0])
+        sizes = _DEFAULT_SIZES[family] | {key: config[key] for key in OPTIONAL_SIZES if key in config}
         num_heads = config["num_attention_heads"]
         head_dim = sizes.get("head_dim")
         if head_dim is None:
             head_dim = _even_head_dim(config["hidden_size"], num_heads)
         classifies = known[0].endswith("ForSequenceClassification")
-        id2label = config.get("id2label")
-        num_labels = config.get("num_labels") or (len(id2label) if id2label else 2)
+        norm_eps = config.get("rms_norm_eps", 1e-6)
+        check_numbers({"rms_norm_eps": norm_eps})
         shape = cls(
             family=family,
             num_layers=config["num_hidden_layers"],
@@ -125,12 +123,24 @@ class ModelShape:
             or _DEFAULT_SIZES[family]["max_position_embeddings"],
             qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)) and not classifies,
-            norm_eps=config.get("rms_norm_eps", 1e-6),
-            num_labels=num_labels if classifies else 0,
+            tied_embeddings=bool(config.get("tie_word_embeddings")) and not classifies,
+            norm_eps=norm_eps,
+            num_labels=(config.get("num_labels") or len(config.get("id2label") or (0, 1)))
+            if classifies
+            else 0,
             **_rotary(config),
         )
-        shape._check(config)
+        if shape.num_heads % shape.num_kv_heads:
+            raise ConfigError(
+                f"num_key_value_heads={shape.num_kv_heads} does not divide num_attention_heads={shape.num_heads};"
+                " restore the model's original config.json"
+            )
+        check_features(config, known[0], family)
+        if shape.num_parameters > MAX_PARAMETERS:
+            raise ConfigError(
+                f"the sizes of config.json make {shape.num_parameters} parameters, which must be at most"
+                f" {MAX_PARAMETERS}; restore the model's original config.json"
+            )
         return shape
 
     @classmethod
@@ -142,38 +152,15 @@ class ModelShape:
             config = json.loads(path.read_text())
         except FileNotFoundError:
             raise CheckpointError(f"{path} does not exist; name a Hugging Face checkpoint folder") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(
-                f"{path} is not valid JSON ({error}); restore the model's original file"
+                f"{path} is not valid JSON ({json_fault(error)}); restore the model's original file"
             ) from None
         if not isinstance(config, dict):
             raise CheckpointError(
                 f"{path} holds {type(config).__name__}, not an object; restore the model's original file"
             )
         return cls.from_hf_config(config)
-
-    def _check(self, config: Mapping[str, Any]) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_key_value_heads={self.num_kv_heads} does not divide num_attention_heads={self.num_heads};"
-                " restore the model's original config.json"
-            )
-        if config.get("quantization_config"):
-            raise ConfigError("quantization_config is not supported; use the model's unquantised weights")
-        kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
-        if kinds:
-            raise ConfigError(f"layer_types={kinds} are not supported; use a model with full attention")
-        if config.get("use_sliding_window"):
-            raise ConfigError("use_sliding_window=true is not supported; use a model with full attention")
-        if config.get("attention_bias") and self.family != "qwen2":
-            raise ConfigError(
-                "attention_bias=true puts a bias on the output projection, which is not supported;"
-                " use a model without it"
-            )
-        if config.get("mlp_bias"):
-            raise ConfigError("mlp_bias=true is not supported; use a model without biases in its MLP")
-        if config.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"hidden_act={config['hidden_act']!r} is not supported; it must be 'silu'")
 
     @property
     def q_size(self) -> int:
@@ -339,10 +326,6 @@ class ModelShape:
         return self.num_heads, self.num_kv_heads, self.ffn_hidden_size
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and value > 0  # True is an int, and no size
-
-
 def _even_head_dim(hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise ConfigError(
@@ -364,17 +347,16 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = nested.get("rope_type", nested.get("type", "default"))
     if config.get("partial_rotary_factor", nested.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ConfigError("partial_rotary_factor is not supported; it must be 1.0")
+    check_numbers({"rope_theta": theta})
     if kind == "default":
         return {"rope_theta": float(theta)}
     if kind != "llama3":
         raise ConfigError(f"rope_type={kind!r} is not supported; use 'default' or 'llama3'")
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [key for key in keys if not isinstance(nested.get(key), int | float)]
+    missing = [key for key in ROPE_NUMBERS if not is_number(nested.get(key))]
     if missing:
         raise ConfigError(
             f"rope_type='llama3' needs the numbers {', '.join(missing)}; restore the model's original config.json"
         )
-    return {
-        "rope_theta": float(theta),
-        "rope_scaling": tuple((key, nested[key]) for key in keys),
-    }
+    scaling = {key: nested[key] for key in ROPE_NUMBERS}
+    check_numbers(scaling)
+    return {"rope_theta": float(theta), "rope_scaling": tuple(scaling.items())}

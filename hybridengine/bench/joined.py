@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 
 from hybridengine.bench.ranks import ENVIRONMENT
@@ -37,8 +37,8 @@ def check_world(spec: BenchSpec, environment: Mapping[str, str] = os.environ) ->
     )
 
 
-def measure_joined(spec: BenchSpec, say: Callable[[str], None]) -> list[PairResult]:
-    """Results of all pairs, the same on every rank; only rank 0 says anything.
+def measure_joined(spec: BenchSpec, say: Callable[[str], None]) -> Iterator[PairResult]:
+    """Results of each pair, the same on every rank; only rank 0 says anything.
 
     Raises:
         HybridEngineError: of this rank; torchrun ends the others.
@@ -67,9 +67,7 @@ def measure_joined(spec: BenchSpec, say: Callable[[str], None]) -> list[PairResu
         if is_first:
             say(text)
 
-    results = []
     for pair in spec.pairs:
         say_once(spec.describe(pair))
-        results.append(measure(spec, pair, registry, say_once, nodes))
+        yield measure(spec, pair, registry, say_once, nodes)
     dist.destroy_process_group()
-    return results

@@ -28,7 +28,7 @@ class MethodName(str, Enum):
 VERIFY_TIMES = ("first", "always", "never")
 """When micro-dp's receivers check what they have received; values of `runtime.verify.Verify`, which needs torch."""
 
-MAX_TIMEOUT_S = 86400
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1.0, 86400.0
 
 DTYPES = ("float32", "bfloat16")
 
@@ -110,11 +110,13 @@ class BenchSpec:
 
     def _problems(self) -> Iterable[str]:
         if self.repetitions < 1:
-            yield f"repetitions={self.repetitions} leaves nothing to count; choose at least 1"
+            yield f"--repetitions {self.repetitions} leaves nothing to count; choose at least 1"
         if self.bucket_bytes < 2**16:
-            yield f"bucket_bytes={self.bucket_bytes} is less than a message is worth; choose at least 65536"
-        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
-            yield f"timeout={self.timeout_s} is out of range; choose seconds up to {MAX_TIMEOUT_S}"
+            yield f"--bucket-bytes {self.bucket_bytes} is less than a message is worth; choose at least 65536"
+        if not MIN_TIMEOUT_S <= self.timeout_s <= MAX_TIMEOUT_S:
+            yield (
+                f"--timeout {self.timeout_s:g} is out of range; choose {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} seconds"
+            )
         if self.shape.num_labels:
             yield "the model has a score head instead of a vocabulary; generation needs a language model"
         for name, value, known in (("dtype", self.dtype, DTYPES), ("verify", self.verify, VERIFY_TIMES)):

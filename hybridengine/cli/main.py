@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -23,11 +24,29 @@ EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    """Run a command; returns the exit status: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
+
+    141 is what a shell says of a program whose reader went away, as in `| head -1`.
+    """
     try:
-        return options.run(options)
+        options = _parser().parse_args(arguments)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
+    except OSError:
+        fault = _stdout_fault()
+        if fault is None:
+            raise
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # Python writes what is left as it ends
+        if isinstance(fault, BrokenPipeError):
+            return 141
+        print(
+            f"hybridengine: stdout cannot be written ({fault.strerror}); direct it to where there is space",
+            file=sys.stderr,
+        )
+        return 2
     except (ConfigError, TopologyError, CheckpointError, DataError) as error:
         print(f"hybridengine: {error}", file=sys.stderr)
         return 2
@@ -37,6 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("hybridengine: interrupted; what the run has written so far is kept", file=sys.stderr)
         return 130
+
+
+def _stdout_fault() -> OSError | None:
+    """Why nothing can be printed; None where it can."""
+    try:
+        print(flush=True)  # an empty flush says nothing where a long text was refused
+    except OSError as error:
+        return error
+    return None
 
 
 def _parser() -> argparse.ArgumentParser:

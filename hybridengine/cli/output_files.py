@@ -1,10 +1,11 @@
-"""Files that a command will write, checked before it computes anything."""
+"""Files that a command writes: checked before it computes anything, and written with errors that name the option."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 
 from hybridengine.errors import ConfigError, raise_all
@@ -13,19 +14,48 @@ PICTURE_FORMS = (".png", ".svg", ".pdf")
 
 
 def check_output_files(files: Mapping[str, Path | None]) -> None:
-    """Check that every file that an option names can be written; nothing is left behind.
+    """Check that every file that an option names can be written, and is another one; nothing is left behind.
 
     Args:
         files: option, such as "--json" -> file; None where the option is not given.
 
     Raises:
-        ConfigError: a folder that is missing or read-only, or a name that is a folder.
+        ConfigError: a folder that is missing or read-only, a name that is a folder, or one file for two options.
     """
+    given = {option: file for option, file in files.items() if file is not None}
     raise_all(
-        f"{option} {file} cannot be written ({error.strerror}); name a file in a folder that exists and can be written to"
-        for option, file in files.items()
-        if file is not None and (error := _write_error(file)) is not None
+        _message(option, file, error)
+        for option, file in given.items()
+        if (error := _write_error(file)) is not None
     )
+    raise_all(
+        f"{one} {given[one]} and {other} {given[other]} are the same file; name two"
+        for one, other in combinations(given, 2)
+        if _is_same(given[one], given[other])
+    )
+
+
+@contextlib.contextmanager
+def output(option: str, file: Path) -> Iterator[None]:
+    """Context in which `file`, which `option` names, is written.
+
+    Raises:
+        ConfigError: writing failed, e.g. for lack of space.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(_message(option, file, error)) from error
+
+
+def write_output(option: str, file: Path, text: str) -> None:
+    """Write `text` into `file`, which `option` names.
+
+    Raises:
+        ConfigError: writing failed, e.g. for lack of space.
+    """
+    with output(option, file):
+        file.write_text(text)
 
 
 def check_picture(option: str, file: Path | None) -> None:
@@ -42,14 +72,27 @@ def check_picture(option: str, file: Path | None) -> None:
         raise ConfigError(f"{option} needs matplotlib; install hybridengine[plots]")
 
 
+def _message(option: str, file: Path, error: OSError) -> str:
+    return (
+        f"{option} {file} cannot be written ({error.strerror or error});"
+        " name a file in a folder that exists, can be written to and has space"
+    )
+
+
 def _write_error(file: Path) -> OSError | None:
-    existed = file.exists()
     try:
+        existed = file.exists()
         with file.open("ab"):
             pass
     except OSError as error:
         return error
     if not existed:
         with contextlib.suppress(OSError):
-            file.unlink()
+            file.resolve().unlink()  # of a link to nowhere, what it led to; the link stays
     return None
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether both name one file, by whatever spelling or link."""
+    same = one.resolve() == other.resolve()
+    return same or (one.exists() and other.exists() and one.samefile(other))

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from hybridengine.bench.spec import (
     MethodName,
     parse_choices,
 )
-from hybridengine.cli.output_files import check_output_files, check_picture
+from hybridengine.cli.options import Once
+from hybridengine.cli.output_files import check_output_files, check_picture, output, write_output
 from hybridengine.config.values import parse_bytes
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.model_presets import resolve_model
@@ -74,53 +75,45 @@ def add_bench_command(subparsers: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--train", metavar="P-T-D", help="training sizes: stages, tensor shards, replicas (default 1-4-2)"
-    )
-    parser.add_argument(
-        "--gen", metavar="PG-TG", help="generation sizes: stages, tensor shards (default 1-2)"
-    )
-    parser.add_argument(
+
+    def option(name: str, **settings: Any) -> None:
+        parser.add_argument(name, **{"action": Once} | settings)
+
+    option("--train", metavar="P-T-D", help="training sizes: stages, tensor shards, replicas (default 1-4-2)")
+    option("--gen", metavar="PG-TG", help="generation sizes: stages, tensor shards (default 1-2)")
+    option(
         "--pair", action="append", default=[], metavar="TRAIN:GEN",
         help="a pair of layouts such as 2-4-1:1-2; give it several times for several pairs in one run",
     )  # fmt: skip
-    parser.add_argument(
+    option(
         "--model", metavar="PRESET_OR_FILE",
         help="a preset, a Hugging Face config.json or a folder with one; weights are made up (default: a Llama of"
         f" {format_bytes(DEFAULT_MODEL.weight_bytes('float32'))} in float32)",
     )  # fmt: skip
-    parser.add_argument(
-        "--dtype", default=DTYPES[0], metavar="TYPE", help=f"{' or '.join(DTYPES)} (default {DTYPES[0]})"
-    )
-    parser.add_argument(
+    option("--dtype", default=DTYPES[0], metavar="TYPE", help=f"{' or '.join(DTYPES)} (default {DTYPES[0]})")
+    option(
         "--methods", default=",".join(method.value for method in MethodName), metavar="NAMES",
         help="comma-separated, of those above (default all)",
     )  # fmt: skip
-    parser.add_argument(
-        "--repetitions", type=int, default=7, metavar="N", help="counted repetitions (default 7)"
-    )
-    parser.add_argument(
+    option("--repetitions", type=int, default=7, metavar="N", help="counted repetitions (default 7)")
+    option(
         "--verify", default=VERIFY_TIMES[0], metavar="WHEN",
         help="when micro-dp checks digests of what arrives: first, always or never (default first). What `always` costs"
         " is measured in any case",
     )  # fmt: skip
-    parser.add_argument(
+    option(
         "--bucket-bytes", default="16MiB", metavar="BYTES",
         help="weights that move together, in every method that has buckets (default 16MiB)",
     )  # fmt: skip
-    parser.add_argument(
+    option(
         "--timeout",
         type=float,
         default=120.0,
         metavar="SECONDS",
         help="longest that any wait may take (default 120)",
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write everything that was measured to FILE"
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw seconds and bytes to FILE (.png, .svg, .pdf)"
-    )
+    option("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    option("--plot", type=Path, metavar="FILE", help="draw seconds and bytes to FILE (.png, .svg, .pdf)")
     parser.set_defaults(run=run_bench)
 
 
@@ -142,26 +135,32 @@ def run_bench(options: argparse.Namespace) -> int:
             f"[{time.perf_counter() - started:6.1f}s] {text}", markup=False, highlight=False, soft_wrap=True
         )
 
-    if joined:
-        pairs = measure_joined(spec, say)
-        if os.environ["RANK"] != "0":
-            return 0
-    else:
-        say("loading torch and Megatron-core, once for all ranks")
-        starter = RankStarter("hybridengine.cli.main")
-        pairs = []
-        for pair in spec.pairs:
-            say(spec.describe(pair))
-            pairs.append(starter.measure(spec, pair, say))
-    for pair in pairs:
-        print_pair(console, spec, pair)
-    if options.json:
-        options.json.write_text(json.dumps(report_as_dict(spec, pairs, _machine()), indent=2) + "\n")
-        say(f"written: {options.json}")
-    if options.plot:
-        draw(spec, pairs, options.plot)
-        say(f"drawn: {options.plot}")
+    measured: list[PairResult] = []
+    try:
+        for pair in measure_joined(spec, say) if joined else _measure_here(spec, say):
+            measured.append(pair)
+            if joined and os.environ["RANK"] != "0":
+                continue
+            print_pair(console, spec, pair)
+            if options.json:  # after every pair: what has been measured is not lost where a later one fails
+                report = json.dumps(report_as_dict(spec, measured, _machine()), indent=2) + "\n"
+                write_output("--json", options.json, report)
+                say(f"written: {options.json}")
+    finally:
+        if options.plot and measured and not (joined and os.environ["RANK"] != "0"):
+            with output("--plot", options.plot):
+                draw(spec, measured, options.plot)
+            say(f"drawn: {options.plot}")
     return 0
+
+
+def _measure_here(spec: BenchSpec, say: Callable[[str], None]) -> Iterator[PairResult]:
+    """Results of each pair, on ranks that are started for it."""
+    say("loading torch and Megatron-core, once for all ranks")
+    starter = RankStarter("hybridengine.cli.main")
+    for pair in spec.pairs:
+        say(spec.describe(pair))
+        yield starter.measure(spec, pair, say)
 
 
 def spec_of(options: argparse.Namespace) -> BenchSpec:
@@ -176,7 +175,7 @@ def spec_of(options: argparse.Namespace) -> BenchSpec:
             0, LayoutPair(TrainSizes.parse(options.train or "1-4-2"), GenSizes.parse(options.gen or "1-2"))
         )
     return BenchSpec(
-        shape=resolve_model(options.model) if options.model else DEFAULT_MODEL,
+        shape=DEFAULT_MODEL if options.model is None else resolve_model(options.model),
         pairs=tuple(dict.fromkeys(pairs)),
         methods=parse_choices(options.methods, MethodName, "method"),
         dtype=options.dtype,

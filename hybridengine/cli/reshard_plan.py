@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridengine.cli.output_files import check_output_files, check_picture
+from hybridengine.cli.options import Once
+from hybridengine.cli.output_files import check_output_files, check_picture, output, write_output
 from hybridengine.cli.switch_tables import diff_lines, layout_name, plan_lines, sweep_lines
 from hybridengine.config.values import parse_bytes
-from hybridengine.errors import ConfigError, TopologyError
+from hybridengine.errors import ConfigError, TopologyError, raise_all
 from hybridengine.model_presets import PRESETS, resolve_model
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.clusters import Cluster, load_cluster
@@ -91,7 +92,7 @@ def add_plan_command(subparsers: Any) -> None:
     )
 
     def option(*names: str, **settings: Any) -> None:
-        parser.add_argument(*names, **settings)
+        parser.add_argument(*names, **{"action": Once} | settings)
 
     option(
         "--model", required=True, metavar="PRESET_OR_HF_CONFIG", help="a preset, a config.json, or its folder"
@@ -128,7 +129,7 @@ def run_plan(options: argparse.Namespace) -> int:
     check_output_files({"--json": json_file, "--plot": options.plot})
     if options.sweep:
         plans, lines, figures = _sweep(request)
-    elif options.diff:
+    elif options.diff is not None:
         plans = [request.plan(train, gen) for train, gen in request.layouts if gen is not None]
         lines = diff_lines(*plans)
         figures = {"results": [as_json(request, plan) for plan in plans]}
@@ -139,14 +140,32 @@ def run_plan(options: argparse.Namespace) -> int:
         lines = plan_lines(request.model_name, request.shape, request.dtype, request.cluster, plans[0])
         figures = as_json(request, plans[0])
     text = json.dumps(figures, indent=2)
-    print(text if options.json == STDOUT else "\n".join(lines))
+    try:
+        _write(request, plans, text, json_file, options.plot)
+    finally:
+        print(text if options.json == STDOUT else "\n".join(lines))
+    return 0
+
+
+def _write(
+    request: Request, plans: list[SwitchPlan], text: str, json_file: Path | None, picture: Path | None
+) -> None:
+    """Write the files that are asked for; one that fails does not keep the other from being written."""
+    problems = []
     if json_file is not None:
-        json_file.write_text(text + "\n")
-    if options.plot is not None:
+        try:
+            write_output("--json", json_file, text + "\n")
+        except ConfigError as error:
+            problems.append(str(error))
+    if picture is not None:
         from hybridengine.cli.switch_chart import draw_switches
 
-        draw_switches(request.model_name, request.cluster, plans, options.plot)
-    return 0
+        try:
+            with output("--plot", picture):
+                draw_switches(request.model_name, request.cluster, plans, picture)
+        except ConfigError as error:
+            problems.append(str(error))
+    raise_all(problems)
 
 
 def request_of(options: argparse.Namespace) -> Request:
@@ -177,22 +196,37 @@ def request_of(options: argparse.Namespace) -> Request:
 
 def _layouts(options: argparse.Namespace) -> list[tuple[TrainSizes, GenSizes | None]]:
     """The layouts to plan, before anything is known about the model."""
-    kinds = [name for name in ("gen", "diff", "sweep") if getattr(options, name)]
+    given = {
+        "gen": options.gen is not None,
+        "diff": options.diff is not None,
+        "sweep": options.sweep,
+    }
+    kinds = [name for name, is_given in given.items() if is_given]
     if len(kinds) != 1:
         found = " and ".join(f"--{kind}" for kind in kinds) or "none of them"
         raise ConfigError(
             f"give one of --gen (a layout), --diff A B (two) and --sweep (all that fit), found {found}"
         )
-    train = TrainSizes.parse(options.train) if options.train else None
-    texts = options.diff or [options.gen]
+    train = None if options.train is None else TrainSizes.parse(options.train)
+    if options.sweep:
+        return [(_needed(train), None)]
+    texts = [options.gen] if options.diff is None else options.diff
+    if train is not None and all(":" in text for text in texts):
+        raise ConfigError(
+            f"--train {train} is not used, since {' and '.join(texts)} name their own training sizes; leave it out"
+        )
     layouts: list[tuple[TrainSizes, GenSizes | None]] = []
     for text in texts:
-        own, colon, gen = (text or "").rpartition(":")
-        sizes = TrainSizes.parse(own) if colon else train
-        if sizes is None:
-            raise ConfigError("--train is missing; give the training sizes p-t-d, e.g. --train 8-8-16")
-        layouts.append((sizes, GenSizes.parse(gen) if text else None))
+        own, colon, gen = text.rpartition(":")
+        sizes = TrainSizes.parse(own) if colon else _needed(train)
+        layouts.append((sizes, GenSizes.parse(gen)))
     return layouts
+
+
+def _needed(train: TrainSizes | None) -> TrainSizes:
+    if train is None:
+        raise ConfigError("--train is missing; give the training sizes p-t-d, e.g. --train 8-8-16")
+    return train
 
 
 def _sweep(request: Request) -> tuple[list[SwitchPlan], list[str], dict[str, Any]]:

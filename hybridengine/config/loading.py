@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from hybridengine.config.checks import find_conflicts
 from hybridengine.config.run_config import RunConfig
+from hybridengine.config.wording import first_line, rule, shown, yaml_fault
 from hybridengine.errors import ConfigError, raise_all
 
 Problem = tuple[str, str]
@@ -75,8 +76,8 @@ def _read_yaml(path: Path) -> DictConfig:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{path}{where}: not valid YAML ({error.problem}); correct this line") from None
-    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
-        raise ConfigError(f"{path}: not valid YAML ({_first_line(error)}); correct the file") from None
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid YAML ({yaml_fault(error)}); correct the file") from None
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{path} holds a list, not sections; start it with a section such as 'run:'")
     return tree
@@ -100,14 +101,14 @@ def _apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> Iterator[Pro
         except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, IndexError) as error:
             yield (
                 key,
-                f"override {text!r} cannot be applied ({_first_line(error)}); write key=value with a plain value",
+                f"override {text!r} cannot be applied ({first_line(error)}); write key=value with a plain value",
             )
 
 
 def _unresolved(path: str | Path, error: OmegaConfBaseException) -> str:
     """Message for a `???` or a `${...}` that has no value."""
     key = f" at {error.full_key}" if error.full_key else ""
-    return f"{path}{key}: {_first_line(error)}; write the value itself"
+    return f"{path}{key}: {first_line(error)}; write the value itself"
 
 
 def _drop_empty_sections(values: dict[str, Any]) -> None:
@@ -151,34 +152,19 @@ def _describe(item: Any) -> tuple[list[str | int], list[Problem]]:
     if kind == "value_error":
         message = f"{key}: {context['error']}"
     elif kind in ("model_type", "model_attributes_type", "dict_type"):
-        message = f"{key}={_shown(value)} must be a section with keys of its own; write them beneath {key}"
+        message = f"{key}={shown(value)} must be a section with keys of its own; write them beneath {key}"
     elif kind == "missing":
         message = f"{key} is missing; {_remedy(location)}"
     elif kind == "literal_error":
         near = difflib.get_close_matches(
             str(value), [str(choice) for choice in context["expected"].split("'")], n=1
         )
-        message = f"{key}={_shown(value)} must be {context['expected']}" + (
+        message = f"{key}={shown(value)} must be {context['expected']}" + (
             f"; did you mean {near[0]!r}?" if near else "; choose one of these"
         )
     else:
-        message = f"{key}={_shown(value)} must be {_rule(item['msg'])}; {_remedy(location)}"
+        message = f"{key}={shown(value)} must be {rule(item['msg'])}; {_remedy(location)}"
     return location, [(key, message)]
-
-
-def _rule(text: str) -> str:
-    """Pydantic's message as the end of a sentence that begins "value must be"."""
-    rule = text.removeprefix("Input should be ").replace("a valid ", "a ")
-    for theirs, ours in (
-        ("greater than or equal to", "at least"),
-        ("less than or equal to", "at most"),
-        ("a integer", "an integer"),
-        ("a array", "a list"),
-        ("Tuple should have", "a list of"),
-        (" after validation", ""),
-    ):
-        rule = rule.replace(theirs, ours)
-    return rule[0].lower() + rule[1:]
 
 
 def _remedy(location: Sequence[str | int]) -> str:
@@ -268,13 +254,3 @@ def _dotted(location: Iterable[str | int]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(
         "."
     )
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -19,6 +19,8 @@ from hybridengine.errors import ConfigError, TopologyError
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+MAX_BYTES = 2**60
+"""An exbibyte: far beyond every memory, and exact in 64 bits."""
 
 
 class Section(BaseModel):
@@ -38,12 +40,12 @@ def _parse_bytes(value: Any) -> Any:
     """Bytes written as an integer or with a unit: "64MiB"."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(B|KiB|MiB|GiB)", value.strip())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(B|KiB|MiB|GiB)", value.strip())
     if match is None:
         raise ValueError(
             f"{value!r} is not a size in bytes; write an integer or a unit such as 64MiB or 1.5GiB"
         )
-    return int(float(match[1]) * BYTE_UNITS[match[2]])
+    return int(min(float(match[1]) * BYTE_UNITS[match[2]], 2 * MAX_BYTES))  # float() may give infinity
 
 
 def _check_train_sizes(text: str) -> str:
@@ -91,7 +93,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 """A number from 0 on."""
 Share = Annotated[float, Field(ge=0, le=1)]
 """A number from 0 to 1."""
-Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=1, le=MAX_BYTES)]
 """Bytes: an integer, or with a unit such as 64MiB."""
 TrainSizesText = Annotated[str, AfterValidator(_check_train_sizes)]
 """p-t-d, e.g. "2-2-1"."""
@@ -111,9 +113,11 @@ def parse_bytes(option: str, text: str) -> int:
     Raises:
         ConfigError: another form.
     """
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
     try:
-        return TypeAdapter(Bytes).validate_python(int(text) if text.isdigit() else text)
+        return TypeAdapter(Bytes).validate_python(f"{text}B" if re.fullmatch("[0-9]+", text) else text)
     except ValidationError:
         raise ConfigError(
-            f"{option} {text!r} is not a size in bytes; write an integer or a unit such as 64MiB"
+            f"{option} {shown!r} is not a size in bytes; write an integer or a unit such as 64MiB, at most"
+            f" {MAX_BYTES // BYTE_UNITS['GiB']}GiB"
         ) from None

@@ -17,21 +17,28 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from hybridengine.config.values import Bytes, Count, NonNegative, Positive, Section
+from hybridengine.config.values import Bytes, Section
+from hybridengine.config.wording import rule, shown, yaml_fault
 from hybridengine.errors import ConfigError, raise_all
 from hybridengine.topology.links import LinkClass, NodeMap
 
 Text = Annotated[str, Field(min_length=1)]
+Rate = Annotated[float, Field(ge=1, le=1e18)]
+"""Bytes per second, between what is no link any more and what no link reaches."""
+Latency = Annotated[float, Field(ge=0, le=3600)]
+"""Seconds, at most an hour."""
+Nodes = Annotated[int, Field(ge=1, le=2**20)]
+NodeDevices = Annotated[int, Field(ge=1, le=2**12)]
 
 
 class Link(Section):
     """One class of links, as every device of the cluster has it."""
 
-    bytes_per_s: Positive
+    bytes_per_s: Rate
     """Bandwidth of one device, in each direction."""
-    node_bytes_per_s: Positive | None = None
+    node_bytes_per_s: Rate | None = None
     """Bandwidth that the devices of a node have together, in each direction; left out, they do not share."""
-    latency_s: NonNegative
+    latency_s: Latency
     """Time that a message takes beside its bytes; for the device's own memory, a bucket of copies."""
 
 
@@ -64,9 +71,9 @@ class Cluster(Section):
     """What people call it."""
     source: Text
     """Where the figures come from."""
-    nodes: Count
+    nodes: Nodes
     """Nodes that can be used."""
-    devices_per_node: Count
+    devices_per_node: NodeDevices
     """Devices of a node: one rank each."""
     device_memory_bytes: Bytes
     """Memory of one device."""
@@ -127,14 +134,16 @@ def load_cluster(path: str | Path) -> Cluster:
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; {remedy}") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); {remedy}") from None
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{path} is not valid YAML ({first}); correct the file, or {remedy}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no keys; {remedy}")
-    if not values.keys() & Cluster.model_fields.keys():
-        raise ConfigError(f"{path} has none of the keys {', '.join(Cluster.model_fields)}; {remedy}")
+        if error.strerror is not None:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}); {remedy}") from None
+        values = None  # OmegaConf's own: the file holds a single value
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is not valid YAML ({yaml_fault(error)}); correct the file, or {remedy}"
+        ) from None
+    if not isinstance(values, dict) or not values.keys() & Cluster.model_fields.keys():
+        found = "has none of" if isinstance(values, dict) else "must hold a mapping with"
+        raise ConfigError(f"{path} {found} the keys {', '.join(Cluster.model_fields)}; {remedy}")
     try:
         return Cluster.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
@@ -159,8 +168,9 @@ def _message(item: Any) -> str:
         return ": ".join(part for part in (key, str(item["ctx"]["error"])) if part)
     if kind == "missing":
         return f"{key} is missing; add it (it is: {_meaning(location)})"
-    rule = item["msg"].removeprefix("Input should be ").replace("a valid ", "a ")
-    return f"{key}={json.dumps(item['input'], default=str)} must be {rule}; correct it (it is: {_meaning(location)})"
+    return (
+        f"{key}={shown(item['input'])} must be {rule(item['msg'])}; correct it (it is: {_meaning(location)})"
+    )
 
 
 def _model_at(location: Sequence[str]) -> type[BaseModel]:

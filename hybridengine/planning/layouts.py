@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from hybridengine.errors import ConfigError, TopologyError
 from hybridengine.model_shapes import ModelShape
-from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 
 NUM_SHOWN = 3
 """Nearest sizes named in a message."""
@@ -59,12 +60,11 @@ def gen_problems(shape: ModelShape, train: TrainSizes, sizes: GenSizes) -> list[
 
 def nearest_train_sizes(shape: ModelShape, sizes: TrainSizes) -> list[TrainSizes]:
     """Sizes that can be, on the same number of ranks, those first that change the fewest factors."""
-    divisors = _divisors(sizes.num_ranks)
+    num_ranks = sizes.num_ranks
     found = [
-        TrainSizes(p, t, sizes.num_ranks // (p * t))
-        for p in divisors
-        for t in divisors
-        if sizes.num_ranks % (p * t) == 0
+        TrainSizes(model_parallel // t, t, num_ranks // model_parallel)
+        for model_parallel in divisors(num_ranks)
+        for t in divisors(model_parallel)
     ]
 
     def distance(other: TrainSizes) -> float:
@@ -75,23 +75,22 @@ def nearest_train_sizes(shape: ModelShape, sizes: TrainSizes) -> list[TrainSizes
         )
         return sum(abs(math.log(one / two)) for one, two in pairs)
 
-    possible = [other for other in found if not train_problems(shape, other)]
-    return sorted(possible, key=lambda other: (distance(other), other))[:NUM_SHOWN]
+    found.sort(key=lambda other: (distance(other), other))
+    return list(islice((other for other in found if not train_problems(shape, other)), NUM_SHOWN))
 
 
 def generation_sizes(shape: ModelShape, train: TrainSizes, max_tp_size: int) -> Iterator[GenSizes]:
-    """Every generation layout that can be and whose stages nest in training's: p_g | p, and t_g | t or t | t_g.
+    """Every generation layout that can be, of engines that are no larger than a training replica or than one node.
 
     Args:
-        max_tp_size: largest t_g beyond t, e.g. the devices of a node.
+        max_tp_size: largest t_g, e.g. the devices of a node, where t is not larger.
     """
-    for pp_size in _divisors(train.pp_size):
-        for tp_size in range(1, max(max_tp_size, train.tp_size) + 1):
-            sizes = GenSizes(pp_size, tp_size)
-            shares = train.tp_size % tp_size == 0 or tp_size % train.tp_size == 0
-            if shares and not sizes.problems_over(train) and not gen_problems(shape, train, sizes):
+    widest = max(max_tp_size, train.tp_size)
+    largest = max(train.model_parallel_size, max_tp_size)
+    for num_ranks in divisors(train.num_ranks):
+        if num_ranks > largest:
+            return
+        for tp_size in divisors(num_ranks):
+            sizes = GenSizes(num_ranks // tp_size, tp_size)
+            if tp_size <= widest and not sizes.problems_over(train) and not gen_problems(shape, train, sizes):
                 yield sizes
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

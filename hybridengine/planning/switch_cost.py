@@ -20,7 +20,7 @@ from hybridengine.reshard.cost import REMOTE, RankCost, plan_costs
 from hybridengine.reshard.layout import Layout, LocalParameter
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.plan import Plan
-from hybridengine.reshard.planner import compile_plan, inverse_local
+from hybridengine.reshard.planner import compile_plan, inverse_local, without_garbage_collection
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Groups
@@ -276,24 +276,31 @@ def distinct_domains(
         keys = tuple((source.keys[rank], destination.keys[rank]) for rank in ranks)
         by_shards.setdefault((keys, on_nodes), []).append(ranks)
     found: dict[Pattern, list[tuple[int, ...]]] = {}
-    for (_, on_nodes), repeats in by_shards.items():
-        pattern = (_contents(source, destination, repeats[0]), on_nodes)
-        found.setdefault(pattern, []).extend(repeats)
+    with without_garbage_collection():
+        for (_, on_nodes), repeats in by_shards.items():
+            pattern = (_contents(source, destination, repeats[0]), on_nodes)
+            found.setdefault(pattern, []).extend(repeats)
     return [(pattern, tuple(repeats)) for pattern, repeats in found.items()]
 
 
 def _contents(source: Layout, destination: Layout, ranks: tuple[int, ...]) -> Pattern:
-    """Every parameter of every rank, with its pieces, each logical tensor's boxes counted from the first among them.
+    """Every parameter of every shard with its pieces, each logical tensor's boxes counted from the first among them, and
+    which shards every rank has.
 
     Equal contents have equal plans: which boxes overlap, how large they are and where they lie in their parameters is
     all that the planner looks at.
     """
     shards = [layout.shard(rank) for layout in (source, destination) for rank in ranks]
-    pieces = [piece for shard in shards for parameter in shard.parameters for piece in parameter.pieces]
+    places: dict[int, int] = {}  # a shard -> its place among the distinct ones
+    for shard in shards:
+        places.setdefault(id(shard), len(places))
+    distinct = list({id(shard): shard for shard in shards}.values())
     origin: dict[str, tuple[int, ...]] = {}
-    for piece in pieces:
-        corner = starts(piece.box)
-        origin[piece.tensor] = tuple(map(min, corner, origin.get(piece.tensor, corner)))
+    for shard in distinct:
+        for parameter in shard.parameters:
+            for piece in parameter.pieces:
+                corner = starts(piece.box)
+                origin[piece.tensor] = tuple(map(min, corner, origin.get(piece.tensor, corner)))
     zero = {tensor: (0,) * len(corner) for tensor, corner in origin.items()}
 
     def content(parameter: LocalParameter) -> Hashable:
@@ -303,4 +310,5 @@ def _contents(source: Layout, destination: Layout, ranks: tuple[int, ...]) -> Pa
         )
         return parameter.name, parameter.shape, relative
 
-    return tuple(tuple(content(parameter) for parameter in shard.parameters) for shard in shards)
+    contents = tuple(tuple(content(parameter) for parameter in shard.parameters) for shard in distinct)
+    return contents, tuple(places[id(shard)] for shard in shards)

@@ -65,7 +65,7 @@ def _compiled(
         raise PlanError(
             f"layouts {source.kind} and {destination.kind} describe different models; compile a plan for one model"
         )
-    with _without_garbage_collection():
+    with without_garbage_collection():
         domain = _Domain(source, destination, tuple(ranks))
         gather = Gather(source, destination, domain.ranks, nodes, two_step)
         packer = Packer(source, destination, direct_elements)
@@ -101,7 +101,7 @@ def inverse_local(plan: Plan) -> Plan:
     come first, while the destination is nearly complete; so the way back needs no more memory than the way there, and
     its last buckets undo the first ones of the plan.
     """
-    with _without_garbage_collection():
+    with without_garbage_collection():
         buckets = tuple(
             Bucket(
                 bucket.tensors,
@@ -137,7 +137,7 @@ def fused_groups(shards: Iterable[Shard]) -> list[tuple[str, ...]]:
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """A plan is many small objects without cycles: looking for cycles among them doubles the time it takes."""
     enabled = gc.isenabled()
     gc.disable()

@@ -5,11 +5,16 @@ Source: HybridFlow, arXiv 2409.19256, section 5.1.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 from hybridengine.errors import TopologyError
+
+MAX_RANKS = 2**20
+"""Most ranks of a layout: far beyond every cluster, and still planned in a minute."""
 
 
 @dataclass(frozen=True, order=True)
@@ -22,6 +27,7 @@ class TrainSizes:
 
     def __post_init__(self) -> None:
         _check_positive(self, ("pp_size", "tp_size", "dp_size"))
+        _check_num_ranks("p·t·d", self.num_ranks)
 
     @classmethod
     def parse(cls, text: str) -> TrainSizes:
@@ -50,6 +56,7 @@ class GenSizes:
 
     def __post_init__(self) -> None:
         _check_positive(self, ("pp_size", "tp_size"))
+        _check_num_ranks("p_g·t_g", self.num_ranks)
 
     @classmethod
     def parse(cls, text: str) -> GenSizes:
@@ -101,29 +108,36 @@ class GenSizes:
 
         Sizes at the same distance are ordered by whether they nest, then by p_g and t_g.
         """
-        divisors = [n for n in range(1, train.num_ranks + 1) if train.num_ranks % n == 0]
         found = [
-            sizes
-            for ranks in divisors
-            for pp_size in divisors
-            if ranks % pp_size == 0
-            and (sizes := GenSizes(pp_size, ranks // pp_size)) != self
-            and is_possible(sizes)
+            GenSizes(pp_size, ranks // pp_size)
+            for ranks in divisors(train.num_ranks)
+            for pp_size in divisors(ranks)
         ]
 
         def distance(sizes: GenSizes) -> int:
             return abs(sizes.pp_size - self.pp_size) + abs(sizes.tp_size - self.tp_size)
 
-        return sorted(found, key=lambda sizes: (distance(sizes), not sizes.nests_in(train), sizes))[:count]
+        found.sort(key=lambda sizes: (distance(sizes), not sizes.nests_in(train), sizes))
+        return list(islice((sizes for sizes in found if sizes != self and is_possible(sizes)), count))
 
     def __str__(self) -> str:
         return f"{self.pp_size}-{self.tp_size}"
 
 
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
 def _parse(text: str, count: int, form: str) -> list[int]:
-    if not re.fullmatch(r"\d+(-\d+)*", str(text)) or str(text).count("-") != count - 1:
-        raise TopologyError(f"{text!r} is not a parallel size; write {form}")
-    return [int(part) for part in str(text).split("-")]
+    shown = text if len(str(text)) <= 60 else f"{str(text)[:57]}..."
+    if not re.fullmatch(r"[0-9]+(-[0-9]+)*", str(text)) or str(text).count("-") != count - 1:
+        raise TopologyError(f"{shown!r} is not a parallel size; write {form}")
+    parts = str(text).split("-")
+    if max(map(len, parts)) > 20:  # int() refuses thousands of digits
+        raise TopologyError(f"{shown!r} is beyond {MAX_RANKS} ranks; choose smaller sizes")
+    return [int(part) for part in parts]
 
 
 def _check_positive(sizes: object, fields: tuple[str, ...]) -> None:
@@ -131,3 +145,8 @@ def _check_positive(sizes: object, fields: tuple[str, ...]) -> None:
         value = getattr(sizes, field)
         if type(value) is not int or value < 1:  # True is an int, and no size
             raise TopologyError(f"{field}={value!r} must be a positive integer")
+
+
+def _check_num_ranks(name: str, num_ranks: int) -> None:
+    if num_ranks > MAX_RANKS:
+        raise TopologyError(f"{name} = {num_ranks} ranks must be at most {MAX_RANKS}; choose smaller sizes")

@@ -228,19 +228,21 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
     ],
 )
 def test_no_process_outlives_a_killed_rank_or_an_interrupt(
-    command: list[str], victim: str, sent: signal.Signals, status: int, said: str
+    command: list[str], victim: str, sent: signal.Signals, status: int, said: str, tmp_path: Path
 ) -> None:
-    command[command.index("--repetitions") + 1] = "100000"
+    """In the second of two pairs; what the first has given is written."""
+    command[command.index("--repetitions") + 1] = "60"
+    outputs = ["--json", str(tmp_path / "bench.json"), "--plot", str(tmp_path / "bench.svg")]
     process = subprocess.Popen(
-        [COMMAND, *command],
+        [COMMAND, *command, "--pair", "1-2-1:1-2", *outputs],
         env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
     )  # fmt: skip
     with ended(process):
         assert process.stdout is not None
-        for line in process.stdout:
-            if "repetition 3/" in line:
-                break
+        begun = (line for line in process.stdout if "repetition 3/" in line)
+        for _ in range(2):
+            next(begun)
         ranks = [rank for child in children(process.pid) for rank in children(child)]
         assert len(ranks) == 2
         os.kill(ranks[0] if victim == "rank" else process.pid, sent)
@@ -251,3 +253,6 @@ def test_no_process_outlives_a_killed_rank_or_an_interrupt(
         while left := [pid for pid in ranks if Path(f"/proc/{pid}").exists()]:
             assert time.monotonic() < deadline, f"processes {left} are still there"
             time.sleep(0.1)
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert {(entry["train"], entry["gen"]) for entry in report["results"]} == {("1-2-1", "1-1")}
+    assert "<svg" in (tmp_path / "bench.svg").read_text()

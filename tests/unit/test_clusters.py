@@ -49,17 +49,17 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("nodes: 16", "nodes: -1", "nodes=-1 must be greater than or equal to 1; correct it"),
-        ("nodes: 16", "nodes: 1.5", r"nodes=1\.5 must be a"),
+        ("nodes: 16", "nodes: -1", "nodes=-1 must be at least 1; correct it"),
+        ("nodes: 16", "nodes: 1.5", r"nodes=1\.5 must be an integer;"),
         ("nodes: 16\n", "", "nodes is missing; add it"),
-        ("300e9", "-3", r"links\.same_node\.bytes_per_s=-3 must be greater than 0"),
-        ("300e9", "0", r"links\.same_node\.bytes_per_s=0 must be greater than 0"),
+        ("300e9", "-3", r"links\.same_node\.bytes_per_s=-3 must be at least 1;"),
+        ("300e9", "0", r"links\.same_node\.bytes_per_s=0 must be at least 1;"),
         ("300e9", ".inf", r"links\.same_node\.bytes_per_s"),
         ("300e9", "fast", r'links\.same_node\.bytes_per_s="fast" must be a number'),
         (
             "latency_s: 20e-6",
             "latency_s: -1",
-            r"links\.between_nodes\.latency_s=-1 must be greater than or equal to 0",
+            r"links\.between_nodes\.latency_s=-1 must be at least 0",
         ),
         ("    latency_s: 20e-6\n", "", r"links\.between_nodes\.latency_s is missing"),
         ("node_bytes_per_s: 25e9", "node_bytes_per_s: -25e9", r"links\.between_nodes\.node_bytes_per_s"),
@@ -70,7 +70,16 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
         ),
         ("devices_per_node: 8", "devices_per_nodes: 8", r"did you mean devices_per_node\?"),
         ("80GiB", "80XB", "'80XB' is not a size in bytes"),
-        ("name: A100", "name: [", "not valid YAML"),
+        ("name: A100", "name: [", r"not valid YAML \(line 3, column 7: did not find expected"),
+        ("nodes: 16", "nodes: 99999999999", "nodes=99999999999 must be at most 1048576; correct it"),
+        ("devices_per_node: 8", "devices_per_node: 10000", "devices_per_node=10000 must be at most 4096;"),
+        ("80GiB", "1e400GiB", "is not a size in bytes"),
+        ("80GiB", "99999999999GiB", "device_memory_bytes.* must be at most 1152921504606846976;"),
+        ("80GiB", "9" * 5000, r"not valid YAML \(a number has thousands of digits\)"),
+        ("300e9", "1e-320", r"bytes_per_s=1e-320 must be at least 1; correct it"),
+        ("300e9", "1e308", r"bytes_per_s=1e\+308 must be at most 1000000000000000000;"),
+        ("latency_s: 20e-6", "latency_s: 1e300", r"latency_s=1e\+300 must be at most 3600;"),
+        ("name: A100", 'name: ""\nother: A100', 'name="" must be a text that is not empty; correct it'),
     ],
 )
 def test_wrong_values_are_named(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -89,12 +98,15 @@ def test_all_problems_come_in_one_error(tmp_path: Path) -> None:
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "number.yaml").write_text("42\n")
     (tmp_path / "run.yaml").write_text("run: {steps: 3}\n")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00\x80")
     wrong = {
         "missing.yaml": "does not exist",
         "": "cannot be read",
-        "list.yaml": "holds no keys",
+        "list.yaml": "must hold a mapping with the keys name, source, nodes",
+        "number.yaml": "must hold a mapping with the keys name, source, nodes",
+        "x" * 300: "cannot be read .File name too long.",
         "bytes.yaml": "not valid YAML",
         "run.yaml": "has none of the keys name, source",
     }
@@ -128,5 +140,6 @@ def test_more_ranks_than_devices_name_the_nodes_they_need() -> None:
         cluster.node_map(1024)
     assert "--nodes 128" in str(raised.value)
     assert cluster.resized(128).node_map(1024).num_ranks == 1024
-    with pytest.raises(ConfigError, match="nodes=0 must be"):
-        cluster.resized(0)
+    for nodes, rule in ((0, "at least 1;"), (99999999999999999999, "at most 1048576;")):
+        with pytest.raises(ConfigError, match=f"nodes={nodes} must be {rule}"):
+            cluster.resized(nodes)

@@ -100,6 +100,11 @@ def test_a_misspelt_preset_names_the_nearest() -> None:
         resolve_model("lama3-70b")
 
 
+def test_a_name_that_no_file_can_have_is_no_model() -> None:
+    with pytest.raises(ConfigError, match="is neither a preset nor"):
+        resolve_model("x" * 300)
+
+
 def test_what_is_no_model_names_the_presets(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "broken.json").write_text("{")

@@ -231,6 +231,49 @@ BAD = {
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": None}},
         "^rope_type='llama3' needs the numbers low_freq_factor, high_freq_factor, original_max_position_embeddings;",
     ),
+    "text for a number": ({"rope_theta": "x"}, '^rope_theta="x" must be a positive number; restore'),
+    "null for a number": ({"rope_theta": None}, "^rope_theta=null must be a positive number; restore"),
+    "nested text": ({"rope_parameters": {"rope_theta": "x"}}, '^rope_theta="x" must be a positive number;'),
+    "negative epsilon": ({"rms_norm_eps": -1}, "^rms_norm_eps=-1 must be a positive number; restore"),
+    "epsilon that is no number": ({"rms_norm_eps": math.nan}, "^rms_norm_eps=NaN must be a positive number;"),
+    "text epsilon": ({"rms_norm_eps": "1e-5"}, '^rms_norm_eps="1e-5" must be a positive number;'),
+    "infinite scaling": (
+        {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": math.inf}},
+        "^factor=Infinity must be a positive number;",
+    ),
+    "scaling that is no object": ({"rope_scaling": "x"}, '^rope_scaling="x" must be an object; restore'),
+    "labels that are no object": ({"id2label": 5}, "^id2label=5 must be an object; restore"),
+    "architecture that is no list": ({"architectures": "Llama"}, '^architectures="Llama" must be a list;'),
+    "text for a truth value": (
+        {"tie_word_embeddings": "no"},
+        '^tie_word_embeddings="no" must be true or false; restore',
+    ),
+    "too many layers": (
+        {"num_hidden_layers": 10_000_000},
+        "^num_hidden_layers=10000000 must be at most 1000; restore",
+    ),
+    "too many heads": (
+        {"num_attention_heads": 4096},
+        "^num_attention_heads=4096 must be at most 1024; restore",
+    ),
+    "a size of many digits": (
+        {"hidden_size": int("9" * 4000)},
+        r"^hidden_size=9{57}\.\.\. must be at most 16777216; restore",
+    ),
+    "too many parameters": (
+        {"hidden_size": 2**24, "intermediate_size": 2**24},
+        "^the sizes of config.json make [0-9]+ parameters, which must be at most 10000000000000; restore",
+    ),
+    "experts": (
+        {"num_experts": 128},
+        "^num_experts=128: mixture-of-experts is not supported yet; use a dense",
+    ),
+    "local experts": ({"num_local_experts": 8}, "^num_local_experts=8: mixture-of-experts is not supported"),
+    "another model type": (
+        {"model_type": "mixtral"},
+        r"^model_type=\"mixtral\" is not the 'llama' of architectures=\['LlamaForCausalLM'\]; other models,"
+        " mixture-of-experts among them, are not supported yet; use",
+    ),
     "partial rotary": (
         {"partial_rotary_factor": 0.5},
         "^partial_rotary_factor is not supported; it must be 1.0",
@@ -243,6 +286,13 @@ def test_bad_configurations_name_the_value_and_the_remedy(case: str) -> None:
     changes, message = BAD[case]
     with pytest.raises(ConfigError, match=message):
         ModelShape.from_hf_config(plain(**changes))
+
+
+def test_what_a_dense_model_may_say_of_experts_and_embeddings() -> None:
+    shape = ModelShape.from_hf_config(plain(num_experts=0, model_type="llama", tie_word_embeddings=None))
+    assert shape == ModelShape.from_hf_config(plain())
+    assert not shape.tied_embeddings
+    assert ModelShape.from_hf_config(plain(tie_word_embeddings=True)).tied_embeddings
 
 
 def test_every_architecture_is_accepted() -> None:
@@ -265,6 +315,8 @@ def test_shapes_are_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
         (None, "config.json does not exist; name a Hugging Face checkpoint folder$"),
         (b'{"hidden_size": 4', "config.json is not valid JSON .*; restore the model's original file$"),
         (b"\xff\xfe", "config.json is not valid JSON .*; restore the model's original file$"),
+        (b"[" * 100_000, r"config.json is not valid JSON \(nested too deeply\); restore"),
+        (b"9" * 5000, r"config.json is not valid JSON \(a number has thousands of digits\); restore"),
         (b"[1, 2]", "config.json holds list, not an object; restore the model's original file$"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
@@ -57,16 +56,27 @@ def test_the_nearest_training_sizes_can_be_and_have_as_many_ranks() -> None:
 
 
 def test_generation_sizes_to_sweep_against_every_pair() -> None:
-    """All (p_g, t_g) with p_g | p, t_g | t or t | t_g up to a node, whose engines share out the ranks."""
+    """All (p_g, t_g) of at most a replica or a node of 8, t_g at most that node, whose engines share out the ranks."""
     train = TrainSizes(6, 4, 2)
-    expected = [
-        (p_g, t_g) for p_g in (1, 2, 3, 6) for t_g in (1, 2, 4, 8) if math.prod((6, 4, 2)) % (p_g * t_g) == 0
-    ]
-    assert [(sizes.pp_size, sizes.tp_size) for sizes in generation_sizes(LLAMA, train, 8)] == expected
-    assert (6, 8) in expected
+    # t_g = 3, 6 and their multiples do not divide the 64 heads.
+    expected = {(p_g, t_g) for p_g in range(1, 25) for t_g in (1, 2, 4, 8) if 48 % (p_g * t_g) == 0}
+    expected = {(p_g, t_g) for p_g, t_g in expected if p_g * t_g <= 24}
+    found = [(sizes.pp_size, sizes.tp_size) for sizes in generation_sizes(LLAMA, train, 8)]
+    assert sorted(found) == sorted(expected)
+    assert (3, 8) in expected
     assert max(sizes.tp_size for sizes in generation_sizes(LLAMA, train, 2)) == 4
     qwen = PRESETS["qwen2.5-7b"].shape()  # 28 heads, 4 KV heads: t_g = 8 cannot be
-    assert [sizes.tp_size for sizes in generation_sizes(qwen, TrainSizes(1, 4, 2), 8)] == [1, 2, 4]
+    assert {sizes.tp_size for sizes in generation_sizes(qwen, TrainSizes(1, 4, 2), 8)} == {1, 2, 4}
+
+
+def test_the_nearest_sizes_of_many_ranks_are_found_at_once() -> None:
+    train = TrainSizes(1, 8, 2**17)
+    with pytest.raises(
+        TopologyError, match=r"3 ranks do not divide the 1048576 .* choose p_g-t_g from 1-2, 1-4"
+    ):
+        check_layouts(LLAMA, train, GenSizes(1, 3))
+    with pytest.raises(TopologyError, match="the nearest p-t-d that can be: 1-8-90090"):
+        check_layouts(LLAMA, TrainSizes(1, 7, 102960))
 
 
 def test_sizes_that_are_none_stay_an_error() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hybridengine.errors import TopologyError
 from hybridengine.topology.generation import GenCoordinate, GenerationGrid, Grouping
 from hybridengine.topology.grid import Coordinate, Grid, Groups, RankOrder
-from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 
 MAX_RANKS = 16
 AXES = ("tp", "dp", "pp")
@@ -237,3 +237,25 @@ def test_ranks_and_coordinates_outside_of_the_grid() -> None:
 def test_coordinates_print_their_axes() -> None:
     assert str(Coordinate(1, 0, 3)) == "pp=1 dp=0 tp=3"
     assert str(GenCoordinate(1, 0, 2)) == "replica=1 gen_pp=0 gen_tp=2"
+
+
+def test_divisors_against_trial_division() -> None:
+    for number in range(1, 500):
+        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1-1-1048577", "p·t·d = 1048577 ranks must be at most 1048576; choose smaller sizes"),
+        ("1-1-" + "9" * 5000, r"^'1-1-9{53}\.\.\.' is beyond 1048576 ranks; choose smaller sizes$"),
+        ("x" * 5000, r"^'x{57}\.\.\.' is not a parallel size; write p-t-d"),
+        ("１-４-２", "is not a parallel size; write p-t-d"),
+    ],
+)
+def test_sizes_that_no_cluster_has_are_refused(text: str, message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        TrainSizes.parse(text)
+    with pytest.raises(TopologyError, match="p_g·t_g = 1048577 ranks must be at most 1048576"):
+        GenSizes(1, 1048577)
+    assert TrainSizes(1, 1, 1048576).num_ranks == 1048576

@@ -1,0 +1,47 @@
+"""What pydantic and PyYAML find wrong, in this project's words."""
+
+from __future__ import annotations
+
+import json
+
+import yaml
+
+
+def rule(message: str) -> str:
+    """Pydantic's message as the end of a sentence that begins "value must be"."""
+    text = message.removeprefix("Input should be ").replace("a valid ", "a ")
+    for theirs, ours in (
+        ("greater than or equal to", "at least"),
+        ("less than or equal to", "at most"),
+        ("a integer", "an integer"),
+        ("a array", "a list"),
+        ("String should have at least 1 character", "a text that is not empty"),
+        ("Tuple should have", "a list of"),
+        (" after validation", ""),
+    ):
+        text = text.replace(theirs, ours)
+    return text[0].lower() + text[1:]
+
+
+def shown(value: object) -> str:
+    """`value` as JSON, shortened."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def yaml_fault(error: BaseException) -> str:
+    """What is wrong with a YAML file, with line and column where they are known."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if type(error) is ValueError:  # of int(), and nothing else
+        return "a number has thousands of digits"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem:
+        mark = error.problem_mark or error.context_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}" if mark else error.problem
+    return first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an error's message; the name of its class where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

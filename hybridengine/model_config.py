@@ -1,0 +1,145 @@
+"""What the `config.json` of a dense decoder may hold: kinds and bounds of its values, features that no layout covers.
+
+A value that is null counts as left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybridengine.errors import ConfigError
+
+REQUIRED_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+)
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""What the frequency scaling of Llama 3 is made of."""
+
+MAX_SIZE = 2**24
+"""Largest dimension or count: beyond every vocabulary and every context."""
+MAX_PARAMETERS = 10**13
+"""Parameters of a model; sums of bytes over the ranks of a node then stay within 64 bits."""
+_LIMITS = {"num_hidden_layers": 1_000, "num_attention_heads": 1_024, "num_key_value_heads": 256}
+"""Several times what any model has; planning takes longer the more there are."""
+MAX_NUMBER = 1e18
+
+_KINDS: dict[str, tuple[type, str]] = {
+    "architectures": (list, "a list"),
+    "layer_types": (list, "a list"),
+    "rope_scaling": (dict, "an object"),
+    "rope_parameters": (dict, "an object"),
+    "id2label": (dict, "an object"),
+    "tie_word_embeddings": (bool, "true or false"),
+}
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_RESTORE = "restore the model's original config.json"
+
+
+def check_kinds(config: Mapping[str, Any]) -> None:
+    """Check that values are of the kind that their key stands for.
+
+    Raises:
+        ConfigError: a list, object or truth value that is something else.
+    """
+    for key, (kind, name) in _KINDS.items():
+        value = config.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{key}={_shown(value)} must be {name}; {_RESTORE}")
+
+
+def check_sizes(config: Mapping[str, Any], architecture: str) -> None:
+    """Check that all sizes are there, positive and plausible.
+
+    Raises:
+        ConfigError: sizes that are not.
+    """
+    wrong = [key for key in REQUIRED_SIZES if not _is_size(config.get(key))]
+    wrong += [key for key in OPTIONAL_SIZES if config.get(key) is not None and not _is_size(config.get(key))]
+    wrong += [key for key in ("num_labels",) if config.get(key) and not _is_size(config.get(key))]
+    if wrong:
+        raise ConfigError(
+            f"config.json of {architecture}: {', '.join(wrong)} must be present and positive integers; {_RESTORE}"
+        )
+    for key in (*REQUIRED_SIZES, *OPTIONAL_SIZES, "num_labels"):
+        limit = _LIMITS.get(key, MAX_SIZE)
+        if (config.get(key) or 0) > limit:
+            raise ConfigError(f"{key}={_shown(config[key])} must be at most {limit}; {_RESTORE}")
+
+
+def check_numbers(numbers: Mapping[str, Any]) -> None:
+    """Check that all values are positive and finite.
+
+    Raises:
+        ConfigError: a value that is not.
+    """
+    for key, value in numbers.items():
+        if not is_number(value) or not 0 < value <= MAX_NUMBER:
+            raise ConfigError(f"{key}={_shown(value)} must be a positive number; {_RESTORE}")
+
+
+def check_features(config: Mapping[str, Any], architecture: str, family: str) -> None:
+    """Check that the model is a dense one of `family`, without what no layout covers.
+
+    Raises:
+        ConfigError: the first feature that is not supported.
+    """
+    for problem in _unsupported(config, architecture, family):
+        raise ConfigError(problem)
+
+
+def _unsupported(config: Mapping[str, Any], architecture: str, family: str) -> Iterator[str]:
+    for key in _NUM_EXPERTS:
+        if config.get(key):
+            yield f"{key}={_shown(config[key])}: mixture-of-experts is not supported yet; use a dense model"
+    model_type = config.get("model_type") or family
+    if model_type != family:
+        yield (
+            f"model_type={_shown(model_type)} is not the {family!r} of architectures=[{architecture!r}]; other models,"
+            f" mixture-of-experts among them, are not supported yet; use a dense model, or {_RESTORE}"
+        )
+    if config.get("quantization_config"):
+        yield "quantization_config is not supported; use the model's unquantised weights"
+    kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
+    if kinds:
+        yield f"layer_types={kinds} are not supported; use a model with full attention"
+    if config.get("use_sliding_window"):
+        yield "use_sliding_window=true is not supported; use a model with full attention"
+    if config.get("attention_bias") and family != "qwen2":
+        yield (
+            "attention_bias=true puts a bias on the output projection, which is not supported;"
+            " use a model without it"
+        )
+    if config.get("mlp_bias"):
+        yield "mlp_bias=true is not supported; use a model without biases in its MLP"
+    if config.get("hidden_act", "silu") != "silu":
+        yield f"hidden_act={config['hidden_act']!r} is not supported; it must be 'silu'"
+
+
+def json_fault(error: ValueError | RecursionError) -> str:
+    """Why a text could not be read as JSON."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return str(error)
+    return "a number has thousands of digits"
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is an integer or a float, and no truth value."""
+    return type(value) in (int, float)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value > 0  # True is an int, and no size
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
