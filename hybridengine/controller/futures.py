@@ -15,11 +15,7 @@ from hybridengine.errors import WorkerError
 
 
 class Future:
-    """The result of a group call; can be passed, as it is, to calls of other groups.
-
-    The result is what the method's protocol collects: one TensorDict where rows are concatenated, else a list by
-    source rank.
-    """
+    """The results of a group call, a list by source rank; can be passed, as it is, to calls of other groups."""
 
     def __init__(
         self,

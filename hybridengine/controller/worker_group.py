@@ -34,12 +34,12 @@ class WorkerGroup:
     """One role on the ranks of a pool; its registered methods are attributes that read like calls.
 
         critic = WorkerGroup(pool, CriticWorker, parallel="1-2-2", config={"lr": 1e-5})
-        values = critic.compute_values(rollout)     # a Future, at once
-        values.get()["values"]
+        values = critic.compute_values(rollout)     # rows that stay on the critic's ranks, at once
+        critic.update(rollout.union(values))        # a Future of what the ranks return
+        values.get("values")                        # the rows themselves, here
 
-    Batches among the arguments are split by the method's protocol, other values go to every rank unchanged. A future
-    of another group is accepted as an argument: the call then waits for it first, since rows still pass through the
-    controller (`controller.rows.resolve` is the place that changes when they no longer do).
+    Rows among the arguments are split by the method's protocol, and each rank fetches its own, of the columns that the
+    method declares, from the ranks that have them; a TensorDict is sent from here. Other values go to every rank unchanged.
 
     Calls run on every rank in the order in which they were made, also those of other groups on the same pool. A call
     whose result nobody fetches is not forgotten: its failure is raised by the next call on the pool.
