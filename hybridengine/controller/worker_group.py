@@ -39,7 +39,8 @@ class WorkerGroup:
         values.get("values")                        # the rows themselves, here
 
     Rows among the arguments are split by the method's protocol, and each rank fetches its own, of the columns that the
-    method declares, from the ranks that have them; a TensorDict is sent from here. Other values go to every rank unchanged.
+    method declares, from the ranks that have them; a TensorDict is sent from here. Other values go to every rank as they
+    are.
 
     Calls run on every rank in the order in which they were made, also those of other groups on the same pool. A call
     whose result nobody fetches is not forgotten: its failure is raised by the next call on the pool.
