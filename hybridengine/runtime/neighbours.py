@@ -129,7 +129,10 @@ class Neighbours:
 
     def _connection(self, rank: int) -> socket.socket:
         if rank not in self._sockets:
-            raise PeerError((rank,), "connections were closed when a switch had failed; make the engine anew")
+            raise PeerError(
+                (rank,),
+                "connections were closed when a switch had failed; make the engine anew, on a new process group",
+            )
         return self._sockets[rank]
 
     def _can_read(self, rank: int, card: _Card, own: _Card) -> bool:

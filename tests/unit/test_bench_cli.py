@@ -93,6 +93,8 @@ def test_options() -> None:
         (["--train", "1-2-1", "--train", "2-1-1"], ["--train is given twice, as 1-2-1 and as 2-1-1"]),
         (["--json", "one.svg", "--plot", "./one.svg"], ["are the same file; name two"]),
         (["--model", ""], ["''"]),
+        (["--train", ""], ["''"]),
+        (["--gen", ""], ["''"]),
         (["--model", "lama3-8b"], ["'lama3-8b'", "did you mean llama3-8b"]),
         (["--model", "/no/such/config.json"], ["/no/such/config.json"]),
         (["--json", "/no/such/folder/bench.json"], ["--json /no/such/folder/bench.json cannot be written"]),
