@@ -215,7 +215,7 @@ def sweep_lines(cluster: Cluster, plans: Sequence[SwitchPlan], num_too_large: in
         f"  fastest switch there and back first, {PREDICTED}; how fast the engines then generate is another matter",
         f"  {num_too_large} more layout(s) left out: their weights exceed the device's"
         f" {format_bytes(cluster.device_memory_bytes)}",
-        "  listed are engines no larger than a training replica or a node, with t_g up to t or a node; --gen plans others",
+        "  listed are engines no larger than a training replica or a node, t_g up to t or a node; --gen plans others",
     ]
 
 
