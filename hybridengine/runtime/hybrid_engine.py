@@ -193,8 +193,10 @@ class HybridEngine:
         try:
             self._gather.drop_unfinished()
             self._cut.run(len(self.plan.buckets) - self._gather.num_complete)
-        except Exception as second:
+        except BaseException as second:
             self.mode = Mode.LOST
+            if not isinstance(second, Exception):  # an interrupt
+                raise
             raise StorageError(
                 f"rank {self._rank}: a switch failed ({error}), and the training weights could not be restored"
                 f" ({second}); resume from {self.resume_from or 'the last checkpoint'}"
