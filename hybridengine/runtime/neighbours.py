@@ -32,6 +32,9 @@ _PR_SET_PTRACER = 0x59616D61
 class Neighbours:
     """Making it is collective over the group.
 
+    Args:
+        timeout_s: how long a rank is waited for.
+
     Where the system lets only relatives read memory (Linux, kernel.yama.ptrace_scope=1), ranks that the same process
     has started may.
 
@@ -39,10 +42,9 @@ class Neighbours:
         PeerError: two ranks that can read each other's memory could not connect.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._own = dist.get_rank()
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self._own, self._timeout_s = dist.get_rank(), timeout_s
         ranks = dist.get_process_group_ranks(group)
-        self._timeout_s = _timeout_s(group)
         self._notes: dict[tuple[int, str, int], bytes] = {}
         self._sockets: dict[int, socket.socket] = {}
         token = torch.tensor([secrets.randbits(62)])
@@ -85,7 +87,7 @@ class Neighbours:
         """Wait for a note of a neighbour, which it leaves once; other notes are kept.
 
         Raises:
-            PeerError: the neighbour has ended, or has said nothing before the group's timeout.
+            PeerError: the neighbour has ended, or has said nothing before the timeout.
         """
         connection = self._connection(rank)
         deadline = time.monotonic() + self._timeout_s
@@ -131,7 +133,7 @@ class Neighbours:
         if rank not in self._sockets:
             raise PeerError(
                 (rank,),
-                "connections were closed when a switch had failed; make the engine anew, on a new process group",
+                "connections were closed when a switch had failed; make the engine anew, on a process group of its own",
             )
         return self._sockets[rank]
 
@@ -232,8 +234,3 @@ def _gathered(own: object, group: dist.ProcessGroup) -> list:
     everyone: list[object] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     return everyone
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    """How long the group waits for a rank."""
-    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

@@ -51,7 +51,7 @@ class PeerMemoryTransport(PointToPointTransport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self.neighbours = Neighbours(group)
+        self.neighbours = Neighbours(group, self.timeout_s)
         self.epoch = torch.zeros(1, dtype=torch.int64)
         self._num_posted: Counter[tuple[int, bool]] = Counter()
         self._num_told: Counter[int] = Counter()
@@ -103,6 +103,7 @@ class PeerMemoryTransport(PointToPointTransport):
             self.neighbours.hear(leading, MEET, self._num_heard[leading])
 
     def give_up(self) -> None:
+        super().give_up()
         self.epoch += 1
         self.neighbours.close()
 

@@ -200,13 +200,13 @@ def use_after_failure(rank: int) -> str:
 def test_after_a_failure_the_engine_is_made_anew(run_ranks: RankLauncher) -> None:
     for error in run_ranks(2, use_after_failure):
         assert (
-            "connections were closed when a switch had failed; make the engine anew, on a new process group"
+            "connections were closed when a switch had failed; make the engine anew, on a process group of its own"
             in error
         )
 
 
 def notes_out_of_order(rank: int) -> list[bytes]:
-    near = Neighbours(new_group())
+    near = Neighbours(new_group(), TIMEOUT_S)
     other = 1 - rank
     for about, number, content in (
         (OFFER, 1, b"first"),
@@ -234,7 +234,7 @@ def stranger_knocks(rank: int) -> list[int]:
         connect(self, other, card)
 
     with mock.patch.object(Neighbours, "_connect", knock_first):
-        near = Neighbours(new_group())
+        near = Neighbours(new_group(), TIMEOUT_S)
     near.tell(1 - rank, OFFER, 1, b"hello")
     assert near.hear(1 - rank, OFFER, 1) == b"hello"
     return sorted(near.ranks)
@@ -250,7 +250,7 @@ def test_nothing_is_left_in_the_temporary_folder(run_ranks: RankLauncher, tmp_pa
 
 def left_behind(rank: int, folder: str) -> list[str]:
     with mock.patch("tempfile.tempdir", folder):
-        near = Neighbours(new_group())
+        near = Neighbours(new_group(), TIMEOUT_S)
     dist.barrier()
     assert len(near.ranks) == 1
     return os.listdir(folder)
