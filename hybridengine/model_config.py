@@ -1,6 +1,6 @@
 """What the `config.json` of a dense decoder may hold: kinds and bounds of its values, features that no layout covers.
 
-A value that is null counts as left out.
+A value that is null counts as left out, as in transformers; `num_key_value_heads` then means one for every query head.
 """
 
 from __future__ import annotations
@@ -40,6 +40,15 @@ _KINDS: dict[str, tuple[type, str]] = {
 }
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _RESTORE = "restore the model's original config.json"
+
+
+def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` without what is null, in it and in the objects in it."""
+    return {
+        key: without_nulls(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if value is not None or key == "num_key_value_heads"
+    }
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:

@@ -125,7 +125,7 @@ def run_bench(options: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status."""
     spec = spec_of(options)
     check_picture("--plot", options.plot)
-    check_output_files({"--json": options.json, "--plot": options.plot})
+    check_output_files({"--json": options.json, "--plot": options.plot}, {"--model": options.model})
     joined = is_rank()
     if joined:
         check_world(spec)

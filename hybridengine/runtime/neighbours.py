@@ -150,7 +150,8 @@ class Neighbours:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(self._timeout_s)
         try:
-            connection.connect(card.path)
+            with _short(card.path) as path:
+                connection.connect(path)
             connection.send(f"{self._own} {card.token}".encode())
         except OSError as error:
             raise PeerError((rank,), f"rank {rank} cannot be reached: {error}") from error
@@ -223,11 +224,26 @@ def _listening() -> Iterator[tuple[socket.socket, str]]:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             path = f"{folder}/rank"
-            listener.bind(path)
+            with _short(path) as short:
+                listener.bind(short)
             listener.listen(128)
             yield listener, path
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _short(path: str) -> Iterator[str]:
+    """Another name of a file while the context is open: a socket's must have less than 108 characters."""
+    folder, name = os.path.split(path)
+    if not _READS_MEMORY or len(path) < 100:
+        yield path
+        return
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
 
 
 def _gathered(own: object, group: dist.ProcessGroup) -> list:

@@ -244,8 +244,13 @@ def test_a_stranger_is_not_taken_for_a_neighbour(run_ranks: RankLauncher) -> Non
     assert run_ranks(2, stranger_knocks) == [[1], [0]]
 
 
-def test_nothing_is_left_in_the_temporary_folder(run_ranks: RankLauncher, tmp_path: Path) -> None:
-    assert run_ranks(2, left_behind, str(tmp_path)) == [[], []]
+@pytest.mark.parametrize("length", [1, 120], ids=["short name", "longer than that of a socket may be"])
+def test_nothing_is_left_in_the_temporary_folder(
+    run_ranks: RankLauncher, tmp_path: Path, length: int
+) -> None:
+    folder = tmp_path / ("d" * length)
+    folder.mkdir()
+    assert run_ranks(2, left_behind, str(folder)) == [[], []]
 
 
 def left_behind(rank: int, folder: str) -> list[str]:

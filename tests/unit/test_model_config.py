@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
+import transformers
 
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.model_shapes import ARCHITECTURES, ModelShape
@@ -108,7 +109,6 @@ BAD = {
         "^rope_type='llama3' needs the numbers low_freq_factor, high_freq_factor, original_max_position_embeddings;",
     ),
     "text for a number": ({"rope_theta": "x"}, '^rope_theta="x" must be a positive number; restore'),
-    "null for a number": ({"rope_theta": None}, "^rope_theta=null must be a positive number; restore"),
     "nested text": ({"rope_parameters": {"rope_theta": "x"}}, '^rope_theta="x" must be a positive number;'),
     "negative epsilon": ({"rms_norm_eps": -1}, "^rms_norm_eps=-1 must be a positive number; restore"),
     "epsilon that is no number": ({"rms_norm_eps": math.nan}, "^rms_norm_eps=NaN must be a positive number;"),
@@ -162,6 +162,23 @@ def test_bad_configurations_name_the_value_and_the_remedy(case: str) -> None:
     changes, message = BAD[case]
     with pytest.raises(ConfigError, match=message):
         ModelShape.from_hf_config(plain(**changes))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_null_counts_as_left_out(family: str) -> None:
+    """But for num_key_value_heads, where transformers takes null for one per query head, and has defaults."""
+    config = plain(architectures=[f"{family}ForCausalLM"], num_attention_heads=64, hidden_size=64)
+    for key in ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"):
+        config.pop(key, None)
+    left_out = ModelShape.from_hf_config(config)
+    nulls = ("rope_theta", "rms_norm_eps", "hidden_act", "partial_rotary_factor", "head_dim", "layer_types")
+    nested = {
+        "rope_scaling": {"rope_type": None, "type": None, "rope_theta": None, "partial_rotary_factor": None}
+    }
+    assert ModelShape.from_hf_config(config | dict.fromkeys(nulls) | nested) == left_out
+    heads = ModelShape.from_hf_config(config | {"num_key_value_heads": None}).num_kv_heads
+    reference = getattr(transformers, f"{family}Config")(num_attention_heads=64, num_key_value_heads=None)
+    assert heads == reference.num_key_value_heads == 64
 
 
 def test_what_a_dense_model_may_say_of_experts_and_embeddings() -> None:
