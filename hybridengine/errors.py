@@ -6,6 +6,7 @@ Every class keeps its constructor arguments in ``args``, so that an error crosse
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 
@@ -62,3 +63,9 @@ def raise_all(problems: Iterable[str], error: type[HybridEngineError] = ConfigEr
         raise error(found[0])
     listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(found, start=1))
     raise error(f"{len(found)} problems:\n{listing}")
+
+
+def shown(value: object) -> str:
+    """`value` as JSON, shortened: how a message names it."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

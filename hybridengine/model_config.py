@@ -1,6 +1,6 @@
 """What the `config.json` of a dense decoder may hold: kinds and bounds of its values, features that no layout covers.
 
-A value that is null counts as left out.
+A value that is null counts as left out, as in transformers; `num_key_value_heads` then means one for every query head.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridengine.errors import ConfigError
+from hybridengine.errors import ConfigError, shown
 
 REQUIRED_SIZES = (
     "num_hidden_layers",
@@ -42,6 +42,15 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num
 _RESTORE = "restore the model's original config.json"
 
 
+def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` without what is null, in it and in the objects in it."""
+    return {
+        key: without_nulls(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if value is not None or key == "num_key_value_heads"
+    }
+
+
 def check_kinds(config: Mapping[str, Any]) -> None:
     """Check that values are of the kind that their key stands for.
 
@@ -51,7 +60,7 @@ def check_kinds(config: Mapping[str, Any]) -> None:
     for key, (kind, name) in _KINDS.items():
         value = config.get(key)
         if value is not None and not isinstance(value, kind):
-            raise ConfigError(f"{key}={_shown(value)} must be {name}; {_RESTORE}")
+            raise ConfigError(f"{key}={shown(value)} must be {name}; {_RESTORE}")
 
 
 def check_sizes(config: Mapping[str, Any], architecture: str) -> None:
@@ -70,7 +79,7 @@ def check_sizes(config: Mapping[str, Any], architecture: str) -> None:
     for key in (*REQUIRED_SIZES, *OPTIONAL_SIZES, "num_labels"):
         limit = _LIMITS.get(key, MAX_SIZE)
         if (config.get(key) or 0) > limit:
-            raise ConfigError(f"{key}={_shown(config[key])} must be at most {limit}; {_RESTORE}")
+            raise ConfigError(f"{key}={shown(config[key])} must be at most {limit}; {_RESTORE}")
 
 
 def check_numbers(numbers: Mapping[str, Any]) -> None:
@@ -81,7 +90,7 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
     """
     for key, value in numbers.items():
         if not is_number(value) or not 0 < value <= MAX_NUMBER:
-            raise ConfigError(f"{key}={_shown(value)} must be a positive number; {_RESTORE}")
+            raise ConfigError(f"{key}={shown(value)} must be a positive number; {_RESTORE}")
 
 
 def check_features(config: Mapping[str, Any], architecture: str, family: str) -> None:
@@ -97,11 +106,11 @@ def check_features(config: Mapping[str, Any], architecture: str, family: str) ->
 def _unsupported(config: Mapping[str, Any], architecture: str, family: str) -> Iterator[str]:
     for key in _NUM_EXPERTS:
         if config.get(key):
-            yield f"{key}={_shown(config[key])}: mixture-of-experts is not supported yet; use a dense model"
+            yield f"{key}={shown(config[key])}: mixture-of-experts is not supported yet; use a dense model"
     model_type = config.get("model_type") or family
     if model_type != family:
         yield (
-            f"model_type={_shown(model_type)} is not the {family!r} of architectures=[{architecture!r}]; other models,"
+            f"model_type={shown(model_type)} is not the {family!r} of architectures=[{architecture!r}]; other models,"
             f" mixture-of-experts among them, are not supported yet; use a dense model, or {_RESTORE}"
         )
     if config.get("quantization_config"):
@@ -138,8 +147,3 @@ def is_number(value: object) -> bool:
 
 def _is_size(value: object) -> bool:
     return type(value) is int and value > 0  # True is an int, and no size
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -25,6 +25,7 @@ from hybridengine.model_config import (
     check_sizes,
     is_number,
     json_fault,
+    without_nulls,
 )
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -93,6 +94,7 @@ class ModelShape:
         Raises:
             ConfigError: an unsupported architecture, a missing key, or a feature that no layout covers.
         """
+        config = without_nulls(config)
         check_kinds(config)
         names = [str(name) for name in config.get("architectures") or ()]
         known = [name for name in names if name in ARCHITECTURES]

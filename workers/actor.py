@@ -71,7 +71,7 @@ class ActorWorker(TrainedWorker):
             context.rank,
             self.trainer,
             self._engine,
-            make_transport(self.registry.of(generation.domains)),
+            make_transport(self.registry.new(generation.domains)),
             verify=Verify(run.actor.verify),
             resume_from=str(folder),
         )

@@ -9,7 +9,7 @@ from datetime import timedelta
 from hybridengine.bench.ranks import ENVIRONMENT
 from hybridengine.bench.results import PairResult
 from hybridengine.bench.spec import BenchSpec
-from hybridengine.errors import TopologyError, TransferError, raise_all
+from hybridengine.errors import ConfigError, TopologyError, TransferError, raise_all
 from hybridengine.topology.links import NodeMap
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -20,13 +20,28 @@ def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
     return all(name in environment for name in VARIABLES)
 
 
+NUMBERS = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+"""Variables that are integers -> the least that they may be."""
+
+
 def check_world(spec: BenchSpec, environment: Mapping[str, str] = os.environ) -> None:
     """Check that every pair has the number of ranks that were started.
 
     Raises:
+        ConfigError: variables that torchrun does not set so.
         TopologyError: names the pairs that have not.
     """
-    world_size = int(environment["WORLD_SIZE"])
+    raise_all(
+        f"{name}={environment[name]!r} must be an integer, at least {least}; start the command with torchrun, or unset"
+        f" {', '.join(VARIABLES)} to let it start ranks itself"
+        for name, least in NUMBERS.items()
+        if name in environment and not _is_integer(environment[name], least)
+    )
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if rank >= world_size:
+        raise ConfigError(
+            f"RANK={rank} must be less than WORLD_SIZE={world_size}; start the command with torchrun"
+        )
     raise_all(
         [
             f"{pair} needs {pair.train.num_ranks} ranks, torchrun has started {world_size}; choose p·t·d = {world_size}"
@@ -35,6 +50,10 @@ def check_world(spec: BenchSpec, environment: Mapping[str, str] = os.environ) ->
         ],
         TopologyError,
     )
+
+
+def _is_integer(text: str, least: int) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least
 
 
 def measure_joined(spec: BenchSpec, say: Callable[[str], None]) -> Iterator[PairResult]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridengine.bench.results import PairResult
 from hybridengine.bench.spec import BenchSpec, LayoutPair
-from hybridengine.errors import HybridEngineError, WorkerError, WorkerTimeoutError
+from hybridengine.errors import ConfigError, HybridEngineError, WorkerError, WorkerTimeoutError
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -44,7 +44,13 @@ class RankStarter:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([PRELOADED, main_module])
         with _environment(ENVIRONMENT):
-            forkserver.ensure_running()
+            try:
+                forkserver.ensure_running()
+            except OSError as error:
+                raise ConfigError(
+                    f"no sockets can be made in the temporary folder {tempfile.gettempdir()} ({error}); set TMPDIR to a"
+                    " folder with a short name that can be written to"
+                ) from error
 
     def measure(self, spec: BenchSpec, pair: LayoutPair, say: Callable[[str], None]) -> PairResult:
         """What the ranks of one pair have measured.

@@ -11,7 +11,7 @@ from typing import TypeVar
 from hybridengine.errors import TopologyError, raise_all
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.model_shapes import ModelShape
-from hybridengine.planning.layouts import check_layouts
+from hybridengine.planning.layouts import check_generates, check_layouts
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 
@@ -27,6 +27,8 @@ class MethodName(str, Enum):
 
 VERIFY_TIMES = ("first", "always", "never")
 """When micro-dp's receivers check what they have received; values of `runtime.verify.Verify`, which needs torch."""
+
+MAX_REPETITIONS = 10_000
 
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1.0, 86400.0
 
@@ -93,6 +95,7 @@ class BenchSpec:
     """Longest that any wait may take."""
 
     def __post_init__(self) -> None:
+        check_generates(self.shape)
         raise_all(self._problems())
         raise_all(self._layout_problems(), TopologyError)
 
@@ -109,16 +112,14 @@ class BenchSpec:
         )
 
     def _problems(self) -> Iterable[str]:
-        if self.repetitions < 1:
-            yield f"--repetitions {self.repetitions} leaves nothing to count; choose at least 1"
+        if not 1 <= self.repetitions <= MAX_REPETITIONS:
+            yield f"--repetitions {self.repetitions} is out of range; choose 1 to {MAX_REPETITIONS}"
         if self.bucket_bytes < 2**16:
             yield f"--bucket-bytes {self.bucket_bytes} is less than a message is worth; choose at least 65536"
         if not MIN_TIMEOUT_S <= self.timeout_s <= MAX_TIMEOUT_S:
             yield (
                 f"--timeout {self.timeout_s:g} is out of range; choose {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} seconds"
             )
-        if self.shape.num_labels:
-            yield "the model has a score head instead of a vocabulary; generation needs a language model"
         for name, value, known in (("dtype", self.dtype, DTYPES), ("verify", self.verify, VERIFY_TIMES)):
             if value not in known:
                 yield f"{name} {value!r} does not exist; choose from {', '.join(known)}"

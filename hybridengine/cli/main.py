@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import warnings
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     141 is what a shell says of a program whose reader went away, as in `| head -1`.
     """
+    _prepare_streams()
     try:
         options = _parser().parse_args(arguments)
         status = options.run(options)
@@ -56,6 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("hybridengine: interrupted; what the run has written so far is kept", file=sys.stderr)
         return 130
+
+
+def _prepare_streams() -> None:
+    """Where an output was closed (`>&-`), drop what it would get; where it lacks a character, show `?` instead."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # opened before any other file, it takes the number of the closed one
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _stdout_fault() -> OSError | None:

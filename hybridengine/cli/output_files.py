@@ -13,14 +13,16 @@ from hybridengine.errors import ConfigError, raise_all
 PICTURE_FORMS = (".png", ".svg", ".pdf")
 
 
-def check_output_files(files: Mapping[str, Path | None]) -> None:
+def check_output_files(files: Mapping[str, Path | None], sources: Mapping[str, str | None]) -> None:
     """Check that every file that an option names can be written, and is another one; nothing is left behind.
 
     Args:
         files: option, such as "--json" -> file; None where the option is not given.
+        sources: option -> file or folder that the command reads; a name that is neither is none.
 
     Raises:
-        ConfigError: a folder that is missing or read-only, a name that is a folder, or one file for two options.
+        ConfigError: a folder that is missing or read-only, a name that is a folder or a pipe, one file for two options,
+            or one that is read as well.
     """
     given = {option: file for option, file in files.items() if file is not None}
     raise_all(
@@ -32,6 +34,12 @@ def check_output_files(files: Mapping[str, Path | None]) -> None:
         f"{one} {given[one]} and {other} {given[other]} are the same file; name two"
         for one, other in combinations(given, 2)
         if _is_same(given[one], given[other])
+    )
+    raise_all(
+        f"{option} {file} is what {source} reads; name another file"
+        for option, file in given.items()
+        for source, name in sources.items()
+        if name is not None and any(_is_same(file, Path(name) / part) for part in ("", "config.json"))
     )
 
 
@@ -81,6 +89,10 @@ def _message(option: str, file: Path, error: OSError) -> str:
 
 def _write_error(file: Path) -> OSError | None:
     try:
+        if (
+            file.resolve().is_fifo()
+        ):  # who waits for a reader may wait for ever; one of a shell, /dev/fd/63, has one
+            return OSError("it is a pipe")
         existed = file.exists()
         with file.open("ab"):
             pass

@@ -66,6 +66,10 @@ CPU, micro-dp reads the memory of ranks on the same host, which beats that all-g
 table says what it takes through sockets as well."""
 
 
+DEFAULTS = "1-4-2", "1-2"
+"""Training and generation sizes where none are given."""
+
+
 def add_bench_command(subparsers: Any) -> None:
     """Add `bench` to the sub-commands of `hybridengine reshard`."""
     parser = subparsers.add_parser(
@@ -121,7 +125,7 @@ def run_bench(options: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status."""
     spec = spec_of(options)
     check_picture("--plot", options.plot)
-    check_output_files({"--json": options.json, "--plot": options.plot})
+    check_output_files({"--json": options.json, "--plot": options.plot}, {"--model": options.model})
     joined = is_rank()
     if joined:
         check_world(spec)
@@ -170,10 +174,12 @@ def spec_of(options: argparse.Namespace) -> BenchSpec:
         ConfigError, TopologyError: options that cannot be.
     """
     pairs = [LayoutPair.parse(text) for text in options.pair]
-    if options.train or options.gen or not pairs:
-        pairs.insert(
-            0, LayoutPair(TrainSizes.parse(options.train or "1-4-2"), GenSizes.parse(options.gen or "1-2"))
+    given = options.train, options.gen
+    if given != (None, None) or not pairs:
+        train, gen = (
+            default if text is None else text for text, default in zip(given, DEFAULTS, strict=True)
         )
+        pairs.insert(0, LayoutPair(TrainSizes.parse(train), GenSizes.parse(gen)))
     return BenchSpec(
         shape=DEFAULT_MODEL if options.model is None else resolve_model(options.model),
         pairs=tuple(dict.fromkeys(pairs)),

@@ -18,7 +18,7 @@ from hybridengine.errors import ConfigError, TopologyError, raise_all
 from hybridengine.model_presets import PRESETS, resolve_model
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.clusters import Cluster, load_cluster
-from hybridengine.planning.layouts import check_layouts, generation_sizes
+from hybridengine.planning.layouts import check_generates, check_layouts, generation_sizes
 from hybridengine.planning.switch_cost import SwitchPricer, gen_shard_bytes
 from hybridengine.planning.switch_plan import SwitchPlan, plan_switch
 from hybridengine.topology.generation import GenerationGrid, Grouping
@@ -26,6 +26,8 @@ from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 STDOUT = "-"
+PRACTICAL, ALL = "practical", "all"
+"""Which generation layouts a sweep lists."""
 
 DESCRIPTION = f"""Plan a switch between training and generation layouts on a cluster, and see what it costs: which ranks
 gather from which, bytes received per rank and link, weights in memory over the course of the switch, predicted seconds.
@@ -117,7 +119,14 @@ def add_plan_command(subparsers: Any) -> None:
         "--plot", type=Path, metavar="FILE", help="draw bytes by link and memory over time (.png, .svg, .pdf)"
     )
     option("--diff", nargs=2, metavar=("A", "B"), help="two layouts, each TRAIN:GEN; or GEN, with --train")
-    option("--sweep", action="store_true", help="every generation layout that fits, best first")
+    option(
+        "--sweep",
+        nargs="?",
+        const=PRACTICAL,
+        metavar="all",
+        help="every generation layout that fits, best first: of engines no larger than a training replica or a node,"
+        " t_g up to t or a node; with `all`, of any size",
+    )
     parser.set_defaults(run=run_plan)
 
 
@@ -126,9 +135,12 @@ def run_plan(options: argparse.Namespace) -> int:
     json_file = None if options.json in (None, STDOUT) else Path(options.json)
     request = request_of(options)
     check_picture("--plot", options.plot)
-    check_output_files({"--json": json_file, "--plot": options.plot})
-    if options.sweep:
-        plans, lines, figures = _sweep(request)
+    check_output_files(
+        {"--json": json_file, "--plot": options.plot},
+        {"--model": options.model, "--cluster": options.cluster},
+    )
+    if options.sweep is not None:
+        plans, lines, figures = _sweep(request, options.sweep == ALL)
     elif options.diff is not None:
         plans = [request.plan(train, gen) for train, gen in request.layouts if gen is not None]
         lines = diff_lines(*plans)
@@ -175,6 +187,7 @@ def request_of(options: argparse.Namespace) -> Request:
         ConfigError, TopologyError: options, files or layouts that cannot be.
     """
     shape = resolve_model(options.model)
+    check_generates(shape)
     cluster = load_cluster(options.cluster)
     if options.nodes is not None:
         cluster = cluster.resized(options.nodes)
@@ -199,7 +212,7 @@ def _layouts(options: argparse.Namespace) -> list[tuple[TrainSizes, GenSizes | N
     given = {
         "gen": options.gen is not None,
         "diff": options.diff is not None,
-        "sweep": options.sweep,
+        "sweep": options.sweep is not None,
     }
     kinds = [name for name, is_given in given.items() if is_given]
     if len(kinds) != 1:
@@ -208,7 +221,8 @@ def _layouts(options: argparse.Namespace) -> list[tuple[TrainSizes, GenSizes | N
             f"give one of --gen (a layout), --diff A B (two) and --sweep (all that fit), found {found}"
         )
     train = None if options.train is None else TrainSizes.parse(options.train)
-    if options.sweep:
+    if options.sweep is not None:
+        _choice("--sweep", options.sweep, [PRACTICAL, ALL])
         return [(_needed(train), None)]
     texts = [options.gen] if options.diff is None else options.diff
     if train is not None and all(":" in text for text in texts):
@@ -229,12 +243,13 @@ def _needed(train: TrainSizes | None) -> TrainSizes:
     return train
 
 
-def _sweep(request: Request) -> tuple[list[SwitchPlan], list[str], dict[str, Any]]:
+def _sweep(request: Request, are_all: bool) -> tuple[list[SwitchPlan], list[str], dict[str, Any]]:
     """Every generation layout whose weights fit, fastest switch first."""
     ((train, _),) = request.layouts
     limit = request.cluster.device_memory_bytes
     plans, num_too_large = [], 0
-    for gen in generation_sizes(request.shape, train, request.cluster.devices_per_node):
+    largest = train.num_ranks if are_all else request.cluster.devices_per_node
+    for gen in generation_sizes(request.shape, train, largest):
         generation = GenerationGrid(Grid(train, request.order), gen, request.grouping)
         plan = None
         if gen_shard_bytes(request.shape, generation, request.dtype) <= limit:
@@ -252,7 +267,7 @@ def _sweep(request: Request) -> tuple[list[SwitchPlan], list[str], dict[str, Any
         )
     plans.sort(key=lambda plan: (plan.seconds, plan.peak_weight_bytes_max))
     figures = {"results": [as_json(request, plan) for plan in plans], "num_too_large": num_too_large}
-    return plans, sweep_lines(request.cluster, plans, num_too_large), figures
+    return plans, sweep_lines(request.cluster, plans, num_too_large, are_all), figures
 
 
 def as_json(request: Request, plan: SwitchPlan) -> dict[str, Any]:

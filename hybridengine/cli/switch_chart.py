@@ -42,11 +42,14 @@ def draw_switches(model: str, cluster: Cluster, plans: Sequence[SwitchPlan], fil
         )
         _draw_received(left, bars)
         _draw_memory(right, plans[:MAX_CURVES], cluster)
+        if len(plans) > MAX_CURVES:
+            right.set_title(f"the first {MAX_CURVES} of {len(plans)} layouts", color=INK, fontsize=9)
         grid = plans[0].generation.train
         figure.suptitle(
             f"{model} on {cluster.name}, {grid.num_ranks} ranks in {grid.order.name.lower()} order: bytes counted from"
             " the plan, seconds predicted",
             fontsize=10,
+            parse_math=False,
         )
         figure.savefig(file, dpi=130, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
         pyplot.close(figure)

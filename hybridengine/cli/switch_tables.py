@@ -181,8 +181,14 @@ _DIFFERENCES = {
 """What is compared -> its figure."""
 
 
-def sweep_lines(cluster: Cluster, plans: Sequence[SwitchPlan], num_too_large: int) -> list[str]:
-    """Every layout on a line, in the order given."""
+def sweep_lines(
+    cluster: Cluster, plans: Sequence[SwitchPlan], num_too_large: int, are_all: bool
+) -> list[str]:
+    """Every layout on a line, in the order given.
+
+    Args:
+        are_all: also those of engines that nobody would want.
+    """
     header = [
         "p_g-t_g",
         "engines",
@@ -210,12 +216,16 @@ def sweep_lines(cluster: Cluster, plans: Sequence[SwitchPlan], num_too_large: in
                 format_bytes(cluster.device_memory_bytes - held),
             ]
         )
+    rule = [
+        "  listed are engines no larger than a training replica or a node, t_g up to t or a node; --sweep all has the"
+        " others as well"
+    ]
     return [
         *aligned(rows),
         f"  fastest switch there and back first, {PREDICTED}; how fast the engines then generate is another matter",
         f"  {num_too_large} more layout(s) left out: their weights exceed the device's"
         f" {format_bytes(cluster.device_memory_bytes)}",
-        "  listed are engines no larger than a training replica or a node; give --gen for others",
+        *([] if are_all else rule),
     ]
 
 

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ValidationError
 
 from hybridengine.config.checks import find_conflicts
 from hybridengine.config.run_config import RunConfig
-from hybridengine.config.wording import first_line, rule, shown, yaml_fault
-from hybridengine.errors import ConfigError, raise_all
+from hybridengine.config.wording import first_line, rule, yaml_fault
+from hybridengine.errors import ConfigError, raise_all, shown
 
 Problem = tuple[str, str]
 """Dotted key in question, message."""

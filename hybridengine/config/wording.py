@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import yaml
 
 
@@ -21,12 +19,6 @@ def rule(message: str) -> str:
     ):
         text = text.replace(theirs, ours)
     return text[0].lower() + text[1:]
-
-
-def shown(value: object) -> str:
-    """`value` as JSON, shortened."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def yaml_fault(error: BaseException) -> str:

@@ -18,8 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from hybridengine.config.values import Bytes, Section
-from hybridengine.config.wording import rule, shown, yaml_fault
-from hybridengine.errors import ConfigError, raise_all
+from hybridengine.config.wording import rule, yaml_fault
+from hybridengine.errors import ConfigError, raise_all, shown
 from hybridengine.topology.links import LinkClass, NodeMap
 
 Text = Annotated[str, Field(min_length=1)]

@@ -14,6 +14,18 @@ NUM_SHOWN = 3
 """Nearest sizes named in a message."""
 
 
+def check_generates(shape: ModelShape) -> None:
+    """Check that `shape` is a model that generates.
+
+    Raises:
+        ConfigError: it has a score head.
+    """
+    if shape.num_labels:
+        raise ConfigError(
+            "the model has a score head instead of a vocabulary; a switch to generation needs a language model"
+        )
+
+
 def check_layouts(shape: ModelShape, train: TrainSizes, gen: GenSizes | None = None) -> None:
     """Check that `shape` can train at `train` and, where it is given, generate at `gen` on the same ranks.
 

@@ -143,15 +143,21 @@ class PlanExecutor:
                 changes.append(f"{layout.kind}: {'; '.join(moved[:3])}{more}")
         if self._transport.is_closed and not self._is_local:
             changes.append("its process group has been destroyed")
+        elif self._transport.has_given_up and not self._is_local:
+            changes.append("a switch over its process group has failed")
         if changes:
             error = PlanError(
                 f"the plan is stale: rank {self._rank}, {', '.join(changes)}, since the plan was bound to the model;"
-                " make the engine anew"
+                " make the engine anew, with a process group of its own"
             )
-            self._notes.leave(FailureNote(self._rank, "the check before the switch", (), str(error)))
-            _num_runs[self._operation] += 1
-            self._give_up()
+            self.refuse("the check before the switch", error)
             raise error
+
+    def refuse(self, where: str, error: BaseException) -> None:
+        """Do without a run that the other ranks begin: they learn why, and at once where they can be told at once."""
+        self._notes.leave(FailureNote(self._rank, where, (), str(error)))
+        _num_runs[self._operation] += 1
+        self._give_up()
 
     def drop_unfinished(self) -> None:
         """Give up the destination weights of all buckets that have not arrived: after a failure they are undefined."""

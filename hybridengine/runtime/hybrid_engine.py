@@ -163,16 +163,18 @@ class HybridEngine:
     @contextlib.contextmanager
     def generating(self) -> Iterator[SwitchReport]:
         """Generation mode while the context is open; yields the report of the switch."""
-        report = self.to_generate()
+        self._expect(Mode.TRAINING)
         try:
-            yield report
+            yield self.to_generate()
         finally:
-            self.to_train()
+            if self.mode is Mode.GENERATING:  # also where the KV cache found no memory
+                self.to_train()
 
     def _leave_training(self) -> None:
         try:
             self._training.leave_training()
-        except BaseException:  # no memory to offload to: no weight has moved yet
+        except BaseException as error:  # no memory to offload to: no weight has moved yet
+            self._gather.refuse("leaving training", error)
             self._training.enter_training()
             raise
 
@@ -193,8 +195,10 @@ class HybridEngine:
         try:
             self._gather.drop_unfinished()
             self._cut.run(len(self.plan.buckets) - self._gather.num_complete)
-        except Exception as second:
+        except BaseException as second:
             self.mode = Mode.LOST
+            if not isinstance(second, Exception):  # an interrupt
+                raise
             raise StorageError(
                 f"rank {self._rank}: a switch failed ({error}), and the training weights could not be restored"
                 f" ({second}); resume from {self.resume_from or 'the last checkpoint'}"

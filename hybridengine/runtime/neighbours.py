@@ -29,6 +29,9 @@ _HEADER = struct.Struct("<cq")
 class Neighbours:
     """Making it is collective over the group.
 
+    Args:
+        timeout_s: how long a rank is waited for.
+
     Where the system lets only relatives read memory (Linux, kernel.yama.ptrace_scope=1), ranks that the same process
     has started may.
 
@@ -36,10 +39,9 @@ class Neighbours:
         PeerError: two ranks that can read each other's memory could not connect.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._own = dist.get_rank()
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self._own, self._timeout_s = dist.get_rank(), timeout_s
         ranks = dist.get_process_group_ranks(group)
-        self._timeout_s = _timeout_s(group)
         self._notes: dict[tuple[int, str, int], bytes] = {}
         self._sockets: dict[int, socket.socket] = {}
         token = torch.tensor([secrets.randbits(62)])
@@ -82,7 +84,7 @@ class Neighbours:
         """Wait for a note of a neighbour, which it leaves once; other notes are kept.
 
         Raises:
-            PeerError: the neighbour has ended, or has said nothing before the group's timeout.
+            PeerError: the neighbour has ended, or has said nothing before the timeout.
         """
         connection = self._connection(rank)
         deadline = time.monotonic() + self._timeout_s
@@ -119,7 +121,10 @@ class Neighbours:
 
     def _connection(self, rank: int) -> socket.socket:
         if rank not in self._sockets:
-            raise PeerError((rank,), "connections were closed when a switch had failed; make the engine anew")
+            raise PeerError(
+                (rank,),
+                "connections were closed when a switch had failed; make the engine anew, on a process group of its own",
+            )
         return self._sockets[rank]
 
     def _can_read(self, rank: int, card: _Card, own: _Card) -> bool:
@@ -135,7 +140,8 @@ class Neighbours:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(self._timeout_s)
         try:
-            connection.connect(card.path)
+            with _short(card.path) as path:
+                connection.connect(path)
             connection.send(f"{self._own} {card.token}".encode())
         except OSError as error:
             raise PeerError((rank,), f"rank {rank} cannot be reached: {error}") from error
@@ -177,19 +183,29 @@ def _listening() -> Iterator[tuple[socket.socket, str]]:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             path = f"{folder}/rank"
-            listener.bind(path)
+            with _short(path) as short:
+                listener.bind(short)
             listener.listen(128)
             yield listener, path
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def _short(path: str) -> Iterator[str]:
+    """Another name of a file while the context is open: a socket's must have less than 108 characters."""
+    folder, name = os.path.split(path)
+    if not _READS_MEMORY or len(path) < 100:
+        yield path
+        return
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
+
+
 def _gathered(own: object, group: dist.ProcessGroup) -> list:
     everyone: list[object] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     return everyone
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    """How long the group waits for a rank."""
-    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

@@ -51,10 +51,11 @@ class PeerMemoryTransport(PointToPointTransport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self.neighbours = Neighbours(group)
+        self.neighbours = Neighbours(group, self.timeout_s)
         self.epoch = torch.zeros(1, dtype=torch.int64)
         self._num_posted: Counter[tuple[int, bool]] = Counter()
-        self._num_rounds = 0
+        self._num_told: Counter[int] = Counter()
+        self._num_heard: Counter[int] = Counter()
 
     def prepare(
         self, sends: Sequence[Message], receives: Sequence[Message], are_weights: bool = True
@@ -96,11 +97,13 @@ class PeerMemoryTransport(PointToPointTransport):
             super().meet(ranks)
             return
         for leading, following in meeting_rounds(ranks, dist.get_rank()):
-            self._num_rounds += 1
-            self.neighbours.tell(following, MEET, self._num_rounds)
-            self.neighbours.hear(leading, MEET, self._num_rounds)
+            self._num_told[following] += 1
+            self._num_heard[leading] += 1
+            self.neighbours.tell(following, MEET, self._num_told[following])
+            self.neighbours.hear(leading, MEET, self._num_heard[leading])
 
     def give_up(self) -> None:
+        super().give_up()
         self.epoch += 1
         self.neighbours.close()
 

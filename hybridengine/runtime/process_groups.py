@@ -42,6 +42,17 @@ class ProcessGroups:
             raise TopologyError(f"rank {rank} is in none of the groups {[list(ranks) for ranks in groups]}")
         return own
 
+    def new(self, groups: Groups) -> dist.ProcessGroup:
+        """This rank's one of `groups`, made for the caller alone, as often as it asks.
+
+        For what may fail half-way and leave messages behind: nobody else's can be mistaken for them, and who makes it
+        anew starts without them.
+
+        Raises:
+            TopologyError: as for `of`.
+        """
+        return ProcessGroups(self._timeout.total_seconds()).of(groups)
+
 
 _of_process: list[ProcessGroups] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,11 @@ from hybridengine.errors import TransferError
 
 Message = tuple[int, Tensor]
 """(global rank of the peer, contiguous tensor)."""
+
+DEVICE_SHARE = 0.9
+"""Part of the group's timeout after which a message on a device is given up: at the end of it, NCCL's own watchdog ends
+the process, and all weights with it."""
+DEVICE_POLL_S = 2e-5
 
 
 class PeerError(TransferError):
@@ -44,12 +50,18 @@ class Messages:
     """Peer of each operation."""
     received_bytes: int
 
+    @property
+    def are_on_device(self) -> bool:
+        """Whether requests only order a device's stream: then a wait for them returns before anything has come."""
+        return any(operation.tensor.is_cuda for operation in self.operations)
+
 
 class Pending:
     """Messages under way."""
 
     def __init__(self, transport: PointToPointTransport, messages: Messages, requests: list[Any]) -> None:
         self._transport, self._messages, self._requests = transport, messages, requests
+        self._deadline = time.monotonic() + DEVICE_SHARE * transport.timeout_s
 
     def wait(self) -> int:
         """Wait until all have arrived and left; returns the weight bytes that came.
@@ -61,6 +73,8 @@ class Pending:
         one_each = len(self._requests) == len(self._messages.peers)  # NCCL has one request for all
         for index, request in enumerate(self._requests):
             try:
+                if self._messages.are_on_device:
+                    self._wait_for_device(request)
                 request.wait()
             except RuntimeError as error:  # the others are asked too: who has answered is not missing
                 for peer in self._messages.peers[index : index + 1] if one_each else self._messages.peers:
@@ -71,6 +85,13 @@ class Pending:
             raise PeerError(tuple(sorted(failed)), str(first)) from first
         self._transport.received_bytes += self._messages.received_bytes
         return self._messages.received_bytes
+
+    def _wait_for_device(self, request: Any) -> None:
+        """Wait on the host: what has not come must neither be counted, nor its source be given up."""
+        while not request.is_completed():
+            if time.monotonic() > self._deadline:
+                raise RuntimeError(f"nothing has come for {DEVICE_SHARE * self._transport.timeout_s:g} s")
+            time.sleep(DEVICE_POLL_S)
 
     def abandon(self) -> None:
         """Let go of the requests, so that nothing more is written into their buffers."""
@@ -87,6 +108,13 @@ class PointToPointTransport:
         self.group = group
         self.received_bytes = 0
         """Weight bytes received since the transport was made."""
+        self.has_given_up = False
+        """Whether something has failed, after which messages may have been lost."""
+        kinds = {device.type for device in group._device_types}
+        self._meets_on = torch.device("cpu" if "cpu" in kinds else "cuda")
+        self.timeout_s = group._get_backend(self._meets_on).options._timeout.total_seconds()
+        """How long the group waits for a rank."""
+        self._is_on_device = False
         self._rounds: dict[tuple[int, ...], list[Messages]] = {}
 
     @property
@@ -121,6 +149,7 @@ class PointToPointTransport:
 
     def post(self, messages: Messages) -> Pending:
         """Start all of `messages`."""
+        self._is_on_device |= messages.are_on_device
         try:
             requests = dist.batch_isend_irecv(list(messages.operations)) if messages.operations else []
         except RuntimeError as error:
@@ -139,11 +168,10 @@ class PointToPointTransport:
             PeerError: a peer failed, or did not come before the group's timeout.
         """
         if ranks not in self._rounds:
-            device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
             self._rounds[ranks] = [
                 self.prepare(
-                    [(following, torch.ones(1, dtype=torch.uint8, device=device))],
-                    [(leading, torch.zeros(1, dtype=torch.uint8, device=device))],
+                    [(following, torch.ones(1, dtype=torch.uint8, device=self._meets_on))],
+                    [(leading, torch.zeros(1, dtype=torch.uint8, device=self._meets_on))],
                     are_weights=False,
                 )
                 for leading, following in meeting_rounds(ranks, dist.get_rank())
@@ -152,7 +180,13 @@ class PointToPointTransport:
             self.post(messages).wait()
 
     def give_up(self) -> None:
-        """Nothing more is sent or received: where they can be told at once, peers that wait need not wait longer."""
+        """Nothing more is sent or received: where they can be told at once, peers that wait need not wait longer.
+
+        On a device, whatever is under way ends, so that nothing more is written into memory that is given up.
+        """
+        if self._is_on_device and not self.has_given_up and not self.is_closed:
+            self.group.abort()
+        self.has_given_up = True
 
 
 def meeting_rounds(ranks: Sequence[int], rank: int) -> list[tuple[int, int]]:

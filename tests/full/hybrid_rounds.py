@@ -193,7 +193,7 @@ def _hybrid(
         rank,
         trainer,
         engine,
-        make_transport(registry.of(generation.domains)),
+        make_transport(registry.new(generation.domains)),
     )
 
 

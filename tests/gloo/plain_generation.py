@@ -62,6 +62,6 @@ def make_engine(
     side = PlainGeneration(layout, trainer.rank, trainer.dtype)
     domain = next(ranks for ranks in generation.domains if trainer.rank in ranks)
     plan = compile_plan(trainer.layout, layout, domain, bucket_elements, **plan_options)
-    group = registry.of(generation.domains)
+    group = registry.new(generation.domains)
     engine = HybridEngine(plan, trainer.rank, trainer, side, transport(group), verify, resume_from)
     return engine, side

@@ -199,11 +199,14 @@ def use_after_failure(rank: int) -> str:
 
 def test_after_a_failure_the_engine_is_made_anew(run_ranks: RankLauncher) -> None:
     for error in run_ranks(2, use_after_failure):
-        assert "connections were closed when a switch had failed; make the engine anew" in error
+        assert (
+            "connections were closed when a switch had failed; make the engine anew, on a process group of its own"
+            in error
+        )
 
 
 def notes_out_of_order(rank: int) -> list[bytes]:
-    near = Neighbours(new_group())
+    near = Neighbours(new_group(), TIMEOUT_S)
     other = 1 - rank
     for about, number, content in (
         (OFFER, 1, b"first"),
@@ -231,7 +234,7 @@ def stranger_knocks(rank: int) -> list[int]:
         connect(self, other, card)
 
     with mock.patch.object(Neighbours, "_connect", knock_first):
-        near = Neighbours(new_group())
+        near = Neighbours(new_group(), TIMEOUT_S)
     near.tell(1 - rank, OFFER, 1, b"hello")
     assert near.hear(1 - rank, OFFER, 1) == b"hello"
     return sorted(near.ranks)
@@ -241,13 +244,18 @@ def test_a_stranger_is_not_taken_for_a_neighbour(run_ranks: RankLauncher) -> Non
     assert run_ranks(2, stranger_knocks) == [[1], [0]]
 
 
-def test_nothing_is_left_in_the_temporary_folder(run_ranks: RankLauncher, tmp_path: Path) -> None:
-    assert run_ranks(2, left_behind, str(tmp_path)) == [[], []]
+@pytest.mark.parametrize("length", [1, 120], ids=["short name", "longer than that of a socket may be"])
+def test_nothing_is_left_in_the_temporary_folder(
+    run_ranks: RankLauncher, tmp_path: Path, length: int
+) -> None:
+    folder = tmp_path / ("d" * length)
+    folder.mkdir()
+    assert run_ranks(2, left_behind, str(folder)) == [[], []]
 
 
 def left_behind(rank: int, folder: str) -> list[str]:
     with mock.patch("tempfile.tempdir", folder):
-        near = Neighbours(new_group())
+        near = Neighbours(new_group(), TIMEOUT_S)
     dist.barrier()
     assert len(near.ranks) == 1
     return os.listdir(folder)

@@ -148,7 +148,7 @@ class Switcher:
 
 
 def engine_of(trainer: MegatronTrainer, verify: Verify, transport) -> tuple[HybridEngine, PlainGeneration]:
-    """On new process groups: a failure closes those of its engine."""
+    """With a shorter timeout than the trainer."""
     return make_engine(
         trainer,
         "1-1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,11 @@ from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.errors import HybridEngineError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.runtime.hybrid_engine import HybridEngine, Mode
+from hybridengine.runtime.peer_memory import PeerMemoryTransport
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import WeightStorage
+from hybridengine.runtime.transport import PointToPointTransport
+from hybridengine.runtime.verify import Verify
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
 from tests.gloo.megatron_training import copy_weights, make_trainer, same_weights, step
@@ -30,6 +34,7 @@ TIMEOUT_S = 3.0
 BUCKET_ELEMENTS = 40_000
 BROKEN_RANK, BROKEN_BUCKET = 2, 4
 CHECKPOINT = "runs/one/step-7"
+Transport = type[PointToPointTransport]
 NO_MEMORY = "no memory left for this test"
 
 
@@ -75,6 +80,7 @@ class Made:
     """A trainer and an engine that switches it to one engine per rank."""
 
     trainer: MegatronTrainer
+    registry: ProcessGroups
     engine: HybridEngine
     side: PlainGeneration
 
@@ -87,20 +93,25 @@ class Made:
         return self.engine.plan.buckets[-1 - bucket].sources[self.trainer.rank][-1]
 
 
-def make(rank: int, folder: Path) -> Made:
+def make(rank: int, folder: Path, transport: Transport = PointToPointTransport) -> Made:
     shape = ModelShape.from_folder(folder)
     trainer = make_trainer(shape, Grid(TrainSizes(1, 4, 1)), rank, ProcessGroups(), folder)
     step(trainer, 0)  # makes gradients and optimizer state
-    return Made(trainer, *engine_of(trainer))
+    registry = ProcessGroups(TIMEOUT_S)
+    return Made(trainer, registry, *engine_of(trainer, registry, transport))
 
 
-def engine_of(trainer: MegatronTrainer) -> tuple[HybridEngine, PlainGeneration]:
-    """On new process groups: a failure closes those of its engine."""
+def engine_of(
+    trainer: MegatronTrainer, registry: ProcessGroups, transport: Transport
+) -> tuple[HybridEngine, PlainGeneration]:
+    """Verifies its first switch."""
     return make_engine(
         trainer,
         "1-1",
-        ProcessGroups(TIMEOUT_S),
+        registry,
         BUCKET_ELEMENTS,
+        transport,
+        verify=Verify.FIRST,
         resume_from=CHECKPOINT,
         direct_elements=1000,
     )
@@ -116,12 +127,14 @@ class Aftermath:
     gen_bytes: int
     gradients_are_back: bool
     round_trips_again: bool
-    """A new engine switches there and back, and the trainer trains on."""
+    """A new engine, from the same registry of groups, switches there and back, and the trainer trains on."""
 
 
-def fail_on_the_way_there(rank: int, folder: Path, bucket: int, is_full: bool) -> Aftermath:
+def fail_on_the_way_there(
+    rank: int, folder: Path, bucket: int, is_full: bool, transport: Transport
+) -> Aftermath:
     """One rank has no memory for a parameter; or, where `is_full`, for nothing more either from then on."""
-    made = make(rank, folder)
+    made = make(rank, folder, transport)
     trainer, engine, side = made.trainer, made.engine, made.side
     before, gradient_bytes = copy_weights(trainer), trainer.gradient_bytes
     fault = contextlib.nullcontext()
@@ -135,7 +148,7 @@ def fail_on_the_way_there(rank: int, folder: Path, bucket: int, is_full: bool) -
     equal = same_weights(before, copy_weights(trainer))
     gradients_are_back = trainer.gradient_bytes == gradient_bytes > 0
     dist.barrier()
-    engine, side = engine_of(trainer)
+    engine, side = engine_of(trainer, made.registry, transport)
     engine.to_generate()
     engine.to_train()
     again = same_weights(before, copy_weights(trainer))
@@ -147,7 +160,7 @@ def fail_on_the_way_there(rank: int, folder: Path, bucket: int, is_full: bool) -
 def error_of(switch: Callable[[], object]) -> str:
     try:
         switch()
-    except HybridEngineError as raised:
+    except (HybridEngineError, RuntimeError) as raised:
         return f"{type(raised).__name__}: {raised}"
     return "none"
 
@@ -158,6 +171,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("transport", [PointToPointTransport, PeerMemoryTransport])
 @pytest.mark.parametrize(
     ("bucket", "is_full"),
     [
@@ -167,9 +181,9 @@ def folder(tmp_path: Path) -> Path:
     ],
 )
 def test_no_memory_on_the_way_there(
-    bucket: int, is_full: bool, folder: Path, run_ranks: RankLauncher
+    bucket: int, is_full: bool, transport: Transport, folder: Path, run_ranks: RankLauncher
 ) -> None:
-    by_rank = run_ranks(4, fail_on_the_way_there, folder, bucket, is_full, timeout_s=60)
+    by_rank = run_ranks(4, fail_on_the_way_there, folder, bucket, is_full, transport, timeout_s=60)
     for rank, aftermath in enumerate(by_rank):
         assert aftermath.mode is Mode.TRAINING, aftermath.error
         assert aftermath.weights_equal
@@ -283,38 +297,53 @@ def test_weights_that_are_lost_name_the_checkpoint(folder: Path, run_ranks: Rank
             )
 
 
-def fail_around_a_switch(rank: int, folder: Path) -> Way:
-    """What a mode needs besides weights finds no memory: gradients are kept; a KV cache that is missing can wait."""
-    made = make(rank, folder)
+def fail_around_a_switch(rank: int, folder: Path) -> tuple[list[str], list[Mode], bool]:
+    """What a mode needs besides weights finds no memory on one rank: errors, modes, whether weights are whole."""
+    made = make(rank, folder, PeerMemoryTransport)
     trainer, engine, side = made.trainer, made.engine, made.side
     before, gradient_bytes = copy_weights(trainer), trainer.gradient_bytes
-    leave = trainer.leave_training
+    leave, started = trainer.leave_training, time.monotonic()
 
     def leave_and_fail() -> None:
         leave()
         raise RuntimeError(NO_MEMORY)
 
-    modes = []
-    with (
-        mock.patch.object(trainer, "leave_training", leave_and_fail),
-        pytest.raises(RuntimeError, match=NO_MEMORY),
-    ):
-        engine.to_generate()
+    def generate() -> None:
+        with engine.generating():
+            modes.append(engine.mode)
+
+    errors, modes = [], []
+    with mock.patch.object(trainer, "leave_training", leave_and_fail if rank == BROKEN_RANK else leave):
+        errors.append(error_of(engine.to_generate))
     modes.append(engine.mode)
+    assert time.monotonic() - started < TIMEOUT_S, "the others are told at once"
     assert trainer.gradient_bytes == gradient_bytes > 0
-    with (
-        mock.patch.object(side, "enter_generation", side_effect=RuntimeError(NO_MEMORY)),
-        pytest.raises(RuntimeError, match=NO_MEMORY),
-    ):
-        engine.to_generate()
+    dist.barrier()
+    engine, side = engine_of(trainer, made.registry, PeerMemoryTransport)
+    no_cache = mock.patch.object(side, "enter_generation", side_effect=RuntimeError(NO_MEMORY))
+    with no_cache if rank == BROKEN_RANK else contextlib.nullcontext():
+        errors.append(error_of(engine.to_generate))
     modes.append(engine.mode)
     engine.to_train()
     modes.append(engine.mode)
-    return Way([], modes, same_weights(before, copy_weights(trainer)), side.weights.live_bytes)
+    with no_cache if rank == BROKEN_RANK else contextlib.nullcontext():
+        errors.append(error_of(generate))
+    modes.append(engine.mode)
+    return errors, modes, same_weights(before, copy_weights(trainer))
 
 
 def test_no_memory_for_what_a_mode_needs_besides_weights(folder: Path, run_ranks: RankLauncher):
-    for way in run_ranks(4, fail_around_a_switch, folder, timeout_s=60):
-        assert way.modes == [Mode.TRAINING, Mode.GENERATING, Mode.TRAINING]
-        assert way.weights_equal
-        assert way.gen_bytes == 0
+    """Gradients are kept, and the other ranks learn it; a KV cache that is missing can wait."""
+    there_and_back = [Mode.TRAINING, Mode.GENERATING, Mode.TRAINING]
+    for rank, (errors, modes, whole) in enumerate(run_ranks(4, fail_around_a_switch, folder, timeout_s=60)):
+        assert whole
+        if rank == BROKEN_RANK:
+            assert errors == [f"RuntimeError: {NO_MEMORY}"] * 3
+            assert modes == [*there_and_back, Mode.TRAINING]
+        else:
+            assert errors[1:] == ["none"] * 2
+            assert re.match(
+                rf"TransferError: rank {rank}: bucket 0 .*; rank 2 failed by itself in leaving training: {NO_MEMORY}",
+                errors[0],
+            ), errors[0]
+            assert modes == [*there_and_back, Mode.GENERATING, Mode.TRAINING]

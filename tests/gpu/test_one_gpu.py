@@ -87,7 +87,7 @@ def hybrid(trainer, folder, registry):
         identity=f"gpu-test-{os.getpid()}",
     )
     plan = compile_plan(trainer.layout, engine.layout, (0,), bucket_elements=4 * 2**20)
-    transport = PointToPointTransport(registry.of(generation.domains))
+    transport = PointToPointTransport(registry.new(generation.domains))
     return HybridEngine(plan, 0, trainer, engine, transport), engine
 
 

@@ -1,4 +1,4 @@
-"""Configurations that the tests of the checks start from, each a valid one."""
+"""Configurations that the tests of the checks start from, each a valid one; the command that plans a switch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridengine.cli.main import main
+from tests.unit.plan_runs import H100, Plan
 from tests.unit.test_checkpoint_files import write_checkpoint
 
 BUILT = """
@@ -41,3 +43,16 @@ def from_checkpoint(tmp_path: Path) -> Path:
     text = FROM_CHECKPOINT.replace("MODEL", str(tmp_path / "model"))
     path.write_text(text.replace("TRAIN", str(tmp_path / "train.jsonl")))
     return path
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
+    """Runs the command; (exit code, stdout, stderr)."""
+
+    def run(*arguments: str, model: str = "llama3-8b", cluster: str = H100) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(["reshard", "plan", "--model", model, "--cluster", cluster, *arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run

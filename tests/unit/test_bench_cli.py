@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,14 +88,17 @@ def test_options() -> None:
         (["--methods", ","], ["no method is named", "micro-dp, model-parallel"]),
         (["--dtype", "int4"], ["'int4' does not exist", "float32, bfloat16"]),
         (["--verify", "sometimes"], ["'sometimes' does not exist", "first, always, never"]),
-        (["--repetitions", "0"], ["--repetitions 0", "at least 1"]),
+        (["--repetitions", "0"], ["--repetitions 0", "choose 1 to 10000"]),
         (["--bucket-bytes", "12"], ["--bucket-bytes 12", "65536"]),
         (["--bucket-bytes", "lots"], ["'lots' is not a size in bytes", "64MiB"]),
         (["--timeout", "0"], ["--timeout 0 ", "choose 1 to 86400 seconds"]),
         (["--timeout", "nan"], ["--timeout nan ", "choose 1 to"]),
         (["--train", "1-2-1", "--train", "2-1-1"], ["--train is given twice, as 1-2-1 and as 2-1-1"]),
+        (["--repetitions", "10001"], ["--repetitions 10001 is out of range"]),
         (["--json", "one.svg", "--plot", "./one.svg"], ["are the same file; name two"]),
         (["--model", ""], ["''"]),
+        (["--train", ""], ["''"]),
+        (["--gen", ""], ["''"]),
         (["--model", "lama3-8b"], ["'lama3-8b'", "did you mean llama3-8b"]),
         (["--model", "/no/such/config.json"], ["/no/such/config.json"]),
         (["--json", "/no/such/folder/bench.json"], ["--json /no/such/folder/bench.json cannot be written"]),
@@ -174,6 +180,43 @@ def test_under_torchrun_the_world_must_fit() -> None:
     check_world(spec, world)
     with pytest.raises(TopologyError, match="needs 8 ranks, torchrun has started 6; choose p·t·d = 6"):
         check_world(spec, world | {"WORLD_SIZE": "6"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "RANK",
+            "x",
+            r"RANK='x' must be an integer, at least 0; start the command with torchrun, or unset RANK, WORLD",
+        ),
+        ("RANK", "-1", r"RANK='-1' must be an integer, at least 0"),
+        ("RANK", "8", "RANK=8 must be less than WORLD_SIZE=8"),
+        ("WORLD_SIZE", "", "WORLD_SIZE='' must be an integer, at least 1"),
+        ("WORLD_SIZE", "²", "WORLD_SIZE='²' must be an integer"),
+        ("WORLD_SIZE", "9" * 5000, "must be an integer"),
+        ("LOCAL_RANK", "1.0", "LOCAL_RANK='1.0' must be an integer"),
+        ("MASTER_PORT", "http", "MASTER_PORT='http' must be an integer, at least 1"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_damaged_torchrun_environment(name: str, value: str, message: str) -> None:
+    spec = BenchSpec(DEFAULT_MODEL, (LayoutPair.parse("1-4-2:1-2"),))
+    world = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}
+    with pytest.raises(ConfigError, match=message):
+        check_world(spec, world | {name: value})
+
+
+def test_a_temporary_folder_in_which_no_socket_can_be(tmp_path: Path) -> None:
+    folder = tmp_path / ("d" * 120)
+    folder.mkdir()
+    command = [sys.executable, "-m", "hybridengine.cli.main", "reshard", "bench"]
+    done = subprocess.run(command, env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"hybridengine: no sockets can be made in the temporary folder {folder} (AF_UNIX path too long); set TMPDIR to a"
+        " folder with a short name that can be written to\n"
+    )
 
 
 # ---- What it prints and draws ----------------------------------------------------------------------------------------

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,25 +13,7 @@ import pytest
 from hybridengine.cli import reshard_plan
 from hybridengine.cli.main import main
 from hybridengine.model_presets import PRESETS
-
-ROOT = Path(__file__).parents[2]
-H100 = str(ROOT / "configs" / "clusters" / "h100-80gb.yaml")
-A100 = str(ROOT / "configs" / "clusters" / "a100-80gb-16x8.yaml")
-
-Plan = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
-    """Runs the command; (exit code, stdout, stderr)."""
-
-    def run(*arguments: str, model: str = "llama3-8b", cluster: str = H100) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(["reshard", "plan", "--model", model, "--cluster", cluster, *arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+from tests.unit.plan_runs import A100, GOOD, ROOT, Plan
 
 
 @pytest.fixture
@@ -176,6 +155,16 @@ def test_sweep_lists_every_layout_that_fits_best_first(
     )  # aligned: all end in GiB
 
 
+def test_sweep_all_lists_engines_of_any_size(plan: Plan, figures: Callable[..., dict[str, Any]]) -> None:
+    found = figures("--train", "2-4-2", "--sweep", "all")
+    sizes = [f"{p}-{t}" for p in (1, 2, 4, 8, 16) for t in (1, 2, 4, 8, 16) if p * t <= 16]
+    assert sorted(one["gen"] for one in found["results"]) == sorted(sizes)
+    _, out, _ = plan("--train", "2-4-2", "--sweep", "all")
+    assert "--sweep all" not in out
+    _, out, _ = plan("--train", "2-4-2", "--sweep")
+    assert out.rstrip().endswith("--sweep all has the others as well")
+
+
 def test_sweep_leaves_out_what_exceeds_the_device(figures: Callable[..., dict[str, Any]]) -> None:
     """70B in bfloat16 takes 131 GiB: an 80 GiB device needs an engine of at least two."""
     found = figures("--train", "1-8-1", "--sweep", model="llama3-70b")
@@ -245,8 +234,6 @@ def test_examples_of_the_help_are_accepted(monkeypatch: pytest.MonkeyPatch) -> N
 
 # ---- How it refuses --------------------------------------------------------------------------------------------------
 
-GOOD = ("--train", "2-4-2", "--gen", "1-2")
-
 
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
@@ -259,6 +246,7 @@ GOOD = ("--train", "2-4-2", "--gen", "1-2")
         (("--gen", "1-2"), {}, "--train is missing"),
         (("--train", "2-4-2"), {}, "give one of --gen (a layout), --diff A B (two) and --sweep"),
         ((*GOOD, "--sweep"), {}, "found --gen and --sweep"),
+        (("--train", "2-4-2", "--sweep", "al"), {}, "--sweep 'al' does not exist; choose from practical, all"),
         (("--diff", "1-2", "2-4-2:1-2"), {}, "--train is missing"),
         (("--train", "8-8-16", "--gen", "1-8"), {"cluster": A100}, "give --nodes 128"),
         ((*GOOD, "--nodes", "0"), {}, "nodes=0 must be"),
@@ -273,9 +261,9 @@ GOOD = ("--train", "2-4-2", "--gen", "1-2")
         ((*GOOD, "--json", "/nowhere/x.json"), {}, "--json /nowhere/x.json cannot be written (No such file"),
         ((*GOOD, "--plot", "/nowhere/x.png"), {}, "--plot /nowhere/x.png cannot be written"),
         ((*GOOD, "--plot", "x.txt"), {}, "must end in one of .png, .svg, .pdf"),
-        ((*GOOD, "--json", "/tmp"), {}, "--json /tmp cannot be written (Is a directory)"),
-        ((*GOOD, "--json", "/tmp/" + "x" * 300), {}, "cannot be written (File name too long); name a file"),
-        ((*GOOD, "--json", "/tmp/x.svg", "--plot", "/tmp/./x.svg"), {}, "are the same file; name two"),
+        ((*GOOD, "--json", "/"), {}, "--json / cannot be written (Is a directory)"),
+        ((*GOOD, "--json", "x" * 300), {}, "cannot be written (File name too long); name a file"),
+        ((*GOOD, "--json", "x.svg", "--plot", "./x.svg"), {}, "are the same file; name two"),
         (("--train", "2-4-2", "--gen", ""), {}, "'' is not a parallel size; write p_g-t_g"),
         (("--train", "", "--gen", "1-2"), {}, "'' is not a parallel size; write p-t-d"),
         (("--train", "2-4-2", "--diff", "", "1-4"), {}, "'' is not a parallel size; write p_g-t_g"),
@@ -317,70 +305,14 @@ def test_bad_input_is_one_message_before_anything_is_planned(
     assert err.count("hybridengine: ") == 1
 
 
-def test_checking_an_output_file_leaves_it_as_it_was(plan: Plan, tmp_path: Path) -> None:
-    kept = tmp_path / "kept.json"
-    kept.write_text("old")
-    code, _, _ = plan(*GOOD, "--json", str(kept), "--plot", "/nowhere/x.png")
-    assert code == 2
-    assert kept.read_text() == "old"
-    plan(*GOOD, "--json", str(tmp_path / "new.json"), "--plot", "/nowhere/x.png")
-    assert sorted(tmp_path.iterdir()) == [kept]
-
-
-def test_one_file_for_two_options_is_seen_through_links(plan: Plan, tmp_path: Path) -> None:
-    picture = tmp_path / "x.svg"
-    picture.write_text("old")
-    soft, hard = tmp_path / "soft.json", tmp_path / "hard.json"
-    soft.symlink_to(picture)
-    hard.hardlink_to(picture)
-    for other in (soft, hard):
-        code, out, err = plan(*GOOD, "--json", str(other), "--plot", str(picture))
-        assert (code, out) == (2, "")
-        assert f"--json {other} and --plot {picture} are the same file; name two" in err
-    assert picture.read_text() == "old"
-
-
-def test_checking_a_link_to_nowhere_leaves_the_link(plan: Plan, tmp_path: Path) -> None:
-    link = tmp_path / "link.json"
-    link.symlink_to(tmp_path / "later.json")
-    plan(*GOOD, "--json", str(link), "--plot", "/nowhere/x.png")
-    assert link.is_symlink()
-    assert not link.exists()
-
-
-def test_a_full_disk_is_one_message_and_the_other_file_is_written(plan: Plan, tmp_path: Path) -> None:
-    full, picture, file = tmp_path / "full.svg", tmp_path / "x.svg", tmp_path / "x.json"
-    full.symlink_to("/dev/full")
-    code, out, err = plan(*GOOD, "--json", "/dev/full", "--plot", str(picture))
-    assert (code, err.count("\n")) == (2, 1)
-    assert err.startswith("hybridengine: --json /dev/full cannot be written (No space left on device); name")
-    assert picture.read_text().startswith("<?xml")
-    assert "gather domains" in out
-    code, _, err = plan(*GOOD, "--json", str(file), "--plot", str(full))
-    assert code == 2
-    assert err.startswith(f"hybridengine: --plot {full} cannot be written (No space left on device); name")
-    assert json.loads(file.read_text())["layout"] == "2-4-2:1-2"
-
-
-@pytest.mark.parametrize("arguments", [(), ("--json",)])
-@pytest.mark.parametrize("where", ["full disk", "closed pipe"])
-def test_stdout_that_takes_nothing(where: str, arguments: tuple[str, ...]) -> None:
-    """Texts that fit in Python's buffer (the plan) and that do not (its JSON)."""
-    command = [sys.executable, "-m", "hybridengine.cli.main", "reshard", "plan", *GOOD, *arguments]
-    command += ["--model", "llama3-8b", "--cluster", H100]
-    if where == "full disk":
-        with Path("/dev/full").open("w") as stdout:
-            done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
-        assert done.returncode == 2
-        assert done.stderr == (
-            "hybridengine: stdout cannot be written (No space left on device); direct it to where there is space\n"
-        )
-    else:
-        reader, writer = os.pipe()
-        os.close(reader)
-        with os.fdopen(writer, "w") as stdout:
-            done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
-        assert (done.returncode, done.stderr) == (141, "")
+def test_a_classifier_has_nothing_to_generate_with(plan: Plan, tmp_path: Path) -> None:
+    config = dict(PRESETS["llama3-8b"].config) | {"architectures": ["LlamaForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, err = plan(*GOOD, model=str(tmp_path))
+    assert (code, out) == (2, "")
+    assert err.startswith(
+        "hybridengine: the model has a score head instead of a vocabulary; a switch to generation"
+    )
 
 
 def test_nothing_fits(plan: Plan) -> None:

@@ -147,10 +147,11 @@ def test_the_busiest_link_bounds_the_time() -> None:
     traffic = Traffic(2, 3).send(0, 0, 0, 2, NODE, 30).send(1, 0, 1, 2, NODE, 20).send(1, 0, 1, 0, NETWORK, 2)
     slow = cluster(same_node={"latency_s": 9}, between_nodes={"latency_s": 9})
     assert line_rate_seconds([traffic.done()], [], slow, ELEMENT_BYTES) == pytest.approx(50 * 2 / 10)
-    shared = cluster(between_nodes={"node_bytes_per_s": 0.1})
+    shared = cluster(between_nodes={"node_bytes_per_s": 1})
     share = frozenset({((0, 0), 1), ((0, 1), 3)})
+    traffic.send(1, 0, 1, 0, NETWORK, 18)
     assert line_rate_seconds([traffic.done()], [share], shared, ELEMENT_BYTES) == pytest.approx(
-        3 * 2 * 2 / 0.1
+        3 * (2 + 18) * 2 / 1
     )
     assert line_rate_seconds([Traffic(1, 2).done()], [], slow, ELEMENT_BYTES) == 0
 

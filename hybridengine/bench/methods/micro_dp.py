@@ -39,7 +39,7 @@ class MicroDp(Method):
         plan = compile_plan(
             actor.layout, self.layout, domain, self.setting.bucket_elements, self.setting.nodes
         )
-        group = actor.registry.of(generation.domains)
+        group = actor.registry.new(generation.domains)
         transport = PointToPointTransport(group) if self.setting.only_messages else make_transport(group)
         self.reads_memory = isinstance(transport, PeerMemoryTransport)
         self._engine = HybridEngine(

@@ -1,0 +1,220 @@
+"""Configuration files of models: both styles of rotary settings, and what is refused with value and remedy."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from pathlib import Path
+
+import pytest
+import transformers
+
+from hybridengine.errors import CheckpointError, ConfigError
+from hybridengine.model_shapes import ARCHITECTURES, ModelShape
+from tests.unit.model_configs import plain
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+ROTARY = {
+    "nested": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, ()),
+    "flat": ({"rope_theta": 1e6}, 1e6, ()),
+    "flat, no scaling": ({"rope_theta": 1e6, "rope_scaling": None}, 1e6, ()),
+    "absent": ({}, 1e4, ()),
+    "nested llama3": (
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+        5e5,
+        tuple(LLAMA3.items()),
+    ),
+    "flat llama3": (
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        5e5,
+        tuple(LLAMA3.items()),
+    ),
+    "flat llama3, old key": (
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
+        5e5,
+        tuple(LLAMA3.items()),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", list(ROTARY))
+def test_rotary_settings_of_both_config_styles(form: str) -> None:
+    contents, theta, scaling = ROTARY[form]
+    shape = ModelShape.from_hf_config(plain(**contents))
+    assert shape.rope_theta == theta
+    assert shape.rope_scaling == scaling
+    transformers = importlib.import_module("transformers")
+    theirs = transformers.LlamaConfig.from_dict(plain(**contents)).rope_parameters
+    assert theirs["rope_theta"] == theta
+    assert theirs["rope_type"] == ("llama3" if scaling else "default")
+    assert {key: theirs[key] for key in LLAMA3 if key in theirs} == dict(scaling)
+
+
+BAD = {
+    "no architecture": (
+        {"architectures": None},
+        r"^architectures=\[\] is not supported; use one of Llama.*Qwen3",
+    ),
+    "another architecture": (
+        {"architectures": ["GPT2LMHeadModel"]},
+        r"^architectures=\['GPT2LMHeadModel'\] is not",
+    ),
+    "missing size": (
+        {"vocab_size": None},
+        "^config.json of LlamaForCausalLM: vocab_size must be present and positive",
+    ),
+    "all bad sizes": (
+        {"hidden_size": 0, "num_hidden_layers": "3", "head_dim": -1, "num_key_value_heads": 2.0},
+        ": num_hidden_layers, hidden_size, num_key_value_heads, head_dim must be present and positive integers;",
+    ),
+    "a truth value for a size": (
+        {"num_hidden_layers": True},
+        ": num_hidden_layers must be present and positive",
+    ),
+    "kv heads": (
+        {"num_key_value_heads": 4},
+        "^num_key_value_heads=4 does not divide num_attention_heads=6; restore",
+    ),
+    "heads": (
+        {"head_dim": None, "hidden_size": 50},
+        "^num_attention_heads=6 does not divide hidden_size=50 and head_dim is not given; restore",
+    ),
+    "sliding window": (
+        {"use_sliding_window": True},
+        "^use_sliding_window=true is not supported; use a model with full",
+    ),
+    "sliding layers": (
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        r"^layer_types=\['sliding_attention'\] are not supported",
+    ),
+    "quantised": (
+        {"quantization_config": {"quant_method": "fp8"}},
+        "^quantization_config is not supported; use",
+    ),
+    "attention bias": ({"attention_bias": True}, "^attention_bias=true puts a bias on the output projection"),
+    "mlp bias": ({"mlp_bias": True}, "^mlp_bias=true is not supported"),
+    "activation": ({"hidden_act": "gelu"}, "^hidden_act='gelu' is not supported; it must be 'silu'"),
+    "rotary kind": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+        "^rope_type='yarn' is not supported; use 'def",
+    ),
+    "half llama3": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": None}},
+        "^rope_type='llama3' needs the numbers low_freq_factor, high_freq_factor, original_max_position_embeddings;",
+    ),
+    "text for a number": ({"rope_theta": "x"}, '^rope_theta="x" must be a positive number; restore'),
+    "nested text": ({"rope_parameters": {"rope_theta": "x"}}, '^rope_theta="x" must be a positive number;'),
+    "negative epsilon": ({"rms_norm_eps": -1}, "^rms_norm_eps=-1 must be a positive number; restore"),
+    "epsilon that is no number": ({"rms_norm_eps": math.nan}, "^rms_norm_eps=NaN must be a positive number;"),
+    "text epsilon": ({"rms_norm_eps": "1e-5"}, '^rms_norm_eps="1e-5" must be a positive number;'),
+    "infinite scaling": (
+        {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": math.inf}},
+        "^factor=Infinity must be a positive number;",
+    ),
+    "scaling that is no object": ({"rope_scaling": "x"}, '^rope_scaling="x" must be an object; restore'),
+    "labels that are no object": ({"id2label": 5}, "^id2label=5 must be an object; restore"),
+    "architecture that is no list": ({"architectures": "Llama"}, '^architectures="Llama" must be a list;'),
+    "text for a truth value": (
+        {"tie_word_embeddings": "no"},
+        '^tie_word_embeddings="no" must be true or false; restore',
+    ),
+    "too many layers": (
+        {"num_hidden_layers": 10_000_000},
+        "^num_hidden_layers=10000000 must be at most 1000; restore",
+    ),
+    "too many heads": (
+        {"num_attention_heads": 4096},
+        "^num_attention_heads=4096 must be at most 1024; restore",
+    ),
+    "a size of many digits": (
+        {"hidden_size": int("9" * 4000)},
+        r"^hidden_size=9{57}\.\.\. must be at most 16777216; restore",
+    ),
+    "too many parameters": (
+        {"hidden_size": 2**24, "intermediate_size": 2**24},
+        "^the sizes of config.json make [0-9]+ parameters, which must be at most 10000000000000; restore",
+    ),
+    "experts": (
+        {"num_experts": 128},
+        "^num_experts=128: mixture-of-experts is not supported yet; use a dense",
+    ),
+    "local experts": ({"num_local_experts": 8}, "^num_local_experts=8: mixture-of-experts is not supported"),
+    "another model type": (
+        {"model_type": "mixtral"},
+        r"^model_type=\"mixtral\" is not the 'llama' of architectures=\['LlamaForCausalLM'\]; other models,"
+        " mixture-of-experts among them, are not supported yet; use",
+    ),
+    "partial rotary": (
+        {"partial_rotary_factor": 0.5},
+        "^partial_rotary_factor is not supported; it must be 1.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_bad_configurations_name_the_value_and_the_remedy(case: str) -> None:
+    changes, message = BAD[case]
+    with pytest.raises(ConfigError, match=message):
+        ModelShape.from_hf_config(plain(**changes))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_null_counts_as_left_out(family: str) -> None:
+    """But for num_key_value_heads, where transformers takes null for one per query head, and has defaults."""
+    config = plain(architectures=[f"{family}ForCausalLM"], num_attention_heads=64, hidden_size=64)
+    for key in ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"):
+        config.pop(key, None)
+    left_out = ModelShape.from_hf_config(config)
+    nulls = ("rope_theta", "rms_norm_eps", "hidden_act", "partial_rotary_factor", "head_dim", "layer_types")
+    nested = {
+        "rope_scaling": {"rope_type": None, "type": None, "rope_theta": None, "partial_rotary_factor": None}
+    }
+    assert ModelShape.from_hf_config(config | dict.fromkeys(nulls) | nested) == left_out
+    heads = ModelShape.from_hf_config(config | {"num_key_value_heads": None}).num_kv_heads
+    reference = getattr(transformers, f"{family}Config")(num_attention_heads=64, num_key_value_heads=None)
+    assert heads == reference.num_key_value_heads == 64
+
+
+def test_what_a_dense_model_may_say_of_experts_and_embeddings() -> None:
+    shape = ModelShape.from_hf_config(plain(num_experts=0, model_type="llama", tie_word_embeddings=None))
+    assert shape == ModelShape.from_hf_config(plain())
+    assert not shape.tied_embeddings
+    assert ModelShape.from_hf_config(plain(tie_word_embeddings=True)).tied_embeddings
+
+
+def test_every_architecture_is_accepted() -> None:
+    for name, family in ARCHITECTURES.items():
+        shape = ModelShape.from_hf_config(plain(architectures=[name]))
+        assert shape.family == family
+        assert bool(shape.num_labels) == name.endswith("ForSequenceClassification")
+
+
+def test_shapes_are_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
+    expected = ModelShape.from_hf_config(plain())
+    (tmp_path / "config.json").write_text(json.dumps(plain()))
+    assert ModelShape.from_folder(tmp_path) == expected
+    assert ModelShape.from_folder(str(tmp_path / "config.json")) == expected
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (None, "config.json does not exist; name a Hugging Face checkpoint folder$"),
+        (b'{"hidden_size": 4', "config.json is not valid JSON .*; restore the model's original file$"),
+        (b"\xff\xfe", "config.json is not valid JSON .*; restore the model's original file$"),
+        (b"[" * 100_000, r"config.json is not valid JSON \(nested too deeply\); restore"),
+        (b"9" * 5000, r"config.json is not valid JSON \(a number has thousands of digits\); restore"),
+        (b"[1, 2]", "config.json holds list, not an object; restore the model's original file$"),
+    ],
+)
+def test_unreadable_configuration_files(tmp_path: Path, contents: bytes | None, message: str) -> None:
+    if contents is not None:
+        (tmp_path / "config.json").write_bytes(contents)
+    with pytest.raises(CheckpointError, match=message):
+        ModelShape.from_folder(tmp_path)

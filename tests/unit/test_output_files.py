@@ -1,0 +1,151 @@
+"""Files and streams that commands write to: checked before anything is computed, written with one clear error."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridengine.model_presets import PRESETS
+from tests.unit.plan_runs import GOOD, H100, Plan
+
+COMMAND = [sys.executable, "-m", "hybridengine.cli.main", "reshard", "plan", *GOOD]
+COMMAND += ["--model", "llama3-8b", "--cluster", H100]
+
+
+def test_checking_an_output_file_leaves_it_as_it_was(plan: Plan, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text("old")
+    code, _, _ = plan(*GOOD, "--json", str(kept), "--plot", "/nowhere/x.png")
+    assert code == 2
+    assert kept.read_text() == "old"
+    plan(*GOOD, "--json", str(tmp_path / "new.json"), "--plot", "/nowhere/x.png")
+    assert sorted(tmp_path.iterdir()) == [kept]
+
+
+def test_one_file_for_two_options_is_seen_through_links(plan: Plan, tmp_path: Path) -> None:
+    picture = tmp_path / "x.svg"
+    picture.write_text("old")
+    soft, hard = tmp_path / "soft.json", tmp_path / "hard.json"
+    soft.symlink_to(picture)
+    hard.hardlink_to(picture)
+    for other in (soft, hard):
+        code, out, err = plan(*GOOD, "--json", str(other), "--plot", str(picture))
+        assert (code, out) == (2, "")
+        assert f"--json {other} and --plot {picture} are the same file; name two" in err
+    assert picture.read_text() == "old"
+
+
+def test_checking_a_link_to_nowhere_leaves_the_link(plan: Plan, tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "later.json")
+    plan(*GOOD, "--json", str(link), "--plot", "/nowhere/x.png")
+    assert link.is_symlink()
+    assert not link.exists()
+
+
+def test_a_full_disk_is_one_message_and_the_other_file_is_written(plan: Plan, tmp_path: Path) -> None:
+    full, picture, file = tmp_path / "full.svg", tmp_path / "x.svg", tmp_path / "x.json"
+    full.symlink_to("/dev/full")
+    code, out, err = plan(*GOOD, "--json", "/dev/full", "--plot", str(picture))
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("hybridengine: --json /dev/full cannot be written (No space left on device); name")
+    assert picture.read_text().startswith("<?xml")
+    assert "gather domains" in out
+    code, _, err = plan(*GOOD, "--json", str(file), "--plot", str(full))
+    assert code == 2
+    assert err.startswith(f"hybridengine: --plot {full} cannot be written (No space left on device); name")
+    assert json.loads(file.read_text())["layout"] == "2-4-2:1-2"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+@pytest.mark.parametrize("where", ["full disk", "closed pipe"])
+def test_stdout_that_takes_nothing(where: str, arguments: tuple[str, ...]) -> None:
+    """Texts that fit in Python's buffer (the plan) and that do not (its JSON)."""
+    command = [*COMMAND, *arguments]
+    if where == "full disk":
+        with Path("/dev/full").open("w") as stdout:
+            done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 2
+        assert done.stderr == (
+            "hybridengine: stdout cannot be written (No space left on device); direct it to where there is space\n"
+        )
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as stdout:
+            done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_closed_stdout_does_not_keep_files_from_being_written(tmp_path: Path) -> None:
+    file, picture = tmp_path / "x.json", tmp_path / "x.svg"
+    command = [*COMMAND, "--json", str(file), "--plot", str(picture)]
+    done = subprocess.run(["sh", "-c", 'exec "$0" "$@" >&-', *command], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(file.read_text())["layout"] == "2-4-2:1-2"
+    assert picture.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_what_the_terminal_cannot_show_is_replaced(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    text = Path(H100).read_text()
+    cluster.write_text(text.replace("name: H100-80GB", "name: Zürich"))
+    assert cluster.read_text() != text
+    command = [*COMMAND[:-1], str(cluster), *arguments]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("p?t?d ranks" if arguments else "cluster: Z?rich") in done.stdout
+
+
+def test_a_file_that_is_read_is_not_written(plan: Plan, tmp_path: Path) -> None:
+    cluster, folder = tmp_path / "cluster.yaml", tmp_path / "model"
+    cluster.write_text(Path(H100).read_text())
+    folder.mkdir()
+    config = folder / "config.json"
+    config.write_text(json.dumps(dict(PRESETS["llama3-8b"].config)))
+    linked = tmp_path / "linked.json"
+    linked.symlink_to(config)
+    for model, file, option in (
+        (str(folder), cluster, "--cluster"),
+        (str(folder), config, "--model"),
+        (str(config), linked, "--model"),
+    ):
+        before = file.read_text()
+        code, out, err = plan(*GOOD, "--json", str(file), model=model, cluster=str(cluster))
+        assert (code, out) == (2, "")
+        assert err == f"hybridengine: --json {file} is what {option} reads; name another file\n"
+        assert file.read_text() == before
+
+
+def test_a_pipe_that_nobody_may_read_is_refused(plan: Plan, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.svg"
+    os.mkfifo(pipe)
+    code, out, err = plan(*GOOD, "--plot", str(pipe))
+    assert (code, out) == (2, "")
+    assert f"--plot {pipe} cannot be written (it is a pipe); name a file" in err
+
+
+def test_a_pipe_of_the_shell_is_written() -> None:
+    reader, writer = os.pipe()
+    command = [*COMMAND, "--json", f"/dev/fd/{writer}"]
+    with os.fdopen(reader) as stream:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, pass_fds=[writer])
+        os.close(writer)
+        assert json.load(stream)["layout"] == "2-4-2:1-2"
+        assert process.wait(timeout=60) == 0
+
+
+def test_dollars_in_a_name_are_no_formula(plan: Plan, tmp_path: Path) -> None:
+    cluster, picture = tmp_path / "cluster.yaml", tmp_path / "x.svg"
+    cluster.write_text(Path(H100).read_text().replace("name: H100-80GB", r"name: a$\frac$c"))
+    code, out, err = plan(*GOOD, "--plot", str(picture), cluster=str(cluster))
+    assert (code, err) == (0, "")
+    assert r"cluster: a$\frac$c" in out
+    assert picture.read_text().startswith("<?xml")
