@@ -195,7 +195,7 @@ def _listening() -> Iterator[tuple[socket.socket, str]]:
 def _short(path: str) -> Iterator[str]:
     """Another name of a file while the context is open: a socket's must have less than 108 characters."""
     folder, name = os.path.split(path)
-    if not _READS_MEMORY or len(path) < 100:
+    if len(path) < 100:
         yield path
         return
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)

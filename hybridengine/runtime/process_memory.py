@@ -1,12 +1,16 @@
-"""Reads the memory of other processes of this host, where the system lets one (Linux, processes of the same user)."""
+"""Memory of other processes of this host, read or mapped where the system allows it (Linux, the same user)."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 MAX_SPANS = 1024
 """Most spans of one call to the system (IOV_MAX of Linux)."""
@@ -36,6 +40,32 @@ def read(pid: int, spans: Sequence[tuple[int, int, int]]) -> None:
     """
     for first in range(0, len(spans), MAX_SPANS):
         _read(pid, spans[first : first + MAX_SPANS])
+
+
+def shared_copy(tensor: Tensor) -> tuple[Tensor, int]:
+    """(`tensor` in memory that other processes can map, descriptor of its file); the file goes when that is closed."""
+    descriptor = os.memfd_create("hybridengine-rows")
+    try:
+        os.ftruncate(descriptor, tensor.nbytes)
+        memory = mmap.mmap(descriptor, tensor.nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    copy = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor), descriptor
+
+
+def mapped(pid: int, descriptor: int, num_bytes: int) -> Tensor:
+    """The bytes of another process's `shared_copy`, uint8: not copied, but by whoever writes to them, and for itself.
+
+    Raises:
+        OSError: the process has ended, has closed the file, or may not be looked at.
+    """
+    own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return torch.frombuffer(mmap.mmap(own, num_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    finally:
+        os.close(own)
 
 
 def host() -> str:

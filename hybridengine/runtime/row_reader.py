@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing import AuthenticationError
@@ -79,6 +80,10 @@ class RowReader:
     def _tensor(
         self, name: str, pieces: Sequence[tuple[StoredRows, Runs]], like: StoredArray, num_rows: int
     ) -> Tensor:
+        if len(pieces) == 1 and len(pieces[0][1]) == 1:
+            view = self._mapped(*pieces[0], name)
+            if view is not None:
+                return view
         whole = torch.empty((num_rows, *like.entry_shape), dtype=DTYPES[like.dtype])
         taken = 0
         for stored, runs in pieces:
@@ -92,6 +97,24 @@ class RowReader:
             self._read(stored, name, "values", array, runs, whole[taken : taken + count])
             taken += count
         return whole
+
+    def _mapped(self, stored: StoredRows, runs: Runs, name: str) -> Tensor | None:
+        """A run of entries as the owner's memory has them, copied when and where it is written to; None where that needs
+        another host, or is more work than a copy.
+        """
+        array = stored.columns[name].values
+        ((first, count),) = runs
+        if array.descriptor is None or not self._near(stored.owner):
+            return None
+        with self._blaming(stored, name):
+            memory = process_memory.mapped(stored.owner.pid, array.descriptor, array.num_bytes)
+            if (
+                _peek(stored.owner.pid, stored.key_address) != stored.key
+            ):  # the number may be another file's by now
+                raise TransferError(_dropped(stored))
+        part = memory.view(DTYPES[array.dtype]).view(-1, *array.entry_shape)[first : first + count]
+        self._count(stored, part.nbytes)
+        return part
 
     def _objects(self, name: str, stored: StoredRows, runs: Runs) -> list[Any]:
         column = stored.columns[name]
@@ -115,11 +138,22 @@ class RowReader:
         self, stored: StoredRows, name: str, part: str, array: StoredArray, runs: Runs, target: Tensor
     ) -> None:
         """Fill a contiguous tensor with runs of entries of an array."""
-        try:
+        with self._blaming(stored, name):
             if self._near(stored.owner):
                 self._read_memory(stored, array, runs, target)
             else:
                 self._ask(stored, name, part, runs, target)
+        self._count(stored, target.nbytes)
+
+    def _count(self, stored: StoredRows, num_bytes: int) -> None:
+        if (stored.owner.host, stored.owner.pid) != (self._own_host, os.getpid()):
+            self.received_bytes += num_bytes
+
+    @contextlib.contextmanager
+    def _blaming(self, stored: StoredRows, name: str) -> Iterator[None]:
+        """Errors of the system say whose column could not be fetched."""
+        try:
+            yield
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
             self._connections.pop(stored.owner, None)
             owner = stored.owner
@@ -127,8 +161,6 @@ class RowReader:
                 f"column {name!r} cannot be fetched from process {owner.pid} of node {owner.node}:"
                 f" {type(error).__name__}: {error}; the process has ended or does not answer"
             ) from error
-        if (stored.owner.host, stored.owner.pid) != (self._own_host, os.getpid()):
-            self.received_bytes += target.nbytes
 
     def _read_memory(self, stored: StoredRows, array: StoredArray, runs: Runs, target: Tensor) -> None:
         spans, begin = [], target.data_ptr()

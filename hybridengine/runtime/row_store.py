@@ -25,6 +25,8 @@ from hybridengine.runtime.stored_rows import Owner, StoredArray, StoredColumn, S
 
 NUM_SLOTS = 2**16
 """More keys than are ever kept at once."""
+MAPPED_BYTES = 2**20
+"""Columns from this size on lie in memory that readers of the same host map, so that many ranks need no copies."""
 
 _logger = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ class _Kept:
     stored: StoredRows
     arrays: dict[tuple[str, str], Tensor]
     """(column, "values" or "bounds") -> its memory."""
+    descriptors: list[int]
+    """Of files that others may map."""
 
 
 class RowStore:
@@ -65,11 +69,15 @@ class RowStore:
     def keep(self, key: int, batch: TensorDictBase) -> StoredRows:
         """Keep a batch under `key`; the batch belongs to the store from then on."""
         arrays: dict[tuple[str, str], Tensor] = {}
-        columns = {}
+        descriptors, columns = [], {}
         for name in columns_of(batch):
             if is_tensor_column(batch, name):
-                arrays[name, "values"] = batch[name].detach().to("cpu").contiguous()
-                columns[name] = StoredColumn(_described(arrays[name, "values"]))
+                values, descriptor = batch[name].detach().to("cpu").contiguous(), None
+                if values.nbytes >= MAPPED_BYTES and self.owner.host:
+                    values, descriptor = process_memory.shared_copy(values)
+                    descriptors.append(descriptor)
+                arrays[name, "values"] = values
+                columns[name] = StoredColumn(_described(values, descriptor))
             else:
                 arrays[name, "values"], arrays[name, "bounds"] = _pickled(batch.get(name).tolist())
                 columns[name] = StoredColumn(
@@ -79,7 +87,7 @@ class RowStore:
         address = self._slots.data_ptr() + slot * self._slots.element_size()
         stored = StoredRows(self.owner, key, address, batch.batch_size[0], columns)
         with self._lock:
-            self._kept[key] = _Kept(stored, arrays)
+            self._kept[key] = _Kept(stored, arrays, descriptors)
         self._slots[slot] = key
         return stored
 
@@ -90,6 +98,8 @@ class RowStore:
                 kept = self._kept.pop(key, None)
             if kept is not None:
                 self._slots[key % NUM_SLOTS] = -1  # before the memory goes: readers look at it last
+                for descriptor in kept.descriptors:
+                    os.close(descriptor)
 
     @property
     def num_bytes(self) -> int:
@@ -138,8 +148,8 @@ class RowStore:
             connection.send_bytes(whole.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _described(array: Tensor) -> StoredArray:
-    return StoredArray(str(array.dtype), tuple(array.shape[1:]), array.shape[0], array.data_ptr())
+def _described(array: Tensor, descriptor: int | None = None) -> StoredArray:
+    return StoredArray(str(array.dtype), tuple(array.shape[1:]), array.shape[0], array.data_ptr(), descriptor)
 
 
 def _pickled(values: list[object]) -> tuple[Tensor, Tensor]:

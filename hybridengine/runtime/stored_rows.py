@@ -34,10 +34,16 @@ class StoredArray:
     entry_shape: tuple[int, ...]
     num_entries: int
     address: int
+    descriptor: int | None = None
+    """Of the file in the owner's process that other processes map; None where the memory is only read."""
 
     @property
     def entry_bytes(self) -> int:
         return math.prod(self.entry_shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_entries * self.entry_bytes
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,15 @@ from tensordict import NonTensorStack, TensorDict
 
 from hybridengine.errors import TransferError
 from hybridengine.runtime.row_reader import Block, RowReader
-from hybridengine.runtime.row_store import RowStore
+from hybridengine.runtime.row_store import MAPPED_BYTES, RowStore
 from hybridengine.runtime.stored_rows import StoredRows
 
 SECRET = b"of this test"
 SIZES = (3, 1, 5)
 """Rows that each of three processes keeps."""
 NUM_ROWS = sum(SIZES)
+ENTRY = MAPPED_BYTES // 8
+"""Entries of a row of a column that is mapped, however few rows there are."""
 
 
 def batch_of(first: int, count: int) -> TensorDict:
@@ -35,6 +37,7 @@ def batch_of(first: int, count: int) -> TensorDict:
             "numbers": numbers,
             "wide": numbers.view(-1, 1, 1) * 100.0 + torch.arange(6.0).view(2, 3),
             "half": numbers.to(torch.bfloat16),
+            "large": numbers.view(-1, 1) * ENTRY + torch.arange(ENTRY),
             "flags": numbers % 2 == 0,
             "texts": NonTensorStack(*[f"é{number}" * number for number in numbers.tolist()]),
             "lists": NonTensorStack(*[{"n": number} for number in numbers.tolist()]),
@@ -62,10 +65,12 @@ class Keeper:
     """Such a process, from outside."""
 
     def __init__(self, first: int, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["hybridengine.runtime.row_store"])  # what it imports uses no threads
         self._channel, theirs = context.Pipe()
         self.process = context.Process(target=keep, args=(theirs, first, count), daemon=True)
         self.process.start()
+        theirs.close()  # so that the end of a process that fails is heard
         self.stored: StoredRows = self._channel.recv()
         self.block = Block(first, self.stored)
 
@@ -121,6 +126,54 @@ def test_only_the_rows_that_are_wanted_are_fetched(keepers: list[Keeper], near: 
     one = reader(near)
     one.column("wide", [keeper.block for keeper in keepers], np.array([8, 1, 1, 8, 8]))
     assert one.received_bytes == 2 * 6 * 4
+
+
+@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("rows", [[4, 5, 6, 7, 8], [5, 6], [0], [0, 2], [2, 3, 4], [8, 3, 3, 0]], ids=str)
+def test_large_columns(keepers: list[Keeper], rows: list[int], near: bool) -> None:
+    """Rows of one keeper, one behind the other, are mapped; whoever writes to them changes nobody else's."""
+    one, wanted = reader(near), np.array(rows)
+    blocks = [keeper.block for keeper in keepers]
+    for _ in range(2):
+        column = one.column("large", blocks, wanted)
+        assert isinstance(column, torch.Tensor)
+        assert torch.equal(column, WHOLE["large"][rows])
+        column.zero_()
+    assert one.received_bytes == 2 * len(set(rows)) * MAPPED_BYTES
+    is_mapped = near and rows in ([4, 5, 6, 7, 8], [5, 6], [0])
+    whole_file = SIZES[0 if rows == [0] else 2] * MAPPED_BYTES
+    assert (column.untyped_storage().nbytes() == whole_file) == (is_mapped or (not near and len(rows) == 5))
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_mapped_rows_outlive_those_who_made_them(drops: bool) -> None:
+    keeper = Keeper(0, 3)
+    column = reader(near=True).column("large", [keeper.block], np.arange(1, 3))
+    if drops:
+        keeper.order("drop")
+        keeper.order("again")  # other rows, perhaps in a file with the same number
+        with pytest.raises(TransferError, match=r"rows 7 of process .* were dropped"):
+            reader(near=True).column("large", [keeper.block], np.arange(1, 3))
+    keeper.process.kill()
+    keeper.process.join()
+    assert isinstance(column, torch.Tensor)
+    assert torch.equal(column, WHOLE["large"][1:3])
+    with pytest.raises(
+        TransferError, match=f"'large' cannot be fetched from process {keeper.process.pid} of"
+    ):
+        reader(near=True).column("large", [keeper.block], np.arange(1, 3))
+
+
+def test_files_of_dropped_rows_are_closed() -> None:
+    store = RowStore("127.0.0.1", SECRET)
+    before = len(os.listdir("/proc/self/fd"))
+    stored = store.keep(1, batch_of(0, 2))
+    assert len(os.listdir("/proc/self/fd")) > before
+    assert stored.columns["large"].values.descriptor is not None
+    assert stored.columns["numbers"].values.descriptor is None
+    store.drop([1])
+    assert len(os.listdir("/proc/self/fd")) == before
+    store.close()
 
 
 def test_own_rows_are_read_and_not_received() -> None:

@@ -1,0 +1,50 @@
+"""Workers of `hybridengine bench dispatch`: one makes rows, the other takes them."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from hybridengine.controller.context import RankContext
+from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, register
+from hybridengine.runtime.row_requests import ROW_NUMBERS
+
+COLUMN = "tokens"
+STRIDE = 1_000_003
+"""Entry j of row i is i · STRIDE + j, so that no two rows look alike."""
+
+
+class MakeRowsWorker:
+    """Makes rows whose contents follow from their numbers."""
+
+    def __init__(self, context: RankContext) -> None:
+        pass
+
+    @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
+    def make_rows(self, rows: TensorDictBase, num_tokens: int) -> TensorDict:
+        """`tokens` [B, T] int64."""
+        return TensorDict({COLUMN: expected_tokens(rows[ROW_NUMBERS], num_tokens)}, batch_size=[len(rows)])
+
+    @register(ONE_TO_ALL)
+    def answer(self) -> None:
+        """Nothing: an empty call."""
+
+
+class TakeRowsWorker:
+    """Takes rows, and reads all of them."""
+
+    def __init__(self, context: RankContext) -> None:
+        pass
+
+    @register(PROTO_3D, [COLUMN, ROW_NUMBERS])
+    def take_rows(self, rows: TensorDictBase, checks: bool) -> bool:
+        """Whether the rows are what they should be, where `checks`; else they are read, as any worker would."""
+        if not checks:
+            return bool(rows[COLUMN].max() > 0)
+        return torch.equal(rows[COLUMN], expected_tokens(rows[ROW_NUMBERS], rows[COLUMN].size(1)))
+
+
+def expected_tokens(numbers_B: Tensor, num_tokens: int) -> Tensor:
+    """Rows of `tokens` by their numbers. Shapes: [B] -> [B, T]."""
+    return numbers_B[:, None] * STRIDE + torch.arange(num_tokens)
