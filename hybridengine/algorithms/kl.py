@@ -6,6 +6,8 @@ With D = log pi(token) - log pi_ref(token):
     k2 = D^2 / 2             biased, low variance, never negative
     k3 = exp(-D) + D - 1     unbiased, low variance, never negative
 
+That is about their values, e.g. in a reward. As a loss their gradients matter, which is another story: losses/kl_loss.py.
+
 Source: J. Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html.
 Every function is element-wise over tensors of one shape, response-aligned [B, R] where it matters.
 """
@@ -19,6 +21,9 @@ from torch import Tensor
 
 from hybridengine.errors import ConfigError
 
+MAX_LOG_RATIO = 20.0
+"""Ratios of probabilities are followed up to e^20: far outside of any clip range, and squares still fit float32."""
+
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """D = log pi - log pi_ref: unbiased."""
@@ -31,10 +36,14 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """exp(-D) + D - 1: unbiased, never negative. Overflows float32 where pi_ref/pi exceeds e^88."""
-    difference = log_probs - ref_log_probs
-    # expm1 keeps the digits that exp(-D) - 1 loses at small D.
-    return torch.expm1(-difference) + difference
+    """exp(-D) + D - 1: unbiased, never negative.
+
+    Guarantees: where pi_ref/pi exceeds e^20 it goes on along its tangent, so that neither value nor gradient overflows.
+    """
+    log_ratio = ref_log_probs - log_probs
+    followed = log_ratio.clamp(max=MAX_LOG_RATIO)
+    # expm1 keeps the digits that exp(-D) - 1 loses at small D; the middle term is 0 up to MAX_LOG_RATIO.
+    return torch.expm1(followed) + followed.exp() * (log_ratio - followed) - log_ratio
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

@@ -35,6 +35,12 @@ def zero_masked(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
     return torch.where(mask_BR, values_BR, torch.zeros((), dtype=values_BR.dtype, device=values_BR.device))
 
 
+def over_tokens(values_B: Tensor, mask_BR: Tensor) -> Tensor:
+    """Each row's value at all of its valid tokens, 0 at masked entries. Shapes: [B], [B, R] -> [B, R]."""
+    check_rows(mask_BR.size(0), values_B=values_B)
+    return zero_masked(values_B[:, None].expand(mask_BR.shape), mask_BR)
+
+
 def masked_sum(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
     """Sum over the valid tokens of the batch; 0 where there is none. Shapes: [B, R] -> []."""
     return zero_masked(values_BR, mask_BR).sum()
@@ -69,11 +75,14 @@ def whiten(
     Source: advantage normalisation of PPO as in OpenAI baselines, ppo2.
     """
     check_shapes(values_BR=values_BR, mask_BR=mask_BR)
+    # In float64, so that the result does not depend on how the rows are shared out.
+    exact_BR = values_BR.double()
     count = across.sum(mask_BR.sum()).clamp(min=1)
-    mean = across.sum(masked_sum(values_BR, mask_BR)) / count
-    variance = across.sum(masked_sum((values_BR - mean).square(), mask_BR)) / count
+    mean = across.sum(masked_sum(exact_BR, mask_BR)) / count
+    variance = across.sum(masked_sum((exact_BR - mean).square(), mask_BR)) / count
     centre = mean if shift_mean else torch.zeros_like(mean)
-    return zero_masked((values_BR - centre) * torch.rsqrt(variance + WHITEN_EPSILON), mask_BR)
+    whitened_BR = (exact_BR - centre) * torch.rsqrt(variance + WHITEN_EPSILON)
+    return zero_masked(whitened_BR, mask_BR).to(values_BR.dtype)
 
 
 def check_shapes(**tensors: Tensor) -> None:
@@ -83,3 +92,11 @@ def check_shapes(**tensors: Tensor) -> None:
     assert agree, f"expected [B, R] tensors of one shape, got {shapes}"
     for name, tensor in tensors.items():
         assert name != "mask_BR" or tensor.dtype == torch.bool, f"mask_BR must be bool, got {tensor.dtype}"
+
+
+def check_rows(num_rows: int, **columns: Tensor) -> None:
+    """Assert that all tensors are [B], one entry per row."""
+    shapes = {name: tuple(column.shape) for name, column in columns.items()}
+    assert all(shape == (num_rows,) for shape in shapes.values()), (
+        f"expected one entry for each of {num_rows} rows, got {shapes}"
+    )

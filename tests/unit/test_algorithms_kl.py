@@ -47,6 +47,27 @@ def test_k3_keeps_its_digits_in_float32() -> None:
     assert value > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_k3_goes_on_along_its_tangent_beyond_e_to_the_20(dtype: torch.dtype) -> None:
+    """At D = -500 exp(-D) is not a number of either type; value and slope at 20 are known in closed form."""
+    log_probs = torch.tensor([-500.0, -25.0, -20.0, -19.0, 500.0], dtype=dtype, requires_grad=True)
+    values = k3(log_probs, torch.zeros(5, dtype=dtype))
+    slope = math.expm1(20.0)
+    at_20 = slope - 20.0
+    expected = [
+        at_20 + slope * 480,
+        at_20 + slope * 5,
+        at_20,
+        math.expm1(19.0) - 19.0,
+        math.expm1(-500.0) + 500.0,
+    ]
+    assert values.tolist() == pytest.approx(expected, rel=1e-6)
+    values.sum().backward()
+    assert log_probs.grad is not None
+    gradients = [-slope, -slope, -slope, -math.expm1(19.0), 1.0]
+    assert log_probs.grad.tolist() == pytest.approx(gradients, rel=1e-6)
+
+
 def test_gradient_of_k2_is_that_of_the_kl() -> None:
     """Under samples of pi, E[k2] differentiates to grad KL(pi || pi_ref): the sum over tokens of pi·D·grad log pi."""
     logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)

@@ -1,86 +1,169 @@
-"""How losses of micro-batches become one gradient: sums first, one division by the mini-batch's token count.
+"""How losses of micro-batches become one gradient: sums first, one division by a count over the mini-batch.
 
-A mini-batch is what one optimizer step sees: all micro-batches of all data-parallel ranks. Its loss is the
-mean over its N valid tokens. A mean per micro-batch, averaged, would be another number wherever token counts
-differ. So every loss here returns a *sum* over the valid tokens of what it is given, together with sums of
-statistics; the caller counts N over the whole mini-batch beforehand (one all-reduce of `mask.sum()`) and
-divides by it. The gradient then does not depend on how rows were cut into micro-batches or spread over ranks.
+A mini-batch is what one optimizer step sees: all micro-batches of all data-parallel ranks. Its loss is one of
+
+    token           mean over its valid tokens: a long response weighs more than a short one
+    sequence        mean over its sequences of the mean over each one's valid tokens: GRPO as first published
+    sequence_sum    mean over its sequences of the sum over each one's valid tokens, divided by a constant: Dr.GRPO
+
+A mean per micro-batch, averaged, would be another number wherever counts differ. So every loss here returns a *sum*
+over what it is given, together with sums of statistics; the caller counts tokens or sequences over the whole
+mini-batch beforehand (one all-reduce of `Aggregation.count`) and divides by that. The gradient then does not depend on
+how rows were cut into micro-batches or spread over ranks. A row is never cut.
+
+A row without a valid token is no sequence: it adds nothing to the sum and is not counted, because padding rows and rows
+whose reward failed look like that, and neither may change the loss of the others.
 
 A trainer that averages on its own (Megatron's schedule divides by the number of micro-batches where the loss
 function returns (loss, stats), its DistributedDataParallel by the data-parallel size) is told so by
 `num_averaged_parts`.
+
+Source: arXiv 2402.03300, equation 3 (sequence); arXiv 2503.14476, section 3.3 (token); arXiv 2503.20783, section 3
+(sequence_sum).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from hybridengine.algorithms.across import Across
+from hybridengine.algorithms.masking import check_shapes, masked_sum, zero_masked
+from hybridengine.errors import ConfigError
+
+AggregationName = Literal["token", "sequence", "sequence_sum"]
+
 
 @dataclass(frozen=True)
-class TokenStats:
-    """Statistics of some valid tokens, in a form in which parts can be put together.
+class Aggregation:
+    """Which mean of token losses the loss of a mini-batch is."""
+
+    name: AggregationName = "token"
+    divisor: float = 1.0
+    """Constant that sums over a sequence are divided by, e.g. `max_response_tokens`; of sequence_sum only."""
+
+    def __post_init__(self) -> None:
+        names = get_args(AggregationName)
+        if self.name not in names:
+            raise ConfigError(
+                f"loss_aggregation={self.name!r} is not known; choose one of {', '.join(names)}"
+            )
+        if self.divisor <= 0:
+            raise ConfigError(
+                f"divisor={self.divisor} of a loss must be above 0; choose max_response_tokens, or 1 for plain sums"
+            )
+
+    def loss_sum(self, losses_BR: Tensor, mask_BR: Tensor) -> Tensor:
+        """Sum of what the rows contribute, not yet divided by `count`. Shapes: [B, R] -> [], with gradient."""
+        check_shapes(losses_BR=losses_BR, mask_BR=mask_BR)
+        if self.name == "sequence":
+            return (zero_masked(losses_BR, mask_BR).sum(1) / mask_BR.sum(1).clamp(min=1)).sum()
+        total = masked_sum(losses_BR, mask_BR)
+        return total / self.divisor if self.name == "sequence_sum" else total
+
+    def count(self, mask_BR: Tensor) -> Tensor:
+        """Valid tokens of these rows, or rows with a valid token: the part of these rows in the mean's divisor."""
+        return mask_BR.sum() if self.name == "token" else mask_BR.any(1).sum()
+
+    def stats(self, metric: str, loss_sum: Tensor, mask_BR: Tensor) -> LossStats:
+        """`loss_sum` as a statistic, with its own count."""
+        return LossStats({metric: loss_sum.detach().clone()}, counts={metric: self.count(mask_BR)})
+
+
+PER_TOKEN = Aggregation("token")
+PER_SEQUENCE = Aggregation("sequence")
+
+
+@dataclass(frozen=True)
+class LossStats:
+    """Statistics of some rows, in a form in which parts can be put together.
 
     All are 0-dim tensors without gradient that share no memory with a loss (Megatron's schedule divides the
-    loss it gets in place). Across ranks: all-reduce `sums` with SUM and `maxima` with MAX.
+    loss it gets in place).
     """
 
     sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metric -> sum over the valid tokens."""
+    """Metric -> sum over the valid tokens, or over what `counts` counts."""
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
     """Metric -> largest value at a valid token; 0 where there is none (only values >= 0 are counted so)."""
+    counts: Mapping[str, Tensor] = field(default_factory=dict)
+    """Metric -> what its sum is divided by; metrics left out here are means over the valid tokens."""
 
     def metrics(self, num_tokens: int | Tensor) -> dict[str, float]:
-        """Means of the sums over `num_tokens`, and the maxima, as Python numbers; means of no token are 0."""
-        divisor = max(int(num_tokens), 1)
-        means = {name: float(total) / divisor for name, total in self.sums.items()}
+        """Means of the sums, over `num_tokens` or their own counts, and the maxima; a mean of nothing is 0."""
+        means = {
+            name: float(total) / max(int(self.counts.get(name, num_tokens)), 1)
+            for name, total in self.sums.items()
+        }
         return means | {name: float(value) for name, value in self.maxima.items()}
+
+    def over_ranks(self, across: Across) -> LossStats:
+        """Statistics of all ranks together; collective: every rank has the same metrics in the same order."""
+        totals = _reduced([*self.sums.values(), *self.counts.values()], across.sum)
+        maxima = _reduced(list(self.maxima.values()), across.max)
+        num_sums = len(self.sums)
+        return LossStats(
+            dict(zip(self.sums, totals[:num_sums], strict=True)),
+            dict(zip(self.maxima, maxima, strict=True)),
+            dict(zip(self.counts, totals[num_sums:], strict=True)),
+        )
 
 
 @dataclass(frozen=True)
-class TokenLoss:
-    """The loss of a micro-batch, not yet divided by anything. Losses over the same tokens add: `a + b`."""
+class SummedLoss:
+    """The loss of a micro-batch, not yet divided by anything. Losses over the same rows add: `a + b`."""
 
     loss_sum: Tensor
-    """Sum over the valid tokens, 0-dim, with gradient; a graph-connected 0 where there is no valid token."""
-    stats: TokenStats
+    """0-dim, with gradient; a graph-connected 0 where there is nothing to sum."""
+    stats: LossStats
 
-    def __add__(self, other: TokenLoss) -> TokenLoss:
+    def __add__(self, other: SummedLoss) -> SummedLoss:
         repeated = _names(self.stats) & _names(other.stats)
         assert not repeated, f"both losses count {sorted(repeated)}: the sums would mix"
-        return TokenLoss(self.loss_sum + other.loss_sum, merge_stats([self.stats, other.stats]))
+        return SummedLoss(self.loss_sum + other.loss_sum, merge_stats([self.stats, other.stats]))
 
 
-def merge_stats(parts: Iterable[TokenStats]) -> TokenStats:
+def merge_stats(parts: Iterable[LossStats]) -> LossStats:
     """Statistics of all parts (micro-batches, or different losses) together: sums add, maxima compete."""
     sums: dict[str, Tensor] = {}
     maxima: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
     for part in parts:
-        for name, total in part.sums.items():
-            sums[name] = sums[name] + total if name in sums else total
+        for totals, more in ((sums, part.sums), (counts, part.counts)):
+            for name, value in more.items():
+                totals[name] = totals[name] + value if name in totals else value
         for name, value in part.maxima.items():
             maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
-    return TokenStats(sums, maxima)
+    return LossStats(sums, maxima, counts)
 
 
-def global_token_mean(
-    loss_sum: Tensor, num_global_tokens: int | Tensor, num_averaged_parts: int = 1
-) -> Tensor:
-    """What to call backward on: this micro-batch's share of the mean over the mini-batch's valid tokens.
+def global_mean(loss_sum: Tensor, global_count: int | Tensor, num_averaged_parts: int = 1) -> Tensor:
+    """What to call backward on: this micro-batch's share of the mini-batch's mean.
 
     Args:
-        loss_sum: `TokenLoss.loss_sum` of the micro-batch.
-        num_global_tokens: valid tokens of the whole mini-batch: all micro-batches, all data-parallel ranks.
+        loss_sum: `SummedLoss.loss_sum` of the micro-batch.
+        global_count: `Aggregation.count` of the whole mini-batch: all micro-batches, all data-parallel ranks.
         num_averaged_parts: over how many parts the trainer averages gradients afterwards: the number of
             micro-batches if its schedule divides by that, times the data-parallel size if gradients are
             averaged and not summed over ranks; 1 if it only sums.
     """
-    divisor = torch.as_tensor(num_global_tokens, device=loss_sum.device).clamp(min=1)
+    divisor = torch.as_tensor(global_count, device=loss_sum.device).clamp(min=1)
     return loss_sum * num_averaged_parts / divisor
 
 
-def _names(stats: TokenStats) -> set[str]:
+def _names(stats: LossStats) -> set[str]:
     return set(stats.sums) | set(stats.maxima)
+
+
+def _reduced(values: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """All values in one collective."""
+    return list(reduce(torch.stack([value.double() for value in values]))) if values else []
+
+
+# Names of before losses were means of anything but tokens.
+TokenLoss = SummedLoss
+TokenStats = LossStats

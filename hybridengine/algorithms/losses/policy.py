@@ -1,4 +1,4 @@
-"""PPO's clipped policy loss.
+"""PPO's clipped policy loss, with the clips that others added to it.
 
 Shape suffixes: B sequences, R response tokens.
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridengine.algorithms.kl import k1, k3
-from hybridengine.algorithms.losses.aggregation import TokenLoss, TokenStats
+from hybridengine.algorithms.kl import MAX_LOG_RATIO, k1, k3
+from hybridengine.algorithms.losses.aggregation import (
+    PER_TOKEN,
+    Aggregation,
+    LossStats,
+    SummedLoss,
+    merge_stats,
+)
 from hybridengine.algorithms.masking import check_shapes, masked_max, masked_sum, zero_masked
-
-MAX_LOG_RATIO = 20.0
-"""log(pi/pi_old) is clamped to ±this: e^20 is far outside of any clip range, and inf·0 would be NaN."""
 
 
 def policy_loss(
@@ -23,17 +26,26 @@ def policy_loss(
     mask_BR: Tensor,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-) -> TokenLoss:
-    """Sum over valid tokens of -min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A) with r = pi/pi_old.
+    *,
+    dual_clip: float | None = None,
+    weights_BR: Tensor | None = None,
+    aggregation: Aggregation = PER_TOKEN,
+) -> SummedLoss:
+    """-w·min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A) of every valid token, summed as `aggregation` says.
 
-    Gradient flows through `log_probs_BR` only.
+    r = pi/pi_old, clamped to e^±20; inf·0 would be NaN. With `dual_clip` c > 1 the minimum is bounded below: where
+    A < 0 it is max(min(...), c·A), so that a token whose r has run away does not dominate the batch. The weights w (1
+    if left out) correct for sampling from another policy than pi_old: see correction.py. Gradient flows through
+    `log_probs_BR` only.
 
     Shapes: all [B, R].
-    Stats, as means per token once divided: actor/policy_loss, actor/clip_low_fraction (A < 0 and r below the
-        range), actor/clip_high_fraction (A > 0 and r above it), actor/clip_fraction (either: tokens without
-        gradient), actor/approx_kl_k1 and actor/approx_kl_k3 (estimates of KL(pi_old || pi)),
+    Stats: actor/policy_loss, the mean that `aggregation` names; as means per token, without weights:
+        actor/clip_low_fraction (A < 0 and r below the range), actor/clip_high_fraction (A > 0 and r above it),
+        actor/dual_clip_fraction (A < 0 and r > c; only with `dual_clip`), actor/clip_fraction (any of these: tokens
+        without gradient), actor/approx_kl_k1 and actor/approx_kl_k3 (estimates of KL(pi_old || pi)),
         actor/ratio_mean; as a maximum actor/ratio_max.
-    Source: arXiv 1707.06347, equation 7; two clip ranges as in DAPO, arXiv 2503.14476, section 3.1.
+    Source: arXiv 1707.06347, equation 7; two clip ranges as in DAPO, arXiv 2503.14476, section 3.1; dual clip:
+        arXiv 1912.09729, equation 5; weights outside of the minimum: arXiv 2505.24298, section 5.2.
     """
     check_shapes(
         log_probs_BR=log_probs_BR,
@@ -41,23 +53,42 @@ def policy_loss(
         advantages_BR=advantages_BR,
         mask_BR=mask_BR,
     )
+    assert dual_clip is None or dual_clip > 1, f"dual_clip={dual_clip} must be above 1, or None"
     old_log_probs_BR = zero_masked(old_log_probs_BR.detach(), mask_BR)
     advantages_BR = zero_masked(advantages_BR.detach(), mask_BR)
     log_probs_BR = zero_masked(log_probs_BR, mask_BR)
     ratio_BR = (log_probs_BR - old_log_probs_BR).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped_ratio_BR = ratio_BR.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss_sum = masked_sum(-torch.minimum(ratio_BR * advantages_BR, clipped_ratio_BR * advantages_BR), mask_BR)
-    with torch.no_grad():
-        clips_low_BR = (advantages_BR < 0) & (ratio_BR < 1.0 - clip_low)
-        clips_high_BR = (advantages_BR > 0) & (ratio_BR > 1.0 + clip_high)
-        per_token = {
-            "actor/clip_fraction": (clips_low_BR | clips_high_BR).to(ratio_BR.dtype),
-            "actor/clip_low_fraction": clips_low_BR.to(ratio_BR.dtype),
-            "actor/clip_high_fraction": clips_high_BR.to(ratio_BR.dtype),
-            "actor/approx_kl_k1": k1(old_log_probs_BR, log_probs_BR),
-            "actor/approx_kl_k3": k3(old_log_probs_BR, log_probs_BR),
-            "actor/ratio_mean": ratio_BR,
-        }
-        sums = {name: masked_sum(values_BR, mask_BR) for name, values_BR in per_token.items()}
-        maxima = {"actor/ratio_max": masked_max(ratio_BR, mask_BR)}
-    return TokenLoss(loss_sum, TokenStats({"actor/policy_loss": loss_sum.detach().clone(), **sums}, maxima))
+    gain_BR = torch.minimum(ratio_BR * advantages_BR, clipped_ratio_BR * advantages_BR)
+    clips = {
+        "actor/clip_low_fraction": (advantages_BR < 0) & (ratio_BR < 1.0 - clip_low),
+        "actor/clip_high_fraction": (advantages_BR > 0) & (ratio_BR > 1.0 + clip_high),
+    }
+    if dual_clip is not None:
+        clips["actor/dual_clip_fraction"] = (advantages_BR < 0) & (ratio_BR > dual_clip)
+        gain_BR = torch.where(clips["actor/dual_clip_fraction"], dual_clip * advantages_BR, gain_BR)
+    if weights_BR is not None:
+        check_shapes(weights_BR=weights_BR, mask_BR=mask_BR)
+        gain_BR = gain_BR * weights_BR.detach()
+    loss_sum = aggregation.loss_sum(-gain_BR, mask_BR)
+    clips["actor/clip_fraction"] = torch.stack(list(clips.values())).any(0)
+    stats = _stats(log_probs_BR.detach(), old_log_probs_BR, ratio_BR.detach(), clips, mask_BR)
+    return SummedLoss(
+        loss_sum, merge_stats([aggregation.stats("actor/policy_loss", loss_sum, mask_BR), stats])
+    )
+
+
+def _stats(
+    log_probs_BR: Tensor,
+    old_log_probs_BR: Tensor,
+    ratio_BR: Tensor,
+    clips: dict[str, Tensor],
+    mask_BR: Tensor,
+) -> LossStats:
+    per_token = {name: clipped_BR.to(ratio_BR.dtype) for name, clipped_BR in clips.items()} | {
+        "actor/approx_kl_k1": k1(old_log_probs_BR, log_probs_BR),
+        "actor/approx_kl_k3": k3(old_log_probs_BR, log_probs_BR),
+        "actor/ratio_mean": ratio_BR,
+    }
+    sums = {name: masked_sum(values_BR, mask_BR) for name, values_BR in per_token.items()}
+    return LossStats(sums, {"actor/ratio_max": masked_max(ratio_BR, mask_BR)})

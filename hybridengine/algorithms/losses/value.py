@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridengine.algorithms.losses.aggregation import TokenLoss, TokenStats
+from hybridengine.algorithms.losses.aggregation import LossStats, SummedLoss
 from hybridengine.algorithms.masking import check_shapes, masked_sum, zero_masked
 
 
@@ -18,7 +18,7 @@ def value_loss(
     returns_BR: Tensor,
     mask_BR: Tensor,
     clip_value: float | None = 0.2,
-) -> TokenLoss:
+) -> SummedLoss:
     """Sum over valid tokens of 1/2·max((V - R)^2, (V_clip - R)^2), V_clip = clip(V, V_old ± clip_value).
 
     Gradient flows through `values_BR` only. `clip_value=None` leaves 1/2·(V - R)^2.
@@ -49,4 +49,4 @@ def value_loss(
             "critic/return_mean": returns_BR,
         }
         sums = {name: masked_sum(values, mask_BR) for name, values in per_token.items()}
-    return TokenLoss(loss_sum, TokenStats({"critic/value_loss": loss_sum.detach().clone(), **sums}))
+    return SummedLoss(loss_sum, LossStats({"critic/value_loss": loss_sum.detach().clone(), **sums}))

@@ -1,0 +1,69 @@
+"""Direct preference optimisation: a loss over pairs of responses to one prompt.
+
+Shape suffixes: B sequences, R response tokens, N pairs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from hybridengine.algorithms.losses.aggregation import LossStats, SummedLoss
+from hybridengine.algorithms.masking import check_rows, check_shapes, zero_masked
+
+
+def sequence_log_probs(log_probs_BR: Tensor, mask_BR: Tensor) -> Tensor:
+    """log pi(response | prompt): sums over each row's valid tokens; an empty response has 0. Shapes: [B, R] -> [B]."""
+    check_shapes(log_probs_BR=log_probs_BR, mask_BR=mask_BR)
+    return zero_masked(log_probs_BR, mask_BR).sum(1)
+
+
+def dpo_loss(
+    chosen_log_probs_N: Tensor,
+    rejected_log_probs_N: Tensor,
+    ref_chosen_log_probs_N: Tensor,
+    ref_rejected_log_probs_N: Tensor,
+    beta: float,
+    label_smoothing: float = 0.0,
+    keep_N: Tensor | None = None,
+) -> SummedLoss:
+    """Sum over pairs of -(1 - e)·log sigmoid(m) - e·log sigmoid(-m), to be divided by the number of kept pairs.
+
+        m = beta·[(log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected)]
+
+    The label smoothing e is the probability that a pair's order is wrong; 0 is DPO itself. Gradient flows through the
+    first two arguments only. Both responses of a pair are in the same micro-batch, because the loss is not a sum over
+    responses. Nothing is taken over all pairs: the sums of parts add up to that of the whole.
+
+    Shapes: all [N], log-probabilities of whole responses (see `sequence_log_probs`).
+    Args:
+        keep_N: bool, False for pairs that do not count: a tie, a failed reward, padding. Their entries may be NaN.
+    Stats, as means per kept pair: actor/dpo_loss, actor/dpo_accuracy (m > 0; a tie is not accurate),
+        actor/dpo_margin (m), actor/dpo_chosen_reward and actor/dpo_rejected_reward (beta·(log pi - log pi_ref)).
+    Source: arXiv 2305.18290, equation 7; pairs sampled by the policy itself: arXiv 2402.04792, section 3; label
+        smoothing: E. Mitchell, "A note on DPO with noisy preferences & relationship to IPO", 2023.
+    """
+    assert 0.0 <= label_smoothing < 0.5, f"label_smoothing={label_smoothing} must be at least 0 and below 0.5"
+    kept_N = torch.ones_like(chosen_log_probs_N, dtype=torch.bool) if keep_N is None else keep_N
+    columns = {
+        "chosen_log_probs_N": chosen_log_probs_N,
+        "rejected_log_probs_N": rejected_log_probs_N,
+        "ref_chosen_log_probs_N": ref_chosen_log_probs_N.detach(),
+        "ref_rejected_log_probs_N": ref_rejected_log_probs_N.detach(),
+    }
+    check_rows(chosen_log_probs_N.size(0), **columns, keep_N=kept_N)
+    chosen_N, rejected_N, ref_chosen_N, ref_rejected_N = (zero_masked(c, kept_N) for c in columns.values())
+    chosen_reward_N = beta * (chosen_N - ref_chosen_N)
+    rejected_reward_N = beta * (rejected_N - ref_rejected_N)
+    margin_N = chosen_reward_N - rejected_reward_N
+    losses_N = -(1.0 - label_smoothing) * logsigmoid(margin_N) - label_smoothing * logsigmoid(-margin_N)
+    loss_sum = zero_masked(losses_N, kept_N).sum()
+    sums = {
+        "actor/dpo_loss": loss_sum.detach().clone(),
+        "actor/dpo_accuracy": (margin_N > 0).to(margin_N.dtype).sum(),
+        "actor/dpo_margin": margin_N.detach().sum(),
+        "actor/dpo_chosen_reward": chosen_reward_N.detach().sum(),
+        "actor/dpo_rejected_reward": rejected_reward_N.detach().sum(),
+    }
+    return SummedLoss(loss_sum, LossStats(sums, counts=dict.fromkeys(sums, kept_N.sum())))
