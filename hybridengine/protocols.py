@@ -250,17 +250,24 @@ class Registration:
     protocol: Protocol
     columns: tuple[str, ...] | None = None
     """Columns that the method reads; None for all that its rows have."""
+    optional: tuple[str, ...] = ()
+    """Columns that it reads besides where its rows have them."""
     returns_rows: bool = False
     """Whether the method returns rows, which then stay on their ranks; else its results come to the controller."""
 
 
 def register(
-    protocol: Protocol, columns: Sequence[str] | None = None, *, returns_rows: bool = False
+    protocol: Protocol,
+    columns: Sequence[str] | None = None,
+    *,
+    optional: Sequence[str] = (),
+    returns_rows: bool = False,
 ) -> Callable[[_Function], _Function]:
     """Decorator that makes a worker method callable through its group, with rows travelling by `protocol`.
 
     Args:
         columns: what the method reads of the rows that it is given. Only these are fetched; all, where None.
+        optional: what it reads besides, where somebody has produced it.
         returns_rows: the method returns a TensorDict with as many rows as it was given, on the protocol's source ranks
             at least. The rows stay there, and the caller gets a reference to them.
 
@@ -275,7 +282,9 @@ def register(
             f"@register({protocol.name}, returns_rows=True): {protocol.name} does not put rows together; choose a"
             " protocol that does, e.g. 3D_PROTO"
         )
-    registration = Registration(protocol, None if columns is None else tuple(columns), returns_rows)
+    registration = Registration(
+        protocol, None if columns is None else tuple(columns), tuple(optional), returns_rows
+    )
 
     def mark(function: _Function) -> _Function:
         if not isfunction(cast(object, function)):

@@ -83,7 +83,7 @@ def split_requests(
     def part(value: Any, rows: range) -> Any:
         if not isinstance(value, Rows):
             return value
-        return value.request(rows, registration.columns, first_batch)
+        return value.request(rows, registration.columns, first_batch, registration.optional)
 
     parts = [_map(arguments, lambda value, rows=rows: part(value, rows)) for rows in distinct]
     return Requests(

@@ -122,16 +122,24 @@ class Rows:
         return self[np.arange(-(-len(self) // size) * size) % max(1, len(self))]
 
     def request(
-        self, wanted: range, columns: Sequence[str] | None, first_batch: Mapping[Produced, int]
+        self,
+        wanted: range,
+        columns: Sequence[str] | None,
+        first_batch: Mapping[Produced, int],
+        optional: Sequence[str] = (),
     ) -> RowsRequest:
         """What a rank is sent in place of a range of these rows.
 
         Args:
             columns: what it reads; None for all.
+            optional: what it reads besides, where somebody has produced it.
             first_batch: place of the first batch of each call among those that come with the request.
         """
-        origins = tuple(_origin(source, wanted, columns, first_batch) for source in self._sources)
-        return RowsRequest(wanted.start, len(wanted), origins, None if columns is None else tuple(columns))
+        names = None if columns is None else {*columns, *optional}
+        origins = tuple(_origin(source, wanted, names, first_batch) for source in self._sources)
+        return RowsRequest(
+            wanted.start, len(wanted), origins, None if columns is None else tuple(columns), tuple(optional)
+        )
 
     def wait(self) -> Rows:
         """Wait until the calls that produce the rows have ended; returns these rows.
@@ -195,7 +203,7 @@ def _row_numbers(index: Index, count: int) -> np.ndarray:
 
 
 def _origin(
-    source: Source, wanted: range, columns: Sequence[str] | None, first_batch: Mapping[Produced, int]
+    source: Source, wanted: range, columns: set[str] | None, first_batch: Mapping[Produced, int]
 ) -> RowsOrigin | TensorDict:
     rows = (
         np.arange(wanted.start, wanted.stop)

@@ -44,6 +44,8 @@ class RowsRequest:
     """Rows that are kept elsewhere, or rows themselves, which then come through the controller."""
     columns: tuple[str, ...] | None = None
     """What is wanted; None for everything."""
+    optional: tuple[str, ...] = ()
+    """What is wanted besides, where it is there."""
 
     def fetch(
         self, batches: Sequence[StoredRows], reader: RowReader, transferred: Counter[str] | None = None
@@ -61,7 +63,9 @@ class RowsRequest:
         found: dict[str, RowsOrigin | TensorDict] = {}
         for origin in self.origins:
             found |= dict.fromkeys(_columns(origin, batches), origin)
-        names = self.columns if self.columns is not None else tuple(found)
+        names = tuple(found)
+        if self.columns is not None:
+            names = (*self.columns, *(name for name in self.optional if name in found))
         missing = [name for name in names if name not in found and name != ROW_NUMBERS]
         if missing:
             raise ProtocolError(

@@ -160,3 +160,18 @@ def test_a_column_that_nobody_has_produced_is_named() -> None:
         ProtocolError, match=r"columns \['values'\] are needed.*there are \['scores', 'tokens'\]"
     ):
         fetch(Rows([Source(ONE)], NUM_ROWS), range(2), ("tokens", "values"))
+
+
+def test_optional_columns_come_where_they_are_there() -> None:
+    rows = Rows([Source(ONE), Source(TWO)], NUM_ROWS)
+    for of, expected in ((rows, ["tokens", "values"]), (rows.select("tokens"), ["tokens"])):
+        request = of.request(range(2, 5), ["tokens"], FIRST_BATCH, ["values", "weights"])
+        found = request.fetch([*ONE_STORED, *TWO_STORED], RowReader(b"secret", 1.0))
+        assert sorted(found.keys()) == expected
+        assert torch.equal(found["tokens"], FIRST["tokens"][2:5])
+    assert torch.equal(
+        rows.request(range(2, 5), ["tokens"], FIRST_BATCH, ["values"]).fetch(
+            [*ONE_STORED, *TWO_STORED], RowReader(b"secret", 1.0)
+        )["values"],
+        SECOND["values"][2:5],
+    )
