@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from hybridengine.algorithms.losses.aggregation import TokenLoss, TokenStats
+from hybridengine.algorithms.losses.aggregation import LossStats, SummedLoss
 from hybridengine.algorithms.losses.entropy import entropy_bonus
 from hybridengine.algorithms.losses.policy import policy_loss
 from hybridengine.backends.megatron.outputs import response_log_probs
@@ -105,7 +105,7 @@ class ActorWorker(TrainedWorker):
             mask = columns["mask"]
             total = -(log_probs * mask).sum()
             count = mask.sum()
-            stats = TokenStats({"warmup/loss": total.detach().clone()})
+            stats = LossStats({"warmup/loss": total.detach().clone()})
             return total, count.int(), (stats, int(count))
 
         micro = cut_rows(batch, self.max_tokens)
@@ -178,7 +178,7 @@ class ActorWorker(TrainedWorker):
         def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
             log_probs, entropies = self._log_probs(logits, columns, temperature)
             mask = columns["mask"]
-            total: TokenLoss = policy_loss(
+            total: SummedLoss = policy_loss(
                 log_probs,
                 columns["log_probs"],
                 columns["advantages"],

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
-from hybridengine.algorithms.losses.aggregation import TokenStats, merge_stats
+from hybridengine.algorithms.across import AcrossRanks
+from hybridengine.algorithms.losses.aggregation import LossStats, merge_stats
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.shim import device
@@ -92,10 +92,10 @@ class TrainedWorker(ModelWorker):
     def update_rows(self, batch: TensorDictBase, columns: list[str], loss: LossFunction) -> dict[str, float]:
         """Epochs of mini-batches over this replica's rows; metrics over all replicas, equal on the last stage.
 
-        `loss` collects a `TokenStats` and the number of tokens of each micro-batch.
+        `loss` collects a `LossStats` and the number of tokens of each micro-batch.
         """
         self._updates += 1
-        collected: list[tuple[TokenStats, int]] = []
+        collected: list[tuple[LossStats, int]] = []
         norms: list[float] = []
         lr = 0.0
         # The same order on all ranks of a replica, another one in each update.
@@ -114,20 +114,12 @@ class TrainedWorker(ModelWorker):
         metrics = self.reduce_stats(collected)
         return metrics | {f"{role}/grad_norm": sum(norms) / len(norms), f"{role}/lr": lr}
 
-    def reduce_stats(self, collected: list[tuple[TokenStats, int]]) -> dict[str, float]:
+    def reduce_stats(self, collected: list[tuple[LossStats, int]]) -> dict[str, float]:
         """Statistics of all micro-batches of all data-parallel replicas."""
-        stats = merge_stats([part for part, _ in collected])
-        tokens = sum(count for _, count in collected)
-        group = self.model.groups.dp
-        sums = torch.tensor([tokens, *map(float, stats.sums.values())], dtype=torch.float64, device=device())
-        maxima = torch.tensor([*map(float, stats.maxima.values()), 0.0], dtype=torch.float64, device=device())
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        merged = TokenStats(
-            dict(zip(stats.sums, sums[1:], strict=True)),
-            dict(zip(stats.maxima, maxima, strict=False)),
-        )
-        return merged.metrics(int(sums[0]))
+        across = AcrossRanks(self.model.groups.dp)
+        stats = merge_stats([part for part, _ in collected]).over_ranks(across)
+        tokens = torch.tensor(sum(count for _, count in collected), device=device())
+        return stats.metrics(across.sum(tokens))
 
 
 def optimizer_settings(section: TrainedSection, steps: int, **changes: Any) -> OptimizerSettings:

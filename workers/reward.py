@@ -1,7 +1,8 @@
-"""Rewards: a rule-based function of the response's text, or the score of a reward model."""
+"""Rewards and costs: functions of a response's text, in processes of their own, or the score of a model."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,56 +11,76 @@ from torch import Tensor
 
 from hybridengine.backends.megatron.outputs import last_token_scores
 from hybridengine.config import RunConfig
+from hybridengine.config.reward_sections import scorer_key
 from hybridengine.controller.context import RankContext
-from hybridengine.data.rewards import load_reward_function
+from hybridengine.data.rewards import RewardFunctions, reward_texts, score_column
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.errors import DataError
-from hybridengine.protocols import DP_PROTO, PROTO_3D, register
+from hybridengine.protocols import DP_PROTO, ONE_TO_ALL, PROTO_3D, register
 from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS, cut_rows
+from hybridengine.runtime.row_requests import ROW_NUMBERS
 from workers.model_worker import ModelWorker
 
 
 class RewardFunctionWorker:
-    """Scores responses with a Python function: `function(responses, answers) -> scores`."""
+    """Scores responses with Python functions: with the only one of a section, or with all terms that are functions.
 
-    def __init__(self, context: RankContext, run: RunConfig) -> None:
+    Args:
+        section: of the run's configuration; by default the one that has the role's name.
+    """
+
+    def __init__(self, context: RankContext, run: RunConfig, section: str | None = None) -> None:
+        name = section or context.role
         self._tokenizer = load_tokenizer(run.tokenizer_folder, pad_with_eos=True)
-        self._path = run.reward.function
-        self._function = load_reward_function(run.reward.function)
+        self._functions = RewardFunctions(name, getattr(run, name), run.timeouts.start_s)
+        self._columns = self._functions.start()
 
-    @register(DP_PROTO, [*SEQUENCE_COLUMNS, "answers"], returns_rows=True)
+    @register(DP_PROTO, [*SEQUENCE_COLUMNS, "answers", ROW_NUMBERS], returns_rows=True)
     def compute_scores(self, rollout: TensorDictBase) -> TensorDict:
-        """`scores` [B] float32 of the responses' texts, without special tokens.
+        """`scores` [B] float32, `dropped` [B] bool and, of several terms, `score/NAME` [B]: see `RewardFunctions.score`.
 
         Raises:
-            DataError: the function returned another number of scores, or one that is not finite.
+            DataError: a function failed, and the section does not say to go on without the rows.
         """
-        prompts, responses = rollout["prompt_lengths"].tolist(), rollout["response_lengths"].tolist()
-        texts = self._tokenizer.batch_decode(
-            [
-                row[first : first + count]
-                for row, first, count in zip(rollout["tokens"].tolist(), prompts, responses, strict=True)
-            ],
-            skip_special_tokens=True,
-        )
-        scores = torch.tensor(self._function(texts, list(rollout["answers"])), dtype=torch.float32)
-        if scores.shape != (len(texts),) or not scores.isfinite().all():
-            raise DataError(
-                f"{self._path} returned scores of shape {tuple(scores.shape)} for {len(texts)} responses;"
-                " it must return one finite number for each"
-            )
-        return TensorDict({"scores": scores}, batch_size=[len(texts)])
+        texts = reward_texts(rollout, self._tokenizer, self._columns)
+        return self._functions.score(texts, rollout[ROW_NUMBERS].tolist())
+
+    @register(ONE_TO_ALL)
+    def take_metrics(self) -> dict[str, float]:
+        """What the functions of this rank did since the last time, to be summed over the ranks: calls, failures, retries
+        and dropped rows."""
+        return self._functions.take_metrics()
 
 
 class RewardModelWorker(ModelWorker):
-    """One rank of a reward model: a sequence-classification checkpoint with one label."""
+    """One rank of a model that scores responses: a sequence-classification checkpoint with one label.
 
-    def __init__(self, context: RankContext, run: RunConfig, folder: str | Path) -> None:
-        super().__init__(context, run, folder, score_head=False, trains=False)
+    Args:
+        section: of the run's configuration; by default the one that has the role's name.
+        term: which of the section's terms the model is; "" where it is the only scorer.
+    """
 
-    @register(PROTO_3D, SEQUENCE_COLUMNS, returns_rows=True)
+    def __init__(
+        self,
+        context: RankContext,
+        run: RunConfig,
+        folder: str | Path,
+        section: str | None = None,
+        term: str = "",
+    ) -> None:
+        name = section or context.role
+        super().__init__(replace(context, role=name), run, folder, score_head=False, trains=False)
+        self._key, self._column = f"{scorer_key(name, term)}.path={folder}", score_column(term)
+        self.max_tokens = getattr(run, name).scorers[term].micro_batch_tokens
+
+    @register(PROTO_3D, [*SEQUENCE_COLUMNS, ROW_NUMBERS], returns_rows=True)
     def compute_scores(self, rollout: TensorDictBase) -> TensorDict | None:
-        """`scores` [B] float32: the head's output at each sequence's last token."""
+        """The head's output at each sequence's last token, [B] float32: `score/NAME` of a term; else `scores`, and
+        `dropped` [B] bool, which is false, as with functions.
+
+        Raises:
+            DataError: a score is not finite.
+        """
 
         def output(scores: Tensor, columns: dict[str, Tensor]) -> dict[str, Tensor]:
             return {"scores": last_token_scores(scores, columns)}
@@ -71,4 +92,14 @@ class RewardModelWorker(ModelWorker):
         scores = torch.zeros(len(rollout))
         for part, result in zip(micro, results, strict=True):
             scores[part.rows] = result["scores"].float().cpu()
-        return TensorDict({"scores": scores}, batch_size=[len(rollout)])
+        wrong = (~scores.isfinite()).nonzero().flatten().tolist()
+        if wrong:
+            raise DataError(
+                f"{self._key}, row {int(rollout[ROW_NUMBERS][wrong[0]])}: the model's score is"
+                f" {float(scores[wrong[0]])}, and that of {len(wrong)} of {len(scores)} rows is not finite; look for"
+                " damaged weights, or use another dtype"
+            )
+        columns = {self._column: scores}
+        if self._column == "scores":
+            columns["dropped"] = torch.zeros(len(rollout), dtype=torch.bool)
+        return TensorDict(columns, batch_size=[len(rollout)])  # pyright: ignore[reportArgumentType]

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Sequence
 
 from hybridengine import __version__
+from hybridengine.cli.dispatch_bench import add_dispatch_command
+from hybridengine.cli.report import add_report_command
 from hybridengine.cli.reshard_bench import add_bench_command
 from hybridengine.cli.reshard_plan import add_plan_command
 from hybridengine.errors import CheckpointError, ConfigError, DataError, HybridEngineError, TopologyError
@@ -19,8 +21,10 @@ EXAMPLES = """examples:
   hybridengine train configs/arithmetic.yaml run.steps=5           any key of the file can be overridden
   hybridengine train configs/arithmetic.yaml actor.generate=1-2    another generation layout, p_g-t_g
   hybridengine train configs/llama3-70b-16nodes.yaml --dry-run     groups, plan and memory; starts nothing
+  hybridengine report runs/arithmetic                              curves, timeline and samples as one HTML page
   hybridengine reshard plan --help                                 what a switch costs on a cluster; starts nothing
   hybridengine reshard bench --help                                what a switch costs here, measured on real ranks
+  hybridengine bench dispatch --help                               what handing rows from group to group costs
 """
 
 
@@ -107,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="print groups, plan and memory estimate, and start nothing"
     )
     train.set_defaults(run=_train)
+    add_report_command(commands)
     reshard = commands.add_parser(
         "reshard",
         help="plan or measure the switch between training and generation",
@@ -115,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     ).add_subparsers(dest="reshard_command", required=True, metavar="COMMAND")
     add_plan_command(reshard)
     add_bench_command(reshard)
+    bench = commands.add_parser(
+        "bench",
+        help="measure what the rest of a step costs: handing rows over",
+        description="Measurements on this machine.",
+    ).add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
+    add_dispatch_command(bench)
     return parser
 
 

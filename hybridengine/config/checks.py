@@ -8,21 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hybridengine.checkpoint_files import checkpoint_problems
+from hybridengine.config.conflicts import Conflict, checkpoint_conflicts, paths_hint
+from hybridengine.config.reward_checks import model_terms, reward_model_conflicts, scorer_conflicts
 from hybridengine.config.run_config import Role, RunConfig
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.model_presets import find_preset, resolve_model
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
-from hybridengine.topology.sizes import GenSizes
-
-
-class Conflict(NamedTuple):
-    """A rule that a configuration breaks."""
-
-    message: str
-    keys: tuple[str, ...]
+from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 
 def check_run(config: RunConfig, *, dry_run: bool = False) -> list[str]:
@@ -32,15 +26,16 @@ def check_run(config: RunConfig, *, dry_run: bool = False) -> list[str]:
 
 def find_conflicts(config: RunConfig, *, dry_run: bool = False) -> list[Conflict]:
     """As `check_run`, each message with the keys that it concerns."""
-    conflicts = [*_sources(config), *_sizes(config), *_rows(config), *_schedules(config)]
+    conflicts = [*_sources(config), *scorer_conflicts(config), *_sizes(config)]
+    conflicts += [*_rows(config), *_schedules(config)]
     if not dry_run:
         conflicts += _files(config)
     conflicts += _models(config, dry_run)
-    for role in config.model_roles:
-        shape = _shape_or_none(config, role)
+    for holder in _holders(config):
+        shape = _shape_or_none(config, holder.path)
         if shape is not None:
-            conflicts += _sharding(config, role, shape)
-    shape = _shape_or_none(config, "actor")
+            conflicts += _sharding(holder, shape)
+    shape = _shape_or_none(config)
     conflicts += _engines(config, shape)
     if shape is not None:
         conflicts += _generation(config, shape)
@@ -53,7 +48,41 @@ def model_shape(config: RunConfig, role: Role = "actor") -> ModelShape:
     Raises:
         ConfigError, CheckpointError: the model is not described, or cannot be used.
     """
-    path = getattr(getattr(config, role), "path", None)
+    return _shape(config, getattr(getattr(config, role), "path", None))
+
+
+class _Holder(NamedTuple):
+    """Something with weights on the ranks: a role, or a model among the terms of a reward."""
+
+    key: str
+    """Dotted key of its section."""
+    section: Any
+    """Any of those with `parallel` and `micro_batch_tokens`."""
+    sizes: TrainSizes
+    sizes_key: str
+    """Where its sizes come from."""
+
+    @property
+    def path(self) -> str | None:
+        """Checkpoint of its own."""
+        return getattr(self.section, "path", None)
+
+
+def _holders(config: RunConfig) -> list[_Holder]:
+    sections = [(role, getattr(config, role)) for role in config.model_roles] + model_terms(config)
+    return [
+        _Holder(
+            key,
+            section,
+            TrainSizes.parse(section.parallel or config.actor.parallel),
+            f"{key}.parallel" if section.parallel else "actor.parallel",
+        )
+        for key, section in sections
+    ]
+
+
+def _shape(config: RunConfig, path: str | None) -> ModelShape:
+    """Shape of the checkpoint at `path`; without one, of the actor's model."""
     if path is None and config.model.build is not None:
         return config.model.build.shape()
     folder = path or config.model.path
@@ -66,17 +95,17 @@ def model_shape(config: RunConfig, role: Role = "actor") -> ModelShape:
     return ModelShape.from_folder(folder)
 
 
-def _shape_or_none(config: RunConfig, role: Role) -> ModelShape | None:
-    """Shape of a role's model; None where it has none to check, which `_models` then says."""
+def _shape_or_none(config: RunConfig, path: str | None = None) -> ModelShape | None:
+    """As `_shape`; None where there is none to check, which `_models` then says."""
     try:
-        return model_shape(config, role)
+        return _shape(config, path)
     except (ConfigError, CheckpointError):
         return None
 
 
 def _sources(config: RunConfig) -> Iterator[Conflict]:
     """Either-or keys, and keys that need one another."""
-    model, data, reward = config.model, config.data, config.reward
+    model, data = config.model, config.data
     yield from _exactly_one("model", {"path": model.path, "gguf": model.gguf, "build": model.build})
     yield from _exactly_one("data", {"train_file": data.train_file, "task": data.task})
     if model.gguf is not None and model.hf_config is None:
@@ -103,11 +132,6 @@ def _sources(config: RunConfig) -> Iterator[Conflict]:
             "warmup needs demonstrations; give warmup.file, or data.task, or leave warmup out",
             ("warmup.file", "data.task"),
         )
-    if reward.kind == "model" and reward.path is None:
-        yield Conflict(
-            "reward.kind=model needs a checkpoint; give reward.path, or reward.kind=function",
-            ("reward.kind", "reward.path"),
-        )
     for name in ("terms", "digits") if data.task is not None else ():
         low, high = getattr(data.task, f"min_{name}"), getattr(data.task, f"max_{name}")
         if low > high:
@@ -130,10 +154,8 @@ def _exactly_one(section: str, values: dict[str, object]) -> Iterator[Conflict]:
 
 def _sizes(config: RunConfig) -> Iterator[Conflict]:
     """p·t·d of every role against the ranks."""
-    for role in config.model_roles:
-        sizes = config.train_sizes(role)
+    for _, _, sizes, key in _holders(config):
         if sizes.num_ranks != config.num_ranks:
-            key = _sizes_key(config, role)
             fitting = f"{sizes.pp_size}·{sizes.tp_size}·{sizes.dp_size} = {sizes.num_ranks}"
             replicas, rest = divmod(config.num_ranks, sizes.model_parallel_size)
             remedy = (
@@ -166,15 +188,15 @@ def _engines(config: RunConfig, shape: ModelShape | None) -> Iterator[Conflict]:
         yield Conflict(f"actor.generate={gen}: {problem}{hint}", ("actor.generate", "model"))
 
 
-def _sharding(config: RunConfig, role: Role, shape: ModelShape) -> Iterator[Conflict]:
+def _sharding(holder: _Holder, shape: ModelShape) -> Iterator[Conflict]:
     """t against heads and MLP width, p against layers."""
-    key, sizes = _sizes_key(config, role), config.train_sizes(role)
+    key, sizes, keys = holder.sizes_key, holder.sizes, (holder.sizes_key, "model", f"{holder.key}.path")
     for problem in shape.tp_problems(sizes.tp_size):
-        yield Conflict(f"{key}={sizes}: {problem}", (key, "model", f"{role}.path"))
+        yield Conflict(f"{key}={sizes}: {problem}", keys)
     try:
         shape.split_layers(sizes.pp_size)
     except ConfigError as error:
-        yield Conflict(f"{key}={sizes}: {error}", (key, "model", f"{role}.path"))
+        yield Conflict(f"{key}={sizes}: {error}", keys)
 
 
 def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
@@ -232,19 +254,14 @@ def _rows(config: RunConfig) -> Iterator[Conflict]:
                 f"{config.actor.parallel}, actor.generate={config.actor.generate}; choose a multiple of {engines}",
                 (*row_keys, "actor.parallel", "actor.generate"),
             )
-    for role in config.model_roles:
-        section, key, replicas = (
-            getattr(config, role),
-            _sizes_key(config, role),
-            config.train_sizes(role).dp_size,
-        )
-        mini_batches = getattr(section, "mini_batches", 1)
+    for role, section, sizes, key in _holders(config):
+        replicas, mini_batches = sizes.dp_size, getattr(section, "mini_batches", 1)
         parts = replicas * mini_batches
         if rows % parts:
             among = f"{mini_batches} mini-batches of {role} and " if mini_batches > 1 else ""
             yield Conflict(
-                f"{rows_text} must split evenly over {among}the d = {replicas} replicas of {key}="
-                f"{config.train_sizes(role)}; choose a multiple of {parts}",
+                f"{rows_text} must split evenly over {among}the d = {replicas} replicas of {key}={sizes}; choose a"
+                f" multiple of {parts}",
                 (*row_keys, key, f"{role}.mini_batches"),
             )
         if section.micro_batch_tokens < config.max_tokens:
@@ -289,7 +306,7 @@ def _files(config: RunConfig) -> Iterator[Conflict]:
         ("warmup.file", config.warmup and config.warmup.file),
     ):
         if path is not None and not Path(path).is_file():
-            yield Conflict(f"{key}={path} is not a file; {_paths_hint(path)}", (key,))
+            yield Conflict(f"{key}={path} is not a file; {paths_hint(path)}", (key,))
     gguf = config.model.gguf
     if gguf is not None:
         package, colon, _ = gguf.rpartition(":")
@@ -299,12 +316,12 @@ def _files(config: RunConfig) -> Iterator[Conflict]:
                 f"model.gguf={gguf}: package {package} is not installed; install it", ("model.gguf",)
             )
         elif not file.is_file():
-            remedy = f"name a file of package {package}" if colon else _paths_hint(gguf)
+            remedy = f"name a file of package {package}" if colon else paths_hint(gguf)
             yield Conflict(f"model.gguf={gguf} is not a file; {remedy}", ("model.gguf",))
     tokenizer = config.model.tokenizer
     if tokenizer is not None and not Path(tokenizer).is_dir():
         yield Conflict(
-            f"model.tokenizer={tokenizer} is not a folder; {_paths_hint(tokenizer)}", ("model.tokenizer",)
+            f"model.tokenizer={tokenizer} is not a folder; {paths_hint(tokenizer)}", ("model.tokenizer",)
         )
 
 
@@ -325,7 +342,7 @@ def _models(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
     elsewhere = dry_run and described is not None and not Path(model.path or "").is_dir()
     if model.path is not None and not elsewhere:
         hint = ", or give model.hf_config" if dry_run else ""
-        problems = list(_checkpoint("model.path", model.path, hint))
+        problems = list(checkpoint_conflicts("model.path", model.path, hint))
         yield from problems
         if model.hf_config and described and not problems and described != ModelShape.from_folder(model.path):
             yield Conflict(
@@ -334,37 +351,5 @@ def _models(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
                 ("model.hf_config", "model.path"),
             )
     if config.critic.path is not None:
-        yield from _checkpoint("critic.path", config.critic.path)
-    if config.reward.kind == "model" and config.reward.path is not None:
-        yield from _checkpoint("reward.path", config.reward.path)
-        yield from _reward_head(config)
-
-
-def _checkpoint(key: str, path: str, hint: str = "") -> Iterator[Conflict]:
-    if not Path(path).is_dir():
-        yield Conflict(f"{key}={path} is not a folder; {_paths_hint(path)}{hint}", (key,))
-        return
-    for problem in checkpoint_problems(path):
-        yield Conflict(f"{key}: {problem}", (key,))
-
-
-def _reward_head(config: RunConfig) -> Iterator[Conflict]:
-    shape = _shape_or_none(config, "reward")
-    if shape is not None and shape.num_labels != 1:
-        found = f"{shape.num_labels} labels" if shape.num_labels else "no score head"
-        yield Conflict(
-            f"reward.path={config.reward.path} has {found}, a reward model gives one score; use a"
-            " ...ForSequenceClassification checkpoint with num_labels=1",
-            ("reward.path",),
-        )
-
-
-def _sizes_key(config: RunConfig, role: Role) -> str:
-    """The key that a role's sizes come from."""
-    return f"{role}.parallel" if getattr(config, role).parallel else "actor.parallel"
-
-
-def _paths_hint(path: str) -> str:
-    if Path(path).is_absolute():
-        return "name one that exists"
-    return f"name one that exists, relative paths start at {Path.cwd()}"
+        yield from checkpoint_conflicts("critic.path", config.critic.path)
+    yield from reward_model_conflicts(config)

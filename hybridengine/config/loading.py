@@ -18,6 +18,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from hybridengine.config.checks import find_conflicts
 from hybridengine.config.run_config import RunConfig
@@ -169,13 +170,9 @@ def _describe(item: Any) -> tuple[list[str | int], list[Problem]]:
 
 def _remedy(location: Sequence[str | int]) -> str:
     """The way back to the default, and what the key means."""
-    model: type[BaseModel] = RunConfig
     field = None
-    for part in location:
-        if isinstance(part, int):
-            break
-        field = model.model_fields[part]
-        model = _section_of(field.annotation) or model
+    for fields, part in _fields_along(location):
+        field = fields[part]
     assert field is not None, "a value that is wrong has a key"
     meaning = (field.description or "").rstrip(".")
     default = json.dumps(field.get_default(), default=str)
@@ -213,10 +210,24 @@ def _suggestions(location: Sequence[str | int]) -> list[str]:
 
 
 def _siblings(location: Sequence[str | int]) -> list[str]:
+    *_, (fields, _) = _fields_along(location)
+    return list(fields)
+
+
+def _fields_along(location: Sequence[str | int]) -> Iterator[tuple[dict[str, FieldInfo], str]]:
+    """Fields of each section on the way to `location`, and the key among them; names of named sections are no keys."""
     model: type[BaseModel] = RunConfig
-    for part in location[:-1]:
-        model = _section_of(model.model_fields[str(part)].annotation) or model
-    return list(model.model_fields)
+    is_name = False
+    for part in location:
+        if isinstance(part, int):
+            return
+        if is_name:
+            is_name = False
+            continue
+        yield model.model_fields, part
+        field = model.model_fields.get(part)
+        if field is not None:
+            model, is_name = _section_of(field.annotation) or model, _is_mapping(field.annotation)
 
 
 def all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
@@ -225,7 +236,7 @@ def all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[s
         yield prefix + name
         section = _section_of(field.annotation)
         if section is not None:
-            yield from all_keys(section, f"{prefix}{name}.")
+            yield from all_keys(section, f"{prefix}{name}.{'NAME.' if _is_mapping(field.annotation) else ''}")
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
@@ -234,6 +245,11 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
     return None
+
+
+def _is_mapping(annotation: Any) -> bool:
+    """Whether a field holds sections by name."""
+    return get_origin(annotation) is dict
 
 
 def _is_optional(annotation: Any) -> bool:

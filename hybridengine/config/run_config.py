@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, get_args
 
+from hybridengine.config.reward_sections import RewardSection
 from hybridengine.config.sections import (
     ActorSection,
     AlgorithmSection,
@@ -13,7 +14,6 @@ from hybridengine.config.sections import (
     DataSection,
     ModelSection,
     ReferenceSection,
-    RewardSection,
     RolloutSection,
     RunSection,
     TimeoutSection,

@@ -17,7 +17,6 @@ from hybridengine.config.values import (
     CountOrZero,
     FolderName,
     GenSizesText,
-    ImportPath,
     NonNegative,
     PathText,
     Positive,
@@ -239,21 +238,6 @@ class ReferenceSection(Section):
 
     parallel: TrainSizesText | None = None
     """Sizes p-t-d; the actor's where left out."""
-    micro_batch_tokens: Count = 4096
-    """Most tokens of one micro-batch."""
-
-
-class RewardSection(Section):
-    """What a response is worth: a function of its text, or a model's score."""
-
-    kind: Literal["function", "model"] = "function"
-    """function: rule-based, verifiable; model: a sequence-classification checkpoint with one label."""
-    function: ImportPath = "hybridengine.data.tasks:arithmetic_reward"
-    """The rule-based reward, package.module:function."""
-    path: PathText | None = None
-    """The reward model's checkpoint folder."""
-    parallel: TrainSizesText | None = None
-    """Sizes p-t-d of the reward model; the actor's where left out."""
     micro_batch_tokens: Count = 4096
     """Most tokens of one micro-batch."""
 

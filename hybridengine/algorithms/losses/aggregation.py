@@ -162,8 +162,3 @@ def _names(stats: LossStats) -> set[str]:
 def _reduced(values: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """All values in one collective."""
     return list(reduce(torch.stack([value.double() for value in values]))) if values else []
-
-
-# Names of before losses were means of anything but tokens.
-TokenLoss = SummedLoss
-TokenStats = LossStats

@@ -1,0 +1,53 @@
+"""`hybridengine report`: a run as one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hybridengine.cli.options import Once
+from hybridengine.cli.output_files import check_output_files, output
+from hybridengine.errors import ConfigError
+from hybridengine.metrics.formatting import format_bytes
+
+DESCRIPTION = """Write a report of a run, finished or still going, as one HTML page that needs no network: evaluation and
+training curves, where the time of a step goes, memory, transfers between ranks, the timeline of the last steps, samples
+of prompts, responses and scores, and the configuration."""
+
+REPORT_FILE = "report.html"
+
+
+def add_report_command(subparsers: Any) -> None:
+    """Add `report` to the commands of `hybridengine`."""
+    parser = subparsers.add_parser(
+        "report", help="write a run's report as an HTML page", description=DESCRIPTION
+    )
+    parser.add_argument("folder", type=Path, metavar="RUN", help="folder of the run, e.g. runs/arithmetic")
+    parser.add_argument(
+        "--output",
+        action=Once,
+        type=Path,
+        metavar="FILE",
+        help=f"the page (default: {REPORT_FILE} in the run's folder)",
+    )
+    parser.set_defaults(run=run_report)
+
+
+def run_report(options: argparse.Namespace) -> int:
+    """Carry out the command; returns the exit status."""
+    if find_spec("bokeh") is None:
+        raise ConfigError("hybridengine report needs bokeh; install hybridengine[plots]")
+    from hybridengine.metrics.report.page import render_page
+    from hybridengine.metrics.report.run_record import read_run
+
+    run = read_run(options.folder)
+    file = options.output or options.folder / REPORT_FILE
+    for source in run.sources:
+        check_output_files({"--output": file}, {"the report": str(source)})
+    page = render_page(run).encode(errors="replace")
+    with output("--output", file):
+        file.write_bytes(page)
+    print(f"written: {file} ({format_bytes(len(page))}); open it in a browser")
+    return 0

@@ -1,0 +1,126 @@
+"""Rules of the sections that score responses: what a scorer needs, what is read, and what failures may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridengine.config.conflicts import Conflict, checkpoint_conflicts
+from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
+from hybridengine.config.run_config import RunConfig
+from hybridengine.errors import CheckpointError, ConfigError
+from hybridengine.model_shapes import ModelShape
+
+SINGLE_SCORER_KEYS = tuple(ScorerSection.model_fields)
+"""What a section says of its only scorer, and each term of its own."""
+
+
+def reward_sections(config: RunConfig) -> dict[str, RewardSection]:
+    """Every section that scores responses, by name."""
+    values = {name: getattr(config, name) for name in type(config).model_fields}
+    return {name: value for name, value in values.items() if isinstance(value, RewardSection)}
+
+
+def model_terms(config: RunConfig) -> list[tuple[str, ScorerSection]]:
+    """Every model that is one term of several, with its dotted key."""
+    return [
+        (scorer_key(name, term), scorer)
+        for name, section in reward_sections(config).items()
+        for term, scorer in section.models.items()
+        if term
+    ]
+
+
+def scorer_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Keys that need one another, and keys that nobody reads."""
+    for name, section in reward_sections(config).items():
+        for term, scorer in section.scorers.items():
+            yield from _scorer(scorer_key(name, term), scorer, is_reward=not term and name == "reward")
+        yield from _terms(name, section)
+        yield from _failures(config, name, section)
+
+
+def reward_model_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Every checkpoint that scores responses, and its head."""
+    for name, section in reward_sections(config).items():
+        for term, scorer in section.models.items():
+            if scorer.path is None:
+                continue
+            key = f"{scorer_key(name, term)}.path"
+            yield from checkpoint_conflicts(key, scorer.path)
+            yield from _head(key, scorer.path)
+
+
+def _scorer(key: str, scorer: ScorerSection, *, is_reward: bool) -> Iterator[Conflict]:
+    """What a scorer needs; a single reward without a function has the demo's, which no cost and no term can mean."""
+    if scorer.kind == "model" and scorer.path is None:
+        yield Conflict(
+            f"{key}.kind=model needs a checkpoint; give {key}.path, or {key}.kind=function",
+            (f"{key}.kind", f"{key}.path"),
+        )
+    given = is_reward or "function" in scorer.model_fields_set
+    if scorer.kind == "function" and not (given and scorer.function):
+        yield Conflict(
+            f"{key} names no function; give {key}.function as package.module:function, or {key}.kind=model with"
+            f" {key}.path",
+            (f"{key}.kind", f"{key}.function"),
+        )
+
+
+def _terms(name: str, section: RewardSection) -> Iterator[Conflict]:
+    if not section.terms:
+        return
+    unread = [key for key in SINGLE_SCORER_KEYS if key in section.model_fields_set]
+    if unread:
+        keys = ", ".join(f"{name}.{key}" for key in unread)
+        yield Conflict(
+            f"{keys} {'is' if len(unread) == 1 else 'are'} not read, since {name}.terms gives several scorers; write"
+            f" it beneath a term, or leave {name}.terms out",
+            (f"{name}.terms", *(f"{name}.{key}" for key in unread)),
+        )
+    if not any(section.weights.values()):
+        yield Conflict(
+            f"{name}.terms have the weights {list(section.weights.values())}, so that every score is 0; give one of"
+            " them another weight",
+            (f"{name}.terms",),
+        )
+
+
+def _failures(config: RunConfig, name: str, section: RewardSection) -> Iterator[Conflict]:
+    """Retries against what is done on a failure, and against how long a call of the group may take."""
+    keys = (f"{name}.on_failure", f"{name}.retries")
+    if section.on_failure == "fail" and section.retries:
+        yield Conflict(
+            f"{name}.retries={section.retries} is not read with {name}.on_failure=fail; choose retry or drop, or leave"
+            " retries out",
+            keys,
+        )
+    if section.on_failure == "retry" and not section.num_retries:
+        yield Conflict(
+            f"{name}.on_failure=retry needs at least one retry; raise {name}.retries=0, or choose fail", keys
+        )
+    calls = 1 + section.num_retries
+    longest_s = calls * section.timeout_s
+    if section.functions and longest_s >= config.timeouts.call_s:
+        yield Conflict(
+            f"{name}.timeout_s={section.timeout_s:g} and {calls} {'calls' if calls > 1 else 'call'} for the same rows"
+            f" make {longest_s:g} s, which must be less than timeouts.call_s={config.timeouts.call_s:g}; lower the one"
+            " or raise the other",
+            (f"{name}.timeout_s", *keys, "timeouts.call_s"),
+        )
+
+
+def _head(key: str, path: str) -> Iterator[Conflict]:
+    if not (Path(path) / "config.json").exists():
+        return
+    try:
+        shape = ModelShape.from_folder(path)
+    except (ConfigError, CheckpointError):
+        return
+    if shape.num_labels != 1:
+        found = f"{shape.num_labels} labels" if shape.num_labels else "no score head"
+        yield Conflict(
+            f"{key}={path} has {found}, a reward model gives one score; use a ...ForSequenceClassification checkpoint"
+            " with num_labels=1",
+            (key,),
+        )

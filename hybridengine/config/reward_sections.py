@@ -1,0 +1,115 @@
+"""The sections that say what a response is worth, for rewards and for costs: one scorer, or several with weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from hybridengine.config.values import (
+    Bytes,
+    Count,
+    CountOrZero,
+    ImportPath,
+    PathText,
+    Positive,
+    Section,
+    TrainSizesText,
+)
+
+DEFAULT_RETRIES = 2
+
+
+class ScorerSection(Section):
+    """A function of the response's text, or a model's score."""
+
+    kind: Literal["function", "model"] = "function"
+    """function: rule-based, verifiable; model: a sequence-classification checkpoint with one label."""
+    function: ImportPath | None = None
+    """The function, package.module:function, called as function(responses, answers) and with the columns that its
+    further parameters name."""
+    path: PathText | None = None
+    """The model's checkpoint folder."""
+    parallel: TrainSizesText | None = None
+    """Sizes p-t-d of the model; the actor's where left out."""
+    micro_batch_tokens: Count = 4096
+    """Most tokens of one micro-batch of the model."""
+
+
+class TermSection(ScorerSection):
+    """One term of a weighted sum."""
+
+    weight: float = 1.0
+    """Factor of the term's score; 0 keeps the score as a metric only."""
+
+
+def _check_names(terms: Mapping[str, TermSection]) -> Mapping[str, TermSection]:
+    for name in terms:
+        if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
+            raise ValueError(
+                f"{name!r} cannot be the name of a term, which is part of a column's name; use letters, digits and"
+                " '_', a letter first"
+            )
+    return terms
+
+
+class RewardSection(ScorerSection):
+    """What a response is worth: one scorer, or a weighted sum of several; and how functions are called."""
+
+    function: ImportPath | None = "hybridengine.data.tasks:arithmetic_reward"
+    """The function, package.module:function, called as function(responses, answers) and with the columns that its
+    further parameters name."""
+    terms: Annotated[dict[str, TermSection], AfterValidator(_check_names)] = Field(default_factory=dict)
+    """Several scorers by name, in place of one: the score is their weighted sum, and each term's own score is the
+    column score/NAME."""
+    timeout_s: Positive = 60.0
+    """Longest that one call of a function may take; its process is then ended."""
+    rows_per_call: Count = 64
+    """Most rows of one call."""
+    num_processes: Count = 1
+    """Processes of each function on each rank, which share its calls."""
+    memory_bytes: Bytes | None = None
+    """Most memory of one process of a function; left out, there is no limit."""
+    on_failure: Literal["fail", "retry", "drop"] = "fail"
+    """After a call that raised, did not return or gave no numbers: end the run, call again and then end it, or go on
+    without these rows."""
+    retries: CountOrZero | None = None
+    """Further calls for the rows of a failed one; left out, 2 with on_failure=retry, and 0 with drop."""
+
+    @property
+    def scorers(self) -> dict[str, ScorerSection]:
+        """Every scorer by the name of its term; a single one has the name ""."""
+        return dict(self.terms) if self.terms else {"": self}
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """Import path of every function, by the name of its term."""
+        return {
+            name: scorer.function
+            for name, scorer in self.scorers.items()
+            if scorer.kind == "function" and scorer.function is not None
+        }
+
+    @property
+    def models(self) -> dict[str, ScorerSection]:
+        """Every model, by the name of its term."""
+        return {name: scorer for name, scorer in self.scorers.items() if scorer.kind == "model"}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of every term; empty for a single scorer."""
+        return {name: term.weight for name, term in self.terms.items()}
+
+    @property
+    def num_retries(self) -> int:
+        """Further calls for the rows of a failed one."""
+        if self.retries is not None:
+            return self.retries
+        return DEFAULT_RETRIES if self.on_failure == "retry" else 0
+
+
+def scorer_key(section: str, term: str) -> str:
+    """Dotted key of a scorer: "reward", or "reward.terms.NAME"."""
+    return f"{section}.terms.{term}" if term else section

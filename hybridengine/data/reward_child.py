@@ -1,0 +1,322 @@
+"""What runs beside a rank for a reward function: the function's process, and above it a guard that ends it.
+
+    rank  -- lifeline -->  guard  -- fork -->  function, in a process group of its own
+
+The guard ends the function and everything in its group when the lifeline is cut, by the rank's choice or by its death,
+and when the function's process ends by itself. It needs nothing of the function for that, which may be deep in C code.
+Both work in a temporary folder that the guard removes. Only the standard library is imported, so that a start takes
+little more than the function's own imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import inspect
+import io
+import math
+import os
+import pickle
+import reprlib
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from types import FrameType
+from typing import Any, NoReturn
+
+from hybridengine import importing
+from hybridengine.errors import ConfigError, DataError
+
+LARGEST_SCORE = 3.4028234663852886e38
+"""Scores are kept as float32."""
+MAX_TEXT = 6000
+"""Characters of a traceback that are sent: its beginning and its end."""
+SIGNAL_EXIT_CODE = 128
+"""The guard's exit code is the function's; for a signal n, this + n, as a shell has it."""
+
+LEADING_FILES = (__file__, importing.__file__, importlib.__file__, "<frozen importlib")
+"""Whose frames lead to a function or its module."""
+
+Columns = Mapping[str, Sequence[Any]]
+Reply = tuple[str, str, int | None, str]
+""" "raised" or "wrong", what happened, row of the call, traceback."""
+
+
+class WrongScores(Exception):
+    """What a function returned is not one number per row."""
+
+
+def main(channel: int, stacks: int) -> None:
+    """Run as a guard with a function beneath; never returns.
+
+    Args:
+        channel: socket for requests and replies.
+        stacks: file for the stacks of a function that does not return.
+    """
+    for descriptor in (channel, stacks):
+        os.set_inheritable(descriptor, False)
+    folder = tempfile.mkdtemp(prefix="hybridengine-reward-")
+    os.chdir(folder)
+    # Where the parent ignores it, so does this process, and the function's exit code would be lost.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()  # before there is any thread
+    if pid == 0:
+        _run(channel, stacks)
+    os.close(channel)
+    os.close(stacks)
+    exit_code = _guard(pid)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(exit_code)
+
+
+def _guard(pid: int) -> int:
+    """Exit code of the process `pid`, which is ended, with its group, when the lifeline is cut."""
+    with contextlib.suppress(OSError):  # the process does it as well: whoever comes first
+        os.setpgid(pid, pid)
+
+    def end() -> None:
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+
+    def await_cut() -> None:
+        os.read(0, 1)
+        end()
+
+    threading.Thread(target=await_cut, daemon=True).start()
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    end()  # what the function has started; the process is not reaped yet, so that its number is still its own
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else SIGNAL_EXIT_CODE - code
+
+
+def _run(channel: int, stacks: int) -> NoReturn:
+    """The function's process: out of the guard's group, without its lifeline, the first to go where memory is short."""
+    try:
+        os.setpgid(0, 0)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+        serve(socket.socket(fileno=channel), stacks)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def serve(channel: socket.socket, stacks: int) -> None:
+    """Load a function and answer calls until the other side closes the channel.
+
+    Requests: ("load", key, path, offered columns, memory_bytes or None, deadline), then ("call", columns, deadline).
+    At the deadline, on the clock that all processes have, the stacks of all threads are written down; ending the
+    process is the other side's part.
+    Replies: ("loaded", columns that the function wants, process number, folder), ("scores", numbers), or a `Reply`.
+    """
+    own_pid = os.getpid()
+    requests = channel.makefile("rb")
+    function, extra = None, []
+    while True:
+        try:
+            request = pickle.load(requests)
+        except EOFError:
+            return
+        kind, *content, deadline = request
+        faulthandler.dump_traceback_later(max(1e-3, deadline - time.monotonic()), file=stacks)
+        if kind == "load":
+            reply, function, extra = _load(*content)
+        else:
+            assert function is not None, "load comes first"
+            reply = call_function(function, content[0], extra)
+        if os.getpid() != own_pid:  # a fork that the function made, and that has come back with it
+            os._exit(0)
+        faulthandler.cancel_dump_traceback_later()
+        with contextlib.suppress(Exception):  # the function may have put anything in its place
+            sys.stdout.flush()
+        answer = pickle.dumps(reply)
+        channel.sendall(len(answer).to_bytes(8, "big") + answer)
+
+
+def load_reward_function(path: str, key: str = "reward.function") -> Callable[..., Any]:
+    """The function at "package.module:function"; `key` says in a message where the path comes from.
+
+    Raises:
+        DataError: there is no such module or function.
+    """
+    try:
+        function = importing.import_object(path)
+    except ConfigError as error:
+        reason = error.__cause__
+        raise DataError(
+            f"{key}={path} cannot be imported ({reason}); write it as package.module:function"
+        ) from reason
+    if not callable(function):
+        raise DataError(f"{key}={path} is a {type(function).__name__}; name a function")
+    return function
+
+
+def wanted_columns(function: Callable[..., Any], offered: Sequence[str], name: str) -> list[str]:
+    """Columns that `function(responses, answers, **columns)` takes of those that are offered.
+
+    They are the parameters after the first two, by their names; a function with **columns takes all. One whose
+    parameters Python cannot tell takes none.
+
+    Raises:
+        DataError: the function cannot be called so; `name` names it in the message.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return []
+    kinds = {parameter.kind for parameter in parameters}
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    first, named = positional[:2], positional[2:] + [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    usage = "write function(responses, answers)"
+    if offered:
+        usage += f", and after them any of {', '.join(offered)}"
+    takes = f"{name} takes ({', '.join(map(str, parameters))})"
+    if len(first) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise DataError(f"{takes}, and is called with two lists; {usage}")
+    for parameter, taken in zip(first, ("answers", "responses"), strict=False):
+        if parameter.name in (taken, *offered):
+            raise DataError(
+                f"{takes}, and its first two parameters are responses and answers, not {parameter.name}; {usage}"
+            )
+    unknown = [
+        p.name
+        for p in named
+        if p.default is p.empty and (p.name not in offered or p.kind is p.POSITIONAL_ONLY)
+    ]
+    if unknown:
+        raise DataError(f"{takes}, and there is no column {', '.join(unknown)} for it; {usage}")
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return [column for column in offered if column not in {p.name for p in first}]
+    return [p.name for p in named if p.name in offered and p.kind is not p.POSITIONAL_ONLY]
+
+
+def call_function(function: Callable[..., Any], columns: Columns, extra: Iterable[str]) -> tuple:
+    """Reply to one call: ("scores", one float per row), or a `Reply` that says what went wrong and, if known, where.
+
+    Columns are responses, answers and the extra ones. Results may be any iterable of numbers, or a coroutine of one.
+    """
+    scores: list[float] = []
+    row_is_known = False
+    try:
+        result = function(columns["responses"], columns["answers"], **{name: columns[name] for name in extra})
+        if inspect.iscoroutine(result):
+            import asyncio  # half of a start's time, and seldom needed
+
+            result = asyncio.run(result)
+        values = _iterator(result)
+        row_is_known = True  # lazy results raise while they are read
+        num_rows = len(columns["responses"])
+        for value in values:
+            if len(scores) == num_rows:
+                row_is_known = False
+                raise WrongScores(f"returned more scores than the {num_rows} responses; return one for each")
+            scores.append(_number(value))
+        row_is_known = False
+        if len(scores) < num_rows:
+            raise WrongScores(f"returned {len(scores)} scores for {num_rows} responses; return one for each")
+    except WrongScores as error:
+        return "wrong", str(error), len(scores) if row_is_known else None, ""
+    except BaseException as error:  # also SystemExit: the function's process goes on
+        row = len(scores) if row_is_known else _row_at_hand(error, columns)
+        return _raised(error, row)
+    return "scores", scores
+
+
+def _load(
+    key: str, path: str, offered: Sequence[str], memory_bytes: int | None
+) -> tuple[tuple, Callable[..., Any] | None, list[str]]:
+    """Reply, function and the columns that it wants."""
+    try:
+        if memory_bytes is not None:
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, hard))
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)
+        function = load_reward_function(path, key)
+        extra = wanted_columns(function, offered, f"{key}={path}")
+    except DataError as error:
+        return ("wrong", str(error), None, _trace(error.__cause__, even_without_frames=False)), None, []
+    except BaseException as error:  # whatever a module does when it is imported
+        return _raised(error, None), None, []
+    return ("loaded", extra, os.getpid(), os.getcwd()), function, extra
+
+
+def _iterator(result: Any) -> Iterable[Any]:
+    unordered = (str, bytes, Mapping, Set)
+    if isinstance(result, unordered) or not hasattr(type(result), "__iter__"):
+        raise WrongScores(
+            f"returned {_shown(result)}, a {type(result).__name__}; return a list with one number for each response"
+        )
+    return iter(result)
+
+
+def _number(value: Any) -> float:
+    if hasattr(type(value), "__float__"):
+        with contextlib.suppress(Exception):  # arrays and tensors of several numbers, integers beyond floats
+            number = float(value)
+            if abs(number) <= LARGEST_SCORE:
+                return number
+    what = "" if isinstance(value, float) and not math.isfinite(value) else f", a {type(value).__name__}"
+    raise WrongScores(f"returned {_shown(value)}{what}; return a finite number that a float32 can hold")
+
+
+def _raised(error: BaseException, row: int | None) -> Reply:
+    if isinstance(error, MemoryError):
+        traceback.clear_frames(error.__traceback__)  # what they hold is needed now
+    reason = traceback.format_exception_only(error)[-1].strip()
+    return "raised", f"raised {_shortened(reason, 1000)}", row, _trace(error)
+
+
+def _trace(error: BaseException | None, even_without_frames: bool = True) -> str:
+    """Traceback from the function on, or from its module on: without the frames that lead there."""
+    if error is None:
+        return ""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(LEADING_FILES):
+        frames = frames.tb_next
+    if frames is None and not even_without_frames:
+        return ""
+    return _shortened("".join(traceback.format_exception(type(error), error, frames)).rstrip())
+
+
+def _row_at_hand(error: BaseException, columns: Columns) -> int | None:
+    """The row whose text a frame of the traceback has in a variable, the innermost such frame counting.
+
+    None where there is none, or more than one.
+    """
+    rows: dict[int, set[int]] = {}
+    for column in columns.values():
+        for row, value in enumerate(column):
+            if isinstance(value, str) and len(value) > 1:  # Python has each character once
+                rows.setdefault(id(value), set()).add(row)
+    frames: list[FrameType] = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames[1:]):
+        found = [rows[id(value)] for value in frame.f_locals.values() if id(value) in rows]
+        if found:
+            common = set.intersection(*found)
+            return common.pop() if len(common) == 1 else None
+    return None
+
+
+def _shown(value: Any) -> str:
+    return _shortened(reprlib.repr(value).replace("\n", " "), 80)
+
+
+def _shortened(text: str, limit: int = MAX_TEXT) -> str:
+    if len(text) <= limit:
+        return text
+    begin = limit // 3
+    return f"{text[:begin]} ... {text[begin - limit :]}"

@@ -1,0 +1,276 @@
+"""A reward function in a process of its own: bounded in time, restarted when it hangs or dies, gone with this process.
+
+What the function inherits: the environment, without what makes a process a rank of this world, a Ray worker or a user
+of a GPU; and the places where Python looks for modules. Its working directory is a temporary folder. What it prints goes
+where this process's stderr goes. No torch, no Ray and no Megatron is in it unless the function imports them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from hybridengine.data import reward_child
+from hybridengine.errors import DataError
+
+BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]);"
+    " from hybridengine.data.reward_child import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+STACKS_S = 0.25
+"""After its limit, how long a function that does not return has to write down where it is."""
+ENDING_S = 1.0
+"""How long a process may take to end after its last word."""
+END_TIMEOUT_S = 10.0
+"""How long the guard may take to end the function."""
+LENGTH_BYTES = 8
+
+
+class RewardProcess:
+    """One function in one process, called as function(responses, answers, **columns); a context manager.
+
+    The process starts with the first call or with `start`, and again after a call that it did not survive. Its own
+    children end with it. It ends when this process does, in whatever way.
+
+    Args:
+        path: "package.module:function".
+        key: where the path comes from, for messages: "reward.function".
+        offered: columns that callers can give besides responses and answers.
+        timeout_s: of one call.
+        start_timeout_s: of starting, the imports of the function's module included.
+        memory_bytes: most memory of the process; None for no limit.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        key: str = "reward.function",
+        offered: Sequence[str] = (),
+        timeout_s: float = 60.0,
+        start_timeout_s: float = 600.0,
+        memory_bytes: int | None = None,
+    ) -> None:
+        self.path, self.key, self.timeout_s = path, key, timeout_s
+        self._offered, self._start_timeout_s, self._memory_bytes = (
+            tuple(offered),
+            start_timeout_s,
+            memory_bytes,
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._columns: tuple[str, ...] = ()
+        self._to_clean: list[Any] = []
+
+    def start(self) -> tuple[str, ...]:
+        """Start the process and load the function, unless that is done; returns the columns that each call must give.
+
+        Raises:
+            DataError: the function cannot be loaded in time, or cannot be called as it should.
+        """
+        if self._process is not None:
+            return self._columns
+        self._open()
+        load = ("load", self.key, self.path, self._offered, self._memory_bytes)
+        try:
+            kind, *content = self._exchange(load, self._start_timeout_s)
+        except _NoReply as error:
+            remedy = f"{error.remedy} or raise timeouts.start_s" if error.timed_out else error.remedy
+            text = f"{self.key}={self.path}, while it was loaded: {error.text}; {remedy}"
+            raise DataError(_with_trace(text, error.trace)) from None
+        if kind != "loaded":
+            self.close()
+            text, _, trace = content
+            if kind == "raised":
+                text = f"{self.key}={self.path} {text} when it was imported; correct the module"
+            raise DataError(_with_trace(text, trace))
+        extra, *self._to_clean = content
+        self._columns = ("responses", "answers", *extra)
+        return self._columns
+
+    def call(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int] | None = None) -> list[float]:
+        """The function's scores: a finite number for each response.
+
+        Args:
+            columns: at least those that `start` returns, each with one value per row.
+            rows: numbers of the rows, for messages; from 0 where left out.
+
+        Raises:
+            DataError: the function raised, did not return in time, ended its process, or returned something else.
+        """
+        wanted = {name: list(columns[name]) for name in self.start()}
+        rows = range(len(wanted["responses"])) if rows is None else rows
+        where = (
+            f"row {rows[0]}" if len(rows) == 1 else f"rows {min(rows, default=0)} to {max(rows, default=0)}"
+        )
+        section = self.key.partition(".")[0]
+        remedy = "correct the function"
+        try:
+            kind, *content = self._exchange(("call", wanted), self.timeout_s)
+        except _NoReply as error:
+            kind, content = "none", [error.text, None, error.trace]
+            if error.timed_out:
+                remedy = f"raise {section}.timeout_s, lower {section}.rows_per_call, {error.remedy}"
+        if kind == "scores":
+            return content[0]
+        text, row, trace = content
+        if row is not None and len(rows) > 1:
+            where = f"row {rows[row]}" if kind == "wrong" else f"{where}, with row {rows[row]} at hand"
+        message = f"{self.key}={self.path}, {where}: {text}; {remedy}, or let {section}.on_failure retry or drop the rows"
+        raise DataError(_with_trace(message, trace))
+
+    def close(self) -> None:
+        """End the process and everything that it has started; a later call starts another."""
+        if self._process is not None:
+            self._end()
+
+    def __enter__(self) -> RewardProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        """Start the guard, which starts the function's process."""
+        self._channel, theirs = socket.socketpair()
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  # closed in _end
+        with theirs:
+            descriptors = theirs.fileno(), self._stacks.fileno()
+            places = json.dumps([os.path.abspath(place) for place in sys.path])
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", BOOTSTRAP, *map(str, descriptors), places, self.path],
+                stdin=subprocess.PIPE,  # the lifeline: nothing is written to it before the end
+                stdout=2,
+                stderr=2,
+                pass_fds=descriptors,
+                env=child_environment(os.environ),
+                start_new_session=True,
+            )
+
+    def _exchange(self, request: tuple, timeout_s: float) -> tuple:
+        """Reply to a request; where there is none, the process is ended."""
+        limit = time.monotonic() + timeout_s
+        deadline = limit + STACKS_S
+        self._stacks.seek(0)
+        self._stacks.truncate()
+        try:
+            self._send(pickle.dumps((*request, limit)), deadline)
+            length = int.from_bytes(self._receive(LENGTH_BYTES, deadline), "big")
+            return pickle.loads(self._receive(length, deadline))
+        except TimeoutError:
+            stacks = self._read_stacks()
+            self._end()
+            text = f"did not return within {timeout_s:g} s, and was ended"
+            raise _NoReply(text, "correct the function", stacks, timed_out=True) from None
+        except (EOFError, ConnectionError):
+            ended = self._has_ended()
+            code = self._end()
+            text = (
+                f"its process ended, {_exit_text(code)}" if ended else "it closed its process's connections"
+            )
+            raise _NoReply(text, "correct the function") from None
+        except BaseException:  # KeyboardInterrupt: the reply, whenever it comes, is nobody's any more
+            self._end()
+            raise
+
+    def _send(self, data: bytes, deadline: float) -> None:
+        self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
+        self._channel.sendall(data)
+
+    def _receive(self, num_bytes: int, deadline: float) -> bytearray:
+        received = bytearray()
+        while len(received) < num_bytes:
+            self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
+            part = self._channel.recv(min(num_bytes - len(received), 2**20))
+            if not part:
+                raise EOFError
+            received += part
+        return received
+
+    def _has_ended(self) -> bool:
+        """Whether the process, which has nothing more to say, ends by itself."""
+        assert self._process is not None, "called with a process"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDING_S)
+        return self._process.returncode is not None
+
+    def _end(self) -> int:
+        """End the process; returns its exit code."""
+        process, self._process = self._process, None
+        assert process is not None and process.stdin is not None, "called with a process"
+        with contextlib.suppress(BrokenPipeError):
+            # A byte, since closing cuts nothing while a fork of this process holds the other end.
+            os.write(process.stdin.fileno(), b".")
+        process.stdin.close()
+        try:
+            code = process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        if code < 0 and self._to_clean:  # somebody has ended the guard
+            group, folder = self._to_clean
+            with contextlib.suppress(OSError):
+                os.killpg(group, signal.SIGKILL)
+            shutil.rmtree(folder, ignore_errors=True)
+        self._to_clean = []
+        self._channel.close()
+        self._stacks.close()
+        return code
+
+    def _read_stacks(self) -> str:
+        """Where the function was, innermost frame first, one thread after another."""
+        self._stacks.seek(0)
+        lines = self._stacks.read().decode(errors="replace").splitlines()
+        return "\n".join(line for line in lines if not _is_ours(line))
+
+
+class _NoReply(Exception):
+    """Why there is no reply."""
+
+    def __init__(self, text: str, remedy: str, trace: str = "", timed_out: bool = False) -> None:
+        super().__init__(text, remedy, trace, timed_out)
+        self.text, self.remedy, self.trace, self.timed_out = text, remedy, trace, timed_out
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a function's process: that of a plain process, which sees no GPU."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name not in RANK_VARIABLES and not name.startswith(("RAY_", "TORCHELASTIC_"))
+    }
+    return kept | dict.fromkeys(GPU_VARIABLES, "")
+
+
+def _exit_text(code: int) -> str:
+    number = -code if code < 0 else code - reward_child.SIGNAL_EXIT_CODE
+    if number not in set(signal.Signals):
+        return f"exit code {code}"
+    name = signal.Signals(number).name
+    memory = ", most likely for lack of memory" if number == signal.SIGKILL else ""
+    return f"killed by {name}{memory}"
+
+
+def _with_trace(text: str, trace: str) -> str:
+    return f"{text}\n{trace}" if trace else text
+
+
+def _is_ours(line: str) -> bool:
+    return reward_child.__file__ in line or 'File "<string>"' in line or line.startswith("Timeout (")

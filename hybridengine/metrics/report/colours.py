@@ -1,0 +1,45 @@
+"""Colours that people tell apart, with any kind of colour vision: the same phase always has the same one.
+
+Source: Okabe and Ito, "Color Universal Design", 2008; their lighter shades for the second of a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+INK = "#26323a"
+"""Axes and text."""
+LINE = "#0072b2"
+"""The only curve of a drawing."""
+OTHER = "#b8bfc4"
+"""What is put together because there is too much of it."""
+
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#7a6a00", "#332288")
+
+_PHASES = {
+    "generate": "#0072b2",
+    "switch": "#e69f00",
+    "switch_to_generate": "#e69f00",
+    "switch_to_train": "#f3cf80",
+    "log_probs": "#009e73",
+    "ref_log_probs": "#80cfb9",
+    "values": "#56b4e9",
+    "scores": "#cc79a7",
+    "rewards": "#cc79a7",
+    "updates": "#d55e00",
+    "update": "#d55e00",
+    "update_actor": "#d55e00",
+    "update_critic": "#eaaf80",
+    "transfers": "#26323a",
+}
+_RESERVE = ("#332288", "#7a6a00", "#882255", "#999933", "#5c7c8a", "#aa4499", "#117733", "#8a5a3c")
+
+
+def phase_colours(phases: Iterable[str]) -> dict[str, str]:
+    """Phase -> colour, in the order given; "log-probs" and "log_probs" have the same."""
+    colours, reserve = {}, 0
+    for phase in dict.fromkeys(phases):
+        known = _PHASES.get(phase.replace("-", "_").lower())
+        colours[phase] = known or _RESERVE[reserve % len(_RESERVE)]
+        reserve += known is None
+    return colours

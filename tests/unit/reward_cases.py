@@ -1,0 +1,253 @@
+"""Reward functions for tests, good and bad; loaded by the processes under test, and light for that."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+Texts = Sequence[str]
+
+calls = 0
+
+
+def lengths(responses: Texts, answers: Texts) -> list[int]:
+    return [len(response) for response in responses]
+
+
+def sum_of_both(responses: Texts, answers: Texts) -> list[float]:
+    return [
+        float(response) + 0.5 * float(answer) for response, answer in zip(responses, answers, strict=True)
+    ]
+
+
+def call_sizes(responses: Texts, answers: Texts) -> list[int]:
+    return [len(responses)] * len(responses)
+
+
+def process_numbers(responses: Texts, answers: Texts) -> list[int]:
+    """This process for the first row, the guard for all others."""
+    return [os.getpid() if row == 0 else os.getppid() for row in range(len(responses))]
+
+
+def slow_process_numbers(responses: Texts, answers: Texts) -> list[int]:
+    time.sleep(0.3)
+    return [os.getpid()] * len(responses)
+
+
+def lazily(responses: Texts, answers: Texts) -> Iterator[float]:
+    for response in responses:
+        yield float(response)
+
+
+async def later(responses: Texts, answers: Texts) -> list[float]:
+    return [float(response) for response in responses]
+
+
+def with_columns(
+    responses: Texts, answers: Texts, prompts: Texts, *, response_lengths: Sequence[int]
+) -> list:
+    return [len(prompt) + 10 * length for prompt, length in zip(prompts, response_lengths, strict=True)]
+
+
+def surroundings(responses: Texts, answers: Texts) -> list[float]:
+    """Writes what the process is like into the file that the first answer names."""
+    seen = {
+        "modules": sorted(name for name in sys.modules if "." not in name),
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+        "group": os.getpgrp(),
+        "process": os.getpid(),
+        "input": os.read(0, 1).decode(),
+        "descriptors": sorted(os.listdir("/proc/self/fd")),
+        "inheritable": [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_inheritable(fd)],
+        "out_of_memory_score": Path("/proc/self/oom_score_adj").read_text().strip(),
+    }
+    Path("left_behind").write_text("into the working directory")
+    Path(answers[0]).write_text(json.dumps(seen))
+    return [0.0] * len(responses)
+
+
+def _is_inheritable(descriptor: int) -> bool:
+    try:
+        return os.get_inheritable(descriptor)
+    except OSError:  # that of the listing
+        return False
+
+
+def does_what_responses_say(responses: Texts, answers: Texts) -> object:
+    """Fails in the way that the first response names, which no variable holds."""
+    if responses[0] in RESULTS:
+        return RESULTS[responses[0]]
+    match responses[0]:
+        case "loop":
+            for response in responses:
+                int(response.replace("loop", "1"))
+        case "deep":
+            return [_parsed(response) for response in responses]
+        case "nested":
+            first, *others = responses
+            return [_parsed(other) + len(first) for other in others]
+        case "two":
+            one, other = responses[0], responses[1]
+            raise ValueError(one + other)
+        case "leave":
+            sys.exit(3)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "recurse":
+            return _recurse(0)
+        case "long":
+            raise ValueError("x" * 100_000)
+        case "unspeakable":
+            raise UnspeakableError
+        case "generator":
+            return (1.0 / (row - 1) for row in range(len(responses)))
+    return [1.0] * len(responses)
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text either")
+
+
+RESULTS: dict[str, object] = {
+    "nan": [1.0, float("nan"), 1.0],
+    "inf": [1.0, 1.0, float("-inf")],
+    "text": [1.0, "1.0", 1.0],
+    "none": [None, 1.0, 1.0],
+    "list": [1.0, [1.0], 1.0],
+    "huge": [1.0, 10**400, 1.0],
+    "beyond float32": [1.0, 1e39, 1.0],
+    "few": [1.0],
+    "many": [1.0] * 4,
+    "number": 1.0,
+    "mapping": {0: 1.0, 1: 1.0, 2: 1.0},
+    "characters": "123",
+    "nothing": None,
+}
+
+
+def _parsed(response: str) -> float:
+    return 1.0 if response == "deep" else float(response)
+
+
+def _recurse(depth: int) -> int:
+    return _recurse(depth + 1) + 1
+
+
+def exits(responses: Texts, answers: Texts) -> list[float]:
+    os._exit(int(responses[0]))
+
+
+def kills_itself(responses: Texts, answers: Texts) -> list[float]:
+    os.kill(os.getpid(), int(responses[0]))
+    time.sleep(100)
+    return []
+
+
+def closes_everything(responses: Texts, answers: Texts) -> list[float]:
+    os.closerange(3, 100)
+    if responses[0] == "wait":
+        time.sleep(100)
+    return [0.0] * len(responses)
+
+
+def hangs(responses: Texts, answers: Texts) -> list[float]:
+    """Where a response says so."""
+    for response in responses:
+        if response == "hang":
+            time.sleep(100)
+    return [float(os.getpid())] * len(responses)
+
+
+def hangs_in_c(responses: Texts, answers: Texts) -> list[float]:
+    if responses[0] == "sleep":
+        ctypes.PyDLL(None).sleep(100)  # without letting go of the interpreter's lock
+    re.match(r"(a+)+$", "a" * 64 + "b")
+    return []
+
+
+def blocks_afterwards(responses: Texts, answers: Texts) -> list[float]:
+    """Returns, and a moment later no Python code runs in this process any more."""
+    threading.Timer(0.1, ctypes.PyDLL(None).sleep, [100]).start()
+    return [0.0] * len(responses)
+
+
+def starts_children(responses: Texts, answers: Texts) -> list[float]:
+    """Starts two, writes their numbers into the file that the answer names; then waits, ends, or goes on."""
+    forked = os.fork()
+    if forked == 0:
+        time.sleep(100)
+        os._exit(0)
+    started = subprocess.Popen(["sleep", "100"])
+    Path(answers[0]).write_text(json.dumps([os.getpid(), os.getppid(), forked, started.pid]))
+    if responses[0] == "wait":
+        time.sleep(100)
+    if responses[0] == "end":
+        os._exit(0)
+    return [0.0] * len(responses)
+
+
+def comes_back_twice(responses: Texts, answers: Texts) -> list[float]:
+    """Returns here and in a fork, whose number is in the file that the answer names."""
+    forked = os.fork()
+    if forked:
+        Path(answers[0]).write_text(str(forked))
+    return [float(forked == 0)] * len(responses)
+
+
+def prints_a_lot(responses: Texts, answers: Texts) -> list[float]:
+    for number in range(20_000):
+        print(f"line {number} of the function's own output, which goes to the log and nowhere else")
+    print("the last words", file=sys.stderr)
+    os.write(1, b"past Python\n")
+    return [7.0] * len(responses)
+
+
+def allocates(responses: Texts, answers: Texts) -> list[float]:
+    return [float(len(bytearray(int(response)))) for response in responses]
+
+
+def fails_at_first(responses: Texts, answers: Texts) -> list[float]:
+    """Every odd call."""
+    global calls
+    calls += 1
+    if calls % 2:
+        raise ConnectionError(f"call {calls}")
+    return [float(response) for response in responses]
+
+
+def fails_for_some(responses: Texts, answers: Texts) -> list[float]:
+    """Where a response is not a number."""
+    return [float(response) for response in responses]
+
+
+def one_list(responses: Texts) -> list[float]:
+    return [0.0] * len(responses)
+
+
+def wrong_order(prompts: Texts, responses: Texts, **columns: Sequence) -> list[float]:
+    return [0.0] * len(responses)
+
+
+def unknown_column(responses: Texts, answers: Texts, judge: str) -> list[float]:
+    return [0.0] * len(responses)
+
+
+class Grader:
+    """A callable object."""
+
+    def __call__(self, responses: Texts, answers: Texts) -> list[bool]:
+        return [response == answer for response, answer in zip(responses, answers, strict=True)]
+
+
+grader = Grader()
+not_a_function = 3

@@ -1,0 +1,259 @@
+"""Sections that score responses: one scorer or several terms, rewards and costs, and what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridengine.config import RunConfig, check_run, load_config
+from hybridengine.config.loading import all_keys
+from hybridengine.config.reward_checks import reward_sections
+from hybridengine.config.reward_sections import RewardSection, scorer_key
+from tests.unit.test_checkpoint_files import CONFIG, write_checkpoint
+from tests.unit.test_config import problems_of
+
+TERMS = """
+reward:
+  on_failure: drop
+  terms:
+    right: {function: "a.b:right"}
+    short: {function: "a.b:short", weight: -0.5}
+    liked: {kind: model, path: PATH, weight: 2, parallel: 1-2-2}
+"""
+
+
+@pytest.fixture
+def with_terms(built: Path, tmp_path: Path) -> Path:
+    """Two functions and a model, on 4 ranks."""
+    scorer = CONFIG | {
+        "architectures": ["LlamaForSequenceClassification"],
+        "num_labels": 1,
+        "num_key_value_heads": 2,
+    }
+    folder = write_checkpoint(tmp_path / "liked", scorer)
+    built.write_text(built.read_text() + TERMS.replace("PATH", str(folder)))
+    return built
+
+
+def test_one_scorer_is_what_the_section_itself_says(built: Path) -> None:
+    reward = load_config(built).reward
+    assert reward.functions == {"": "hybridengine.data.tasks:arithmetic_reward"}
+    assert (reward.models, reward.weights) == ({}, {})
+    assert (reward.timeout_s, reward.rows_per_call, reward.num_processes) == (60.0, 64, 1)
+    assert (reward.on_failure, reward.num_retries, reward.memory_bytes) == ("fail", 0, None)
+    other = load_config(built, ["reward.function=a.b:c", "reward.memory_bytes=2GiB", "reward.timeout_s=0.5"])
+    assert other.reward.functions == {"": "a.b:c"}
+    assert (other.reward.memory_bytes, other.reward.timeout_s) == (2**31, 0.5)
+
+
+def test_several_terms(with_terms: Path, tmp_path: Path) -> None:
+    config = load_config(with_terms, ["reward.terms.short.weight=-0.25"])
+    reward = config.reward
+    assert reward.functions == {"right": "a.b:right", "short": "a.b:short"}
+    assert {name: model.path for name, model in reward.models.items()} == {"liked": str(tmp_path / "liked")}
+    assert reward.weights == {"right": 1.0, "short": -0.25, "liked": 2.0}
+    assert [scorer_key("cost", name) for name in ("", "liked")] == ["cost", "cost.terms.liked"]
+    assert check_run(config) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "retries"),
+    [
+        ([], 0),
+        (["reward.on_failure=drop"], 0),
+        (["reward.on_failure=drop", "reward.retries=3"], 3),
+        (["reward.on_failure=retry"], 2),
+        (["reward.on_failure=retry", "reward.retries=1"], 1),
+        (["reward.retries=0"], 0),
+    ],
+)
+def test_retries(built: Path, overrides: list[str], retries: int) -> None:
+    assert load_config(built, overrides).reward.num_retries == retries
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (
+            ["reward.retries=1"],
+            [
+                "reward.retries=1 is not read with reward.on_failure=fail; choose retry or drop, or leave retries out"
+            ],
+        ),
+        (
+            ["reward.on_failure=retry", "reward.retries=0"],
+            ["reward.on_failure=retry needs at least one retry; raise reward.retries=0, or choose fail"],
+        ),
+        (
+            ["reward.on_failure=retry", "reward.timeout_s=700"],
+            [
+                "reward.timeout_s=700 and 3 calls for the same rows make 2100 s, which must be less than"
+                " timeouts.call_s=1800; lower the one or raise the other"
+            ],
+        ),
+        (["reward.on_failure=retry", "reward.timeout_s=599"], []),
+        (
+            ["reward.function=null"],
+            [
+                "reward names no function; give reward.function as package.module:function, or reward.kind=model with"
+                " reward.path"
+            ],
+        ),
+        (
+            ["reward.terms.one.weight=2"],
+            [
+                "reward.terms.one names no function; give reward.terms.one.function as package.module:function, or"
+                " reward.terms.one.kind=model with reward.terms.one.path"
+            ],
+        ),
+        (
+            ["reward.terms.one.kind=model"],
+            [
+                "reward.terms.one.kind=model needs a checkpoint; give reward.terms.one.path, or"
+                " reward.terms.one.kind=function"
+            ],
+        ),
+        (
+            ["reward.terms.one.function=a:b", "reward.function=a:b", "reward.kind=function"],
+            [
+                "reward.kind, reward.function are not read, since reward.terms gives several scorers; write it beneath"
+                " a term, or leave reward.terms out"
+            ],
+        ),
+        (
+            ["reward.terms.one.function=a:b", "reward.terms.one.weight=0"],
+            [
+                "reward.terms have the weights [0.0], so that every score is 0; give one of them another weight"
+            ],
+        ),
+        (
+            ["reward.terms.two-three.function=a:b"],
+            ["reward.terms: 'two-three' cannot be the name of a term, which is part of a column's name; use"],
+        ),
+        (
+            ["reward.terms.one.function=a.b"],
+            [
+                "reward.terms.one.function: 'a.b' is not a function's import path; write package.module:function"
+            ],
+        ),
+        (
+            ["reward.terms.one.wieght=1", "reward.terms.one.function=a:b"],
+            ["unknown key reward.terms.one.wieght; did you mean reward.terms.one.weight?"],
+        ),
+        (
+            ["reward.terms.one.zzz=1", "reward.terms.one.function=a:b"],
+            ["unknown key reward.terms.one.zzz; keys here are kind, function, path, "],
+        ),
+        (["weight=1"], ["unknown key weight; did you mean reward.terms.NAME.weight?"]),
+        (
+            ["reward.terms.one.weight=heavy", "reward.terms.one.function=a:b"],
+            [
+                'reward.terms.one.weight="heavy" must be a number; correct it, or leave it out for the default 1.0 (it'
+                " is: factor of the term's score;"
+            ],
+        ),
+        (
+            ["reward.terms.one.weight=.inf", "reward.terms.one.function=a:b"],
+            ["reward.terms.one.weight=Infinity must be a finite number; "],
+        ),
+        (
+            ["reward.terms.one=3"],
+            [
+                "reward.terms.one=3 must be a section with keys of its own; write them beneath reward.terms.one"
+            ],
+        ),
+        (["reward.terms=3"], ["reward.terms=3 must be a section with keys of its own; write them beneath"]),
+        (["reward.terms=[a]"], ['reward.terms=["a"] must be a section with keys of its own; write them']),
+        (
+            ["reward.on_failure=skip"],
+            ["reward.on_failure=\"skip\" must be 'fail', 'retry' or 'drop'; choose one of these"],
+        ),
+        (["reward.timeout_s=0"], ["reward.timeout_s=0 must be greater than 0; correct it, or leave it out"]),
+        (["reward.rows_per_call=0"], ["reward.rows_per_call=0 must be at least 1; "]),
+        (["reward.memory_bytes=1GB"], ["reward.memory_bytes: '1GB' is not a size in bytes; write"]),
+    ],
+)
+def test_bad_sections(built: Path, overrides: list[str], messages: list[str]) -> None:
+    if not messages:
+        load_config(built, overrides)
+        return
+    found = problems_of(built, *overrides)
+    assert len(found) == len(messages), found
+    for text, message in zip(found, messages, strict=True):
+        assert text.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "parallel=1-2-1",
+            "reward.terms.liked.parallel=1-2-1 takes p·t·d = 1·2·1 = 2 ranks, which must equal the 4 of",
+        ),
+        (
+            "parallel=1-4-1",
+            "reward.terms.liked.parallel=1-4-1: t=4 does not divide num_kv_heads=2; choose 1 or 2",
+        ),
+        (
+            "parallel=4-1-1",
+            "reward.terms.liked.parallel=4-1-1: p=4 pipeline stages need as many layers, the model has",
+        ),
+        (
+            "micro_batch_tokens=100",
+            "reward.terms.liked.micro_batch_tokens=100 must hold one row of 128 tokens (prompt and response); raise",
+        ),
+        ("path=/no/model", "reward.terms.liked.path=/no/model is not a folder; name one that exists"),
+        (
+            "parallel=1-1-4,data.batch_size=6",
+            "the d = 4 replicas of reward.terms.liked.parallel=1-1-4; choose a",
+        ),
+    ],
+)
+def test_models_among_the_terms_keep_the_rules_of_roles(
+    with_terms: Path, override: str, message: str
+) -> None:
+    first, *others = override.split(",")
+    found = problems_of(with_terms, f"reward.terms.liked.{first}", *others)
+    assert any(message in text for text in found), found
+    assert sum("reward.terms.liked" not in text for text in found) == len(others), (
+        found
+    )  # the actor's engines
+
+
+def test_a_model_among_the_terms_has_one_label(with_terms: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "chatty", CONFIG | {"num_key_value_heads": 2})
+    (problem,) = problems_of(with_terms, f"reward.terms.liked.path={tmp_path / 'chatty'}")
+    assert problem.startswith(
+        f"reward.terms.liked.path={tmp_path / 'chatty'} has no score head, a reward model gives"
+    )
+
+
+class WithCost(RunConfig):
+    """A run with a second section of the kind."""
+
+    cost: RewardSection = RewardSection()
+
+
+def test_a_cost_has_the_rules_of_a_reward_but_no_function_by_default(built: Path) -> None:
+    run = load_config(built).model_dump(exclude_defaults=True) | {
+        "cost": {"on_failure": "retry", "retries": 0}
+    }
+    config = WithCost.model_validate(run)
+    assert list(reward_sections(config)) == ["reward", "cost"]
+    assert check_run(config) == [
+        "cost names no function; give cost.function as package.module:function, or cost.kind=model with cost.path",
+        "cost.on_failure=retry needs at least one retry; raise cost.retries=0, or choose fail",
+    ]
+    assert check_run(WithCost.model_validate(run | {"cost": {"function": "a.b:c"}})) == []
+
+
+def test_keys_of_terms_are_listed() -> None:
+    keys = list(all_keys())
+    assert {
+        "reward.terms",
+        "reward.terms.NAME.weight",
+        "reward.terms.NAME.function",
+        "reward.timeout_s",
+    } < set(keys)
+    assert "reward.terms.weight" not in keys
