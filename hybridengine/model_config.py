@@ -74,7 +74,8 @@ def check_sizes(config: Mapping[str, Any], architecture: str) -> None:
     wrong += [key for key in ("num_labels",) if config.get(key) and not _is_size(config.get(key))]
     if wrong:
         raise ConfigError(
-            f"config.json of {architecture}: {', '.join(wrong)} must be present and positive integers; {_RESTORE}"
+            f"config.json of {architecture}: {', '.join(f'{key}={shown(config.get(key))}' for key in wrong)} must be"
+            f" positive integers (null: missing); {_RESTORE}"
         )
     for key in (*REQUIRED_SIZES, *OPTIONAL_SIZES, "num_labels"):
         limit = _LIMITS.get(key, MAX_SIZE)

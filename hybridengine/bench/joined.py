@@ -23,6 +23,12 @@ def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
 NUMBERS = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 """Variables that are integers -> the least that they may be."""
 
+RULES = (
+    ("RANK", "less than", "WORLD_SIZE"),
+    ("LOCAL_RANK", "less than", "LOCAL_WORLD_SIZE"),
+    ("LOCAL_WORLD_SIZE", "at most", "WORLD_SIZE"),
+)
+
 
 def check_world(spec: BenchSpec, environment: Mapping[str, str] = os.environ) -> None:
     """Check that every pair has the number of ranks that were started.
@@ -37,10 +43,17 @@ def check_world(spec: BenchSpec, environment: Mapping[str, str] = os.environ) ->
         for name, least in NUMBERS.items()
         if name in environment and not _is_integer(environment[name], least)
     )
-    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    if rank >= world_size:
+    numbers = {name: int(environment[name]) for name in NUMBERS if name in environment}
+    world_size = numbers["WORLD_SIZE"]
+    raise_all(
+        f"{name}={numbers[name]} must be {rule} {other}={numbers[other]}; start the command with torchrun"
+        for name, rule, other in RULES
+        if name in numbers and other in numbers and numbers[name] > numbers[other] - (rule == "less than")
+    )
+    if not 1 <= numbers.get("MASTER_PORT", 0) <= 65535:
+        found = environment.get("MASTER_PORT", "not set")
         raise ConfigError(
-            f"RANK={rank} must be less than WORLD_SIZE={world_size}; start the command with torchrun"
+            f"MASTER_PORT must be a port from 1 to 65535, and is {found}; start the command with torchrun"
         )
     raise_all(
         [
@@ -74,7 +87,7 @@ def measure_joined(spec: BenchSpec, say: Callable[[str], None]) -> Iterator[Pair
     backend = choose_device(local_rank, local_size)
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=spec.timeout_s))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise TransferError(
             f"the ranks could not join: {error}; look for one that has not started"
         ) from error

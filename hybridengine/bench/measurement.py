@@ -70,7 +70,7 @@ class Measurement:
         initialize_globals(seed=0)
         grid = Grid(pair.train)
         self._actor = Actor(spec.shape, grid, dist.get_rank(), registry, spec.dtype)
-        setting = Setting(self._actor, pair.gen, spec.bucket_bytes, spec.verify, nodes)
+        setting = Setting(self._actor, pair.gen, spec.bucket_bytes, spec.verify, spec.timeout_s, nodes)
         self._contestants: dict[str, _Contestant] = {}
         for name in spec.methods:
             self._add(name.value, name, setting)

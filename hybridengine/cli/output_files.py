@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from itertools import combinations
@@ -44,26 +46,39 @@ def check_output_files(files: Mapping[str, Path | None], sources: Mapping[str, s
 
 
 @contextlib.contextmanager
-def output(option: str, file: Path) -> Iterator[None]:
-    """Context in which `file`, which `option` names, is written.
+def output(option: str, file: Path) -> Iterator[Path]:
+    """Context for writing `file`, which `option` names: yields the path to write to, which becomes `file` at the end.
+
+    Where writing fails, `file` is as it was before.
 
     Raises:
         ConfigError: writing failed, e.g. for lack of space.
     """
+    place = file.resolve()  # of a link, what it leads to
+    new = place.with_name(f".{place.stem}-{os.getpid()}{place.suffix}")
+    if (file.exists() and not file.is_file()) or not os.access(place.parent, os.W_OK):
+        new = file  # a device, a pipe of the shell, or a file in a folder that takes no other
     try:
-        yield
+        yield new
+        if new != file:
+            if place.exists():
+                shutil.copymode(place, new)
+            new.replace(place)
     except OSError as error:
         raise ConfigError(_message(option, file, error)) from error
+    finally:
+        if new != file:
+            new.unlink(missing_ok=True)
 
 
 def write_output(option: str, file: Path, text: str) -> None:
-    """Write `text` into `file`, which `option` names.
+    """Write `text` into `file`, which `option` names; where that fails, the file is as it was before.
 
     Raises:
         ConfigError: writing failed, e.g. for lack of space.
     """
-    with output(option, file):
-        file.write_text(text)
+    with output(option, file) as place:
+        place.write_text(text)
 
 
 def check_picture(option: str, file: Path | None) -> None:

@@ -152,8 +152,8 @@ def run_bench(options: argparse.Namespace) -> int:
                 say(f"written: {options.json}")
     finally:
         if options.plot and measured and not (joined and os.environ["RANK"] != "0"):
-            with output("--plot", options.plot):
-                draw(spec, measured, options.plot)
+            with output("--plot", options.plot) as place:
+                draw(spec, measured, place)
             say(f"drawn: {options.plot}")
     return 0
 

@@ -123,9 +123,9 @@ def add_plan_command(subparsers: Any) -> None:
         "--sweep",
         nargs="?",
         const=PRACTICAL,
-        metavar="all",
-        help="every generation layout that fits, best first: of engines no larger than a training replica or a node,"
-        " t_g up to t or a node; with `all`, of any size",
+        metavar="WHICH",
+        help="every generation layout that fits, best first: `practical` (default), engines no larger than a training"
+        " replica or a node, t_g up to t or a node; `all`, engines of any size",
     )
     parser.set_defaults(run=run_plan)
 
@@ -173,8 +173,8 @@ def _write(
         from hybridengine.cli.switch_chart import draw_switches
 
         try:
-            with output("--plot", picture):
-                draw_switches(request.model_name, request.cluster, plans, picture)
+            with output("--plot", picture) as place:
+                draw_switches(request.model_name, request.cluster, plans, place)
         except ConfigError as error:
             problems.append(str(error))
     raise_all(problems)

@@ -43,7 +43,8 @@ def draw_switches(model: str, cluster: Cluster, plans: Sequence[SwitchPlan], fil
         _draw_received(left, bars)
         _draw_memory(right, plans[:MAX_CURVES], cluster)
         if len(plans) > MAX_CURVES:
-            right.set_title(f"the first {MAX_CURVES} of {len(plans)} layouts", color=INK, fontsize=9)
+            label = right.get_xlabel()
+            right.set_xlabel(f"{label}; the first {MAX_CURVES} of {len(plans)} layouts")
         grid = plans[0].generation.train
         figure.suptitle(
             f"{model} on {cluster.name}, {grid.num_ranks} ranks in {grid.order.name.lower()} order: bytes counted from"

@@ -220,11 +220,14 @@ def sweep_lines(
         "  listed are engines no larger than a training replica or a node, t_g up to t or a node; --sweep all has the"
         " others as well"
     ]
+    too_large = [
+        f"  {num_too_large} more layout(s) left out: their weights exceed the device's"
+        f" {format_bytes(cluster.device_memory_bytes)}"
+    ]
     return [
         *aligned(rows),
         f"  fastest switch there and back first, {PREDICTED}; how fast the engines then generate is another matter",
-        f"  {num_too_large} more layout(s) left out: their weights exceed the device's"
-        f" {format_bytes(cluster.device_memory_bytes)}",
+        *(too_large if num_too_large else []),
         *([] if are_all else rule),
     ]
 

@@ -25,6 +25,8 @@ def yaml_fault(error: BaseException) -> str:
     """What is wrong with a YAML file, with line and column where they are known."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
+    if "max_yaml_expanded_nodes" in str(error):  # OmegaConf's limit
+        return "its anchors and aliases stand for too many values"
     if type(error) is ValueError:  # of int(), and nothing else
         return "a number has thousands of digits"
     if isinstance(error, yaml.MarkedYAMLError) and error.problem:

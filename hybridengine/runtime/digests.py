@@ -1,11 +1,14 @@
-"""Digests of boxes of weights: equal bits at equal places have equal digests, on any device and in any memory layout.
+"""Digests of boxes of weights: equal bits at equal places have equal digests, on any device, in any memory layout.
 
-For a box read as a matrix x of integers (its last dimension as columns), modulo 2^64 and with odd weights v, w:
+A box is read as a matrix x of integers, its last dimension as columns. With a function h that mixes the 64 bits of a
+number so that none of them counts less than another, and a number c_k for every place, modulo 2^64:
 
-    (sum_ij w_j x_ij,  sum_ij v_i x_ij)
+    (sum_j h(c_j + sum_i x_ij),  sum_i h(c_i + sum_j x_ij))
 
-One flipped bit changes both sums, because an odd weight times a power of two is never 0. Two reductions cost about two
-readings of the memory, and no copy. They find faults; they are no defence against somebody who wants to forge weights.
+The sum of a row or column with one flipped bit is another one, and h gives different numbers different values: each
+flipped bit changes both parts. Sums of rows and columns cost about two readings of the memory, and no copy; the rest is
+small. Errors go unseen where they cancel in every row and in every column, four equal ones at the corners of a rectangle
+at least. Digests find faults; they are no defence against somebody who wants to forge weights.
 """
 
 from __future__ import annotations
@@ -19,21 +22,26 @@ from torch import Tensor
 DIGEST_SIZE = 2
 """Numbers of a digest."""
 
-_MULTIPLIER = (
-    -7046029254386353131
-)  # 2^64 divided by the golden ratio, as a signed number: odd, bits well mixed
+_GOLDEN = -7046029254386353131
+"""2^64 divided by the golden ratio, as a signed number: its multiples are spread evenly."""
+_MIX = ((30, -4658895280553007687), (27, -7723592293110705685))
+"""(shift, odd factor), and _LAST_SHIFT: of SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014)."""
+_LAST_SHIFT = 31
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digests(views: Sequence[Tensor]) -> Tensor:
     """Digest of each view. Shapes: [len(views), 2] int64, on the device of the views."""
-    return torch.stack([_digest(view) for view in views])
-
-
-def _digest(view: Tensor) -> Tensor:
-    words = _words(view)
-    columns, rows = words.sum(dim=0, dtype=torch.int64), words.sum(dim=1, dtype=torch.int64)
-    return torch.stack([(sums * _weights(len(sums), view.device)).sum() for sums in (columns, rows)])
+    sums = []
+    for view in views:
+        words = _words(view)
+        sums += [words.sum(dim=0, dtype=torch.int64), words.sum(dim=1, dtype=torch.int64)]
+    sizes = [len(part) for part in sums]
+    places = torch.cat([_places(size, view.device) for size in sizes])
+    # All at once: a view has few sums, and most of the time would go into starting operations.
+    totals = _mixed(torch.cat(sums) + places).cumsum(0)
+    ends = totals[torch.tensor(sizes).cumsum(0).to(view.device) - 1]
+    return torch.diff(ends, prepend=ends.new_zeros(1)).view(-1, DIGEST_SIZE)
 
 
 def _words(view: Tensor) -> Tensor:
@@ -48,7 +56,19 @@ def _words(view: Tensor) -> Tensor:
     return matrix.view(torch.int64)
 
 
+def _mixed(numbers: Tensor) -> Tensor:
+    """A one-to-one function of 64-bit numbers in which every bit of the argument changes about half of the value's."""
+    for shift, factor in _MIX:
+        numbers = (numbers ^ _shifted(numbers, shift)) * factor
+    return numbers ^ _shifted(numbers, _LAST_SHIFT)
+
+
+def _shifted(numbers: Tensor, shift: int) -> Tensor:
+    """Shifted to the right as if they had no sign."""
+    return (numbers >> shift) & ((1 << (64 - shift)) - 1)
+
+
 @lru_cache(maxsize=512)
-def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd, different weights."""
-    return (2 * torch.arange(count, device=device) + 1) * _MULTIPLIER
+def _places(count: int, device: torch.device) -> Tensor:
+    """A number for each place, all different."""
+    return torch.arange(1, count + 1, device=device) * _GOLDEN

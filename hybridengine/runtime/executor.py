@@ -123,14 +123,16 @@ class PlanExecutor:
         except (HybridEngineError, MemoryError, RuntimeError) as error:
             self._abandon(in_flight)
             raise self._failure(error) from error
-        except BaseException:
+        except BaseException as error:
+            self._notes.leave(FailureNote(self._rank, self._place, (), _said(error)))
             self._abandon(in_flight)
             raise
         finally:
             _num_runs[self._operation] += 1
 
-    def check_fresh(self) -> None:
-        """Check that both models still keep their weights where they were when the plan was bound to them.
+    def check_fresh(self, first: int = 0) -> None:
+        """Check that both models still keep their weights where they were when the plan was bound to them, and that there
+        is something to read for the buckets from `first` on.
 
         Raises:
             PlanError: names what has moved.
@@ -141,6 +143,17 @@ class PlanExecutor:
             if moved:
                 more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
                 changes.append(f"{layout.kind}: {'; '.join(moved[:3])}{more}")
+        given_up = {
+            name for bucket in self.plan.buckets[:first] for name in bucket.sources.get(self._rank, ())
+        }
+        empty = [
+            name for name in self._source.names if name not in given_up and not self._source.is_live(name)
+        ]
+        if empty:
+            more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
+            changes.append(
+                f"{self.plan.source.kind}: {', '.join(empty[:3])}{more} have given up their memory"
+            )
         if self._transport.is_closed and not self._is_local:
             changes.append("its process group has been destroyed")
         elif self._transport.has_given_up and not self._is_local:
@@ -155,9 +168,13 @@ class PlanExecutor:
 
     def refuse(self, where: str, error: BaseException) -> None:
         """Do without a run that the other ranks begin: they learn why, and at once where they can be told at once."""
-        self._notes.leave(FailureNote(self._rank, where, (), str(error)))
-        _num_runs[self._operation] += 1
+        self.leave_note(where, error)
         self._give_up()
+
+    def leave_note(self, where: str, error: BaseException) -> None:
+        """Say why this rank does not take part in a run that the others may begin."""
+        self._notes.leave(FailureNote(self._rank, where, (), _said(error)))
+        _num_runs[self._operation] += 1
 
     def drop_unfinished(self) -> None:
         """Give up the destination weights of all buckets that have not arrived: after a failure they are undefined."""
@@ -218,12 +235,12 @@ class PlanExecutor:
 
     def _abandon(self, in_flight: list[_Open]) -> None:
         """After a failure: nobody writes into buffers of unfinished buckets any more, and their staging goes."""
+        self._give_up()  # first: what others read from here from now on, they do not take for weights
         for opened in in_flight:
             for pending in opened.pending:
                 pending.abandon()
         for program in self._programs.values():
             program.staging.release()
-        self._give_up()
 
     def _give_up(self) -> None:
         if not self._is_local:
@@ -234,15 +251,20 @@ class PlanExecutor:
         """Notes of the present run; the next one, of this executor or of another for the same plan, has its own."""
         return FailureNotes(self.plan.ranks, f"{self._operation}/{_num_runs[self._operation]}")
 
-    def _failure(self, error: Exception) -> HybridEngineError:
-        """`error` with the bucket, and with what the other ranks say."""
+    @property
+    def _place(self) -> str:
+        """Where the present run is."""
         index, buckets = self.num_complete, self.plan.buckets
         place = (
             f"bucket {index} of {len(buckets)} ({buckets[index].tensors[0]} ...)"
             if index < len(buckets)
             else f"the meeting after bucket {index - 1} of {len(buckets)}"
         )
-        where = f"{place} of {self.plan.source.kind} -> {self.plan.destination.kind}"
+        return f"{place} of {self.plan.source.kind} -> {self.plan.destination.kind}"
+
+    def _failure(self, error: Exception) -> HybridEngineError:
+        """`error` with the bucket, and with what the other ranks say."""
+        where = self._place
         waited_for = error.peers if isinstance(error, PeerError) else ()
         note = FailureNote(self._rank, where, waited_for, str(error))
         notes = self._notes
@@ -256,6 +278,11 @@ class PlanExecutor:
             f"rank {self._rank}: {where} failed: {type(error).__name__}: {error}; where it lacks memory, choose smaller"
             " buckets or a smaller KV cache"
         )
+
+
+def _said(error: BaseException) -> str:
+    """What an error says, for other ranks; its class where that is more than the text."""
+    return str(error) if isinstance(error, HybridEngineError) else f"{type(error).__name__}: {error}"
 
 
 def _check_storage(

@@ -9,10 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TypeVar
 
 import torch.distributed as dist
+
+Answer = TypeVar("Answer")
 
 GRACE_S = 2.0
 """How long a failing rank waits for the notes of those it waited for: they fail at about the same time."""
@@ -42,27 +47,25 @@ class FailureNotes:
 
     def leave(self, note: FailureNote) -> None:
         """Leave a note for the others. Best effort: the store may have died with its rank."""
-        with contextlib.suppress(RuntimeError):
-            _store().set(self._key(note.rank), json.dumps(asdict(note)))
+        _within(GRACE_S, lambda: _store().set(self._key(note.rank), json.dumps(asdict(note))))
 
     def read(self, awaited: Sequence[int], grace_s: float = GRACE_S) -> list[FailureNote] | None:
         """Notes left so far; waits a little for those of `awaited`, and of whom these have waited for.
 
-        None where the store has died with its rank.
+        None where the store has died with its rank, or is as silent as that.
         """
-        deadline = time.monotonic() + grace_s
-        wanted, found = set(awaited), dict[int, FailureNote]()
-        with contextlib.suppress(RuntimeError):
-            store = _store()
-            while True:
-                for rank in self._ranks:
-                    if rank not in found and store.check([self._key(rank)]):
-                        found[rank] = self._parse(store.get(self._key(rank)))
-                        wanted |= set(found[rank].waited_for)
-                if wanted <= set(found) or time.monotonic() >= deadline:
-                    return [found[rank] for rank in sorted(found)]
-                time.sleep(0.05)
-        return None
+        return _within(grace_s + GRACE_S, lambda: self._read(awaited, time.monotonic() + grace_s))
+
+    def _read(self, awaited: Sequence[int], deadline: float) -> list[FailureNote]:
+        store, wanted, found = _store(), set(awaited), dict[int, FailureNote]()
+        while True:
+            for rank in self._ranks:
+                if rank not in found and store.check([self._key(rank)]):
+                    found[rank] = self._parse(store.get(self._key(rank)))
+                    wanted |= set(found[rank].waited_for)
+            if wanted <= set(found) or time.monotonic() >= deadline:
+                return [found[rank] for rank in sorted(found)]
+            time.sleep(0.05)
 
     def _key(self, rank: int) -> str:
         return f"hybridengine/{self._name}/{rank}"
@@ -98,6 +101,22 @@ def explain(own: FailureNote, notes: Sequence[FailureNote] | None) -> str:
         waited = sorted({rank for follower in followers for rank in stopped[follower].waited_for})
         parts.append(f"ranks {followers} have stopped as well, waiting for ranks {waited}")
     return "; ".join(parts)
+
+
+def _within(limit_s: float, ask: Callable[[], Answer]) -> Answer | None:
+    """What the store answers; None where it fails, or says nothing in time: a frozen process never answers."""
+    answers = SimpleQueue[Answer | None]()
+
+    def put() -> None:
+        answer = None
+        with contextlib.suppress(RuntimeError):
+            answer = ask()
+        answers.put(answer)
+
+    Thread(target=put, name="failure notes", daemon=True).start()
+    with contextlib.suppress(Empty):
+        return answers.get(timeout=limit_s)
+    return None
 
 
 def _store() -> dist.Store:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Protocol
 
-from hybridengine.errors import StorageError
+from hybridengine.errors import PlanError, StorageError
 from hybridengine.reshard.plan import Plan
 from hybridengine.reshard.planner import inverse_local
 from hybridengine.runtime.executor import PlanExecutor
@@ -96,11 +96,17 @@ class HybridEngine:
         self._verified: set[str] = set()
         self._cut_buckets = 0
         self._ledger = StorageLedger({Mode.TRAINING: training.weights, Mode.GENERATING: generation.weights})
-        self._gather = PlanExecutor(plan, rank, training.weights, generation.weights, transport, self._ledger)
-        self._cut = PlanExecutor(
-            inverse_local(plan), rank, generation.weights, training.weights, transport, self._ledger
-        )
-        check_agreement(plan, rank, transport.group)
+        try:
+            self._gather = PlanExecutor(
+                plan, rank, training.weights, generation.weights, transport, self._ledger
+            )
+            self._cut = PlanExecutor(
+                inverse_local(plan), rank, generation.weights, training.weights, transport, self._ledger
+            )
+        except PlanError as error:
+            check_agreement(plan, rank, transport.group, verify.value, str(error))
+            raise
+        check_agreement(plan, rank, transport.group, verify.value)
         generation.leave_generation()
         generation.weights.release()
         return_memory_to_system()
@@ -117,7 +123,13 @@ class HybridEngine:
             PlanError: the plan is stale.
             TransferError: a peer failed; this rank's training weights are whole again.
         """
-        self._expect(Mode.TRAINING)
+        try:
+            self._expect(Mode.TRAINING)
+        except (
+            StorageError
+        ) as error:  # the others may have begun; where none has, the engine goes on as before
+            self._gather.leave_note("the check of the mode", error)
+            raise
         self._gather.check_fresh()
         self._leave_training()
         self._ledger.begin()
@@ -143,7 +155,7 @@ class HybridEngine:
             TransferError: a copy has other bits than its source.
         """
         self._expect(Mode.GENERATING)
-        self._cut.check_fresh()
+        self._cut.check_fresh(self._cut_buckets)
         self._generation.leave_generation()
         self._ledger.begin()
         try:

@@ -144,7 +144,10 @@ def _check_positive(sizes: object, fields: tuple[str, ...]) -> None:
     for field in fields:
         value = getattr(sizes, field)
         if type(value) is not int or value < 1:  # True is an int, and no size
-            raise TopologyError(f"{field}={value!r} must be a positive integer")
+            form = "p-t-d" if len(fields) == 3 else "p_g-t_g"
+            raise TopologyError(
+                f"{field}={value!r} must be a positive integer; choose at least 1 for each of {form}"
+            )
 
 
 def _check_num_ranks(name: str, num_ranks: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ from tests.gloo.staged_transport import Stage, StagedMemoryTransport, StagedTran
 from tests.gloo.tiny_models import write_model
 
 TIMEOUT_S = 3.0
+FROZEN_S = 20.0
 BROKEN_RANK = 2
 SIZES, NODES = TrainSizes(2, 2, 1), NodeMap((2, 2))
 """Stages on different nodes: boxes come in two steps, and all ranks send and receive."""
@@ -52,12 +55,17 @@ class Break:
     """The store with the notes dies with the rank."""
     in_memory: bool = False
     """Ranks read each other's memory instead of sending messages."""
+    freezes: bool = False
+    """The whole process stops, its threads as well, and is killed after the others should have ended."""
 
     def is_at(self, stage: Stage, engine: HybridEngine) -> bool:
         here = (stage.name, stage.bucket.tensors, stage.step, stage.is_back)
         return here == (self.stage, engine.plan.buckets[self.bucket].tensors, self.step, self.back)
 
     def happen(self) -> None:
+        if self.freezes:
+            subprocess.Popen(["sh", "-c", f"sleep {FROZEN_S}; kill -9 {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
         if not self.hangs:
             os._exit(1)
         time.sleep(2 * TIMEOUT_S)
@@ -84,6 +92,8 @@ class Aftermath:
     """What a rank has after a switch that one rank has broken."""
 
     error: str
+    seconds: float
+    """That the switch took."""
     mode: Mode
     weights_equal: bool
     """Of its mode: the training weights, or the slices of the whole model."""
@@ -122,7 +132,9 @@ def break_a_switch(rank: int, folder: Path, case: Break) -> Aftermath:
         dist.barrier()
         if rank == BROKEN_RANK and case.stage == "before":
             case.happen()
+        started = time.monotonic()
         error = attempt(engine)
+        seconds = time.monotonic() - started
         if rank == BROKEN_RANK and case.stage == "after":
             case.happen()
         mode = engine.mode
@@ -135,6 +147,7 @@ def break_a_switch(rank: int, folder: Path, case: Break) -> Aftermath:
             equal, other_bytes = same_weights(before, copy_weights(trainer)), side.weights.live_bytes
     return Aftermath(
         error,
+        seconds,
         mode,
         equal,
         other_bytes,
@@ -216,9 +229,10 @@ def test_others_name_the_rank_and_keep_their_training_weights(
     assert case.bucket - 1 <= min(failed_in) <= first_missed
 
 
-def test_the_store_dies_with_the_rank(folder: Path, run_ranks: RankLauncher):
-    """Without notes nobody can tell who is missing, and the errors do not pretend to."""
-    case = Break("post", MIDDLE, hosts_store=True)
+@pytest.mark.parametrize("freezes", [False, True], ids=["dies", "freezes"])
+def test_the_store_dies_with_the_rank(folder: Path, run_ranks: RankLauncher, freezes: bool):
+    """Without notes nobody can tell who is missing, and the errors do not pretend to; who is frozen answers nothing."""
+    case = Break("post", MIDDLE, hosts_store=True, freezes=freezes)
     by_rank = run_ranks(4, break_a_switch, folder, case, may_die=[BROKEN_RANK], timeout_s=60)
     assert by_rank[BROKEN_RANK] is None
     for rank, aftermath in enumerate(by_rank):
@@ -230,6 +244,7 @@ def test_the_store_dies_with_the_rank(folder: Path, run_ranks: RankLauncher):
         assert re.match(rf"rank {rank}: bucket \d+ of .* messages with ranks \[.*\] failed", aftermath.error)
         assert "the rank that hosts the store is missing" in aftermath.error
         assert "missing ranks" not in aftermath.error
+        assert aftermath.seconds < FROZEN_S - 1, "nobody waits until the frozen rank is killed"
 
 
 @pytest.mark.parametrize("case", WHILE_NOBODY_WAITS, ids=str)

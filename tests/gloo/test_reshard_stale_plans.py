@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,15 @@ from hybridengine.model_shapes import ModelShape
 from hybridengine.runtime import fingerprint
 from hybridengine.runtime.hybrid_engine import HybridEngine, Mode
 from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.runtime.storage import WeightStorage
 from hybridengine.runtime.transport import PointToPointTransport
+from hybridengine.runtime.verify import Verify
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
 from tests.gloo.megatron_training import copy_weights, make_trainer, same_weights, step
 from tests.gloo.plain_generation import make_engine
 from tests.gloo.ranks import RankLauncher
+from tests.gloo.staged_transport import Stage, StagedMemoryTransport, stages_known
 from tests.gloo.tiny_models import write_model
 
 TIMEOUT_S = 3.0
@@ -124,8 +128,11 @@ def trainer_of(rank: int, folder: Path) -> tuple[MegatronTrainer, Callable[..., 
     def make(
         bucket_elements: int = BUCKET_ELEMENTS,
         transport: Callable[[dist.ProcessGroup], PointToPointTransport] = PointToPointTransport,
+        verify: Verify = Verify.FIRST,
     ) -> HybridEngine:
-        return make_engine(trainer, "1-1", ProcessGroups(TIMEOUT_S), bucket_elements, transport)[0]
+        return make_engine(
+            trainer, "1-1", ProcessGroups(TIMEOUT_S), bucket_elements, transport, verify=verify
+        )[0]
 
     return trainer, make
 
@@ -210,13 +217,49 @@ def disagree(rank: int, folder: Path) -> list[str]:
         errors.append(error_of(make))
     pairs = [cast(dist.ProcessGroup, dist.new_group(ranks)) for ranks in ([0, 1], [1, 2])]
     errors.append(error_of(lambda: make(transport=lambda _: PointToPointTransport(pairs[rank // 2]))))
+    errors.append(error_of(lambda: make(verify=Verify.ALWAYS if rank == BROKEN_RANK else Verify.NEVER)))
+    weights = {name: trainer.weights[name].clone() for name in trainer.weights.names if name != NORM}
+    lacking = mock.patch.object(trainer, "weights", WeightStorage(weights))
+    with lacking if rank == BROKEN_RANK else contextlib.nullcontext():
+        errors.append(error_of(make))
     assert same_weights(before, copy_weights(trainer))
     make().to_generate()
     return errors
 
 
+def switch_without_weights(rank: int, folder: Path) -> list[str]:
+    """A parameter of one rank owns no memory: before the first switch, and once the plan has been carried out."""
+    trainer, make = trainer_of(rank, folder)
+    before, errors = copy_weights(trainer), []
+    for is_first in (True, False):
+        engine = make()
+        if not is_first:
+            engine.to_generate()
+            engine.to_train()
+        if rank == BROKEN_RANK:
+            trainer.weights.release([NORM])
+        errors.append(error_of(engine.to_generate))
+        if rank == BROKEN_RANK:
+            trainer.weights.materialise([NORM])
+            trainer.weights[NORM].copy_(before[NORM])
+        assert engine.mode is Mode.TRAINING
+        assert same_weights(before, copy_weights(trainer))
+        dist.barrier()
+    return errors
+
+
+def test_weights_that_own_no_memory_are_not_read(folder: Path, run_ranks: RankLauncher):
+    said = rf"stale: rank {BROKEN_RANK}, megatron 3-1-1: {NORM} have given up their memory, since the plan was bound"
+    for rank, errors in enumerate(run_ranks(NUM_RANKS, switch_without_weights, folder)):
+        for error in errors:
+            assert re.search(said, error), error
+            assert error.startswith(
+                "PlanError" if rank == BROKEN_RANK else f"TransferError: rank {rank}: bucket"
+            )
+
+
 def test_ranks_that_disagree_make_no_engine(folder: Path, run_ranks: RankLauncher):
-    for rank, (plans, software, group) in enumerate(run_ranks(NUM_RANKS, disagree, folder)):
+    for rank, (plans, software, group, verify, model) in enumerate(run_ranks(NUM_RANKS, disagree, folder)):
         other = 0 if rank == BROKEN_RANK else BROKEN_RANK
         assert plans.startswith(
             f"PlanError: ranks {rank} and {other} have compiled different plans for the same domain"
@@ -231,3 +274,56 @@ def test_ranks_that_disagree_make_no_engine(folder: Path, run_ranks: RankLaunche
             f"PlanError: rank {rank}: the plan is for ranks [0, 1, 2], its process group has ranks {members}; give the"
             " group of the plan's domain"
         )
+        other = 0 if rank == BROKEN_RANK else BROKEN_RANK
+        times = ("always", "never") if rank == BROKEN_RANK else ("never", "always")
+        assert verify == (
+            f"PlanError: ranks {rank} and {other} check digests at different times (verify={times[0]} and {times[1]});"
+            " give all ranks the same"
+        )
+        problem = rf"rank {BROKEN_RANK} of megatron 3-1-1: the model lacks \['{NORM}'\]"
+        others = "" if rank == BROKEN_RANK else rf"rank {BROKEN_RANK} cannot carry out the plan: "
+        assert re.match(f"PlanError: {others}{problem}", model), model
+
+
+def stop_alone(rank: int, folder: Path) -> list[tuple[str, float]]:
+    """One rank stops by itself in the middle of a switch, or never begins: what each rank is told, and after how long."""
+    trainer, make = trainer_of(rank, folder)
+    before, told = copy_weights(trainer), []
+    for stop in (KeyboardInterrupt("of this test"), KeyError("of this test"), None):
+
+        def at_stage(stage: Stage, stop: BaseException | None = stop) -> None:
+            if stop is not None and rank == BROKEN_RANK and stage.name == "post":
+                raise stop
+
+        with stages_known():
+            engine = make(transport=lambda group, at_stage=at_stage: StagedMemoryTransport(group, at_stage))
+            if stop is None and rank == BROKEN_RANK:
+                engine.mode = Mode.GENERATING
+            started = time.monotonic()
+            try:
+                engine.to_generate()
+            except (HybridEngineError, KeyboardInterrupt, KeyError) as error:
+                told.append((str(error), time.monotonic() - started))
+        dist.barrier()
+        if stop is not None:
+            assert engine.mode is Mode.TRAINING
+        assert same_weights(before, copy_weights(trainer))
+    return told
+
+
+def test_others_learn_of_a_rank_that_stops_by_itself(folder: Path, run_ranks: RankLauncher):
+    reasons = (
+        r"bucket 0 of .*: KeyboardInterrupt: of this test",
+        r"bucket 0 of .*: KeyError: 'of this test'",
+        "the check of the mode: the engine is generating, this switch starts from training; switch once",
+    )
+    by_rank = run_ranks(NUM_RANKS, stop_alone, folder)
+    for rank in {0, 1, 2} - {BROKEN_RANK}:
+        for (error, seconds), reason in zip(by_rank[rank], reasons, strict=True):
+            assert re.search(f"rank {BROKEN_RANK} failed by itself in {reason}", error), error
+            assert "missing" not in error
+            assert seconds < 2 * TIMEOUT_S
+    for (error, _), said in zip(
+        by_rank[BROKEN_RANK], ("of this test", "'of this test'", "switch once"), strict=True
+    ):
+        assert said in error

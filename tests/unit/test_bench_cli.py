@@ -173,9 +173,12 @@ def test_memory_and_gpus_of_a_machine(tmp_path: Path) -> None:
     assert num_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == 0
 
 
+WORLD = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
 def test_under_torchrun_the_world_must_fit() -> None:
     spec = BenchSpec(DEFAULT_MODEL, (LayoutPair.parse("1-4-2:1-2"),))
-    world = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}
+    world = WORLD
     assert is_rank(world) and not is_rank({"RANK": "0"})
     check_world(spec, world)
     with pytest.raises(TopologyError, match="needs 8 ranks, torchrun has started 6; choose p·t·d = 6"):
@@ -196,15 +199,29 @@ def test_under_torchrun_the_world_must_fit() -> None:
         ("WORLD_SIZE", "²", "WORLD_SIZE='²' must be an integer"),
         ("WORLD_SIZE", "9" * 5000, "must be an integer"),
         ("LOCAL_RANK", "1.0", "LOCAL_RANK='1.0' must be an integer"),
+        ("LOCAL_WORLD_SIZE", "9", "LOCAL_WORLD_SIZE=9 must be at most WORLD_SIZE=8"),
+        ("MASTER_PORT", "70000", "MASTER_PORT must be a port from 1 to 65535, and is 70000; start"),
         ("MASTER_PORT", "http", "MASTER_PORT='http' must be an integer, at least 1"),
     ],
     ids=lambda text: text[:20],
 )
 def test_a_damaged_torchrun_environment(name: str, value: str, message: str) -> None:
     spec = BenchSpec(DEFAULT_MODEL, (LayoutPair.parse("1-4-2:1-2"),))
-    world = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}
+    world = WORLD
     with pytest.raises(ConfigError, match=message):
         check_world(spec, world | {name: value})
+
+
+def test_a_torchrun_environment_that_lacks_something() -> None:
+    spec = BenchSpec(DEFAULT_MODEL, (LayoutPair.parse("1-4-2:1-2"),))
+    local = {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}
+    with pytest.raises(ConfigError, match="LOCAL_RANK=2 must be less than LOCAL_WORLD_SIZE=2; start"):
+        check_world(spec, WORLD | local)
+    without_port = {name: value for name, value in WORLD.items() if name != "MASTER_PORT"}
+    with pytest.raises(
+        ConfigError, match="MASTER_PORT must be a port from 1 to 65535, and is not set; start"
+    ):
+        check_world(spec, without_port)
 
 
 def test_a_temporary_folder_in_which_no_socket_can_be(tmp_path: Path) -> None:

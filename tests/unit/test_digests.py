@@ -115,12 +115,34 @@ def test_the_shape_counts_where_the_bits_do_not():
 
 def test_it_is_the_sum_that_the_docstring_says():
     """For words of one column each, read as signed numbers, modulo 2^64."""
-    words = [5, -3, 2**31 - 1]
-    multiplier = -7046029254386353131
-    matrix = torch.tensor([words], dtype=torch.int32).view(torch.float32)
-    by_columns = sum((2 * j + 1) * multiplier * word for j, word in enumerate(words))
-    by_rows = multiplier * sum(words)
-    assert digest(matrix) == (signed(by_columns), signed(by_rows))
+    words = [[5, -3, 2**31 - 1], [-(2**31), 7, 0]]
+    matrix = torch.tensor(words, dtype=torch.int32).view(torch.float32)
+    rows, columns = [sum(row) for row in words], [sum(column) for column in zip(*words, strict=True)]
+    assert digest(matrix) == (signed(sum_of_mixed(columns)), signed(sum_of_mixed(rows)))
+
+
+def sum_of_mixed(sums: list[int]) -> int:
+    return sum(split_mix_64((place + 1) * 0x9E3779B97F4A7C15 + value) for place, value in enumerate(sums))
+
+
+def split_mix_64(number: int) -> int:
+    """The output function of SplitMix64, as its authors give it."""
+    number %= 2**64
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB % 2**64
+    return number ^ (number >> 31)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_two_flipped_bits_change_it(dtype: torch.dtype):
+    """Of the sign and exponent, where sums alone would cancel; all pairs of bits of two rows and two columns of words."""
+    original = box((2, 16 // dtype.itemsize), dtype)
+    expected, num_bits = digest(original), 8 * dtype.itemsize
+    places = [(element, bit) for element in range(original.numel()) for bit in range(num_bits - 9, num_bits)]
+    for number, one in enumerate(places):
+        changed = flipped(original, *one)
+        for other in places[:number]:
+            assert digest(flipped(changed, *other)) != expected, (one, other)
 
 
 def signed(number: int) -> int:

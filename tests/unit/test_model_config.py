@@ -67,15 +67,15 @@ BAD = {
     ),
     "missing size": (
         {"vocab_size": None},
-        "^config.json of LlamaForCausalLM: vocab_size must be present and positive",
+        r"^config.json of LlamaForCausalLM: vocab_size=null must be positive integers \(null: missing\); restore",
     ),
     "all bad sizes": (
         {"hidden_size": 0, "num_hidden_layers": "3", "head_dim": -1, "num_key_value_heads": 2.0},
-        ": num_hidden_layers, hidden_size, num_key_value_heads, head_dim must be present and positive integers;",
+        ': num_hidden_layers="3", hidden_size=0, num_key_value_heads=2.0, head_dim=-1 must be positive integers',
     ),
     "a truth value for a size": (
         {"num_hidden_layers": True},
-        ": num_hidden_layers must be present and positive",
+        ": num_hidden_layers=true must be positive integers",
     ),
     "kv heads": (
         {"num_key_value_heads": 4},

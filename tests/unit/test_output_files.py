@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -60,6 +62,31 @@ def test_a_full_disk_is_one_message_and_the_other_file_is_written(plan: Plan, tm
     assert code == 2
     assert err.startswith(f"hybridengine: --plot {full} cannot be written (No space left on device); name")
     assert json.loads(file.read_text())["layout"] == "2-4-2:1-2"
+
+
+def test_a_disk_that_fills_up_takes_nothing_away(plan: Plan, tmp_path: Path) -> None:
+    file, linked = tmp_path / "x.json", tmp_path / "linked.json"
+    file.write_text("of an earlier run")
+    file.chmod(0o640)
+    linked.symlink_to(file)
+    write = Path.write_text
+
+    def write_some(path: Path, text: str) -> int:
+        write(path, text[:100])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch.object(Path, "write_text", write_some):
+        code, _, err = plan(*GOOD, "--json", str(linked))
+    assert code == 2
+    assert f"--json {linked} cannot be written (No space left on device)" in err
+    assert file.read_text() == "of an earlier run"
+    assert sorted(tmp_path.iterdir()) == [linked, file]
+    code, _, _ = plan(*GOOD, "--json", str(linked))
+    assert code == 0
+    assert linked.is_symlink()
+    assert json.loads(file.read_text())["layout"] == "2-4-2:1-2"
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert sorted(tmp_path.iterdir()) == [linked, file]
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])

@@ -206,13 +206,13 @@ def test_malformed_generation_sizes_name_the_form(text: str) -> None:
 
 
 def test_sizes_must_be_positive() -> None:
-    with pytest.raises(TopologyError, match=r"^tp_size=0 must be a positive integer$"):
+    with pytest.raises(TopologyError, match=r"^tp_size=0 must be a positive integer; choose at least 1"):
         TrainSizes.parse("1-0-1")
-    with pytest.raises(TopologyError, match=r"^pp_size=-1 must be a positive integer$"):
+    with pytest.raises(TopologyError, match=r"^pp_size=-1 must be a positive integer; choose at least 1"):
         GenSizes(-1, 2)
-    with pytest.raises(TopologyError, match=r"^dp_size=1\.5 must be a positive integer$"):
+    with pytest.raises(TopologyError, match=r"^dp_size=1\.5 must be a positive integer; choose at least 1"):
         TrainSizes(1, 1, 1.5)  # type: ignore[arg-type]
-    with pytest.raises(TopologyError, match=r"^tp_size=True must be a positive integer$"):
+    with pytest.raises(TopologyError, match=r"^tp_size=True must be a positive integer; choose at least 1"):
         GenSizes(1, True)
 
 

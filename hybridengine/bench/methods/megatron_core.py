@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -83,6 +84,12 @@ class MegatronCore(Method):
         with device_shim():
             service = _CountingGloo if is_needed() else _CountingNccl
             self._service = service(self.ledger, models)
+        if isinstance(
+            self._service, _CountingGloo
+        ):  # makes a group of its own, with half an hour of patience
+            group = cast(dist.ProcessGroup, self._service.gloo_pg)
+            backend = group._get_backend(torch.device("cpu"))
+            backend._set_default_timeout(timedelta(seconds=self.setting.timeout_s))
 
     def there(self) -> SwitchReport:
         self.ledger.begin()

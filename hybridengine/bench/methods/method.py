@@ -30,6 +30,8 @@ class Setting:
     gen: GenSizes
     bucket_bytes: int
     verify: str
+    timeout_s: float
+    """Longest that any wait may take."""
     nodes: NodeMap | None
     """Which ranks share a node; None where all do."""
     only_messages: bool = False
