@@ -10,8 +10,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from hybridengine.algorithms.losses.aggregation import LossStats, SummedLoss
+from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
+from hybridengine.algorithms.losses.dpo import dpo_loss, sequence_log_probs
 from hybridengine.algorithms.losses.entropy import entropy_bonus
+from hybridengine.algorithms.losses.kl_loss import kl_loss
 from hybridengine.algorithms.losses.policy import policy_loss
 from hybridengine.backends.megatron.outputs import response_log_probs
 from hybridengine.backends.megatron.weights import save_weights
@@ -45,6 +47,7 @@ class ActorWorker(TrainedWorker):
         generation = context.topology.generation
         assert generation is not None, "an actor's group has generation sizes"
         self._stop_token_ids = stop_token_ids
+        self._divisor = float(run.rollout.max_response_tokens)
         self._engine = VllmEngine(
             folder,
             self.shape,
@@ -170,10 +173,20 @@ class ActorWorker(TrainedWorker):
 
         return self.forward_rows(rollout, output)
 
-    @register(PROTO_3D, [*SEQUENCE_COLUMNS, "log_probs", "advantages"])
+    @register(
+        PROTO_3D,
+        [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
+        optional=["keep", "weights", "ref_log_probs"],
+    )
     def update(self, batch: TensorDictBase) -> dict[str, float]:
-        """PPO's policy update. Takes a rollout with `log_probs` and `advantages` [B, R]; metrics on the last stage."""
+        """The policy's update: clipped policy loss, entropy bonus and KL loss, as the actor's section says.
+
+        Takes a rollout with `log_probs` and `advantages` [B, R], and where they are there: rows to `keep` [B], `weights`
+        [B, R] of the rollout correction, `ref_log_probs` [B, R]. Metrics on the last stage.
+        """
         section, temperature = self.run.actor, self.run.rollout.temperature
+        aggregation = Aggregation(section.loss_aggregation, self._divisor)
+        columns_of = ["log_probs", "advantages", *({"weights", "ref_log_probs"} & set(batch.keys()))]
 
         def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
             log_probs, entropies = self._log_probs(logits, columns, temperature)
@@ -185,12 +198,50 @@ class ActorWorker(TrainedWorker):
                 mask,
                 section.clip_low,
                 section.clip_high,
+                dual_clip=section.dual_clip,
+                weights_BR=columns.get("weights"),
+                aggregation=aggregation,
             )
-            total = total + entropy_bonus(entropies, mask, section.entropy_coef)
-            count = mask.sum()
-            return total.loss_sum, count.int(), (total.stats, int(count))
+            total = total + entropy_bonus(entropies, mask, section.entropy_coef, aggregation)
+            if section.kl_loss_coef:
+                total = total + kl_loss(
+                    log_probs,
+                    columns["ref_log_probs"],
+                    mask,
+                    section.kl_loss_coef,
+                    section.kl_loss_estimator,
+                    aggregation,
+                )
+            return total.loss_sum, aggregation.count(mask).int(), (total.stats, int(mask.sum()))
 
-        return self.update_rows(batch, ["log_probs", "advantages"], loss)
+        return self.update_rows(batch, columns_of, loss)
+
+    @register(PROTO_3D, [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"])
+    def update_preferences(self, batch: TensorDictBase) -> dict[str, float]:
+        """DPO's update. Takes rows in pairs, the better response before the worse one; equal ones say nothing."""
+        settings, temperature = self.run.algorithm, self.run.rollout.temperature
+        better, worse = batch["scores"][0::2], batch["scores"][1::2]
+        told = (better > worse) & ~batch["dropped"][0::2] & ~batch["dropped"][1::2]
+        batch["told"] = told.repeat_interleave(2)[:, None].expand_as(batch["ref_log_probs"]).clone()
+
+        def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
+            log_probs, _ = self._log_probs(logits, columns, temperature)
+            mask, keep = columns["mask"], columns["told"][0::2, 0]
+            own, reference = (
+                sequence_log_probs(values, mask) for values in (log_probs, columns["ref_log_probs"])
+            )
+            total = dpo_loss(
+                own[0::2],
+                own[1::2],
+                reference[0::2],
+                reference[1::2],
+                settings.beta,
+                settings.label_smoothing,
+                keep,
+            )
+            return total.loss_sum, keep.sum().int(), (total.stats, int(mask.sum()))
+
+        return self.update_rows(batch, ["ref_log_probs", "told"], loss, unit=2)
 
     @register(ONE_TO_ALL)
     def save_checkpoint(self, folder: str, companions: str) -> None:

@@ -12,25 +12,26 @@ from hybridengine.controller.context import RankContext
 from hybridengine.importing import import_object
 from hybridengine.protocols import DP_PROTO, register
 from hybridengine.runtime.process_groups import process_groups
+from hybridengine.runtime.row_requests import ROW_NUMBERS
 
 
 class ComputeWorker:
     """One rank's share of the rows.
 
-    Functions are given by import path, "package.module.name". They get this rank's rows and an `Across`, which puts
-    together what all ranks have.
+    Functions are given by import path, "package.module.name". They get this rank's rows, with their numbers among all
+    rows as a column (`ROW_NUMBERS`), and an `Across`, which puts together what all ranks have.
     """
 
     def __init__(self, context: RankContext, run: RunConfig) -> None:
         registry = process_groups(run.timeouts.call_s)
         self._across = AcrossRanks(registry.of((tuple(range(context.world_size)),)))
 
-    @register(DP_PROTO, returns_rows=True)
+    @register(DP_PROTO, optional=[ROW_NUMBERS], returns_rows=True)
     def map(self, rows: TensorDictBase, function: str, *arguments: Any) -> TensorDict:
         """Columns that `function(rows, across, *arguments)` makes of these rows."""
         return import_object(function)(rows, self._across, *arguments)
 
-    @register(DP_PROTO)
+    @register(DP_PROTO, optional=[ROW_NUMBERS])
     def measure(self, rows: TensorDictBase, function: str, *arguments: Any) -> dict[str, float]:
         """Metrics that `function(rows, across, *arguments)` makes of all rows; the same on every rank."""
         return import_object(function)(rows, self._across, *arguments)

@@ -32,9 +32,11 @@ class CriticWorker(TrainedWorker):
             rollout, lambda scores, columns: {"values": response_values(scores, columns)}
         )
 
-    @register(PROTO_3D, [*SEQUENCE_COLUMNS, "values", "returns"])
+    @register(PROTO_3D, [*SEQUENCE_COLUMNS, "values", "returns"], optional=["keep"])
     def update(self, batch: TensorDictBase) -> dict[str, float]:
-        """Update towards `returns`. Takes a rollout with `values` and `returns` [B, R]; metrics on the last stage."""
+        """Update towards `returns`. Takes a rollout with `values` and `returns` [B, R], and rows to `keep` [B] where that
+        is there; metrics on the last stage."""
+        section = getattr(self.run, self.context.role)
 
         def loss(scores: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
             mask = columns["mask"]
@@ -43,7 +45,7 @@ class CriticWorker(TrainedWorker):
                 columns["values"],
                 columns["returns"],
                 mask,
-                self.run.critic.value_clip or None,
+                section.value_clip or None,
             )
             count = mask.sum()
             return total.loss_sum, count.int(), (total.stats, int(count))
@@ -51,6 +53,8 @@ class CriticWorker(TrainedWorker):
         # Between updates, gradients and (where the configuration says so) optimizer state give their memory to others.
         self.trainer.enter_training()
         try:
-            return self.update_rows(batch, ["values", "returns"], loss)
+            metrics = self.update_rows(batch, ["values", "returns"], loss)
         finally:
             self.trainer.leave_training()
+        role = self.context.role  # a run may have two critics
+        return {f"{role}/{name.partition('/')[2]}": value for name, value in metrics.items()}

@@ -89,10 +89,16 @@ class TrainedWorker(ModelWorker):
         """Start RL's optimizer, with fresh state."""
         self.trainer.start_optimizer(optimizer_settings(self.section, self.run.run.steps))
 
-    def update_rows(self, batch: TensorDictBase, columns: list[str], loss: LossFunction) -> dict[str, float]:
+    def update_rows(
+        self, batch: TensorDictBase, columns: list[str], loss: LossFunction, unit: int = 1
+    ) -> dict[str, float]:
         """Epochs of mini-batches over this replica's rows; metrics over all replicas, equal on the last stage.
 
-        `loss` collects a `LossStats` and the number of tokens of each micro-batch.
+        `loss` collects a `LossStats` and the number of tokens of each micro-batch. Rows that are not to `keep` have an
+        empty mask.
+
+        Args:
+            unit: so many rows, one behind the other, stay together.
         """
         self._updates += 1
         collected: list[tuple[LossStats, int]] = []
@@ -101,9 +107,10 @@ class TrainedWorker(ModelWorker):
         # The same order on all ranks of a replica, another one in each update.
         generator = torch.Generator().manual_seed(self.run.run.seed * 1_000_003 + self._updates)
         for _ in range(self.section.ppo_epochs):
-            order = torch.randperm(len(batch), generator=generator)
-            for rows in order.chunk(self.section.mini_batches):
-                micro = cut_rows(batch[rows], self.max_tokens, columns)
+            order = torch.randperm(len(batch) // unit, generator=generator)
+            for units in order.chunk(self.section.mini_batches):
+                rows = (units[:, None] * unit + torch.arange(unit)).flatten()
+                micro = cut_rows(batch[rows], self.max_tokens, columns, unit)
                 result = self.trainer.train_step([part.columns for part in micro], loss)
                 collected += result.collected
                 norms.append(result.grad_norm)

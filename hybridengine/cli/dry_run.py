@@ -6,7 +6,8 @@ from rich.console import Console
 
 from hybridengine.cli.group_lines import format_groups
 from hybridengine.config import RunConfig, model_shape
-from hybridengine.config.run_config import Role
+from hybridengine.config.algorithm_sections import Role
+from hybridengine.config.run_config import TRAINED
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.planning.memory import TrainingMemory, training_memory
 from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer, num_crossing
@@ -85,7 +86,7 @@ def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     rows = []
     for role in config.model_roles:
         memory = training_memory(model_shape(config, role), config.grid(role), config.model.dtype)
-        trains = role in ("actor", "critic")
+        trains = role in TRAINED
         own = memory.weights_bytes + (memory.gradients_bytes + memory.optimizer_bytes if trains else 0)
         resident["train"] += own
         resident["generate"] += _held_while_generating(config, role, cost, memory)

@@ -13,9 +13,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from hybridengine.checkpoint_files import check_checkpoint
 from hybridengine.config import RunConfig
+from hybridengine.config.reward_checks import reward_sections
+from hybridengine.config.run_config import SCORERS
 from hybridengine.data.demonstrations import DemonstrationDataset
 from hybridengine.data.prompts import PromptDataset
-from hybridengine.data.rewards import load_reward_function
+from hybridengine.data.rewards import check_reward_functions
 from hybridengine.data.tasks import ArithmeticTask, write_arithmetic_files
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
 from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all
@@ -63,7 +65,14 @@ def claim_run(config: RunConfig) -> RunConfig:
             ) from None
 
 
-PATHS = {"run": ("folder",), "model": ("path", "tokenizer"), "critic": ("path",), "reward": ("path",)}
+PATHS = {
+    "run": ("folder",),
+    "model": ("path", "tokenizer"),
+    "critic": ("path",),
+    "cost_critic": ("path",),
+    "reward": ("path",),
+    "cost": ("path",),
+}
 """Paths that ranks read or write."""
 
 
@@ -74,6 +83,12 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
         given = {key: getattr(section, key) for key in keys}
         absolute = {key: str(Path(path).resolve()) for key, path in given.items() if path is not None}
         sections[name] = section.model_copy(update=absolute)
+    for name in SCORERS:
+        terms = {
+            term: scorer.model_copy(update={"path": str(Path(scorer.path).resolve())} if scorer.path else {})
+            for term, scorer in sections[name].terms.items()
+        }
+        sections[name] = sections[name].model_copy(update={"terms": terms})
     return config.model_copy(update=sections)
 
 
@@ -85,8 +100,13 @@ def prepare_files(config: RunConfig) -> RunFiles:
     """
     disable_progress_bar()
     problems = _Problems()
-    if config.reward.kind == "function":
-        problems.attempt(lambda: load_reward_function(config.reward.function))
+    for name, section in reward_sections(config).items():
+        if section.functions:
+            problems.attempt(
+                lambda name=name, section=section: check_reward_functions(
+                    name, section, config.timeouts.start_s
+                )
+            )
     if config.model.build is not None:
         _build_model(config)
     elif config.model.gguf is not None:

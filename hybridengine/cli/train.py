@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
@@ -14,14 +15,15 @@ from hybridengine.backends.vllm import environment
 from hybridengine.cli.dry_run import cost_of, layout_lines
 from hybridengine.cli.prepare import RunFiles, claim_run, prepare_files
 from hybridengine.config import RunConfig
-from hybridengine.config.run_config import Role
+from hybridengine.config.algorithm_sections import Role
+from hybridengine.config.reward_sections import RewardSection
+from hybridengine.config.run_config import SCORERS
 from hybridengine.controller.cluster import node_offers, start_ray
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.evaluation import evaluate
-from hybridengine.drivers.ppo import ppo_step
-from hybridengine.drivers.roles import Roles, Sampling
+from hybridengine.drivers.roles import Roles, Sampling, Scorers, State
 from hybridengine.drivers.step_metrics import call_metrics
 from hybridengine.drivers.warmup import warm_up
 from hybridengine.errors import ConfigError, HybridEngineError, raise_all
@@ -72,16 +74,9 @@ def train(config: RunConfig) -> None:
             actor.save_checkpoint(str(config.start_folder), str(config.model_folder)).wait()
             say(f"warmed-up model saved: {_shown(config.start_folder)}")
         actor.start_training()
-        roles = Roles(
-            actor=actor,
-            critic=_group(pool, config, "critic", folder=config.critic_folder),
-            reference=_group(pool, config, "reference", folder=config.start_folder),
-            reward=_reward(pool, config),
-            prompts=_helper(pool, config, "prompts", "workers.prompts.PromptWorker"),
-            compute=_helper(pool, config, "compute", "workers.compute.ComputeWorker"),
-        )
-        say("critic, reference and reward ready on the same ranks")
-        _train_ppo(config, roles, files, console)
+        roles = _roles(pool, config, actor)
+        say(f"{', '.join(config.algorithm.used_roles[1:])} ready on the same ranks")
+        _iterate(config, roles, files, console)
         actor.save_checkpoint(str(config.run_folder / "final"), str(config.model_folder)).wait()
         say(f"trained model saved: {_shown(config.run_folder / 'final')}")
     rows = read_rows(config.run_folder)
@@ -126,10 +121,28 @@ def _shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _train_ppo(config: RunConfig, roles: Roles, files: RunFiles, console: Console) -> None:
+def _roles(pool: ResourcePool, config: RunConfig, actor: WorkerGroup) -> Roles:
+    """All groups of the run's dataflow, and those that read data and compute."""
+    folders = {
+        "critic": config.critic_folder,
+        "cost_critic": config.cost_critic_folder,
+        "reference": config.start_folder,
+    }
+    used = config.algorithm.used_roles
+    compute = _helper(pool, config, "compute", "workers.compute.ComputeWorker")
+    groups: dict[str, WorkerGroup | Scorers] = {
+        role: _group(pool, config, role, folder=folders[role]) for role in used if role in folders
+    }
+    groups |= {role: _scorers(pool, config, role, compute) for role in SCORERS if role in used}
+    prompts = _helper(pool, config, "prompts", "workers.prompts.PromptWorker")
+    return Roles(actor=actor, prompts=prompts, compute=compute, **groups)
+
+
+def _iterate(config: RunConfig, roles: Roles, files: RunFiles, console: Console) -> None:
     """All iterations, with a row of metrics and a line on the console for each."""
     steps = config.run.steps
     output = RunConsole(steps, console)
+    driver, state = import_module(config.algorithm.driver), State()
     with MetricsRecorder(config.run_folder) as recorder:
         measure = _evaluation(roles, files)
         output.print_step(recorder.record(0, measure()))
@@ -137,7 +150,7 @@ def _train_ppo(config: RunConfig, roles: Roles, files: RunFiles, console: Consol
             exchange = row_exchange()
             exchange.take_records()
             begin, payload_bytes = time.time(), exchange.payload_bytes
-            metrics = ppo_step(roles, _sampling(config, step), config.algorithm)
+            metrics = driver.step(roles, _sampling(config, step), config.algorithm, state)
             roles.actor.pool.wait()
             seconds = time.time() - begin
             metrics |= call_metrics(
@@ -186,6 +199,7 @@ def _pool(config: RunConfig) -> ResourcePool:
 WORKERS = {
     "actor": "workers.actor.ActorWorker",
     "critic": "workers.critic.CriticWorker",
+    "cost_critic": "workers.critic.CriticWorker",
     "reference": "workers.reference.ReferenceWorker",
 }
 """Worker classes by import path: this package never imports them."""
@@ -203,16 +217,25 @@ def _group(pool: ResourcePool, config: RunConfig, role: Role, **arguments: objec
     )
 
 
-def _reward(pool: ResourcePool, config: RunConfig) -> WorkerGroup:
-    scored_by_model = config.reward.kind == "model"
-    return WorkerGroup(
-        pool,
-        "workers.reward.RewardModelWorker" if scored_by_model else "workers.reward.RewardFunctionWorker",
-        role="reward",
-        parallel=config.train_sizes("reward"),
-        order=config.cluster.order,
-        config={"run": config} | ({"folder": config.reward.path} if scored_by_model else {}),
-    )
+def _scorers(pool: ResourcePool, config: RunConfig, role: Role, compute: WorkerGroup) -> Scorers:
+    """One group for all functions of a section, on all ranks, and one for each of its models."""
+    section: RewardSection = getattr(config, role)
+    groups = []
+    if section.functions:
+        worker, sizes = "workers.reward.RewardFunctionWorker", TrainSizes(1, 1, pool.num_ranks)
+        groups.append(WorkerGroup(pool, worker, role=role, parallel=sizes, config={"run": config}))
+    for term, scorer in section.models.items():
+        groups.append(
+            WorkerGroup(
+                pool,
+                "workers.reward.RewardModelWorker",
+                role=f"{role}_{term}" if term else role,
+                parallel=scorer.parallel or config.actor.parallel,
+                order=config.cluster.order,
+                config={"run": config, "folder": scorer.path, "section": role, "term": term},
+            )
+        )
+    return Scorers(groups, compute, section.weights if section.models else {})
 
 
 def _helper(pool: ResourcePool, config: RunConfig, role: str, worker: str) -> WorkerGroup:

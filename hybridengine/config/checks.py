@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hybridengine.config.algorithm_checks import algorithm_conflicts
+from hybridengine.config.algorithm_sections import Role
 from hybridengine.config.conflicts import Conflict, checkpoint_conflicts, paths_hint
 from hybridengine.config.reward_checks import model_terms, reward_model_conflicts, scorer_conflicts
-from hybridengine.config.run_config import Role, RunConfig
+from hybridengine.config.run_config import TRAINED, RunConfig
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.model_presets import find_preset, resolve_model
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
@@ -26,7 +28,7 @@ def check_run(config: RunConfig, *, dry_run: bool = False) -> list[str]:
 
 def find_conflicts(config: RunConfig, *, dry_run: bool = False) -> list[Conflict]:
     """As `check_run`, each message with the keys that it concerns."""
-    conflicts = [*_sources(config), *scorer_conflicts(config), *_sizes(config)]
+    conflicts = [*_sources(config), *algorithm_conflicts(config), *scorer_conflicts(config), *_sizes(config)]
     conflicts += [*_rows(config), *_schedules(config)]
     if not dry_run:
         conflicts += _files(config)
@@ -281,7 +283,7 @@ def _rows(config: RunConfig) -> Iterator[Conflict]:
 
 def _schedules(config: RunConfig) -> Iterator[Conflict]:
     """Learning-rate schedules against the length of the run."""
-    for role in ("actor", "critic"):
+    for role in (role for role in TRAINED if role in config.model_roles):
         section = getattr(config, role)
         optimizer, prefix = section.optimizer, f"{role}.optimizer"
         steps = config.run.steps * section.ppo_epochs * section.mini_batches
@@ -350,6 +352,8 @@ def _models(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
                 " leave hf_config out, or name the checkpoint's own config.json",
                 ("model.hf_config", "model.path"),
             )
-    if config.critic.path is not None:
-        yield from checkpoint_conflicts("critic.path", config.critic.path)
+    for role in ("critic", "cost_critic"):
+        path = getattr(config, role).path
+        if path is not None and role in config.model_roles:
+            yield from checkpoint_conflicts(f"{role}.path", path)
     yield from reward_model_conflicts(config)

@@ -12,7 +12,7 @@ import json
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Union, cast, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -32,6 +32,8 @@ Problem = tuple[str, str]
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> RunConfig:
     """Configuration of the run that `path` and the `key=value` overrides describe; the last of equal keys counts.
 
+    A file with the key `base` says what is different from that other file, which is named from its own folder.
+
     Args:
         dry_run: accept that the checkpoint and the data are not on this machine, as long as `model.hf_config` gives
             the shapes.
@@ -39,7 +41,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, dry_run: boo
     Raises:
         ConfigError: everything that is wrong, in one list.
     """
-    tree = _read_yaml(Path(path))
+    tree = _read_tree(Path(path))
     problems = list(_apply_overrides(tree, overrides))
     try:
         values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
@@ -62,6 +64,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, dry_run: boo
     raise_all(messages)
     assert config is not None, "without a problem there is a configuration"
     return config
+
+
+def _read_tree(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
+    """A file upon its base, and that upon its own."""
+    tree = _read_yaml(path)
+    if path.resolve() in above:
+        chain = " -> ".join(str(file.name) for file in (*above, path))
+        raise ConfigError(f"{path} is its own base ({chain}); leave one `base` out")
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base={shown(base)} must be the name of a file; write one, or leave it out")
+    below = _read_tree(path.parent / base, (*above, path.resolve()))
+    return cast(DictConfig, OmegaConf.merge(below, tree))
 
 
 def _read_yaml(path: Path) -> DictConfig:

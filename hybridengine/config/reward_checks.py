@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hybridengine.config.conflicts import Conflict, checkpoint_conflicts
 from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
-from hybridengine.config.run_config import RunConfig
+from hybridengine.config.run_config import SCORERS, RunConfig
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.model_shapes import ModelShape
 
@@ -16,9 +16,8 @@ SINGLE_SCORER_KEYS = tuple(ScorerSection.model_fields)
 
 
 def reward_sections(config: RunConfig) -> dict[str, RewardSection]:
-    """Every section that scores responses, by name."""
-    values = {name: getattr(config, name) for name in type(config).model_fields}
-    return {name: value for name, value in values.items() if isinstance(value, RewardSection)}
+    """Every section that scores responses in the run's dataflow, by name."""
+    return {role: getattr(config, role) for role in SCORERS if role in config.algorithm.used_roles}
 
 
 def model_terms(config: RunConfig) -> list[tuple[str, ScorerSection]]:

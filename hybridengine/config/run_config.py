@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
+from hybridengine.config.algorithm_sections import AlgorithmSection, Role
 from hybridengine.config.reward_sections import RewardSection
 from hybridengine.config.sections import (
     ActorSection,
-    AlgorithmSection,
     ClusterSection,
     CriticSection,
     DataSection,
@@ -24,10 +24,11 @@ from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
 
-Role = Literal["actor", "critic", "reference", "reward"]
-"""A model of the dataflow."""
-
 ROLES: tuple[Role, ...] = get_args(Role)
+TRAINED: tuple[Role, ...] = ("actor", "critic", "cost_critic")
+"""Roles whose weights are updated."""
+SCORERS: tuple[Role, ...] = ("reward", "cost")
+"""Roles that score responses, with functions, models or both."""
 
 
 class RunConfig(Section):
@@ -43,10 +44,14 @@ class RunConfig(Section):
     """The policy."""
     critic: CriticSection = CriticSection()
     """The value model."""
+    cost_critic: CriticSection = CriticSection()
+    """The value model of costs."""
     reference: ReferenceSection = ReferenceSection()
     """The frozen copy of the actor's starting point."""
     reward: RewardSection = RewardSection()
     """What a response is worth."""
+    cost: RewardSection = RewardSection(function=None)
+    """What a response costs."""
     rollout: RolloutSection = RolloutSection()
     """Generation."""
     data: DataSection = DataSection()
@@ -65,8 +70,13 @@ class RunConfig(Section):
 
     @property
     def model_roles(self) -> tuple[Role, ...]:
-        """Roles that hold weights on the ranks: a reward function holds none."""
-        return tuple(role for role in ROLES if role != "reward" or self.reward.kind == "model")
+        """Roles of the dataflow that hold weights on the ranks: a function holds none."""
+        used = self.algorithm.used_roles
+        return tuple(
+            role
+            for role in ROLES
+            if role in used and (role not in SCORERS or "" in getattr(self, role).models)
+        )
 
     def train_sizes(self, role: Role) -> TrainSizes:
         """(p, t, d) of a role; the actor's where the role does not say."""
@@ -110,6 +120,11 @@ class RunConfig(Section):
     def critic_folder(self) -> Path:
         """Hugging Face checkpoint that the critic enters RL with."""
         return Path(self.critic.path) if self.critic.path else self.start_folder
+
+    @property
+    def cost_critic_folder(self) -> Path:
+        """Hugging Face checkpoint that the critic of costs enters RL with."""
+        return Path(self.cost_critic.path) if self.cost_critic.path else self.start_folder
 
     @property
     def tokenizer_folder(self) -> Path:

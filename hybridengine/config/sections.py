@@ -208,8 +208,16 @@ class ActorSection(TrainedSection):
     """The policy ratio is clipped below at 1 - clip_low."""
     clip_high: Positive = 0.2
     """The policy ratio is clipped above at 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Where the advantage is negative, the loss of a token is at most this times it; left out, it has no bound."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
+    kl_loss_coef: NonNegative = 0.0
+    """Weight of the KL divergence from the reference as a loss of its own, beside or in place of the reward's penalty."""
+    kl_loss_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that loss."""
+    loss_aggregation: Literal["token", "sequence", "sequence_sum"] = "token"
+    """Mean over tokens, over sequences of their tokens' means, or over sequences of their tokens' sums."""
 
     @property
     def train_sizes(self) -> TrainSizes:
@@ -295,23 +303,6 @@ class DataSection(Section):
     """Task that generates both files; either this or `train_file`."""
     batch_size: Count = 32
     """Prompts per iteration."""
-
-
-class AlgorithmSection(Section):
-    """From scores to advantages."""
-
-    name: Literal["ppo"] = "ppo"
-    """The dataflow."""
-    gamma: Share = 1.0
-    """Discount of later rewards."""
-    lam: Share = 0.95
-    """Lambda of generalised advantage estimation."""
-    kl_coef: NonNegative = 0.05
-    """Weight of the KL penalty on each token's reward."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL divergence from the reference."""
-    whiten_advantages: bool = True
-    """Advantages get mean 0 and variance 1 over the valid tokens."""
 
 
 class WarmupSection(Section):

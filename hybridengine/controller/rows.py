@@ -42,8 +42,8 @@ class Source:
     origin: Produced | TensorDict
     rows: np.ndarray | None = None
     """Rows of the origin, in the order of the reference; None for all of them."""
-    names: frozenset[str] | None = None
-    """Columns that count; None for all."""
+    names: Mapping[str, str] | None = None
+    """Columns that count, by the names that they have here -> those that they were produced with; None for all."""
 
     def take(self, rows: np.ndarray) -> Source:
         return replace(self, rows=rows if self.rows is None else self.rows[rows])
@@ -79,14 +79,18 @@ class Rows:
 
     def select(self, *names: str) -> Rows:
         """Only these columns. One that nobody has produced is an error where it is needed."""
-        wanted = frozenset(names)
-        return Rows(
-            [
-                replace(source, names=wanted if source.names is None else source.names & wanted)
-                for source in self._sources
-            ],
-            len(self),
-        )
+        return self.select_as(**{name: name for name in names})
+
+    def select_as(self, **names: str) -> Rows:
+        """Only these columns, by other names: `rows.select_as(cost_values="values")`."""
+
+        def chosen(source: Source) -> Source:
+            if source.names is None:
+                return replace(source, names=names)
+            known = source.names
+            return replace(source, names={new: known[old] for new, old in names.items() if old in known})
+
+        return Rows([chosen(source) for source in self._sources], len(self))
 
     def union(self, *others: Rows | TensorDictBase) -> Rows:
         """These rows with the columns of others beside them; a column of a later one replaces that of an earlier one.
@@ -215,13 +219,11 @@ def _origin(
         first = first_batch[origin]
         blocks = tuple((row, first + place) for place, row in enumerate(origin.first_rows))
         return RowsOrigin(str(origin.future.operation), blocks, rows, source.names)
-    names = [
-        name
-        for name in columns_of(origin)
-        if (source.names is None or name in source.names) and (columns is None or name in columns)
-    ]
-    chosen = origin.select(*names)[
-        torch.from_numpy(rows)
-    ]  # in storage of its own: a view would send the whole batch
-    assert isinstance(chosen, TensorDict)
-    return chosen
+    there = columns_of(origin)
+    named = source.names if source.names is not None else {name: name for name in there}
+    wanted_names = {
+        new: old for new, old in named.items() if old in there and (columns is None or new in columns)
+    }
+    # In storage of its own: a view would send the whole batch.
+    chosen = origin.select(*set(wanted_names.values()))[torch.from_numpy(rows)]
+    return TensorDict({new: chosen.get(old) for new, old in wanted_names.items()}, batch_size=[len(rows)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hybridengine.controller.rows import Rows
 from hybridengine.drivers.roles import Roles
+from hybridengine.errors import DataError
 from hybridengine.metrics import keys
 
 
@@ -13,10 +14,13 @@ def evaluate(roles: Roles, num_prompts: int) -> dict[str, float]:
     Where there are fewer prompts than ranks, some are answered twice, and counted once.
     """
     actor, reward = roles.actor, roles.reward
-    num_rows = max(num_prompts, actor.num_ranks, reward.num_ranks, roles.prompts.num_ranks)
+    num_rows = max(num_prompts, actor.num_ranks, roles.prompts.num_ranks)
     prompts = roles.prompts.held_out_prompts(Rows.numbered(num_rows))
     actor.switch_to_generate()
     rollout = prompts.union(actor.generate_sequences(prompts, greedy=True))
     actor.switch_to_train()
-    scores = reward.compute_scores(rollout)[:num_prompts].get("scores")["scores"]
+    judged = reward.compute_scores(rollout)[:num_prompts].get("scores", "dropped")
+    scores = judged["scores"][~judged["dropped"]]
+    if not len(scores):
+        raise DataError("none of the held-out responses has a score; look at the reward function's failures")
     return {keys.EXACT_MATCH: float((scores >= 1.0).float().mean()), "eval/score_mean": float(scores.mean())}

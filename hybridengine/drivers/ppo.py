@@ -9,18 +9,16 @@ from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.advantages import gae, token_rewards
-from hybridengine.algorithms.kl import kl_estimator
-from hybridengine.algorithms.masking import response_mask, whiten, zero_masked
-from hybridengine.config.sections import AlgorithmSection
-from hybridengine.drivers.roles import Roles, Sampling, function_path
-from hybridengine.drivers.step_metrics import STATISTICS, rollout_metrics, switch_metrics
-
-ADVANTAGE_INPUTS = ("response_lengths", "log_probs", "ref_log_probs", "values", "scores")
+from hybridengine.algorithms.masking import whiten
+from hybridengine.config.algorithm_sections import AlgorithmSection
+from hybridengine.drivers.counted import COLUMNS, counted_rows
+from hybridengine.drivers.roles import Roles, Sampling, State, function_path
+from hybridengine.drivers.step_metrics import measure_rollout, switch_metrics
 
 
-def ppo_step(roles: Roles, sampling: Sampling, settings: AlgorithmSection) -> dict[str, float]:
+def step(roles: Roles, sampling: Sampling, settings: AlgorithmSection, state: State) -> dict[str, float]:
     """One iteration; returns its metrics."""
-    actor, critic, reference, reward = roles.actor, roles.critic, roles.reference, roles.reward
+    actor, critic = roles.actor, roles.critic
 
     prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step).repeat(
         sampling.samples_per_prompt
@@ -31,15 +29,15 @@ def ppo_step(roles: Roles, sampling: Sampling, settings: AlgorithmSection) -> di
 
     batch = rollout.union(
         actor.compute_log_probs(rollout),
-        reference.compute_log_probs(rollout),
+        roles.reference.compute_log_probs(rollout),
         critic.compute_values(rollout),
-        reward.compute_scores(rollout),
+        roles.reward.compute_scores(rollout),
     )
     batch = batch.union(
-        roles.compute.map(batch.select(*ADVANTAGE_INPUTS), function_path(advantages), settings)
+        roles.compute.map(batch.select(*COLUMNS, "values"), function_path(advantages), settings)
     )
     updates = critic.update(batch), actor.update(batch)
-    measured = roles.compute.measure(batch.select(*STATISTICS), function_path(rollout_metrics), settings)
+    measured = measure_rollout(roles, batch, settings)
 
     metrics = measured.get()[0] | switch_metrics(to_generate.get(), to_train.get())
     return metrics | updates[0].get()[0] | updates[1].get()[0]
@@ -47,10 +45,10 @@ def ppo_step(roles: Roles, sampling: Sampling, settings: AlgorithmSection) -> di
 
 def advantages(rows: TensorDictBase, across: Across, settings: AlgorithmSection) -> TensorDict:
     """`advantages` and `returns` [B, R]."""
-    mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
-    kl = zero_masked(kl_estimator(settings.kl_estimator)(rows["log_probs"], rows["ref_log_probs"]), mask)
-    rewards = token_rewards(rows["scores"], kl, mask, settings.kl_coef)
+    counted = counted_rows(rows, settings)
+    mask = counted.mask_BR
+    rewards = token_rewards(counted.scores_B, counted.kl_BR, mask, settings.kl_coef)
     estimates, returns = gae(rewards, rows["values"], mask, settings.gamma, settings.lam)
     if settings.whiten_advantages:
         estimates = whiten(estimates, mask, across=across)
-    return TensorDict({"advantages": estimates, "returns": returns}, batch_size=rows.batch_size)
+    return counted.columns(advantages=estimates, returns=returns)

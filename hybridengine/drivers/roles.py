@@ -1,26 +1,65 @@
-"""The worker groups of a dataflow, and what an iteration samples."""
+"""What a dataflow works with: worker groups by role, what an iteration samples, and what it keeps between iterations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridengine.controller.rows import Rows
 from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.data.rewards import score_column
+from hybridengine.errors import ConfigError
+
+State = dict[str, float]
+"""Numbers that a dataflow keeps from one iteration to the next, e.g. a Lagrange multiplier; empty at first."""
 
 
 @dataclass(frozen=True)
+class Scorers:
+    """The groups that score responses: one for all functions, one for each model."""
+
+    groups: Sequence[WorkerGroup]
+    compute: WorkerGroup
+    weights: Mapping[str, float]
+    """Of each term, where a term is a model; else empty: functions alone are put together on their ranks."""
+
+    def compute_scores(self, rollout: Rows) -> Rows:
+        """`scores` and `dropped`; of several terms also `score/NAME`."""
+        parts = [group.compute_scores(rollout) for group in self.groups]
+        rows = parts[0].union(*parts[1:])
+        if not self.weights:
+            return rows
+        terms = rows.select(*map(score_column, self.weights))
+        return rows.union(
+            self.compute.map(terms, "hybridengine.data.rewards.combine_scores", dict(self.weights))
+        )
+
+
 class Roles:
-    """Worker groups by role."""
+    """The groups of a run as attributes: its dataflow's roles, and beside them
+
+        prompts     reads the data files
+        compute     runs plain functions over rows where the rows are
+
+    A dataflow that uses a role that the run does not have gets a ConfigError that names it.
+    """
 
     actor: WorkerGroup
     critic: WorkerGroup
+    cost_critic: WorkerGroup
     reference: WorkerGroup
-    reward: WorkerGroup
+    reward: Scorers
+    cost: Scorers
     prompts: WorkerGroup
-    """Reads the data files."""
     compute: WorkerGroup
-    """Runs plain functions over rows."""
+
+    def __init__(self, **groups: WorkerGroup | Scorers) -> None:
+        self.__dict__.update(groups)
+
+    def __getattr__(self, name: str) -> WorkerGroup:
+        raise ConfigError(
+            f"the dataflow uses the role {name!r}, and the run has {', '.join(self.__dict__)}; add it to algorithm.roles"
+        )
 
 
 @dataclass(frozen=True)

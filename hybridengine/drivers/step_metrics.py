@@ -12,8 +12,11 @@ from tensordict import TensorDictBase
 from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.kl import kl_estimator
 from hybridengine.algorithms.masking import masked_max, masked_sum, response_mask
-from hybridengine.config.sections import AlgorithmSection
+from hybridengine.config.algorithm_sections import AlgorithmSection
 from hybridengine.controller.exchange import CallRecord
+from hybridengine.controller.rows import Rows
+from hybridengine.drivers.roles import Roles, function_path
+from hybridengine.errors import DataError
 from hybridengine.metrics import keys
 
 STATISTICS = (
@@ -24,12 +27,23 @@ STATISTICS = (
     "ref_log_probs",
     "entropies",
     "scores",
+    "dropped",
 )
 """Columns that `rollout_metrics` reads."""
 
 
+def measure_rollout(roles: Roles, batch: Rows, settings: AlgorithmSection) -> Any:
+    """The future of `rollout_metrics` of a batch, the same on every rank."""
+    return roles.compute.measure(batch.select(*STATISTICS), function_path(rollout_metrics), settings)
+
+
 def rollout_metrics(rows: TensorDictBase, across: Across, settings: AlgorithmSection) -> dict[str, float]:
-    """Reward, KL, lengths, and how far the engine's log-probs are from the training model's."""
+    """Reward, KL, lengths, and how far the engine's log-probs are from the training model's.
+
+    Raises:
+        DataError: no response has a score.
+    """
+    keep = ~rows["dropped"]
     mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
     kl = kl_estimator(settings.kl_estimator)(rows["log_probs"], rows["ref_log_probs"])
     difference = (rows["log_probs"] - rows["rollout_log_probs"]).abs()
@@ -37,16 +51,22 @@ def rollout_metrics(rows: TensorDictBase, across: Across, settings: AlgorithmSec
         [
             torch.tensor(float(len(rows))),
             mask.sum(),
-            rows["scores"].sum(),
+            rows["scores"][keep].sum(),
+            keep.sum(),
             masked_sum(kl, mask),
             masked_sum(rows["entropies"], mask),
             rows["prompt_lengths"].sum(),
         ]
     ).double()
-    num_rows, num_tokens, scores, kl_sum, entropies, prompts = across.sum(sums).tolist()
+    num_rows, num_tokens, scores, num_scored, kl_sum, entropies, prompts = across.sum(sums).tolist()
+    if not num_scored:
+        raise DataError(
+            f"none of the {int(num_rows)} responses of this step has a score; look at the reward function's failures"
+        )
     largest = float(across.max(masked_max(difference, mask)))
     return {
-        keys.REWARD_MEAN: scores / num_rows,
+        keys.REWARD_MEAN: scores / num_scored,
+        "rollout/dropped_rows": num_rows - num_scored,
         keys.KL_MEAN: kl_sum / max(1.0, num_tokens),
         keys.LOG_PROB_ABS_DIFF_MAX: largest,
         "rollout/response_tokens_mean": num_tokens / num_rows,
@@ -76,6 +96,10 @@ PHASES = {
     "reference.compute_log_probs": "ref_log_probs",
     "critic.compute_values": "values",
     "reward.compute_scores": "scores",
+    "cost.compute_scores": "costs",
+    "cost_critic.compute_values": "cost_values",
+    "cost_critic.update": "update_cost_critic",
+    "actor.update_preferences": "update_actor",
     "critic.update": "update_critic",
     "actor.update": "update_actor",
 }

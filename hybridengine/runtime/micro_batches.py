@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from hybridengine.errors import ConfigError
+from hybridengine.runtime.batch import columns_of
 
 SEQUENCE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths")
 """What rows of prompts and responses consist of."""
@@ -23,19 +24,25 @@ class MicroRows:
     """Their places in the batch."""
     columns: dict[str, Tensor]
     """`tokens` [b, t]; `positions` [b, r], where in the model's output the distribution of response token j is found;
-    `mask` [b, r], True at response tokens; and the response-aligned columns asked for, [b, r]."""
+    `mask` [b, r], True at response tokens of rows that are kept; and the response-aligned columns asked for, [b, r]."""
 
 
-def cut_rows(batch: TensorDictBase, max_tokens: int, response_columns: Sequence[str] = ()) -> list[MicroRows]:
+def cut_rows(
+    batch: TensorDictBase, max_tokens: int, response_columns: Sequence[str] = (), unit: int = 1
+) -> list[MicroRows]:
     """Micro-batches of a batch of prompts and responses (`SEQUENCE_COLUMNS`).
+
+    Args:
+        unit: so many rows, one behind the other, stay together and in order.
 
     Raises:
         ConfigError: one row alone exceeds `max_tokens`.
     """
-    lengths = batch["prompt_lengths"] + batch["response_lengths"]
+    lengths = (batch["prompt_lengths"] + batch["response_lengths"]).view(-1, unit)
     return [
         MicroRows(rows, _columns(batch, rows, response_columns))
-        for rows in balance_rows(lengths.tolist(), max_tokens)
+        for units in balance_rows((lengths.amax(1) * unit).tolist(), max_tokens)
+        for rows in [[number * unit + place for number in units for place in range(unit)]]
     ]
 
 
@@ -44,6 +51,8 @@ def _columns(batch: TensorDictBase, rows: list[int], response_columns: Sequence[
     width, longest = int((prompts + responses).max()), max(1, int(responses.max()))
     steps = torch.arange(longest)
     mask = steps < responses.unsqueeze(1)
+    if "keep" in columns_of(batch):
+        mask &= batch["keep"][rows].unsqueeze(1)
     columns = {
         "tokens": batch["tokens"][rows, :width],
         "positions": (prompts.unsqueeze(1) - 1 + steps).clamp(max=width - 1),

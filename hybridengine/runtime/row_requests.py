@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,8 +29,8 @@ class RowsOrigin:
     """(first row, place among the batches that come with the request) of each batch of the call, ascending."""
     rows: np.ndarray
     """Rows of the call, one for each row that is asked for."""
-    names: frozenset[str] | None
-    """Columns that count; None for all."""
+    names: Mapping[str, str] | None
+    """Columns that count, by the names that they shall have -> those that they are kept by; None for all."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class RowsRequest:
         found: dict[str, RowsOrigin | TensorDict] = {}
         for origin in self.origins:
             found |= dict.fromkeys(_columns(origin, batches), origin)
-        names = tuple(found)
-        if self.columns is not None:
-            names = (*self.columns, *(name for name in self.optional if name in found))
+        names = tuple(found) if self.columns is None else self.columns
+        also = (name for name in self.optional if name in found or name == ROW_NUMBERS)
+        names = tuple(dict.fromkeys((*names, *also)))
         missing = [name for name in names if name not in found and name != ROW_NUMBERS]
         if missing:
             raise ProtocolError(
@@ -83,7 +83,8 @@ class RowsRequest:
                 continue
             before = reader.received_bytes
             blocks = [Block(first, batches[place]) for first, place in origin.blocks]
-            result[name] = reader.column(name, blocks, origin.rows)
+            kept_name = name if origin.names is None else origin.names[name]
+            result[name] = reader.column(kept_name, blocks, origin.rows)
             if transferred is not None:
                 transferred[origin.producer] += reader.received_bytes - before
         return result
@@ -92,5 +93,5 @@ class RowsRequest:
 def _columns(origin: RowsOrigin | TensorDict, batches: Sequence[StoredRows]) -> list[str]:
     if isinstance(origin, TensorDict):
         return columns_of(origin)
-    names = batches[origin.blocks[0][1]].columns
-    return [name for name in names if origin.names is None or name in origin.names]
+    kept = batches[origin.blocks[0][1]].columns
+    return list(kept) if origin.names is None else [new for new, old in origin.names.items() if old in kept]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.config import RunConfig, check_run, load_config
+from hybridengine.config import check_run, load_config
 from hybridengine.config.loading import all_keys
 from hybridengine.config.reward_checks import reward_sections
-from hybridengine.config.reward_sections import RewardSection, scorer_key
+from hybridengine.config.reward_sections import scorer_key
 from tests.unit.test_checkpoint_files import CONFIG, write_checkpoint
 from tests.unit.test_config import problems_of
 
@@ -145,7 +145,10 @@ def test_retries(built: Path, overrides: list[str], retries: int) -> None:
             ["reward.terms.one.zzz=1", "reward.terms.one.function=a:b"],
             ["unknown key reward.terms.one.zzz; keys here are kind, function, path, "],
         ),
-        (["weight=1"], ["unknown key weight; did you mean reward.terms.NAME.weight?"]),
+        (
+            ["weight=1"],
+            ["unknown key weight; did you mean reward.terms.NAME.weight or cost.terms.NAME.weight?"],
+        ),
         (
             ["reward.terms.one.weight=heavy", "reward.terms.one.function=a:b"],
             [
@@ -229,23 +232,15 @@ def test_a_model_among_the_terms_has_one_label(with_terms: Path, tmp_path: Path)
     )
 
 
-class WithCost(RunConfig):
-    """A run with a second section of the kind."""
-
-    cost: RewardSection = RewardSection()
-
-
 def test_a_cost_has_the_rules_of_a_reward_but_no_function_by_default(built: Path) -> None:
-    run = load_config(built).model_dump(exclude_defaults=True) | {
-        "cost": {"on_failure": "retry", "retries": 0}
-    }
-    config = WithCost.model_validate(run)
-    assert list(reward_sections(config)) == ["reward", "cost"]
-    assert check_run(config) == [
+    overrides = ["algorithm.name=safe_rlhf", "cost.on_failure=retry", "cost.retries=0"]
+    assert problems_of(built, *overrides) == [
         "cost names no function; give cost.function as package.module:function, or cost.kind=model with cost.path",
         "cost.on_failure=retry needs at least one retry; raise cost.retries=0, or choose fail",
     ]
-    assert check_run(WithCost.model_validate(run | {"cost": {"function": "a.b:c"}})) == []
+    config = load_config(built, ["algorithm.name=safe_rlhf", "cost.function=a.b:c"])
+    assert list(reward_sections(config)) == ["reward", "cost"]
+    assert list(reward_sections(load_config(built))) == ["reward"]
 
 
 def test_keys_of_terms_are_listed() -> None:

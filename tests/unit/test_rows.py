@@ -175,3 +175,20 @@ def test_optional_columns_come_where_they_are_there() -> None:
         )["values"],
         SECOND["values"][2:5],
     )
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["of the controller", "of ranks"])
+def test_columns_by_other_names(here: bool) -> None:
+    both = FIRST.clone().update(SECOND)
+    rows = Rows.of(both) if here else Rows([Source(ONE), Source(TWO)], NUM_ROWS)
+    renamed = rows.select_as(returns="values", ids="tokens", old="scores").union(
+        rows.select_as(tokens="scores")
+    )
+    found = fetch(renamed[::-1], range(NUM_ROWS))
+    assert sorted(found.keys()) == ["ids", "old", "returns", "tokens"]
+    for name, of in (("returns", "values"), ("ids", "tokens"), ("old", "scores"), ("tokens", "scores")):
+        assert torch.equal(found[name], both[of].flip(0))
+    again = fetch(renamed.select_as(last="returns", gone="nothing"), range(2), ("last",))
+    assert torch.equal(again["last"], both["values"][:2])
+    with pytest.raises(ProtocolError, match=r"columns \['gone'\] are needed"):
+        fetch(renamed.select_as(gone="values"), range(2), ("gone",))

@@ -1,0 +1,53 @@
+"""Rules of the section that names the dataflow: its roles, how many responses it compares, and what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridengine.config.algorithm_sections import ALGORITHM_ROLES, GROUPED
+from hybridengine.config.conflicts import Conflict
+from hybridengine.config.run_config import RunConfig
+
+
+def algorithm_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Keys that need one another, and keys that nobody reads."""
+    yield from _roles(config)
+    name, samples = config.algorithm.name, config.rollout.samples_per_prompt
+    if name in GROUPED and samples < 2:
+        yield Conflict(
+            f"rollout.samples_per_prompt={samples} leaves algorithm.name={name} nothing to compare; choose at least 2",
+            ("rollout.samples_per_prompt", "algorithm.name"),
+        )
+    correction = config.algorithm.correction
+    if correction is not None and correction.low >= correction.high:
+        yield Conflict(
+            f"algorithm.correction.low={correction.low:g} must be less than its high={correction.high:g};"
+            " lower the one or raise the other",
+            ("algorithm.correction.low", "algorithm.correction.high"),
+        )
+
+
+def _roles(config: RunConfig) -> Iterator[Conflict]:
+    algorithm, keys = config.algorithm, ("algorithm.name", "algorithm.roles")
+    is_known = algorithm.name in ALGORITHM_ROLES
+    if is_known and algorithm.roles is not None:
+        yield Conflict(
+            f"algorithm.roles={list(algorithm.roles)} is not read, since those of {algorithm.name} are known; leave it"
+            " out",
+            keys,
+        )
+    if not is_known and not algorithm.roles:
+        yield Conflict(
+            f"algorithm.name={algorithm.name} is a module of your own; give algorithm.roles, e.g."
+            " [actor, reference, reward]",
+            keys,
+        )
+    used = algorithm.used_roles
+    if used and "actor" not in used:
+        yield Conflict(f"algorithm.roles={list(used)} lacks the actor, which generates; add it", keys)
+    if config.actor.kl_loss_coef and used and "reference" not in used:
+        yield Conflict(
+            f"actor.kl_loss_coef={config.actor.kl_loss_coef:g} needs a reference, which algorithm.roles={list(used)}"
+            " lacks; add it, or leave the coefficient at 0",
+            (*keys, "actor.kl_loss_coef"),
+        )

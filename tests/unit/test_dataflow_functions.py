@@ -1,0 +1,237 @@
+"""What the dataflows compute between their models, against float64 loops: dropped rows and corrections included."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from hybridengine.algorithms.across import ONE_PROCESS
+from hybridengine.config.algorithm_sections import ALGORITHM_ROLES, AlgorithmSection, CorrectionSection
+from hybridengine.drivers import grpo, online_dpo, ppo, reinforce_plus_plus, remax, rloo, safe_rlhf
+from hybridengine.drivers.counted import counted_rows
+from hybridengine.drivers.roles import Roles
+from hybridengine.drivers.step_metrics import rollout_metrics
+from hybridengine.errors import ConfigError, DataError
+from hybridengine.runtime.row_requests import ROW_NUMBERS
+
+NUM_ROWS, WIDTH, SAMPLES = 8, 5, 4
+LENGTHS = [5, 3, 0, 2, 1, 4, 5, 2]
+DROPPED = [False, True, False, False, False, False, True, False]
+
+
+def batch() -> TensorDict:
+    """Rows with NaN wherever nothing may be read: beyond responses, and for the scores of dropped rows."""
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens() -> torch.Tensor:
+        values = -3 * torch.rand(NUM_ROWS, WIDTH, generator=generator, dtype=torch.float64)
+        for row, length in enumerate(LENGTHS):
+            values[row, length:] = math.nan
+        return values
+
+    def scores() -> torch.Tensor:
+        values = torch.randint(0, 4, (NUM_ROWS,), generator=generator).double()
+        return values.masked_fill(torch.tensor(DROPPED), math.nan)
+
+    columns = {name: tokens() for name in ("log_probs", "ref_log_probs", "rollout_log_probs", "values")}
+    columns |= {"cost_values": tokens(), "scores": scores(), "cost_scores": scores()}
+    columns |= {"baseline_scores": torch.arange(NUM_ROWS).double() / 4}
+    columns |= {"dropped": torch.tensor(DROPPED), "cost_dropped": torch.tensor(DROPPED)}
+    columns |= {"baseline_dropped": torch.tensor([row == 4 for row in range(NUM_ROWS)])}
+    columns |= {"response_lengths": torch.tensor(LENGTHS), "prompt_lengths": torch.tensor([2] * NUM_ROWS)}
+    columns |= {"entropies": tokens(), ROW_NUMBERS: torch.arange(NUM_ROWS)}
+    return TensorDict(columns, batch_size=[NUM_ROWS])  # pyright: ignore[reportArgumentType]
+
+
+ROWS = batch()
+SETTINGS = AlgorithmSection(kl_coef=0.1, kl_estimator="k1", gamma=0.9, lam=0.8)
+
+
+def rewards_of(row: int, kl_coef: float = 0.1, scores: str = "scores") -> list[float]:
+    """Token rewards of a row: -kl_coef·k1 each, the score at the last."""
+    found = [
+        -kl_coef * float(ROWS["log_probs"][row, place] - ROWS["ref_log_probs"][row, place])
+        for place in range(LENGTHS[row])
+    ]
+    if found:
+        found[-1] += float(ROWS[scores][row])
+    return found
+
+
+def gae_of(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    found, following, after = [0.0] * len(rewards), 0.0, 0.0
+    for place in reversed(range(len(rewards))):
+        delta = rewards[place] + gamma * after - values[place]
+        following = delta + gamma * lam * following
+        found[place], after = following, values[place]
+    return found
+
+
+def whitened(by_row: dict[int, list[float]]) -> dict[int, list[float]]:
+    values = [value for row in by_row.values() for value in row]
+    mean = sum(values) / len(values)
+    scale = 1 / math.sqrt(sum((value - mean) ** 2 for value in values) / len(values) + 1e-8)
+    return {row: [(value - mean) * scale for value in found] for row, found in by_row.items()}
+
+
+def assert_rows(found: torch.Tensor, expected: dict[int, list[float]]) -> None:
+    """The rows that are expected, and exact zeros elsewhere."""
+    for row in range(NUM_ROWS):
+        values = expected.get(row, [])
+        wanted = values + [0.0] * (WIDTH - len(values))
+        assert found[row].tolist() == pytest.approx(wanted, abs=1e-6), row
+
+
+KEPT = [row for row in range(NUM_ROWS) if not DROPPED[row]]
+
+
+def test_advantages_of_ppo() -> None:
+    found = ppo.advantages(ROWS.clone(), ONE_PROCESS, SETTINGS)
+    estimates = {
+        row: gae_of(rewards_of(row), ROWS["values"][row, : LENGTHS[row]].tolist(), 0.9, 0.8) for row in KEPT
+    }
+    assert_rows(found["advantages"], whitened(estimates))
+    returns = {
+        row: [one + two for one, two in zip(estimates[row], ROWS["values"][row].tolist(), strict=False)]
+        for row in KEPT
+    }
+    assert_rows(found["returns"], returns)
+    assert found["keep"].tolist() == [not dropped for dropped in DROPPED]
+    assert "weights" not in found
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_advantages_of_grpo(normalize_std: bool) -> None:
+    settings = SETTINGS.model_copy(update={"normalize_std": normalize_std})
+    found = grpo.advantages(ROWS.clone(), ONE_PROCESS, settings, SAMPLES)
+    expected = {}
+    for first in range(0, NUM_ROWS, SAMPLES):
+        rows = [row for row in range(first, first + SAMPLES) if row in KEPT]
+        scores = [float(ROWS["scores"][row]) for row in rows]
+        mean = sum(scores) / len(scores)
+        deviation = math.sqrt(sum((score - mean) ** 2 for score in scores) / (len(scores) - 1)) + 1e-6
+        for row, score in zip(rows, scores, strict=True):
+            expected[row] = [(score - mean) / (deviation if normalize_std else 1.0)] * LENGTHS[row]
+    assert_rows(found["advantages"], expected)
+
+
+def test_advantages_of_rloo() -> None:
+    found = rloo.advantages(ROWS.clone(), ONE_PROCESS, SETTINGS, SAMPLES)
+    expected = {}
+    for first in range(0, NUM_ROWS, SAMPLES):
+        rows = [row for row in range(first, first + SAMPLES) if row in KEPT]
+        rewards = {row: sum(rewards_of(row)) for row in rows}
+        for row in rows:
+            others = [rewards[other] for other in rows if other != row]
+            expected[row] = [rewards[row] - sum(others) / len(others)] * LENGTHS[row]
+    assert_rows(found["advantages"], expected)
+
+
+def returns_of(rewards: list[float], gamma: float) -> list[float]:
+    return [
+        sum(gamma ** (later - place) * rewards[later] for later in range(place, len(rewards)))
+        for place in range(len(rewards))
+    ]
+
+
+def test_advantages_of_reinforce_plus_plus() -> None:
+    found = reinforce_plus_plus.advantages(ROWS.clone(), ONE_PROCESS, SETTINGS)
+    assert_rows(found["advantages"], whitened({row: returns_of(rewards_of(row), 0.9) for row in KEPT}))
+
+
+def test_advantages_of_remax() -> None:
+    found = remax.advantages(ROWS.clone(), ONE_PROCESS, SETTINGS)
+    expected = {
+        row: [value - row / 4 for value in returns_of(rewards_of(row), 1.0)] for row in KEPT if row != 4
+    }
+    assert_rows(found["advantages"], expected)
+    assert found["keep"].tolist() == [row in KEPT and row != 4 for row in range(NUM_ROWS)]
+
+
+def test_advantages_of_safe_rlhf() -> None:
+    found = safe_rlhf.advantages(ROWS.clone(), ONE_PROCESS, SETTINGS, 2.0)
+    parts = []
+    for scores, values, kl_coef in (("scores", "values", 0.05), ("cost_scores", "cost_values", -0.05)):
+        estimates = {
+            row: gae_of(
+                rewards_of(row, kl_coef, scores), ROWS[values][row, : LENGTHS[row]].tolist(), 0.9, 0.8
+            )
+            for row in KEPT
+        }
+        parts.append(whitened(estimates))
+    expected = {
+        row: [(one - 2 * two) / 3 for one, two in zip(parts[0][row], parts[1][row], strict=True)]
+        for row in KEPT
+    }
+    assert_rows(found["advantages"], expected)
+    costs = safe_rlhf.mean_cost(ROWS, ONE_PROCESS)
+    assert costs["cost/mean"] == pytest.approx(
+        sum(float(ROWS["cost_scores"][row]) for row in KEPT) / len(KEPT)
+    )
+
+
+def test_preferences_are_the_best_and_the_worst() -> None:
+    judged = TensorDict(
+        {
+            "scores": torch.tensor([1.0, 3.0, math.nan, 0.0, 2.0, 2.0, 2.0, 2.0]),
+            "dropped": torch.tensor([False, False, True, False] + [False] * 4),
+        },
+        batch_size=[8],
+    )
+    assert online_dpo.preferences(judged, 4).tolist() == [1, 3, 4, 4]
+    assert online_dpo.preferences(judged, 2).tolist() == [1, 0, 3, 3, 4, 4, 6, 6]
+
+
+@pytest.mark.parametrize("name", ["token_tis", "sequence_mis"])
+def test_a_correction_weighs_tokens_and_drops_rows(name: str) -> None:
+    settings = SETTINGS.model_copy(update={"correction": CorrectionSection(name=name, high=1.5)})  # type: ignore[arg-type]
+    counted = counted_rows(ROWS.clone(), settings)
+    weights = counted.weights_BR
+    assert weights is not None
+    for row in KEPT:
+        ratios = [
+            math.exp(float(ROWS["log_probs"][row, place] - ROWS["rollout_log_probs"][row, place]))
+            for place in range(LENGTHS[row])
+        ]
+        product = math.prod(ratios)
+        if name == "token_tis":
+            assert weights[row, : LENGTHS[row]].tolist() == pytest.approx(
+                [min(ratio, 1.5) for ratio in ratios]
+            )
+            assert bool(counted.keep_B[row])
+        else:
+            assert bool(counted.keep_B[row]) is (product <= 1.5 or not ratios)
+            assert int(counted.mask_BR[row].sum()) == (LENGTHS[row] if product <= 1.5 else 0)
+    assert "weights" in counted.columns(advantages=counted.mask_BR.double())
+
+
+def test_metrics_leave_dropped_rows_out() -> None:
+    found = rollout_metrics(ROWS, ONE_PROCESS, SETTINGS)
+    assert found["rollout/dropped_rows"] == sum(DROPPED)
+    kept = [float(ROWS["scores"][row]) for row in KEPT]
+    assert found["reward/mean"] == pytest.approx(sum(kept) / len(kept))
+    with pytest.raises(DataError, match="none of the 8 responses of this step has a score"):
+        rollout_metrics(
+            ROWS.clone().update({"dropped": torch.ones(8, dtype=torch.bool)}), ONE_PROCESS, SETTINGS
+        )
+
+
+def test_a_role_that_the_run_does_not_have_is_named() -> None:
+    groups: dict[str, Any] = {"actor": object(), "prompts": object()}
+    with pytest.raises(
+        ConfigError, match="uses the role 'critic', and the run has actor, prompts; add it to"
+    ):
+        _ = Roles(**groups).critic
+
+
+def test_every_dataflow_has_a_module_with_a_step_of_at_most_60_lines() -> None:
+    import importlib
+    import inspect
+
+    for name in ALGORITHM_ROLES:
+        module = importlib.import_module(AlgorithmSection(name=name).driver)
+        assert len(inspect.getsource(module.step).splitlines()) <= 60
