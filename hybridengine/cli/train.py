@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rich.console import Console
 from hybridengine.backends.vllm import environment
 from hybridengine.cli.dry_run import cost_of, layout_lines
 from hybridengine.cli.prepare import RunFiles, claim_run, prepare_files
+from hybridengine.cli.run_output import RunOutput
 from hybridengine.config import RunConfig
 from hybridengine.config.algorithm_sections import Role
 from hybridengine.config.reward_sections import RewardSection
@@ -30,7 +30,7 @@ from hybridengine.errors import ConfigError, HybridEngineError, raise_all
 from hybridengine.metrics import keys
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.formatting import format_bytes
-from hybridengine.metrics.recorder import MetricsRecorder, read_rows
+from hybridengine.metrics.recorder import read_rows
 from hybridengine.topology.sizes import TrainSizes
 
 RANK_BYTES = 2**30
@@ -140,34 +140,33 @@ def _roles(pool: ResourcePool, config: RunConfig, actor: WorkerGroup) -> Roles:
 
 def _iterate(config: RunConfig, roles: Roles, files: RunFiles, console: Console) -> None:
     """All iterations, with a row of metrics and a line on the console for each."""
-    steps = config.run.steps
-    output = RunConsole(steps, console)
+    steps, pool, exchange = config.run.steps, roles.actor.pool, row_exchange()
     driver, state = import_module(config.algorithm.driver), State()
-    with MetricsRecorder(config.run_folder) as recorder:
-        measure = _evaluation(roles, files)
-        output.print_step(recorder.record(0, measure()))
+
+    def measure(step: int) -> dict[str, float]:
+        if files.held_out is None:
+            return {}
+        metrics, samples = evaluate(roles, len(files.held_out))
+        output.show_samples(step, samples)
+        return metrics
+
+    with RunOutput(config, pool.nodes, files.tokenizer, console) as output:
+        output.record(0, measure(0))
         for step in range(1, steps + 1):
-            exchange = row_exchange()
+            pool.wait()  # what an evaluation has called belongs to no step
             exchange.take_records()
             begin, payload_bytes = time.time(), exchange.payload_bytes
             metrics = driver.step(roles, _sampling(config, step), config.algorithm, state)
-            roles.actor.pool.wait()
-            seconds = time.time() - begin
-            metrics |= call_metrics(
-                exchange.take_records(), exchange.payload_bytes - payload_bytes, begin, begin + seconds
-            )
+            pool.wait()
+            seconds, records = time.time() - begin, exchange.take_records()
+            payload_bytes = exchange.payload_bytes - payload_bytes
+            metrics |= call_metrics(records, payload_bytes, begin, begin + seconds)
             metrics |= {keys.STEP_S: seconds, keys.TOKENS_PER_S: metrics["rollout/tokens"] / seconds}
+            output.draw(step, records)
             every = config.run.eval_every
             if step == steps or (every and step % every == 0):
-                metrics |= measure()
-            output.print_step(recorder.record(step, metrics))
-
-
-def _evaluation(roles: Roles, files: RunFiles) -> Callable[[], dict[str, float]]:
-    if files.held_out is None:
-        return dict
-    num_prompts = len(files.held_out)
-    return lambda: evaluate(roles, num_prompts)
+                metrics |= measure(step)
+            output.record(step, metrics)
 
 
 def _sampling(config: RunConfig, step: int) -> Sampling:

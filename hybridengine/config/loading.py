@@ -76,7 +76,9 @@ def _read_tree(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise ConfigError(f"{path}: base={shown(base)} must be the name of a file; write one, or leave it out")
+        raise ConfigError(
+            f"{path}: base={shown(base)} must be the name of a file; write one, or leave it out"
+        )
     below = _read_tree(path.parent / base, (*above, path.resolve()))
     return cast(DictConfig, OmegaConf.merge(below, tree))
 

@@ -131,6 +131,13 @@ def exact_match(response: str, answer: str) -> float:
     return float(final_answer(response) == answer.strip())
 
 
+def length_cost(
+    responses: Sequence[str], answers: Sequence[str], response_lengths: Sequence[int]
+) -> list[float]:
+    """A cost for the demo: the number of tokens of each response."""
+    return [float(length) for length in response_lengths]
+
+
 def arithmetic_reward(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
     """1.0 for each response whose final answer reasoning-gym's scorer takes as fully right ("+06" for "6"), else 0.0.
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from tensordict import TensorDict
+
 from hybridengine.controller.rows import Rows
 from hybridengine.drivers.roles import Roles
 from hybridengine.errors import DataError
 from hybridengine.metrics import keys
 
+NUM_SAMPLES = 16
+"""Responses of an evaluation that people may want to read."""
+SAMPLE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths", "answers", "scores")
 
-def evaluate(roles: Roles, num_prompts: int) -> dict[str, float]:
-    """`eval/exact_match`, the share of held-out prompts with full score, and `eval/score_mean`.
+
+def evaluate(roles: Roles, num_prompts: int) -> tuple[dict[str, float], TensorDict]:
+    """(`eval/exact_match`, the share of held-out prompts with full score, and `eval/score_mean`; some of the responses).
 
     Where there are fewer prompts than ranks, some are answered twice, and counted once.
     """
@@ -19,8 +25,13 @@ def evaluate(roles: Roles, num_prompts: int) -> dict[str, float]:
     actor.switch_to_generate()
     rollout = prompts.union(actor.generate_sequences(prompts, greedy=True))
     actor.switch_to_train()
-    judged = reward.compute_scores(rollout)[:num_prompts].get("scores", "dropped")
+    answered = rollout.union(reward.compute_scores(rollout))[:num_prompts]
+    judged = answered.get("scores", "dropped")
     scores = judged["scores"][~judged["dropped"]]
     if not len(scores):
         raise DataError("none of the held-out responses has a score; look at the reward function's failures")
-    return {keys.EXACT_MATCH: float((scores >= 1.0).float().mean()), "eval/score_mean": float(scores.mean())}
+    metrics = {
+        keys.EXACT_MATCH: float((scores >= 1.0).float().mean()),
+        "eval/score_mean": float(scores.mean()),
+    }
+    return metrics, answered[:NUM_SAMPLES].get(*SAMPLE_COLUMNS)
