@@ -47,7 +47,7 @@ def run_report(options: argparse.Namespace) -> int:
     for source in run.sources:
         check_output_files({"--output": file}, {"the report": str(source)})
     page = render_page(run).encode(errors="replace")
-    with output("--output", file):
-        file.write_bytes(page)
+    with output("--output", file) as place:
+        place.write_bytes(page)
     print(f"written: {file} ({format_bytes(len(page))}); open it in a browser")
     return 0

@@ -77,7 +77,7 @@ def _read_tree(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
         return tree
     if not isinstance(base, str):
         raise ConfigError(
-            f"{path}: base={shown(base)} must be the name of a file; write one, or leave it out"
+            f"{path}: base={shown(OmegaConf.to_container(base) if OmegaConf.is_config(base) else base)} must be the name of a file; write one, or leave it out"
         )
     below = _read_tree(path.parent / base, (*above, path.resolve()))
     return cast(DictConfig, OmegaConf.merge(below, tree))

@@ -50,7 +50,50 @@ def test_every_committed_configuration_loads(path: Path, monkeypatch: pytest.Mon
         assert config.train_sizes(role).num_ranks == config.num_ranks
 
 
-def test_the_committed_configurations_are_the_four_that_the_readme_names(
+ON_THE_TASK = {  # of the demo, upon arithmetic.yaml; prompts times samples of a step
+    "grpo": (32, 8),
+    "online-dpo": (64, 4),
+    "reinforce-plus-plus": (256, 1),
+    "remax": (256, 1),
+    "rloo": (64, 4),
+    "safe-rlhf": (256, 1),
+}
+
+
+@pytest.mark.parametrize("name", ON_THE_TASK)
+def test_algorithms_on_the_demos_task(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config, base = load_config(f"configs/{name}.yaml"), load_config("configs/arithmetic.yaml")
+    assert (config.data.batch_size, config.rollout.samples_per_prompt) == ON_THE_TASK[name]
+    assert config.algorithm.name == name.replace("-", "_")
+    assert config.rows_per_step == base.rows_per_step
+    assert config.warmup == base.warmup
+    assert config.actor.parallel == base.actor.parallel
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"one": "base: two.yaml", "two": "base: one.yaml"},
+            r"is its own base \(one.yaml -> two.yaml -> .*one.yaml\)",
+        ),
+        ({"one": "base: none.yaml"}, "none.yaml does not exist; name a run"),
+        ({"one": "base: [two.yaml]"}, r'base=\["two.yaml"\] must be the name of a file; write one'),
+        (
+            {"one": "base: two.yaml", "two": "run: {stepz: 5}"},
+            "unknown key run.stepz; did you mean run.steps",
+        ),
+    ],
+)
+def test_bases_that_cannot_be(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "one.yaml")
+
+
+def test_the_committed_configurations_are_those_that_the_readme_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -60,8 +103,8 @@ def test_the_committed_configurations_are_the_four_that_the_readme_names(
         "qwen2.5-7b-8gpu": (8, 7_615_616_512),
         "smollm2": (6, 134_515_008),
     }
-    assert [path.stem for path in CONFIGS] == sorted(known)
-    for path in CONFIGS:
+    assert [path.stem for path in CONFIGS] == sorted(known | ON_THE_TASK)
+    for path in (path for path in CONFIGS if path.stem in known):
         config = load_config(path, dry_run=True)
         num_ranks, num_parameters = known[path.stem]
         assert config.num_ranks == num_ranks
