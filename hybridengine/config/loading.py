@@ -76,9 +76,8 @@ def _read_tree(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise ConfigError(
-            f"{path}: base={shown(OmegaConf.to_container(base) if OmegaConf.is_config(base) else base)} must be the name of a file; write one, or leave it out"
-        )
+        found = shown(OmegaConf.to_container(base) if OmegaConf.is_config(base) else base)
+        raise ConfigError(f"{path}: base={found} must be the name of a file; write one, or leave it out")
     below = _read_tree(path.parent / base, (*above, path.resolve()))
     return cast(DictConfig, OmegaConf.merge(below, tree))
 
