@@ -327,3 +327,35 @@ def test_others_learn_of_a_rank_that_stops_by_itself(folder: Path, run_ranks: Ra
         by_rank[BROKEN_RANK], ("of this test", "'of this test'", "switch once"), strict=True
     ):
         assert said in error
+
+
+def err_and_go_on(rank: int, folder: Path) -> str:
+    """One rank begins a switch twice, which harms nobody; in the next switch another one fails: what is said then."""
+    _, make = trainer_of(rank, folder)
+
+    def at_stage(stage: Stage) -> None:
+        if is_second and rank == 0 and stage.name == "post":
+            raise KeyError("of this test")
+
+    is_second = False
+    with stages_known():
+        engine = make(transport=lambda group: StagedMemoryTransport(group, at_stage))
+        engine.to_generate()
+        if rank == BROKEN_RANK:
+            assert error_of(engine.to_generate).startswith("StorageError: the engine is generating")
+        engine.to_train()
+        is_second = True
+        dist.barrier()
+        try:
+            engine.to_generate()
+        except (HybridEngineError, KeyError) as error:
+            return str(error)
+    return "none"
+
+
+def test_a_mistake_that_harmed_nobody_is_not_taken_for_the_next_failure(
+    folder: Path, run_ranks: RankLauncher
+):
+    for rank, error in enumerate(run_ranks(NUM_RANKS, err_and_go_on, folder)):
+        assert "the check of the mode" not in error
+        assert "rank 0 failed by itself in bucket 0" in error or rank == 0, error
