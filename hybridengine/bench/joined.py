@@ -50,6 +50,10 @@ def check_world(spec: BenchSpec, environment: Mapping[str, str] = os.environ) ->
         for name, rule, other in RULES
         if name in numbers and other in numbers and numbers[name] > numbers[other] - (rule == "less than")
     )
+    if not environment["MASTER_ADDR"].strip():
+        raise ConfigError(
+            "MASTER_ADDR must name the host of rank 0, and is empty; start the command with torchrun"
+        )
     if not 1 <= numbers.get("MASTER_PORT", 0) <= 65535:
         found = environment.get("MASTER_PORT", "not set")
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -49,26 +50,48 @@ def check_output_files(files: Mapping[str, Path | None], sources: Mapping[str, s
 def output(option: str, file: Path) -> Iterator[Path]:
     """Context for writing `file`, which `option` names: yields the path to write to, which becomes `file` at the end.
 
-    Where writing fails, `file` is as it was before.
+    Where writing fails, `file` is as it was before; but a device, a stream of this process, or a file in a folder that
+    takes no other is written in place.
 
     Raises:
         ConfigError: writing failed, e.g. for lack of space.
     """
     place = file.resolve()  # of a link, what it leads to
-    new = place.with_name(f".{place.stem}-{os.getpid()}{place.suffix}")
-    if (file.exists() and not file.is_file()) or not os.access(place.parent, os.W_OK):
-        new = file  # a device, a pipe of the shell, or a file in a folder that takes no other
+    new = place.with_name(f".hybridengine-{os.getpid()}{place.suffix}")
+    is_special = (file.exists() and not file.is_file()) or is_stream(file)
+    if is_special or not os.access(place.parent, os.W_OK):
+        new = file
     try:
         yield new
         if new != file:
-            if place.exists():
-                shutil.copymode(place, new)
-            new.replace(place)
+            _put(new, place)
     except OSError as error:
         raise ConfigError(_message(option, file, error)) from error
     finally:
         if new != file:
-            new.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                new.unlink()
+
+
+def is_stream(file: Path) -> bool:
+    """Whether `file` is where stdout or stderr go, or a device: what is written there must replace nothing."""
+    if file.absolute().parts[1:2] in (("dev",), ("proc",)):
+        return True
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(file.stat(), os.fstat(descriptor)):
+                return True
+    return False
+
+
+def _put(new: Path, place: Path) -> None:
+    """Make a complete file the one at `place`."""
+    if place.exists():
+        shutil.copymode(place, new)
+    try:
+        new.replace(place)
+    except OSError:  # a file that is mounted by itself cannot be replaced
+        shutil.copyfile(new, place)
 
 
 def write_output(option: str, file: Path, text: str) -> None:
@@ -77,8 +100,8 @@ def write_output(option: str, file: Path, text: str) -> None:
     Raises:
         ConfigError: writing failed, e.g. for lack of space.
     """
-    with output(option, file) as place:
-        place.write_text(text)
+    with output(option, file) as place, place.open("a" if is_stream(file) else "w") as stream:
+        stream.write(text)
 
 
 def check_picture(option: str, file: Path | None) -> None:
@@ -104,9 +127,11 @@ def _message(option: str, file: Path, error: OSError) -> str:
 
 def _write_error(file: Path) -> OSError | None:
     try:
-        if (
-            file.resolve().is_fifo()
-        ):  # who waits for a reader may wait for ever; one of a shell, /dev/fd/63, has one
+        place = file.resolve()
+    except RuntimeError:  # of pathlib, for links that lead to themselves
+        return OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    try:
+        if place.is_fifo():  # who waits for a reader may wait for ever; one of a shell, /dev/fd/63, has one
             return OSError("it is a pipe")
         existed = file.exists()
         with file.open("ab"):

@@ -202,7 +202,7 @@ def sweep_lines(
     ]
     rows = [header]
     for plan in plans:
-        held = plan.gen_shard_bytes_max + plan.redundant_bytes_max
+        held = plan.memory_bytes_there[-1]
         rows.append(
             [
                 str(plan.generation.sizes),

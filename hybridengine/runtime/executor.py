@@ -85,6 +85,8 @@ class PlanExecutor:
         ]
         self._programs: dict[tuple[int, bool], Program] = {}
         self._is_local = not any(bucket.packs for bucket in plan.buckets)
+        self._has_excuse = False
+        """Whether this rank has left a note for the next run without having failed in it."""
 
     def run(
         self,
@@ -110,6 +112,9 @@ class PlanExecutor:
         self.num_complete = first
         in_flight: list[_Open] = []
         try:
+            if self._has_excuse:
+                self._notes.withdraw(self._rank)
+                self._has_excuse = False
             for index in range(first, len(self.plan.buckets)):
                 if in_flight and not self.plan.buckets[index].overlaps:
                     self._finish_oldest(in_flight, after_bucket)
@@ -137,6 +142,21 @@ class PlanExecutor:
         Raises:
             PlanError: names what has moved.
         """
+        try:
+            changes = self._changes(first)
+        except BaseException as error:
+            self.refuse("the check before the switch", error)
+            raise
+        if changes:
+            error = PlanError(
+                f"the plan is stale: rank {self._rank}, {', '.join(changes)}, since the plan was bound to the model;"
+                " make the engine anew, with a process group of its own"
+            )
+            self.refuse("the check before the switch", error)
+            raise error
+
+    def _changes(self, first: int) -> list[str]:
+        """What is no longer as it was when the plan was bound."""
         changes = []
         for layout, storage in ((self.plan.source, self._source), (self.plan.destination, self._destination)):
             moved = storage.moved()
@@ -158,23 +178,18 @@ class PlanExecutor:
             changes.append("its process group has been destroyed")
         elif self._transport.has_given_up and not self._is_local:
             changes.append("a switch over its process group has failed")
-        if changes:
-            error = PlanError(
-                f"the plan is stale: rank {self._rank}, {', '.join(changes)}, since the plan was bound to the model;"
-                " make the engine anew, with a process group of its own"
-            )
-            self.refuse("the check before the switch", error)
-            raise error
+        return changes
 
     def refuse(self, where: str, error: BaseException) -> None:
         """Do without a run that the other ranks begin: they learn why, and at once where they can be told at once."""
-        self.leave_note(where, error)
-        self._give_up()
-
-    def leave_note(self, where: str, error: BaseException) -> None:
-        """Say why this rank does not take part in a run that the others may begin."""
         self._notes.leave(FailureNote(self._rank, where, (), _said(error)))
         _num_runs[self._operation] += 1
+        self._give_up()
+
+    def excuse(self, where: str, error: BaseException) -> None:
+        """Say why this rank does not begin the next run yet; the others may have begun it, or none may."""
+        self._notes.leave(FailureNote(self._rank, where, (), _said(error)))
+        self._has_excuse = True
 
     def drop_unfinished(self) -> None:
         """Give up the destination weights of all buckets that have not arrived: after a failure they are undefined."""

@@ -49,6 +49,10 @@ class FailureNotes:
         """Leave a note for the others. Best effort: the store may have died with its rank."""
         _within(GRACE_S, lambda: _store().set(self._key(note.rank), json.dumps(asdict(note))))
 
+    def withdraw(self, rank: int) -> None:
+        """Take a rank's note back: it takes part after all."""
+        _within(GRACE_S, lambda: _store().delete_key(self._key(rank)))
+
     def read(self, awaited: Sequence[int], grace_s: float = GRACE_S) -> list[FailureNote] | None:
         """Notes left so far; waits a little for those of `awaited`, and of whom these have waited for.
 

@@ -128,7 +128,7 @@ class HybridEngine:
         except (
             StorageError
         ) as error:  # the others may have begun; where none has, the engine goes on as before
-            self._gather.leave_note("the check of the mode", error)
+            self._gather.excuse("the check of the mode", error)
             raise
         self._gather.check_fresh()
         self._leave_training()
@@ -175,11 +175,11 @@ class HybridEngine:
     @contextlib.contextmanager
     def generating(self) -> Iterator[SwitchReport]:
         """Generation mode while the context is open; yields the report of the switch."""
-        self._expect(Mode.TRAINING)
+        trained = self.mode is Mode.TRAINING
         try:
             yield self.to_generate()
         finally:
-            if self.mode is Mode.GENERATING:  # also where the KV cache found no memory
+            if trained and self.mode is Mode.GENERATING:  # also where the KV cache found no memory
                 self.to_train()
 
     def _leave_training(self) -> None:

@@ -46,8 +46,12 @@ class Neighbours:
         self._sockets: dict[int, socket.socket] = {}
         token = torch.tensor([secrets.randbits(62)])
         process_memory.admit_siblings()
-        with _listening() as (listener, path):
-            card = _Card(process_memory.host(), os.getpid(), token.data_ptr(), int(token.item()), path)
+        with contextlib.ExitStack() as stack:
+            listener, path = None, ""  # without a socket, this rank has messages only
+            with contextlib.suppress(OSError):
+                listener, path = stack.enter_context(_listening())
+            host = process_memory.host() if path else ""
+            card = _Card(host, os.getpid(), token.data_ptr(), int(token.item()), path)
             cards = _gathered(card, group)
             self._pids = {rank: other.pid for rank, other in zip(ranks, cards, strict=True)}
             readable = {
@@ -62,9 +66,9 @@ class Neighbours:
             for rank in sorted(self.ranks):
                 if rank < self._own:
                     self._connect(rank, by_rank[rank])
-            while len(self._sockets) < len(self.ranks):
+            while listener is not None and len(self._sockets) < len(self.ranks):
                 self._accept(listener, by_rank)
-            dist.barrier(group)  # the folder of the sockets goes, and the token
+            _gathered(None, group)  # the folder of the sockets goes, and the token
 
     def tell(self, rank: int, about: str, number: int, content: bytes = b"") -> None:
         """Leave a note with a neighbour; returns at once.
@@ -207,5 +211,9 @@ def _short(path: str) -> Iterator[str]:
 
 def _gathered(own: object, group: dist.ProcessGroup) -> list:
     everyone: list[object] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
+    try:
+        dist.all_gather_object(everyone, own, group=group)
+    except RuntimeError as error:
+        others = tuple(rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank())
+        raise PeerError(others, f"not all of them have come to make a transport: {error}") from error
     return everyone

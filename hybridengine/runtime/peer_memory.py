@@ -61,11 +61,12 @@ class PeerMemoryTransport(PointToPointTransport):
         self, sends: Sequence[Message], receives: Sequence[Message], are_weights: bool = True
     ) -> Messages:
         near = self.neighbours.ranks
-        if not are_weights or not near or not all(tensor.is_cpu for _, tensor in (*sends, *receives)):
+        if not near or not all(tensor.is_cpu for _, tensor in (*sends, *receives)):
             return super().prepare(sends, receives, are_weights)
         messages = super().prepare(
             [message for message in sends if message[0] not in near],
             [message for message in receives if message[0] not in near],
+            are_weights,
         )
         lent, borrowed = (
             {rank: [t for r, t in moved if r == rank] for rank in near} for moved in (sends, receives)
@@ -75,7 +76,7 @@ class PeerMemoryTransport(PointToPointTransport):
             tuple(receives),
             messages.operations,
             messages.peers,
-            sum(tensor.nbytes for _, tensor in receives),
+            sum(tensor.nbytes for _, tensor in receives) if are_weights else 0,
             {rank: tensors for rank, tensors in lent.items() if tensors},
             {rank: tensors for rank, tensors in borrowed.items() if tensors},
         )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -69,16 +67,10 @@ def test_a_disk_that_fills_up_takes_nothing_away(plan: Plan, tmp_path: Path) -> 
     file.write_text("of an earlier run")
     file.chmod(0o640)
     linked.symlink_to(file)
-    write = Path.write_text
-
-    def write_some(path: Path, text: str) -> int:
-        write(path, text[:100])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with mock.patch.object(Path, "write_text", write_some):
-        code, _, err = plan(*GOOD, "--json", str(linked))
-    assert code == 2
-    assert f"--json {linked} cannot be written (No space left on device)" in err
+    limited = ["sh", "-c", 'ulimit -f 1; exec "$0" "$@"', *COMMAND, "--json", str(linked)]  # files of 1 KiB
+    done = subprocess.run(limited, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"--json {linked} cannot be written (File too large)" in done.stderr
     assert file.read_text() == "of an earlier run"
     assert sorted(tmp_path.iterdir()) == [linked, file]
     code, _, _ = plan(*GOOD, "--json", str(linked))
@@ -149,6 +141,34 @@ def test_a_file_that_is_read_is_not_written(plan: Plan, tmp_path: Path) -> None:
         assert (code, out) == (2, "")
         assert err == f"hybridengine: --json {file} is what {option} reads; name another file\n"
         assert file.read_text() == before
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "run.log"])
+def test_a_stream_that_is_a_file_keeps_what_it_has(tmp_path: Path, name: str) -> None:
+    log = tmp_path / "run.log"
+    log.write_text("kept\n")
+    with log.open("a") as stream:
+        file = name if name.startswith("/") else str(log)
+        done = subprocess.run([*COMMAND, "--json", file], stdout=stream)
+    assert done.returncode == 0
+    text = log.read_text()
+    assert text.startswith("kept\n")
+    assert '"layout": "2-4-2:1-2"' in text
+    assert "gather domains" in text
+    assert list(tmp_path.iterdir()) == [log]
+
+
+def test_names_that_are_as_long_as_they_may_be_and_links_that_lead_nowhere(
+    plan: Plan, tmp_path: Path
+) -> None:
+    long, loop = tmp_path / ("a" * 250 + ".json"), tmp_path / "loop.json"
+    code, _, err = plan(*GOOD, "--json", str(long))
+    assert (code, err) == (0, "")
+    assert json.loads(long.read_text())["layout"] == "2-4-2:1-2"
+    loop.symlink_to(loop)
+    code, out, err = plan(*GOOD, "--json", str(loop))
+    assert (code, out) == (2, "")
+    assert f"--json {loop} cannot be written (Too many levels of symbolic links); name" in err
 
 
 def test_a_pipe_that_nobody_may_read_is_refused(plan: Plan, tmp_path: Path) -> None:
