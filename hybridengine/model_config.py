@@ -52,15 +52,14 @@ def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:
-    """Check that values are of the kind that their key stands for.
+    """Check that values are of the kind that their key stands for; nulls have been left out.
 
     Raises:
         ConfigError: a list, object or truth value that is something else.
     """
     for key, (kind, name) in _KINDS.items():
-        value = config.get(key)
-        if value is not None and not isinstance(value, kind):
-            raise ConfigError(f"{key}={shown(value)} must be {name}; {_RESTORE}")
+        if key in config and not isinstance(config[key], kind):
+            raise ConfigError(f"{key}={shown(config[key])} must be {name}; {_RESTORE}")
 
 
 def check_sizes(config: Mapping[str, Any], architecture: str) -> None:

@@ -13,13 +13,7 @@ from hybridengine.errors import ConfigError, TopologyError, TransferError, raise
 from hybridengine.topology.links import NodeMap
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
-
-
-def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
-    """True in a process that torchrun has started as a rank."""
-    return all(name in environment for name in VARIABLES)
-
-
+"""What tells a rank of somebody else's."""
 NUMBERS = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 """Variables that are integers -> the least that they may be."""
 
@@ -28,6 +22,11 @@ RULES = (
     ("LOCAL_RANK", "less than", "LOCAL_WORLD_SIZE"),
     ("LOCAL_WORLD_SIZE", "at most", "WORLD_SIZE"),
 )
+
+
+def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
+    """True in a process that torchrun has started as a rank."""
+    return all(name in environment for name in VARIABLES)
 
 
 def check_world(spec: BenchSpec, environment: Mapping[str, str] = os.environ) -> None:

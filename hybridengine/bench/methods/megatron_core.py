@@ -84,9 +84,8 @@ class MegatronCore(Method):
         with device_shim():
             service = _CountingGloo if is_needed() else _CountingNccl
             self._service = service(self.ledger, models)
-        if isinstance(
-            self._service, _CountingGloo
-        ):  # makes a group of its own, with half an hour of patience
+        if isinstance(self._service, _CountingGloo):
+            # It makes a group of its own, which would wait for half an hour.
             group = cast(dist.ProcessGroup, self._service.gloo_pg)
             backend = group._get_backend(torch.device("cpu"))
             backend._set_default_timeout(timedelta(seconds=self.setting.timeout_s))
