@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 
 from hybridengine.cli.group_lines import format_groups
-from hybridengine.config import RunConfig, model_shape
-from hybridengine.config.algorithm_sections import Role
+from hybridengine.config import ModelHolder, RunConfig, holder_shape, model_holders, model_shape
 from hybridengine.config.run_config import TRAINED
+from hybridengine.config.sections import MAIN_POOL
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.planning.memory import TrainingMemory, training_memory
 from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer, num_crossing
@@ -32,9 +32,9 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     return [
         f"model: {shape.family}, {shape.num_layers} layers, {shape.num_parameters:,} parameters,"
         f" {format_bytes(total)} in {config.model.dtype}",
-        f"ranks: {config.num_ranks} on {len(config.cluster.ranks_per_node)} node(s), {config.cluster.rank_order} order",
+        *_pool_lines(config),
         "roles: "
-        + ", ".join(f"{role} {config.train_sizes(role)}" for role in config.model_roles)
+        + ", ".join(f"{holder.name} {holder.sizes}" for holder in model_holders(config))
         + f" (p-t-d); generation {config.actor.gen_sizes} (p_g-t_g) in {generation.num_replicas} engine(s)"
         + (f", d_g={generation.micro_dp_size}" if generation.nests else ", sizes that do not nest"),
         f"switch: each rank receives at most {format_bytes(cost.received_bytes)}"
@@ -44,13 +44,23 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     ]
 
 
+def _pool_lines(config: RunConfig) -> list[str]:
+    """Ranks and nodes; where there are several pools, of each."""
+    lines = []
+    for name, pool in config.pools.items():
+        ranks = f"{pool.num_ranks} on {len(pool.ranks_per_node)} node(s)"
+        if not config.cluster.pools:
+            return [f"ranks: {ranks}, {config.cluster.rank_order} order"]
+        lines.append(f"pool {name}: ranks {ranks}, for {', '.join(pool.roles)}")
+    return [*lines, f"ranks: {config.num_ranks} in all, {config.cluster.rank_order} order"]
+
+
 def group_lines(config: RunConfig) -> list[str]:
-    """Training groups of every role and generation groups of the actor."""
-    lines = ["", "groups"]
-    for role in config.model_roles:
-        grid = config.grid(role)
+    """Training groups of every model and generation groups of the actor."""
+    lines = ["", "groups" + (" (each pool counts its own ranks)" if config.cluster.pools else "")]
+    for holder in model_holders(config):
         for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-            lines.append(f"  {role:<10} {name:<10} {format_groups(grid.groups(axis))}")
+            lines.append(f"  {holder.name:<10} {name:<10} {format_groups(holder.grid.groups(axis))}")
     generation = config.generation_grid
     domain = "micro-DP" if generation.nests else "gather"
     for name, groups in (
@@ -81,38 +91,46 @@ def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     lines.append(
         f"  buckets of at most {format_bytes(cost.bucket_bytes)}; digest {cost.plans[0].digest[:16]}"
     )
-    lines += ["", "memory per rank (activations and framework overhead left out)"]
+    for name in config.pools:
+        lines += _pool_memory_lines(config, name, cost)
+    return lines
+
+
+def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[str]:
+    """Memory of a rank of a pool; where the actor is, in each phase."""
+    of_pool = f" of pool {pool}" if config.cluster.pools else ""
+    lines = ["", f"memory per rank{of_pool} (activations and framework overhead left out)"]
     resident = {"train": 0, "generate": 0}
-    rows = []
-    for role in config.model_roles:
-        memory = training_memory(model_shape(config, role), config.grid(role), config.model.dtype)
-        trains = role in TRAINED
+    for holder in model_holders(config):
+        if config.pool_of(holder.role) != pool:
+            continue
+        memory = training_memory(holder_shape(config, holder), holder.grid, config.model.dtype)
+        trains = holder.role in TRAINED
         own = memory.weights_bytes + (memory.gradients_bytes + memory.optimizer_bytes if trains else 0)
         resident["train"] += own
-        resident["generate"] += _held_while_generating(config, role, cost, memory)
-        text = f"  {role:<10} weights {format_bytes(memory.weights_bytes)}"
+        resident["generate"] += _held_while_generating(holder, cost, memory)
+        text = f"  {holder.name:<10} weights {format_bytes(memory.weights_bytes)}"
         if trains:
             text += (
                 f", gradients {format_bytes(memory.gradients_bytes)},"
                 f" optimizer {format_bytes(memory.optimizer_bytes)}"
             )
-        rows.append(text)
-    cache = config.rollout.kv_cache_bytes
-    lines += rows
-    lines.append(f"  training    {format_bytes(resident['train'])} in all")
-    lines.append(
-        f"  generating  {format_bytes(resident['generate'] + cache)} in all, KV cache {format_bytes(cache)} included"
-    )
-    lines.append(
-        f"  switching   {format_bytes(resident['generate'] - cost.gen_bytes + cost.peak_bytes)} at its peak"
-    )
+        lines.append(text)
+    phase = "training" if pool == MAIN_POOL else "always"
+    lines.append(f"  {phase:<11} {format_bytes(resident['train'])} in all")
+    if pool == MAIN_POOL:
+        cache, peak = config.rollout.kv_cache_bytes, resident["generate"] - cost.gen_bytes + cost.peak_bytes
+        lines.append(
+            f"  generating  {format_bytes(resident['generate'] + cache)} in all, KV cache {format_bytes(cache)} included"
+        )
+        lines.append(f"  switching   {format_bytes(peak)} at its peak")
     return lines
 
 
-def _held_while_generating(config: RunConfig, role: Role, cost: SwitchCost, memory: TrainingMemory) -> int:
+def _held_while_generating(holder: ModelHolder, cost: SwitchCost, memory: TrainingMemory) -> int:
     """The actor's weights take the engine's layout, gradients go, optimizer state where it is offloaded."""
-    weights = cost.gen_bytes if role == "actor" else memory.weights_bytes
-    keeps_optimizer = getattr(getattr(config, role), "offload", None) == "none"
+    weights = cost.gen_bytes if holder.role == "actor" else memory.weights_bytes
+    keeps_optimizer = getattr(holder.section, "offload", None) == "none"
     return weights + (memory.optimizer_bytes if keeps_optimizer else 0)
 
 

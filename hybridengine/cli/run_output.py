@@ -1,9 +1,10 @@
-"""What a run leaves behind and shows while it goes on: metrics, a timeline, samples, a line per step."""
+"""What a run leaves behind and shows while it goes on: metrics, a timeline, samples, a live view, a line per step."""
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -12,13 +13,19 @@ from rich.console import Console
 from tensordict import TensorDictBase
 
 from hybridengine.config import RunConfig
-from hybridengine.controller.exchange import CallRecord
+from hybridengine.controller.exchange import CallRecord, row_exchange
 from hybridengine.data.rewards import Decoder, reward_texts
-from hybridengine.drivers.step_metrics import PHASES
+from hybridengine.drivers.step_metrics import phase_of_call
+from hybridengine.metrics.call_progress import CallProgress
 from hybridengine.metrics.console import RunConsole
-from hybridengine.metrics.recorder import MetricsRecorder
-from hybridengine.metrics.report.run_record import CONFIG_FILE, SAMPLES_FOLDER
+from hybridengine.metrics.live import LiveView, can_show_live
+from hybridengine.metrics.recorder import METRICS_FILE, TENSORBOARD_FOLDER, MetricsRecorder
+from hybridengine.metrics.report.run_record import CONFIG_FILE, SAMPLES_FOLDER, Sample
+from hybridengine.metrics.samples import write_samples
+from hybridengine.metrics.step_progress import StepProgress
 from hybridengine.metrics.timeline import TIMELINE_FILE, Span, TimelineWriter
+from hybridengine.metrics.tracker_packages import TrackedRun
+from hybridengine.metrics.trackers import Trackers
 
 BARS = {
     "generate": "generate",
@@ -33,68 +40,116 @@ BARS = {
     "update_actor": "updates",
     "update_critic": "updates",
     "update_cost_critic": "updates",
+    "prompts": "prompts",
+    "advantages": "advantages",
 }
 """Phase of an iteration -> what its bars in the timeline count as."""
 
+SHOWN_SAMPLES = 3
+"""Responses of an evaluation in the terminal."""
+
+
+def run_trackers(config: RunConfig) -> Trackers:
+    """The trackers of a run, still to be opened (`with`)."""
+    run = TrackedRun(config.run.name, config.run_folder, config.model_dump(mode="json"))
+    return Trackers(config.run.trackers, run)
+
+
+def where_to_look(folder: Path) -> str:
+    """What to open, and what to type, once a run has ended."""
+    return (
+        f"metrics: {folder / METRICS_FILE}; tensorboard --logdir {folder / TENSORBOARD_FOLDER};"
+        f" hybridengine report {folder}"
+    )
+
 
 class RunOutput:
-    """Writes into the run's folder, and to the terminal; a context manager.
+    """Writes into the run's folder, to its trackers, and to the terminal; a context manager.
 
     Args:
-        nodes: address of every rank's node.
+        nodes: pool -> address of every rank's node.
+        trackers: open ones, which get every row.
     """
 
-    def __init__(self, config: RunConfig, nodes: Sequence[str], tokenizer: Decoder, console: Console) -> None:
-        folder = config.run_folder
-        self._nodes, self._tokenizer = nodes, tokenizer
+    def __init__(
+        self,
+        config: RunConfig,
+        nodes: Mapping[str, Sequence[str]],
+        tokenizer: Decoder,
+        console: Console,
+        trackers: Trackers | None = None,
+    ) -> None:
+        folder, run = config.run_folder, config.run
+        self._nodes, self._tokenizer, self._trackers = nodes, tokenizer, trackers
         self._samples = folder / SAMPLES_FOLDER
-        self._console = RunConsole(config.run.steps, console)
+        self._console = RunConsole(run.steps, console)
+        self._steps = StepProgress(run.steps, run.eval_every, config.eval_file is not None)
+        self._calls, self._view = CallProgress(), None
+        if run.live and can_show_live(console):
+            self._view = LiveView(console, self._steps, self._calls, phase_of_call)
         (folder / CONFIG_FILE).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         self._recorder = MetricsRecorder(folder)
         self._timeline = TimelineWriter(folder / TIMELINE_FILE)
 
+    def begin_step(self, step: int) -> None:
+        """A step begins, for the live view."""
+        self._steps.begin_step(step)
+        self._calls.begin_step()
+
+    def begin_evaluation(self, step: int) -> None:
+        """The evaluation after a step begins, for the live view; step 0 is the state before training."""
+        self._steps.begin_evaluation(step)
+        self._calls.begin_step()
+
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write and print the row of a step; step 0 is the state before training."""
-        self._console.print_step(self._recorder.record(step, metrics))
+        row = self._recorder.record(step, metrics)
+        if self._trackers is not None:
+            self._trackers.log(row)
+        self._steps.end(row)
+        self._console.print_step(row)
 
     def draw(self, step: int, records: Sequence[CallRecord]) -> None:
         """Add what the ranks did in a step to the timeline."""
         self._timeline.write([span for record in records for span in self._spans(step, record)])
 
     def show_samples(self, step: int, rows: TensorDictBase) -> None:
-        """Keep responses of an evaluation: rows with tokens, lengths, `answers` and `scores`."""
-        texts = reward_texts(rows, self._tokenizer, ["prompts", "responses", "answers"])
-        self._samples.mkdir(exist_ok=True)
-        lines = [
-            json.dumps(
-                {"step": step, "prompt": prompt, "response": response, "answer": answer, "score": score}
-            )
+        """Keep responses of an evaluation: rows with tokens, lengths, `answers` and `scores`; a live view shows some."""
+        columns = ["prompts", "responses", "answers"]
+        texts, scores = reward_texts(rows, self._tokenizer, columns), rows["scores"].tolist()
+        samples = [
+            Sample(step, prompt, response, answer, score if math.isfinite(score) else None)
             for prompt, response, answer, score in zip(
-                texts["prompts"], texts["responses"], texts["answers"], rows["scores"].tolist(), strict=True
+                *(texts[name] for name in columns), scores, strict=True
             )
         ]
-        with Path(self._samples / "evaluation.jsonl").open("a", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
+        write_samples(self._samples, step, samples)
+        if self._view is not None:
+            self._console.print_samples(step, samples[:SHOWN_SAMPLES])
 
     def _spans(self, step: int, record: CallRecord) -> list[Span]:
-        phase = BARS.get(PHASES.get(str(record), ""), "other")
+        phase = BARS.get(phase_of_call(record.role, record.method), "other")
+        nodes, pool = self._nodes[record.pool], record.pool if len(self._nodes) > 1 else ""
         spans = []
         for rank, (begin, end) in record.spans.items():
-            node, fetched = self._nodes[rank], record.fetch_seconds.get(rank, 0.0)
-            spans.append(Span(str(record), phase, rank, node, record.role, begin, end, step=step))
-            if fetched:
-                spans.append(
-                    Span(
-                        "fetch rows", "transfers", rank, node, record.role, begin, begin + fetched, step=step
-                    )
-                )
+            place = rank, nodes[rank], record.role
+            spans.append(Span(str(record), phase, *place, begin, end, pool, step))
+            if fetched := record.fetch_seconds.get(rank, 0.0):
+                spans.append(Span("fetch rows", "transfers", *place, begin, begin + fetched, pool, step))
         return spans
 
     def __enter__(self) -> RunOutput:
+        if self._view is not None:
+            self._view.__enter__()
+            row_exchange().observer = self._calls
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._recorder.close()
-        self._timeline.close()
+        with ExitStack() as ends:
+            ends.callback(self._timeline.close)
+            ends.callback(self._recorder.close)
+            if self._view is not None:
+                row_exchange().observer = None
+                ends.push(self._view)

@@ -1,8 +1,19 @@
 """Configuration of a run: one YAML file plus `key=value` overrides, typed, frozen, checked as a whole."""
 
 from hybridengine.config.algorithm_sections import Role
-from hybridengine.config.checks import check_run, model_shape
+from hybridengine.config.checks import check_run, holder_shape, model_shape
+from hybridengine.config.holders import ModelHolder, model_holders
 from hybridengine.config.loading import load_config
 from hybridengine.config.run_config import ROLES, RunConfig
 
-__all__ = ["ROLES", "Role", "RunConfig", "check_run", "load_config", "model_shape"]
+__all__ = [
+    "ROLES",
+    "ModelHolder",
+    "Role",
+    "RunConfig",
+    "check_run",
+    "holder_shape",
+    "load_config",
+    "model_holders",
+    "model_shape",
+]

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from hybridengine.config.algorithm_checks import algorithm_conflicts
 from hybridengine.config.algorithm_sections import Role
 from hybridengine.config.conflicts import Conflict, checkpoint_conflicts, paths_hint
-from hybridengine.config.reward_checks import model_terms, reward_model_conflicts, scorer_conflicts
+from hybridengine.config.holders import ModelHolder, model_holders
+from hybridengine.config.pool_checks import pool_conflicts, size_conflicts
+from hybridengine.config.reward_checks import reward_model_conflicts, scorer_conflicts
 from hybridengine.config.run_config import TRAINED, RunConfig
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.model_presets import find_preset, resolve_model
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
-from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.topology.sizes import GenSizes
 
 
 def check_run(config: RunConfig, *, dry_run: bool = False) -> list[str]:
@@ -28,12 +29,15 @@ def check_run(config: RunConfig, *, dry_run: bool = False) -> list[str]:
 
 def find_conflicts(config: RunConfig, *, dry_run: bool = False) -> list[Conflict]:
     """As `check_run`, each message with the keys that it concerns."""
-    conflicts = [*_sources(config), *algorithm_conflicts(config), *scorer_conflicts(config), *_sizes(config)]
+    conflicts = [*_sources(config), *algorithm_conflicts(config), *scorer_conflicts(config)]
+    conflicts += pool_conflicts(config)
+    for holder in model_holders(config):
+        conflicts += size_conflicts(config, holder.role, holder.sizes, holder.sizes_key)
     conflicts += [*_rows(config), *_schedules(config)]
     if not dry_run:
         conflicts += _files(config)
     conflicts += _models(config, dry_run)
-    for holder in _holders(config):
+    for holder in model_holders(config):
         shape = _shape_or_none(config, holder.path)
         if shape is not None:
             conflicts += _sharding(holder, shape)
@@ -53,34 +57,9 @@ def model_shape(config: RunConfig, role: Role = "actor") -> ModelShape:
     return _shape(config, getattr(getattr(config, role), "path", None))
 
 
-class _Holder(NamedTuple):
-    """Something with weights on the ranks: a role, or a model among the terms of a reward."""
-
-    key: str
-    """Dotted key of its section."""
-    section: Any
-    """Any of those with `parallel` and `micro_batch_tokens`."""
-    sizes: TrainSizes
-    sizes_key: str
-    """Where its sizes come from."""
-
-    @property
-    def path(self) -> str | None:
-        """Checkpoint of its own."""
-        return getattr(self.section, "path", None)
-
-
-def _holders(config: RunConfig) -> list[_Holder]:
-    sections = [(role, getattr(config, role)) for role in config.model_roles] + model_terms(config)
-    return [
-        _Holder(
-            key,
-            section,
-            TrainSizes.parse(section.parallel or config.actor.parallel),
-            f"{key}.parallel" if section.parallel else "actor.parallel",
-        )
-        for key, section in sections
-    ]
+def holder_shape(config: RunConfig, holder: ModelHolder) -> ModelShape:
+    """As `model_shape`, of anything with weights."""
+    return _shape(config, holder.path)
 
 
 def _shape(config: RunConfig, path: str | None) -> ModelShape:
@@ -154,25 +133,6 @@ def _exactly_one(section: str, values: dict[str, object]) -> Iterator[Conflict]:
         )
 
 
-def _sizes(config: RunConfig) -> Iterator[Conflict]:
-    """p·t·d of every role against the ranks."""
-    for _, _, sizes, key in _holders(config):
-        if sizes.num_ranks != config.num_ranks:
-            fitting = f"{sizes.pp_size}·{sizes.tp_size}·{sizes.dp_size} = {sizes.num_ranks}"
-            replicas, rest = divmod(config.num_ranks, sizes.model_parallel_size)
-            remedy = (
-                f"choose {sizes.pp_size}-{sizes.tp_size}-{replicas}, or"
-                if not rest
-                else "choose other sizes, or"
-            )
-            yield Conflict(
-                f"{key}={sizes} takes p·t·d = {fitting} ranks, which must equal the {config.num_ranks} of"
-                f" cluster.ranks_per_node={list(config.cluster.ranks_per_node)}; {remedy} give the cluster"
-                f" {sizes.num_ranks} ranks",
-                (key, "cluster.ranks_per_node"),
-            )
-
-
 def _engines(config: RunConfig, shape: ModelShape | None) -> Iterator[Conflict]:
     """(p_g, t_g) against the ranks and the model; the remedy names the nearest sizes that keep every rule."""
     gen, train = config.actor.gen_sizes, config.actor.train_sizes
@@ -190,7 +150,7 @@ def _engines(config: RunConfig, shape: ModelShape | None) -> Iterator[Conflict]:
         yield Conflict(f"actor.generate={gen}: {problem}{hint}", ("actor.generate", "model"))
 
 
-def _sharding(holder: _Holder, shape: ModelShape) -> Iterator[Conflict]:
+def _sharding(holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
     """t against heads and MLP width, p against layers."""
     key, sizes, keys = holder.sizes_key, holder.sizes, (holder.sizes_key, "model", f"{holder.key}.path")
     for problem in shape.tp_problems(sizes.tp_size):
@@ -256,7 +216,8 @@ def _rows(config: RunConfig) -> Iterator[Conflict]:
                 f"{config.actor.parallel}, actor.generate={config.actor.generate}; choose a multiple of {engines}",
                 (*row_keys, "actor.parallel", "actor.generate"),
             )
-    for role, section, sizes, key in _holders(config):
+    for holder in model_holders(config):
+        role, section, sizes, key = holder.key, holder.section, holder.sizes, holder.sizes_key
         replicas, mini_batches = sizes.dp_size, getattr(section, "mini_batches", 1)
         parts = replicas * mini_batches
         if rows % parts:

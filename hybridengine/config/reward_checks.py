@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridengine.config.algorithm_sections import Role
 from hybridengine.config.conflicts import Conflict, checkpoint_conflicts
 from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
 from hybridengine.config.run_config import SCORERS, RunConfig
@@ -15,19 +16,9 @@ SINGLE_SCORER_KEYS = tuple(ScorerSection.model_fields)
 """What a section says of its only scorer, and each term of its own."""
 
 
-def reward_sections(config: RunConfig) -> dict[str, RewardSection]:
+def reward_sections(config: RunConfig) -> dict[Role, RewardSection]:
     """Every section that scores responses in the run's dataflow, by name."""
     return {role: getattr(config, role) for role in SCORERS if role in config.algorithm.used_roles}
-
-
-def model_terms(config: RunConfig) -> list[tuple[str, ScorerSection]]:
-    """Every model that is one term of several, with its dotted key."""
-    return [
-        (scorer_key(name, term), scorer)
-        for name, section in reward_sections(config).items()
-        for term, scorer in section.models.items()
-        if term
-    ]
 
 
 def scorer_conflicts(config: RunConfig) -> Iterator[Conflict]:

@@ -8,11 +8,13 @@ from typing import get_args
 from hybridengine.config.algorithm_sections import AlgorithmSection, Role
 from hybridengine.config.reward_sections import RewardSection
 from hybridengine.config.sections import (
+    MAIN_POOL,
     ActorSection,
     ClusterSection,
     CriticSection,
     DataSection,
     ModelSection,
+    PoolSection,
     ReferenceSection,
     RolloutSection,
     RunSection,
@@ -29,6 +31,11 @@ TRAINED: tuple[Role, ...] = ("actor", "critic", "cost_critic")
 """Roles whose weights are updated."""
 SCORERS: tuple[Role, ...] = ("reward", "cost")
 """Roles that score responses, with functions, models or both."""
+
+
+def ranks_key(pool: str) -> str:
+    """Dotted key of a pool's ranks."""
+    return "cluster.ranks_per_node" if pool == MAIN_POOL else f"cluster.pools.{pool}.ranks_per_node"
 
 
 class RunConfig(Section):
@@ -64,9 +71,22 @@ class RunConfig(Section):
     """When waiting ends."""
 
     @property
+    def pools(self) -> dict[str, PoolSection]:
+        """Every pool by name, the actor's first."""
+        elsewhere = {role for pool in self.cluster.pools.values() for role in pool.roles}
+        roles: tuple[Role, ...] = tuple(role for role in self.algorithm.used_roles if role not in elsewhere)
+        main = PoolSection(roles=roles, ranks_per_node=self.cluster.ranks_per_node)
+        return {MAIN_POOL: main, **self.cluster.pools}
+
+    def pool_of(self, role: Role) -> str:
+        """Name of the pool that a role runs on."""
+        found = (name for name, pool in self.cluster.pools.items() if role in pool.roles)
+        return next(found, MAIN_POOL)
+
+    @property
     def num_ranks(self) -> int:
-        """Ranks of the whole cluster."""
-        return self.cluster.num_ranks
+        """Ranks of all pools."""
+        return sum(pool.num_ranks for pool in self.pools.values())
 
     @property
     def model_roles(self) -> tuple[Role, ...]:

@@ -6,11 +6,14 @@ Values are plain and small; what follows from them (rank counts, grids, folders,
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from hybridengine.config.algorithm_sections import Role
 from hybridengine.config.values import (
     Bytes,
     Count,
@@ -44,24 +47,56 @@ class RunSection(Section):
     """RL iterations."""
     eval_every: CountOrZero = 10
     """Iterations between two evaluations; 0 evaluates before the first and after the last only."""
+    live: bool = True
+    """Show what the run is doing at the bottom of the terminal, where there is one."""
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
+    """Where metrics go besides the run's folder; each is an optional package with settings of its own."""
+
+
+RanksPerNode = Annotated[tuple[Count, ...], Field(min_length=1)]
+
+
+class PoolSection(Section):
+    """Ranks of their own for some roles, which work while the others do."""
+
+    roles: tuple[Role, ...] = ()
+    """Roles that share these ranks; the actor and every role that no pool names share `cluster.ranks_per_node`."""
+    ranks_per_node: RanksPerNode = (1,)
+    """Ranks on each node, one GPU or CPU process each."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all nodes."""
+        return sum(self.ranks_per_node)
+
+
+MAIN_POOL = "main"
+"""The actor's pool."""
+
+
+def _check_pool_names(pools: Mapping[str, PoolSection]) -> Mapping[str, PoolSection]:
+    for name in pools:
+        if name == MAIN_POOL or not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII):
+            raise ValueError(
+                f"{name!r} cannot be the name of a pool; use letters, digits, '_' and '-', a letter first, and not"
+                f" {MAIN_POOL!r}, which is the actor's"
+            )
+    return pools
 
 
 class ClusterSection(Section):
     """The ranks, and on what they run."""
 
-    ranks_per_node: Annotated[tuple[Count, ...], Field(min_length=1)] = (1,)
-    """Ranks on each node, one GPU or CPU process each: [8, 8] is two nodes of 8."""
+    ranks_per_node: RanksPerNode = (1,)
+    """Ranks on each node that the actor runs on, one GPU or CPU process each: [8, 8] is two nodes of 8."""
+    pools: Annotated[dict[str, PoolSection], AfterValidator(_check_pool_names)] = Field(default_factory=dict)
+    """Pools by name, beside the actor's, for roles that shall have ranks of their own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where models compute; auto takes GPUs where the node has them."""
     rank_order: Literal["paper", "megatron"] = "paper"
     """Which axis varies fastest with the rank: tensor, pipeline, data (paper) or tensor, data, pipeline (megatron)."""
     address: PathText | None = None
     """Ray cluster to join: "auto" or host:port; left out, a local one is started for the run."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of all nodes."""
-        return sum(self.ranks_per_node)
 
     @property
     def order(self) -> RankOrder:

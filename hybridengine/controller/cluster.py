@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -24,11 +24,17 @@ QUIET_RAY = {
 
 @dataclass(frozen=True)
 class NodeOffer:
-    """What one node of the cluster has in total."""
+    """What one node of the cluster has."""
 
     address: str
     num_cpus: int
     num_gpus: int
+    node_id: str = ""
+    """Ray's."""
+
+    def less(self, num_cpus: int, num_gpus: int) -> NodeOffer:
+        """What is left of it."""
+        return replace(self, num_cpus=self.num_cpus - num_cpus, num_gpus=self.num_gpus - num_gpus)
 
     def num_ranks(self, cpus_per_rank: int, use_gpus: bool) -> int:
         """Ranks that fit on the node."""
@@ -78,7 +84,12 @@ def node_offers() -> list[NodeOffer]:
     for node in sorted(_live_nodes(), key=lambda node: node_key(node["NodeManagerAddress"], node["NodeID"])):
         resources: Mapping[str, float] = node["Resources"]
         offers.append(
-            NodeOffer(node["NodeManagerAddress"], int(resources.get("CPU", 0)), int(resources.get("GPU", 0)))
+            NodeOffer(
+                node["NodeManagerAddress"],
+                int(resources.get("CPU", 0)),
+                int(resources.get("GPU", 0)),
+                node["NodeID"],
+            )
         )
     return offers
 
@@ -112,6 +123,22 @@ def node_key(address: str, node_id: str) -> tuple[Any, ...]:
     except ValueError:
         return (1, 0, 0, address, node_id)
     return (0, number.version, int(number), address, node_id)
+
+
+def choose_nodes(ranks_per_node: Sequence[int], rooms: Sequence[int]) -> list[int] | None:
+    """A node of its own for each position of `ranks_per_node`, the earliest that has room; None where they do not fit.
+
+    `rooms[n]` is how many ranks node n can take, nodes in node order. The largest choose first, so that they are not
+    left without a node that was large enough; equal ones take nodes in ascending order.
+    """
+    chosen = dict[int, int]()
+    for position in sorted(range(len(ranks_per_node)), key=lambda index: -ranks_per_node[index]):
+        fitting = (n for n, room in enumerate(rooms) if room >= ranks_per_node[position])
+        node = next((n for n in fitting if n not in chosen.values()), None)
+        if node is None:
+            return None
+        chosen[position] = node
+    return [chosen[position] for position in range(len(ranks_per_node))]
 
 
 def order_bundles(ranks_per_node: Sequence[int], bundle_keys: Sequence[tuple[Any, ...]]) -> list[int]:

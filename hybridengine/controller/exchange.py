@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 from hybridengine.runtime.row_reader import RowReader
 
@@ -26,6 +28,8 @@ class CallRecord:
     """Rank -> how long it took, from the beginning, until its rows were there."""
     transferred: Counter[str]
     """Bytes of rows that came from other processes, all ranks together, by the call that had produced them."""
+    pool: str = ""
+    """Whose ranks they are, where a run has several pools."""
 
     def __str__(self) -> str:
         return f"{self.role}.{self.method}"
@@ -34,6 +38,18 @@ class CallRecord:
     def seconds(self) -> float:
         """Of the slowest rank."""
         return max(end - begin for begin, end in self.spans.values())
+
+
+class CallObserver(Protocol):
+    """Told of calls while they are under way; its methods return at once and raise nothing."""
+
+    def call_made(
+        self, number: int, role: str, method: str, pool: str, num_ranks: int, inputs: Sequence[int]
+    ) -> None:
+        """All ranks of a pool have got a call; `inputs` are numbers of the calls whose rows it reads."""
+
+    def rank_ended(self, number: int, pool: str, rank: int) -> None:
+        """A rank has ended a call, well or not; comes from a thread of Ray's, in any order."""
 
 
 class RowExchange:
@@ -46,6 +62,8 @@ class RowExchange:
         """Bytes of rows that have passed through the controller, sent or fetched."""
         self.records: list[CallRecord] = []
         """Of all calls that have ended, in that order, since they were last taken."""
+        self.observer: CallObserver | None = None
+        """Who is told of calls while they are under way."""
         self._keys = itertools.count()
         self.reader = RowReader(self.secret, READ_TIMEOUT_S)
         """For rows that the controller itself wants."""

@@ -10,25 +10,19 @@ from typing import Any
 
 import ray
 from ray import ObjectRef
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridengine.controller import cluster
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.futures import Future
+from hybridengine.controller.observing import observe_call
 from hybridengine.controller.rank_process import RankIdentity, RankProcess, Seat, process_environment
+from hybridengine.controller.reservation import Reservation, reserve
 from hybridengine.controller.waiting import Operation
 from hybridengine.errors import ConfigError, WorkerError, raise_all
 
 logger = logging.getLogger(__name__)
 
-RESERVE_TIMEOUT_S = 60.0
-"""Wait for nodes that another job or a pool closed just now still holds."""
 LEAVE_TIMEOUT_S = 10.0
 """Wait for ranks to leave the world before they are ended."""
 
@@ -49,6 +43,7 @@ class ResourcePool:
         ranks_per_node: Sequence[int] | None = None,
         *,
         gpus_per_node: Sequence[int] | None = None,
+        name: str = "",
         use_gpus: bool = False,
         env: Mapping[str, str] | None = None,
         cpus_per_rank: int = 1,
@@ -57,8 +52,9 @@ class ResourcePool:
     ) -> None:
         """Describe a pool.
 
-        `gpus_per_node` is short for as many ranks with `use_gpus`. `env` are environment variables that every
-        process has from its start. `timeout_s` bounds group calls and torch.distributed's collectives.
+        `name` tells the pool from others in records. `gpus_per_node` is short for as many ranks with `use_gpus`. `env`
+        are environment variables that every process has from its start. `timeout_s` bounds group calls and
+        torch.distributed's collectives.
 
         Raises:
             ConfigError: none or both of ranks_per_node and gpus_per_node are given, or a number is not positive.
@@ -66,6 +62,7 @@ class ResourcePool:
         if (ranks_per_node is None) == (gpus_per_node is None):
             raise ConfigError("a ResourcePool takes ranks_per_node or gpus_per_node, and exactly one of them")
         self.ranks_per_node = tuple(ranks_per_node or gpus_per_node or ())
+        self.name = name
         self.use_gpus = use_gpus or gpus_per_node is not None
         self.cpus_per_rank = cpus_per_rank
         self.start_timeout_s = start_timeout_s
@@ -76,7 +73,7 @@ class ResourcePool:
                 " give at least one node, and positive numbers"
             )
         self._env = dict(env or {})
-        self._placement: PlacementGroup | None = None
+        self._reservation: Reservation | None = None
         self._processes: list[Any] = []
         self._identities: list[RankIdentity] = []
         self._unfinished: list[Future] = []
@@ -97,6 +94,22 @@ class ResourcePool:
     def started(self) -> bool:
         return bool(self._identities)
 
+    def reserve(self) -> None:
+        """Take nodes for the ranks, in node order; once.
+
+        Raises:
+            ConfigError: the cluster is too small, or its nodes stay occupied.
+        """
+        if self._reservation is not None:
+            return
+        cluster.start_ray(num_cpus=self.num_ranks * self.cpus_per_rank)
+        raise_all(
+            cluster.capacity_problems(
+                self.ranks_per_node, self.cpus_per_rank, self.use_gpus, cluster.node_offers()
+            )
+        )
+        self._reservation = reserve(self.ranks_per_node, self.cpus_per_rank, self.use_gpus)
+
     def start(self) -> None:
         """Reserve the nodes, start the rank processes and join them to one torch.distributed world; once.
 
@@ -108,14 +121,8 @@ class ResourcePool:
             raise WorkerError("the pool is closed, and its processes have ended; make a new ResourcePool")
         if self.started:
             return
-        cluster.start_ray(num_cpus=self.num_ranks * self.cpus_per_rank)
-        raise_all(
-            cluster.capacity_problems(
-                self.ranks_per_node, self.cpus_per_rank, self.use_gpus, cluster.node_offers()
-            )
-        )
         try:
-            self._reserve()
+            self.reserve()
             self._start_processes()
             self._join_world()
         except BaseException:
@@ -141,10 +148,13 @@ class ResourcePool:
         """
         self.raise_failures()
         references = [calls(rank, process) for rank, process in enumerate(self._processes)]
-        operation = Operation(role, method, {rank: ref for rank, (ref, _) in enumerate(references)}, places)
+        outcomes = {rank: ref for rank, (ref, _) in enumerate(references)}
+        operation = Operation(role, method, outcomes, places, self.name)
         results = {rank: references[rank][1] for rank in sources}
         future = Future(operation, results, collect, timeout_s, self._operation_of, inputs)
         self._unfinished.append(future)
+        if (observer := row_exchange().observer) is not None:
+            observe_call(observer, operation, outcomes, inputs)
         return future
 
     def raise_failures(self) -> None:
@@ -211,8 +221,8 @@ class ResourcePool:
             return
         for process in self._processes:
             ray.kill(process)
-        if self._placement is not None:
-            remove_placement_group(self._placement)
+        if self._reservation is not None:
+            self._reservation.give_back()
 
     def __enter__(self) -> ResourcePool:
         return self
@@ -226,33 +236,14 @@ class ResourcePool:
         finally:
             self.close()
 
-    def _reserve(self) -> None:
-        bundles = []
-        for ranks in self.ranks_per_node:
-            bundles.append({"CPU": ranks * self.cpus_per_rank} | ({"GPU": ranks} if self.use_gpus else {}))
-        strategy = "STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK"
-        self._placement = placement_group(bundles, strategy=strategy)
-        if not self._placement.wait(timeout_seconds=RESERVE_TIMEOUT_S):
-            free = {name: ray.available_resources().get(name, 0.0) for name in ("CPU", "GPU")}
-            raise ConfigError(
-                f"ranks_per_node={list(self.ranks_per_node)} fits in the cluster, but was not free within"
-                f" {RESERVE_TIMEOUT_S:g} s (free now: {free['CPU']:g} CPUs, {free['GPU']:g} GPUs);"
-                " close the other pools, or wait for other jobs to end"
-            )
-
     def _start_processes(self) -> None:
         """Start the processes, bundle by bundle in node order, and number them."""
-        assert self._placement is not None, "_reserve comes first"
-        addresses = cluster.node_addresses()
-        node_ids: Mapping[int, str] = placement_group_table(self._placement)["bundles_to_node_id"]
-        keys = [
-            cluster.node_key(addresses[node_ids[b]], node_ids[b]) for b in range(len(self.ranks_per_node))
-        ]
-        order = cluster.order_bundles(self.ranks_per_node, keys)
+        assert self._reservation is not None, "reserve comes first"
+        placement = self._reservation.placement
         process_class = ray.remote(RankProcess)
         # Without GPUs, the n-th process becomes rank n; with GPUs, that waits for the GPU that Ray gives it.
         label = "process" if self.use_gpus else "rank"
-        for bundle, num_ranks in zip(order, self.ranks_per_node, strict=True):
+        for bundle, num_ranks in zip(self._reservation.bundles, self.ranks_per_node, strict=True):
             for _ in range(num_ranks):
                 self._processes.append(
                     process_class.options(
@@ -260,7 +251,7 @@ class ResourcePool:
                         num_gpus=1 if self.use_gpus else 0,
                         runtime_env={"env_vars": process_environment(self.use_gpus, self._env)},
                         scheduling_strategy=PlacementGroupSchedulingStrategy(
-                            self._placement, placement_group_bundle_index=bundle
+                            placement, placement_group_bundle_index=bundle
                         ),
                     ).remote(f"{label} {len(self._processes)}")
                 )

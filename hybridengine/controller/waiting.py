@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +22,14 @@ ECHO_GRACE_S = 5.0
 class Operation:
     """One operation on some ranks, and their outcomes as they arrive."""
 
+    _numbers = itertools.count()
+
     def __init__(
-        self, role: str, method: str, outcomes: Mapping[int, ObjectRef], places: Sequence[str]
+        self, role: str, method: str, outcomes: Mapping[int, ObjectRef], places: Sequence[str], pool: str = ""
     ) -> None:
         """`outcomes` are references to an `Outcome` per rank; `places[rank]` says where a rank is."""
+        self.number = next(self._numbers)
+        self.pool = pool
         self.role = role
         self.method = method
         self._places = places
@@ -61,6 +66,7 @@ class Operation:
             {rank: (outcome.begin, outcome.end) for rank, outcome in sorted(self._outcomes.items())},
             {rank: outcome.fetch_seconds for rank, outcome in sorted(self._outcomes.items())},
             transferred,
+            self.pool,
         )
 
     def poll(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,15 @@ class Scorers:
             self.compute.map(terms, "hybridengine.data.rewards.combine_scores", dict(self.weights))
         )
 
+    def take_metrics(self) -> dict[str, float]:
+        """What the functions did since the last time, all ranks together, e.g. `reward/retries`; models have none."""
+        total = Counter[str]()
+        for group in self.groups:
+            if hasattr(group, "take_metrics"):
+                for counts in group.take_metrics().get():
+                    total.update(counts)
+        return dict(total)
+
 
 class Roles:
     """The groups of a run as attributes: its dataflow's roles, and beside them
@@ -55,6 +65,11 @@ class Roles:
 
     def __init__(self, **groups: WorkerGroup | Scorers) -> None:
         self.__dict__.update(groups)
+
+    def take_scorer_metrics(self) -> dict[str, float]:
+        """`Scorers.take_metrics` of rewards and costs."""
+        scorers = [group for group in self.__dict__.values() if isinstance(group, Scorers)]
+        return {key: value for one in scorers for key, value in one.take_metrics().items()}
 
     def __getattr__(self, name: str) -> WorkerGroup:
         raise ConfigError(

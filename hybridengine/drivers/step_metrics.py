@@ -89,21 +89,32 @@ def switch_metrics(
 
 
 PHASES = {
-    "actor.generate_sequences": "generate",
+    "prompts.training_prompts": "prompts",
     "actor.switch_to_generate": "switch_to_generate",
+    "actor.generate_sequences": "generate",
     "actor.switch_to_train": "switch_to_train",
     "actor.compute_log_probs": "log_probs",
     "reference.compute_log_probs": "ref_log_probs",
     "critic.compute_values": "values",
+    "cost_critic.compute_values": "cost_values",
     "reward.compute_scores": "scores",
     "cost.compute_scores": "costs",
-    "cost_critic.compute_values": "cost_values",
-    "cost_critic.update": "update_cost_critic",
-    "actor.update_preferences": "update_actor",
+    "compute.map": "advantages",
     "critic.update": "update_critic",
+    "cost_critic.update": "update_cost_critic",
     "actor.update": "update_actor",
+    "actor.update_preferences": "update_actor",
+    "compute.measure": "statistics",
 }
 """Call -> phase of an iteration; the time of other calls has their own name."""
+
+
+def phase_of_call(role: str, method: str) -> str:
+    """Phase of an iteration that a call belongs to; `reward_NAME` and `cost_NAME` are models among several terms."""
+    call = f"{role}.{method}"
+    if method == "compute_scores":
+        call = f"{role.partition('_')[0]}.{method}"
+    return PHASES.get(call, call)
 
 
 def call_metrics(
@@ -116,7 +127,7 @@ def call_metrics(
     """
     seconds, edges = defaultdict[str, float](float), Counter[str]()
     for record in records:
-        seconds[keys.time_key(PHASES.get(str(record), str(record)))] += record.seconds
+        seconds[keys.time_key(phase_of_call(record.role, record.method))] += record.seconds
         for producer, num_bytes in record.transferred.items():
             edges[f"transfer/{producer}->{record}_bytes"] += num_bytes
     spans = sorted(span for record in records for span in record.spans.values())

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Iterator
 
 import pytest
 import ray
 import torch
+import yaml
 
+from hybridengine.cli.train import train
+from hybridengine.config import load_config
 from hybridengine.controller.cluster import start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.metrics.recorder import read_rows
 from tests.full.probe_workers import ProbeWorker
+from tests.full.tiny_runs import SECTIONS, Run
 from tests.full.vllm_ranks import VllmRankLauncher
 from tests.gloo import preload  # noqa: F401  # before the test modules, which import the same without its filter
 
@@ -59,3 +66,25 @@ def critic(pool: ResourcePool) -> WorkerGroup:
 def run_vllm_ranks() -> VllmRankLauncher:
     """`run_vllm_ranks(world_size, function, *args, timeout_s=60)`: what each rank's `function(rank, *args)` returns."""
     return VllmRankLauncher()
+
+
+@pytest.fixture(scope="session")
+def first_and_second(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> tuple[Run, Run]:
+    """The same configuration, run twice."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(SECTIONS))
+    config = load_config(folder / "tiny.yaml", [f"run.folder={folder / 'runs'}"])
+    runs = []
+    for name in ("tiny", "tiny-2"):
+        console = io.StringIO()
+        with contextlib.redirect_stdout(console):
+            train(config)
+        own = config.run_folder.with_name(name)
+        runs.append(Run(config, own, read_rows(own), console.getvalue()))
+    return runs[0], runs[1]
+
+
+@pytest.fixture(scope="session")
+def run(first_and_second: tuple[Run, Run]) -> Run:
+    """The first of them."""
+    return first_and_second[0]

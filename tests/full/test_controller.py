@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from itertools import combinations, permutations, product
 from pathlib import Path
 
 import pytest
 import ray
 
-from hybridengine.controller.cluster import NodeOffer, capacity_problems, node_key, order_bundles
+from hybridengine.controller.cluster import NodeOffer, capacity_problems, choose_nodes, node_key, order_bundles
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
@@ -152,3 +153,26 @@ def test_capacity_is_counted_per_node() -> None:
     assert "room for [8, 4] ranks per node" in problem
     assert capacity_problems([5], 16, False, offers), "4 ranks of 16 CPUs fit on a node"
     assert capacity_problems([1, 1, 1], 1, True, offers), "three nodes are wanted"
+
+
+def test_pools_take_the_first_nodes_that_have_room() -> None:
+    """All of up to 3 numbers of ranks on 4 nodes with room for 0 to 3, against trying every choice of nodes."""
+    for rooms in product(range(4), repeat=4):
+        for count in (1, 2, 3):
+            for wanted in product((1, 2, 3), repeat=count):
+                chosen = choose_nodes(wanted, rooms)
+                possible = [
+                    nodes
+                    for nodes in permutations(range(4), count)
+                    if all(rooms[node] >= ranks for node, ranks in zip(nodes, wanted, strict=True))
+                ]
+                assert (chosen is None) == (not possible)
+                if chosen is None:
+                    continue
+                assert tuple(chosen) in possible
+                largest = max(wanted)
+                first = min(nodes[wanted.index(largest)] for nodes in possible)
+                assert chosen[wanted.index(largest)] == first
+                for one, other in combinations(range(count), 2):
+                    if wanted[one] == wanted[other]:
+                        assert chosen[one] < chosen[other]

@@ -96,7 +96,7 @@ def test_wrong_groups_are_refused_before_anything_starts(ray_cluster: int, pool:
         WorkerGroup(fresh, SilentWorker, parallel="2-2-1")
     with pytest.raises(ConfigError, match=r"ClashingWorker\.protocol has the name of an attribute"):
         WorkerGroup(fresh, ClashingWorker, parallel="2-2-1")
-    with pytest.raises(WorkerError, match=r"'nowhere\.Worker' cannot be imported"):
+    with pytest.raises(ConfigError, match=r"'nowhere\.Worker' cannot be imported"):
         WorkerGroup(fresh, "nowhere.Worker", parallel="2-2-1")
     assert not fresh.started
     with pytest.raises(ConfigError, match="role 'actor' exists in this pool"):

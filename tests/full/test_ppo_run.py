@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,92 +14,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hybridengine.cli.main import main
-from hybridengine.cli.train import train
-from hybridengine.config import RunConfig, load_config, model_shape
+from hybridengine.config import model_shape
 from hybridengine.metrics import keys
-from hybridengine.metrics.recorder import Row, read_rows
+from hybridengine.metrics.recorder import Row
+from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
 from hybridengine.planning.switch_cost import SwitchPricer
 from hybridengine.topology.links import NodeMap
+from tests.full.tiny_runs import SECTIONS, STEPS, Run, value
 
 pytestmark = pytest.mark.timeout(900)
-
-STEPS = 3
-SECTIONS: dict[str, Any] = {
-    "run": {"steps": STEPS, "eval_every": 2, "seed": 7},
-    "cluster": {"ranks_per_node": [4]},
-    "model": {
-        "build": {
-            "family": "qwen3",
-            "num_layers": 3,
-            "hidden_size": 64,
-            "ffn_hidden_size": 96,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 32,
-            "max_positions": 64,
-        }
-    },
-    "data": {
-        "batch_size": 8,
-        "task": {"name": "arithmetic", "train_rows": 64, "eval_rows": 6},
-    },
-    "warmup": {"steps": 8, "batch_size": 16, "lr": 3e-3},
-    "actor": {
-        "parallel": "2-2-1",
-        "generate": "1-1",
-        "bucket_bytes": "32KiB",
-        "mini_batches": 2,
-        "optimizer": {"lr": 1e-3},
-    },
-    "critic": {"parallel": "1-2-2", "mini_batches": 2, "optimizer": {"lr": 1e-3}},
-    "reference": {"parallel": "2-2-1"},
-    "rollout": {
-        "max_prompt_tokens": 32,
-        "max_response_tokens": 12,
-        "samples_per_prompt": 2,
-        "kv_cache_bytes": "16MiB",
-    },
-}
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run that has ended."""
-
-    config: RunConfig
-    folder: Path
-    rows: list[Row]
-    console: str
-
-    @property
-    def steps(self) -> list[Row]:
-        """Rows of the training steps."""
-        return self.rows[1:]
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(SECTIONS))
-    return load_config(folder / "tiny.yaml", [f"run.folder={folder / 'runs'}"])
-
-
-@pytest.fixture(scope="module")
-def first_and_second(config: RunConfig, ray_cluster: int) -> tuple[Run, Run]:
-    """The same configuration, run twice."""
-    runs = []
-    for name in ("tiny", "tiny-2"):
-        console = io.StringIO()
-        with contextlib.redirect_stdout(console):
-            train(config)
-        folder = config.run_folder.with_name(name)
-        runs.append(Run(config, folder, read_rows(folder), console.getvalue()))
-    return runs[0], runs[1]
-
-
-@pytest.fixture(scope="module")
-def run(first_and_second: tuple[Run, Run]) -> Run:
-    return first_and_second[0]
 
 
 def test_every_step_has_a_row_with_all_keys(run: Run):
@@ -153,6 +74,41 @@ def test_times_of_phases_fit_into_their_step(run: Run):
         phases = [float(row[key] or 0) for key in row if keys.phase_of(key) and key != keys.STEP_S]
         assert all(seconds > 0 for seconds in phases)
         assert max(phases) < value(row, keys.STEP_S)
+
+
+def test_no_rows_go_through_the_controller(run: Run):
+    """Rows of a step: 16 of [32 + 12] tokens and more. Edges add up to the bytes that were transferred."""
+    for row in run.steps:
+        assert row[keys.PAYLOAD_BYTES] == 0
+        edges = {key: value(row, key) for key in row if key.startswith("transfer/") and "->" in key}
+        assert value(row, keys.TRANSFER_BYTES) == sum(edges.values()) >= 16 * (32 + 12) * 8
+        assert edges["transfer/critic.compute_values->compute.map_bytes"] == 16 * 12 * 4 / 2
+        assert 0 <= value(row, keys.OVERHEAD_S) < value(row, keys.STEP_S)
+
+
+def test_the_timeline_has_a_row_per_rank_and_a_bar_per_phase(run: Run):
+    spans = read_timeline(run.folder / TIMELINE_FILE).spans
+    assert {span.rank for span in spans} == {0, 1, 2, 3}
+    phases = {
+        "prompts",
+        "generate",
+        "switch",
+        "log-probs",
+        "values",
+        "scores",
+        "advantages",
+        "updates",
+        "transfers",
+    }
+    for step in range(1, STEPS + 1):
+        for rank in range(4):
+            bars = [span for span in spans if (span.step, span.rank) == (step, rank)]
+            assert phases <= {span.phase for span in bars}
+            calls = sorted((span.start_s, span.end_s) for span in bars if span.phase != "transfers")
+            assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(calls))  # in turn
+    total = sum(span.end_s - span.start_s for span in spans if span.rank == 0 and span.name == "actor.update")
+    slowest = sum(value(row, keys.UPDATE_ACTOR_S) for row in run.steps)
+    assert 0.5 * slowest < total <= slowest + 1e-3
 
 
 def test_tensorboard_has_the_same_scalars(run: Run):
@@ -217,15 +173,10 @@ def test_more_ranks_than_the_cluster_has(
     assert "Traceback" not in message
 
 
-def value(row: Row, key: str) -> float:
-    found = row[key]
-    assert found is not None
-    return float(found)
-
-
 def comparable(row: Row) -> dict[str, Any]:
     """A row without what differs between two runs: times."""
-    return {key: v for key, v in row.items() if not key.startswith(("time/", "throughput/"))}
+    times = ("time/", "throughput/", keys.OVERHEAD_S)
+    return {key: v for key, v in row.items() if not key.startswith(times)}
 
 
 def load(folder: Path) -> PreTrainedModel:

@@ -96,7 +96,8 @@ def run_all_roles(rank: int, run: RunConfig, actor: Path, scorer: Path) -> dict[
     critic = Group(run, "critic", CriticWorker, rank, folder=actor)
     reference = Group(run, "reference", ReferenceWorker, rank, folder=actor)
     reward = Group(run, "reward", RewardModelWorker, rank, folder=scorer)
-    rule = Group(run, "reward", RewardFunctionWorker, rank)
+    rule_only = run.model_copy(update={"reward": run.reward.model_copy(update={"kind": "function"})})
+    rule = Group(rule_only, "reward", RewardFunctionWorker, rank)
     group.call("start_training")
 
     seen["log_probs"] = group.call("compute_log_probs", rows)

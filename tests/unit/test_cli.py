@@ -92,7 +92,7 @@ def bench(
     def start(*_: Any, **__: Any) -> None:
         raise Reached
 
-    monkeypatch.setattr("hybridengine.cli.train.start_ray", start)
+    monkeypatch.setattr("hybridengine.drivers.launch.start_ray", start)
     return Bench(tmp_path, checkpoint, capfd)
 
 

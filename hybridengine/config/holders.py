@@ -1,0 +1,57 @@
+"""Everything of a run that has weights on ranks: roles, and models among the terms of a reward."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hybridengine.config.algorithm_sections import Role
+from hybridengine.config.reward_sections import scorer_key
+from hybridengine.config.run_config import SCORERS, RunConfig
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import TrainSizes
+
+
+class ModelHolder(NamedTuple):
+    """Something with weights on the ranks: a role, or a model among the terms of a reward."""
+
+    role: Role
+    key: str
+    """Dotted key of its section."""
+    section: Any
+    """Any of those with `parallel` and `micro_batch_tokens`."""
+    grid: Grid
+    sizes_key: str
+    """Where its sizes come from."""
+
+    @property
+    def name(self) -> str:
+        """Of the group of workers: "reward", or "reward_NAME" for a term."""
+        return self.key.replace(".terms.", "_")
+
+    @property
+    def sizes(self) -> TrainSizes:
+        """(p, t, d)."""
+        return self.grid.sizes
+
+    @property
+    def path(self) -> str | None:
+        """Checkpoint of its own."""
+        return getattr(self.section, "path", None)
+
+
+def model_holders(config: RunConfig) -> list[ModelHolder]:
+    """All of them, the roles first; functions have no weights."""
+    holders = [_holder(config, role, role, getattr(config, role)) for role in config.model_roles]
+    for role in SCORERS:
+        if role in config.algorithm.used_roles:
+            models = getattr(config, role).models.items()
+            holders += [
+                _holder(config, role, scorer_key(role, term), scorer) for term, scorer in models if term
+            ]
+    return holders
+
+
+def _holder(config: RunConfig, role: Role, key: str, section: Any) -> ModelHolder:
+    sizes = TrainSizes.parse(section.parallel or config.actor.parallel)
+    sizes_key = f"{key}.parallel" if section.parallel else "actor.parallel"
+    return ModelHolder(role, key, section, Grid(sizes, config.cluster.order), sizes_key)

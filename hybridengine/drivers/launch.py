@@ -1,0 +1,153 @@
+"""From a configuration to the groups of a dataflow: pools, workers, and which pool each role is on."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import TracebackType
+
+from hybridengine.backends.vllm import environment
+from hybridengine.config import RunConfig
+from hybridengine.config.algorithm_sections import Role
+from hybridengine.config.reward_sections import RewardSection
+from hybridengine.config.run_config import SCORERS
+from hybridengine.config.sections import MAIN_POOL
+from hybridengine.controller.cluster import node_offers, start_ray
+from hybridengine.controller.pool import ResourcePool
+from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.drivers.roles import Roles, Scorers
+from hybridengine.errors import ConfigError
+from hybridengine.topology.sizes import TrainSizes
+
+WORKERS = {
+    "actor": "workers.actor.ActorWorker",
+    "critic": "workers.critic.CriticWorker",
+    "cost_critic": "workers.critic.CriticWorker",
+    "reference": "workers.reference.ReferenceWorker",
+}
+"""Worker classes by import path: this package never imports them."""
+FUNCTION_WORKER = "workers.reward.RewardFunctionWorker"
+MODEL_WORKER = "workers.reward.RewardModelWorker"
+
+
+class RunPools:
+    """The pools of a run; a context manager, which ends their processes."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Join or start the cluster.
+
+        Raises:
+            ConfigError: there is no such cluster, or it cannot do what the configuration says.
+        """
+        self._config = config
+        if config.cluster.address is not None:
+            os.environ["RAY_ADDRESS"] = config.cluster.address
+        start_ray(num_cpus=config.num_ranks)
+        offers = node_offers()
+        has_gpus = any(offer.num_gpus for offer in offers)
+        use_gpus = config.cluster.device == "cuda" or (config.cluster.device == "auto" and has_gpus)
+        if config.rollout.cuda_graphs and not use_gpus:
+            raise ConfigError("rollout.cuda_graphs=true needs GPUs, and the cluster has none; leave it false")
+        room = sum(offer.num_ranks(1, use_gpus) for offer in offers)
+        if len(config.pools) > 1 and config.num_ranks > room:
+            wanted = " + ".join(f"{pool.num_ranks} of {name}" for name, pool in config.pools.items())
+            raise ConfigError(
+                f"the pools want {wanted} = {config.num_ranks} ranks, and the cluster has room for {room}; put roles on"
+                " the same pool, or start the cluster with more nodes, CPUs or GPUs"
+            )
+        self._pools = {
+            name: ResourcePool(
+                ranks_per_node=pool.ranks_per_node,
+                name=name,
+                use_gpus=use_gpus,
+                env=environment.ON_GPU if use_gpus else environment.ON_CPU,
+                start_timeout_s=config.timeouts.start_s,
+                timeout_s=config.timeouts.call_s,
+            )
+            for name, pool in config.pools.items()
+        }
+
+    @property
+    def nodes(self) -> dict[str, tuple[str, ...]]:
+        """Pool -> address of each rank's node."""
+        return {name: pool.nodes for name, pool in self._pools.items()}
+
+    def start(self) -> None:
+        """Start the processes of all pools at the same time; nodes are taken in the order of the pools."""
+        for pool in self._pools.values():
+            pool.reserve()
+        with ThreadPoolExecutor(len(self._pools)) as threads:
+            for started in [threads.submit(pool.start) for pool in self._pools.values()]:
+                started.result()
+
+    def wait(self) -> None:
+        """Wait for every call made so far."""
+        for pool in self._pools.values():
+            pool.wait()
+
+    def start_actor(self, **arguments: object) -> WorkerGroup:
+        """The actor's group; `arguments` go to its worker."""
+        return self._model("actor", **arguments)
+
+    def start_roles(self, actor: WorkerGroup) -> Roles:
+        """All groups of the run's dataflow, and on the actor's ranks those that read data and compute."""
+        config = self._config
+        used = config.algorithm.used_roles
+        folders = {
+            "critic": config.critic_folder,
+            "cost_critic": config.cost_critic_folder,
+            "reference": config.start_folder,
+        }
+        main = self._pools[MAIN_POOL]
+        compute = self._helper(main, "compute", "workers.compute.ComputeWorker")
+        prompts = self._helper(main, "prompts", "workers.prompts.PromptWorker")
+        models = {role: self._model(role, folder=folders[role]) for role in used if role in folders}
+        scorers = {role: self._scorers(role, compute) for role in SCORERS if role in used}
+        return Roles(actor=actor, prompts=prompts, compute=compute, **models, **scorers)
+
+    def _model(self, role: Role, **arguments: object) -> WorkerGroup:
+        config = self._config
+        return WorkerGroup(
+            self._pools[config.pool_of(role)],
+            WORKERS[role],
+            role=role,
+            parallel=config.train_sizes(role),
+            generate=config.actor.gen_sizes if role == "actor" else None,
+            order=config.cluster.order,
+            config={"run": config, **arguments},
+        )
+
+    def _scorers(self, role: Role, compute: WorkerGroup) -> Scorers:
+        """One group for all functions of a section, on all ranks of its pool, and one for each of its models."""
+        config, pool = self._config, self._pools[self._config.pool_of(role)]
+        section: RewardSection = getattr(config, role)
+        groups = [self._helper(pool, role, FUNCTION_WORKER)] if section.functions else []
+        for term, scorer in section.models.items():
+            groups.append(
+                WorkerGroup(
+                    pool,
+                    MODEL_WORKER,
+                    role=f"{role}_{term}" if term else role,
+                    parallel=scorer.parallel or config.actor.parallel,
+                    order=config.cluster.order,
+                    config={"run": config, "folder": scorer.path, "section": role, "term": term},
+                )
+            )
+        return Scorers(groups, compute, section.weights if section.models else {})
+
+    def _helper(self, pool: ResourcePool, role: str, worker: str) -> WorkerGroup:
+        """A group without a model, on all ranks of a pool."""
+        sizes = TrainSizes(1, 1, pool.num_ranks)
+        return WorkerGroup(pool, worker, role=role, parallel=sizes, config={"run": self._config})
+
+    def __enter__(self) -> RunPools:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        with ExitStack() as ends:
+            for pool in self._pools.values():
+                ends.push(pool)
+            ends.pop_all().__exit__(kind, error, frames)

@@ -1,0 +1,88 @@
+"""A process of its own with a Ray cluster of three raylets: 12 light ranks in one pool, then a run with four pools.
+
+    python -m tests.full.several_nodes CONFIG OUTPUT
+
+Nodes join in an order that is neither that of their addresses as numbers nor as text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from hybridengine.cli.train import train
+from hybridengine.config import load_config
+from hybridengine.controller import cluster
+from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.pool import ResourcePool
+from hybridengine.controller.rows import Rows
+from hybridengine.controller.worker_group import WorkerGroup
+from tests.full.probe_workers import ProbeWorker
+
+JOINED = ("127.0.0.10", "127.0.0.2", "127.0.0.9")
+CPUS_PER_NODE = 5
+NUM_ROWS = 31
+"""Splits over no number of ranks here."""
+
+
+@contextmanager
+def raylets() -> Iterator[None]:
+    """A Ray cluster of several nodes on this machine, which RAY_ADDRESS names."""
+    for name, value in {**cluster.QUIET_RAY, "RAY_AUTH_MODE": "disabled"}.items():
+        os.environ.setdefault(name, value)
+    from ray.cluster_utils import Cluster  # after the environment, which it reads
+
+    nodes = Cluster()
+    try:
+        for address in JOINED:
+            nodes.add_node(
+                num_cpus=CPUS_PER_NODE, num_gpus=0, node_ip_address=address, include_dashboard=False
+            )
+        os.environ["RAY_ADDRESS"] = nodes.address
+        yield
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+
+
+def see_light_ranks() -> dict[str, Any]:
+    """Where 12 ranks are, and rows that go between groups of 3-2-2 and 1-4-3."""
+    with ResourcePool([4, 4, 4], timeout_s=120, start_timeout_s=240) as pool:
+        actor = WorkerGroup(pool, ProbeWorker, role="actor", parallel="3-2-2", generate="1-1")
+        critic = WorkerGroup(pool, ProbeWorker, role="critic", parallel="1-4-3", config={"offset": 100})
+        described = actor.describe().get()
+        rows = actor.numbers(Rows.numbered(NUM_ROWS))
+        doubled = critic.doubled(rows)
+        pool.wait()
+        exchange = row_exchange()
+        records = {str(record): record for record in exchange.take_records()}
+        before = exchange.payload_bytes
+        return {
+            "nodes": [seen["context"].node for seen in described],
+            "local_ranks": [int(seen["env"]["LOCAL_RANK"]) for seen in described],
+            "worlds": [list(seen["world"]) for seen in described],
+            "tp_sums": actor.tp_sum(10.0).get(),
+            "payload_bytes": before,
+            "transferred": dict(records["critic.doubled"].transferred),
+            "doubled": doubled.get("doubled")["doubled"].tolist(),
+        }
+
+
+def main() -> None:
+    config, output = sys.argv[1:]
+    with raylets():
+        cluster.start_ray()
+        seen = {"offers": [str(offer) for offer in cluster.node_offers()], "light": see_light_ranks()}
+        train(load_config(config))
+    Path(output).write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

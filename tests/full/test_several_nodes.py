@@ -1,0 +1,130 @@
+"""A Ray cluster of three raylets: 12 ranks in the order of their nodes' addresses, and roles on pools of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybridengine.metrics import keys
+from hybridengine.metrics.recorder import Row, read_rows
+from hybridengine.metrics.timeline import TIMELINE_FILE, Span, read_timeline
+from tests.full.several_nodes import NUM_ROWS
+from tests.full.tiny_runs import SECTIONS, Run, value
+
+pytestmark = pytest.mark.timeout(900)
+
+LIMIT_S = 600
+STEPS = 2
+POOLS = {
+    "values": {"roles": ["critic"], "ranks_per_node": [2, 2]},
+    "frozen": {"roles": ["reference"], "ranks_per_node": [2]},
+    "scoring": {"roles": ["reward"], "ranks_per_node": [1]},
+}
+"""Beside the actor's 4 ranks on two nodes."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the process with the cluster has seen, and the files of its run."""
+
+    cluster: dict[str, Any]
+    rows: list[Row]
+    spans: Sequence[Span]
+    console: str
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = tmp_path_factory.mktemp("nodes")
+    changes = {
+        "run": SECTIONS["run"] | {"steps": STEPS, "folder": str(folder / "runs")},
+        "cluster": {"ranks_per_node": [2, 2], "pools": POOLS},
+        "reference": {"parallel": "2-1-1"},
+    }
+    (folder / "nodes.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
+    command = [sys.executable, "-m", "tests.full.several_nodes", folder / "nodes.yaml", folder / "seen.json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, cwd=Path(__file__).parents[2], check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = folder / "runs" / "nodes"
+    timeline = read_timeline(run / TIMELINE_FILE)
+    return Seen(json.loads((folder / "seen.json").read_text()), read_rows(run), timeline.spans, done.stdout)
+
+
+def test_ranks_are_numbered_by_the_addresses_of_their_nodes_as_numbers(seen: Seen):
+    """Joined as .10, .2, .9; as text, .10 would come first."""
+    light = seen.cluster["light"]
+    assert [offer.split()[0] for offer in seen.cluster["offers"]] == ["127.0.0.2", "127.0.0.9", "127.0.0.10"]
+    assert light["nodes"] == ["127.0.0.2"] * 4 + ["127.0.0.9"] * 4 + ["127.0.0.10"] * 4
+    assert light["local_ranks"] == [0, 1, 2, 3] * 3
+    assert light["worlds"] == [[rank, 12, "gloo"] for rank in range(12)]
+    assert light["tp_sums"] == [2 * 10.0 + 2 * (rank // 2 * 2) + 1 for rank in range(12)]
+
+
+def test_rows_go_over_the_network_between_nodes(seen: Seen):
+    """31 rows of 3-2-2, kept by the last stage's ranks 4 (16 rows) and 10 (15), go to the 12 ranks of 1-4-3."""
+    light = seen.cluster["light"]
+    assert light["doubled"] == [2 * row for row in range(NUM_ROWS)]
+    per_rank = [3] * 7 + [2] * 5
+    kept = {4: range(16), 10: range(16, 31)}
+    own, begin = 0, 0
+    for rank, num_rows in enumerate(per_rank):
+        own += len(set(range(begin, begin + num_rows)) & set(kept.get(rank, ())))
+        begin += num_rows
+    assert light["transferred"] == {"actor.numbers": 8 * (NUM_ROWS - own)}
+    assert light["payload_bytes"] == 0
+
+
+def test_roles_on_pools_of_their_own_give_the_run_of_roles_on_one_pool(seen: Seen, run: Run):
+    """The same dataflow, with another reference layout: equal but for rounding."""
+    assert [row[keys.STEP] for row in seen.rows] == [0, 1, 2]
+    for row, shared in zip(seen.rows, run.rows, strict=False):
+        numbers = {
+            key
+            for key in shared
+            if not key.startswith(("time/", "throughput/", "transfer/", "switch/", "controller/"))
+        }
+        assert numbers <= row.keys()
+        for key in numbers - {keys.LOG_PROB_ABS_DIFF_MAX}:
+            assert row[key] == pytest.approx(shared[key], rel=2e-3, abs=2e-5), key
+    for row in seen.rows[1:]:
+        assert row[keys.PAYLOAD_BYTES] == 0
+        assert value(row, keys.TRANSFER_BYTES) > 0
+
+
+def test_pools_work_at_the_same_time(seen: Seen):
+    """Critic and actor update at once; where they share ranks, one follows the other."""
+    assert {(span.pool, span.role) for span in seen.spans} >= {
+        ("main", "actor"),
+        ("main", "compute"),
+        ("values", "critic"),
+        ("frozen", "reference"),
+        ("scoring", "reward"),
+    }
+    assert {span.node for span in seen.spans if span.role == "actor"} == {"127.0.0.2", "127.0.0.9"}
+    together = [overlap(seen.spans, step, "actor.update", "critic.update") for step in range(1, STEPS + 1)]
+    assert max(together) > 0
+
+
+def test_one_pool_works_in_turn(run: Run):
+    spans = read_timeline(run.folder / TIMELINE_FILE).spans
+    assert {span.pool for span in spans} == {""}
+    assert all(overlap(spans, step, "actor.update", "critic.update") <= 0 for step in (1, 2, 3))
+
+
+def overlap(spans: Sequence[Span], step: int, one: str, other: str) -> float:
+    """Seconds that the calls run at the same time on rank 0 of their pools; negative where they do not."""
+    found = [
+        next(span for span in spans if (span.step, span.rank, span.name) == (step, 0, name))
+        for name in (one, other)
+    ]
+    return min(span.end_s for span in found) - max(span.start_s for span in found)

@@ -1,0 +1,70 @@
+"""A tiny PPO run: what it is configured to be, and what it has left behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridengine.config import RunConfig
+from hybridengine.metrics.recorder import Row
+
+STEPS = 3
+SECTIONS: dict[str, Any] = {
+    "run": {"steps": STEPS, "eval_every": 2, "seed": 7},
+    "cluster": {"ranks_per_node": [4]},
+    "model": {
+        "build": {
+            "family": "qwen3",
+            "num_layers": 3,
+            "hidden_size": 64,
+            "ffn_hidden_size": 96,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 32,
+            "max_positions": 64,
+        }
+    },
+    "data": {
+        "batch_size": 8,
+        "task": {"name": "arithmetic", "train_rows": 64, "eval_rows": 6},
+    },
+    "warmup": {"steps": 8, "batch_size": 16, "lr": 3e-3},
+    "actor": {
+        "parallel": "2-2-1",
+        "generate": "1-1",
+        "bucket_bytes": "32KiB",
+        "mini_batches": 2,
+        "optimizer": {"lr": 1e-3},
+    },
+    "critic": {"parallel": "1-2-2", "mini_batches": 2, "optimizer": {"lr": 1e-3}},
+    "reference": {"parallel": "2-2-1"},
+    "rollout": {
+        "max_prompt_tokens": 32,
+        "max_response_tokens": 12,
+        "samples_per_prompt": 2,
+        "kv_cache_bytes": "16MiB",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended."""
+
+    config: RunConfig
+    folder: Path
+    rows: list[Row]
+    console: str
+
+    @property
+    def steps(self) -> list[Row]:
+        """Rows of the training steps."""
+        return self.rows[1:]
+
+
+def value(row: Row, key: str) -> float:
+    """A metric that must be there."""
+    found = row[key]
+    assert found is not None
+    return float(found)
