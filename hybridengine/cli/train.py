@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +15,7 @@ from hybridengine.cli.run_output import RunOutput
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import ranks_key
 from hybridengine.controller.exchange import row_exchange
+from hybridengine.drivers.dataflow import load_step
 from hybridengine.drivers.evaluation import evaluate
 from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.roles import Roles, Sampling, State
@@ -45,6 +45,7 @@ def train(config: RunConfig) -> None:
         )
 
     raise_all(local_problems(config))
+    load_step(config.algorithm)
     runs_are_new = not Path(config.run.folder).exists()
     config = claim_run(config)
     say(f"run {_shown(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
@@ -125,7 +126,7 @@ def _shown(path: Path) -> Path:
 def _iterate(config: RunConfig, pools: RunPools, roles: Roles, files: RunFiles, console: Console) -> None:
     """All iterations, with a row of metrics and a line on the console for each."""
     steps, exchange = config.run.steps, row_exchange()
-    driver, state = import_module(config.algorithm.driver), State()
+    step_of, state = load_step(config.algorithm), State()
 
     def measure(step: int) -> dict[str, float]:
         if files.held_out is None:
@@ -140,7 +141,7 @@ def _iterate(config: RunConfig, pools: RunPools, roles: Roles, files: RunFiles, 
             pools.wait()  # what an evaluation has called belongs to no step
             exchange.take_records()
             begin, payload_bytes = time.time(), exchange.payload_bytes
-            metrics = driver.step(roles, _sampling(config, step), config.algorithm, state)
+            metrics = step_of(roles, _sampling(config, step), config.algorithm, state)
             pools.wait()
             seconds, records = time.time() - begin, exchange.take_records()
             payload_bytes = exchange.payload_bytes - payload_bytes

@@ -36,6 +36,12 @@ def _roles(config: RunConfig) -> Iterator[Conflict]:
             " out",
             keys,
         )
+    if is_known and algorithm.options:
+        yield Conflict(
+            f"algorithm.options={algorithm.options} are not read by {algorithm.name}, only by a dataflow of your own;"
+            " leave them out",
+            ("algorithm.name", "algorithm.options"),
+        )
     if not is_known and not algorithm.roles:
         yield Conflict(
             f"algorithm.name={algorithm.name} is a module of your own; give algorithm.roles, e.g."

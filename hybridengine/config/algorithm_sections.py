@@ -58,6 +58,8 @@ class AlgorithmSection(Section):
     """The dataflow: one of this project's, or the import path of a module with a function `step`."""
     roles: tuple[Role, ...] | None = None
     """Roles of a dataflow of one's own; those of this project are known."""
+    options: dict[str, int | float | bool | str] = Field(default_factory=dict)
+    """Whatever a dataflow of one's own wants to be told."""
     gamma: Share = 1.0
     """Discount of later rewards."""
     lam: Share = 0.95

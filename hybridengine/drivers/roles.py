@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,8 +73,10 @@ class Roles:
         return {key: value for one in scorers for key, value in one.take_metrics().items()}
 
     def __getattr__(self, name: str) -> WorkerGroup:
+        near = difflib.get_close_matches(name, self.__dict__, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "add it to algorithm.roles"
         raise ConfigError(
-            f"the dataflow uses the role {name!r}, and the run has {', '.join(self.__dict__)}; add it to algorithm.roles"
+            f"the dataflow uses the role {name!r}, and the run has {', '.join(self.__dict__)}; {remedy}"
         )
 
 

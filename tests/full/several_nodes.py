@@ -45,7 +45,7 @@ def raylets() -> Iterator[None]:
             nodes.add_node(
                 num_cpus=CPUS_PER_NODE, num_gpus=0, node_ip_address=address, include_dashboard=False
             )
-        os.environ["RAY_ADDRESS"] = nodes.address
+        os.environ["RAY_ADDRESS"] = str(nodes.address)
         yield
     finally:
         ray.shutdown()

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import ray
 
-from hybridengine.controller.cluster import NodeOffer, capacity_problems, choose_nodes, node_key, order_bundles
+from hybridengine.controller.cluster import (
+    NodeOffer,
+    capacity_problems,
+    choose_nodes,
+    node_key,
+    order_bundles,
+)
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup

@@ -14,7 +14,7 @@ from hybridengine.controller.failures import Outcome, RankFailedError, failure_o
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.waiting import Operation
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.errors import ConfigError, ProtocolError, TopologyError, WorkerError, WorkerTimeoutError
+from hybridengine.errors import ConfigError, ProtocolError, TopologyError, WorkerTimeoutError
 from tests.full.probe_workers import BrokenWorker, ClashingWorker, ProbeWorker, SilentWorker, batch_of
 
 

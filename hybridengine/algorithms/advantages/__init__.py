@@ -1,7 +1,7 @@
 """Rewards per token, and advantages from them: one file per family of estimators."""
 
 from hybridengine.algorithms.advantages.gae import gae
-from hybridengine.algorithms.advantages.group import dr_grpo, group_estimator, grpo, rloo
+from hybridengine.algorithms.advantages.group import dr_grpo, grpo, rloo
 from hybridengine.algorithms.advantages.returns import discounted_returns, reinforce_plus_plus, remax
 from hybridengine.algorithms.advantages.safe import LagrangeMultiplier, safe_advantages
 from hybridengine.algorithms.advantages.token_rewards import token_rewards
@@ -11,7 +11,6 @@ __all__ = [
     "discounted_returns",
     "dr_grpo",
     "gae",
-    "group_estimator",
     "grpo",
     "reinforce_plus_plus",
     "remax",

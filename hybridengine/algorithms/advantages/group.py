@@ -12,14 +12,11 @@ Shape suffixes: B sequences, P groups (prompts) of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from hybridengine.algorithms.across import ONE_PROCESS, Across
 from hybridengine.algorithms.masking import check_rows
-from hybridengine.errors import ConfigError
 
 GROUP_EPSILON = 1e-6
 """Added to a group's standard deviation."""
@@ -66,25 +63,6 @@ def rloo(
     groups = _Groups(groups_B, _kept(scores_B, keep_B), across)
     factor_B = groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
     return (factor_B * groups.centred(scores_B)).to(scores_B.dtype)
-
-
-GROUP_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-}
-"""The estimators by the name that a run configuration gives."""
-
-
-def group_estimator(name: str) -> Callable[..., Tensor]:
-    """The estimator called `name`, a function (scores, groups, keep, across) -> advantages.
-
-    Raises:
-        ConfigError: there is no such estimator.
-    """
-    if name not in GROUP_ESTIMATORS:
-        raise ConfigError(f"advantage={name!r} is not known; choose one of {', '.join(GROUP_ESTIMATORS)}")
-    return GROUP_ESTIMATORS[name]
 
 
 class _Groups:

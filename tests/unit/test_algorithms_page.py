@@ -1,0 +1,81 @@
+"""The dataflow that docs/algorithms.md adds: its code is taken from the page."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+from tensordict import TensorDict
+
+from hybridengine.algorithms.across import ONE_PROCESS
+from hybridengine.config import load_config
+from hybridengine.config.algorithm_sections import ALGORITHM_ROLES
+from hybridengine.drivers.dataflow import load_step
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/algorithms.md").read_text()
+BASE = ROOT / "configs/arithmetic.yaml"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Files as the page says, beside a folder `configs`."""
+    (tmp_path / "my_dataflows").mkdir()
+    (tmp_path / "my_dataflows/running_baseline.py").write_text(blocks("python")[0])
+    (tmp_path / "running-baseline.yaml").write_text(blocks("yaml")[0])
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return importlib.import_module("my_dataflows.running_baseline")
+
+
+def test_the_example_is_a_configuration_with_a_dataflow(module: ModuleType) -> None:
+    config = load_config("running-baseline.yaml")
+    assert load_step(config.algorithm) is module.step
+    assert config.algorithm.used_roles == ("actor", "reference", "reward")
+    assert config.algorithm.options == {"decay": 0.8}
+
+
+def test_the_examples_advantages(module: ModuleType) -> None:
+    lengths, scores, dropped = [3, 1, 0, 2], [1.0, 0.25, 0.5, float("nan")], [False, False, False, True]
+    zeros = torch.zeros(4, 3)
+    rows = TensorDict(
+        dict.fromkeys(("log_probs", "ref_log_probs", "rollout_log_probs"), zeros)
+        | {
+            "response_lengths": torch.tensor(lengths),
+            "scores": torch.tensor(scores),
+            "dropped": torch.tensor(dropped),
+        },
+        batch_size=[4],
+    )
+    settings = load_config("running-baseline.yaml").algorithm
+    found = module.advantages(rows, ONE_PROCESS, settings, 0.5)
+    assert found["advantages"].tolist() == [[0.5] * 3, [-0.25, 0, 0], [0.0] * 3, [0.0] * 3]
+    assert found["keep"].tolist() == [True, True, True, False]
+
+
+def test_the_pages_pools_are_a_configuration(tmp_path: Path) -> None:
+    sections = yaml.safe_load(BASE.read_text()) | yaml.safe_load(blocks("yaml")[1])
+    sections["actor"] = {"parallel": "2-2-1", "generate": "1-1"}
+    (tmp_path / "pools.yaml").write_text(yaml.safe_dump(sections))
+    config = load_config(tmp_path / "pools.yaml")
+    assert [pool.num_ranks for pool in config.pools.values()] == [4, 2, 2]
+
+
+def test_the_page_names_every_dataflow() -> None:
+    for name, roles in ALGORITHM_ROLES.items():
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
+        assert f"| {', '.join(roles)} |" in row
+        config = re.search(r"`(configs/[\w.-]+)`", row)
+        assert config is not None
+        assert load_config(ROOT / config[1]).algorithm.name == name
