@@ -218,7 +218,12 @@ class ActorWorker(TrainedWorker):
 
     @register(PROTO_3D, [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"])
     def update_preferences(self, batch: TensorDictBase) -> dict[str, float]:
-        """DPO's update. Takes rows in pairs, the better response before the worse one; equal ones say nothing."""
+        """DPO's update. Takes rows in pairs, the better response before the worse one; equal ones say nothing.
+
+        Raises:
+            ProtocolError: a pair is cut across replicas, or there are fewer pairs than mini-batches.
+        """
+        self.check_units(len(batch), unit=2)
         settings, temperature = self.run.algorithm, self.run.rollout.temperature
         better, worse = batch["scores"][0::2], batch["scores"][1::2]
         told = (better > worse) & ~batch["dropped"][0::2] & ~batch["dropped"][1::2]

@@ -20,6 +20,7 @@ from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import TrainedSection
 from hybridengine.controller.context import RankContext
+from hybridengine.errors import ProtocolError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.runtime.micro_batches import cut_rows, gather_rows
 from hybridengine.runtime.process_groups import process_groups
@@ -99,7 +100,11 @@ class TrainedWorker(ModelWorker):
 
         Args:
             unit: so many rows, one behind the other, stay together.
+
+        Raises:
+            ProtocolError: this replica has too few rows for its mini-batches, or part of a unit.
         """
+        self.check_units(len(batch), unit)
         self._updates += 1
         collected: list[tuple[LossStats, int]] = []
         norms: list[float] = []
@@ -108,7 +113,8 @@ class TrainedWorker(ModelWorker):
         generator = torch.Generator().manual_seed(self.run.run.seed * 1_000_003 + self._updates)
         for _ in range(self.section.ppo_epochs):
             order = torch.randperm(len(batch) // unit, generator=generator)
-            for units in order.chunk(self.section.mini_batches):
+            # As many mini-batches on every replica, though one may have a row more than another: each is a collective.
+            for units in order.tensor_split(self.section.mini_batches):
                 rows = (units[:, None] * unit + torch.arange(unit)).flatten()
                 micro = cut_rows(batch[rows], self.max_tokens, columns, unit)
                 result = self.trainer.train_step([part.columns for part in micro], loss)
@@ -120,6 +126,24 @@ class TrainedWorker(ModelWorker):
         role = self.context.role
         metrics = self.reduce_stats(collected)
         return metrics | {f"{role}/grad_norm": sum(norms) / len(norms), f"{role}/lr": lr}
+
+    def check_units(self, num_rows: int, unit: int) -> None:
+        """Check that a replica's rows are whole units, and enough of them for its mini-batches.
+
+        Raises:
+            ProtocolError: they are not.
+        """
+        role, mini_batches = self.context.role, self.section.mini_batches
+        if num_rows % unit:
+            raise ProtocolError(
+                f"{num_rows} rows of one replica of {role} must be a multiple of {unit}, which stay together; pass a"
+                f" multiple of {unit} rows for each of the d = {self.context.topology.grid.sizes.dp_size} replicas"
+            )
+        if num_rows // unit < mini_batches:
+            raise ProtocolError(
+                f"{num_rows} rows of one replica of {role} must be at least {unit} for each of {role}.mini_batches="
+                f"{mini_batches}; pass more rows, or lower mini_batches"
+            )
 
     def reduce_stats(self, collected: list[tuple[LossStats, int]]) -> dict[str, float]:
         """Statistics of all micro-batches of all data-parallel replicas."""

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from hybridengine.cli.dry_run import cost_of, layout_lines
 from hybridengine.cli.prepare import RunFiles, claim_run, prepare_files
-from hybridengine.cli.run_output import RunOutput
+from hybridengine.cli.run_output import RunOutput, run_trackers, where_to_look
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import ranks_key
 from hybridengine.controller.exchange import row_exchange
@@ -26,6 +26,7 @@ from hybridengine.metrics import keys
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.metrics.recorder import read_rows
+from hybridengine.metrics.trackers import Trackers, missing_trackers
 
 RANK_BYTES = 2**30
 """Host memory that the libraries of one rank's process take, roughly, before any weights."""
@@ -44,7 +45,7 @@ def train(config: RunConfig) -> None:
             f"[{time.perf_counter() - started:6.1f}s] {text}", markup=False, highlight=False, soft_wrap=True
         )
 
-    raise_all(local_problems(config))
+    raise_all([*local_problems(config), *missing_trackers(config.run.trackers)])
     load_step(config.algorithm)
     runs_are_new = not Path(config.run.folder).exists()
     config = claim_run(config)
@@ -52,7 +53,7 @@ def train(config: RunConfig) -> None:
     files = _prepared(config, runs_are_new)
     for line in layout_lines(config, cost_of(config)):
         say(line)
-    with RunPools(config) as pools:
+    with run_trackers(config) as trackers, RunPools(config) as pools:
         say(
             f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process (about a minute on a CPU)"
         )
@@ -72,13 +73,12 @@ def train(config: RunConfig) -> None:
         actor.start_training()
         roles = pools.start_roles(actor)
         say(f"{', '.join(role for role in config.algorithm.used_roles if role != 'actor')} ready")
-        _iterate(config, pools, roles, files, console)
+        _iterate(config, pools, roles, files, console, trackers)
         actor.save_checkpoint(str(config.run_folder / "final"), str(config.model_folder)).wait()
         say(f"trained model saved: {_shown(config.run_folder / 'final')}")
     rows = read_rows(config.run_folder)
     RunConsole(config.run.steps, console).print_summary(rows)
-    folder = _shown(config.run_folder)
-    say(f"metrics: {folder / 'metrics.jsonl'}; tensorboard --logdir {folder / 'tensorboard'}")
+    say(where_to_look(_shown(config.run_folder)))
 
 
 def local_problems(config: RunConfig) -> list[str]:
@@ -123,7 +123,9 @@ def _shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _iterate(config: RunConfig, pools: RunPools, roles: Roles, files: RunFiles, console: Console) -> None:
+def _iterate(
+    config: RunConfig, pools: RunPools, roles: Roles, files: RunFiles, console: Console, trackers: Trackers
+) -> None:
     """All iterations, with a row of metrics and a line on the console for each."""
     steps, exchange = config.run.steps, row_exchange()
     step_of, state = load_step(config.algorithm), State()
@@ -131,27 +133,31 @@ def _iterate(config: RunConfig, pools: RunPools, roles: Roles, files: RunFiles, 
     def measure(step: int) -> dict[str, float]:
         if files.held_out is None:
             return {}
+        output.begin_evaluation(step)
         metrics, samples = evaluate(roles, len(files.held_out))
         output.show_samples(step, samples)
         return metrics
 
-    with RunOutput(config, pools.nodes, files.tokenizer, console) as output:
-        output.record(0, measure(0))
+    with RunOutput(config, pools.nodes, files.tokenizer, console, trackers) as output:
+        output.record(0, measure(0) | roles.take_scorer_metrics())
         for step in range(1, steps + 1):
             pools.wait()  # what an evaluation has called belongs to no step
             exchange.take_records()
+            output.begin_step(step)
             begin, payload_bytes = time.time(), exchange.payload_bytes
             metrics = step_of(roles, _sampling(config, step), config.algorithm, state)
             pools.wait()
             seconds, records = time.time() - begin, exchange.take_records()
             payload_bytes = exchange.payload_bytes - payload_bytes
             metrics |= call_metrics(records, payload_bytes, begin, begin + seconds)
-            metrics |= {keys.STEP_S: seconds, keys.TOKENS_PER_S: metrics["rollout/tokens"] / seconds}
+            metrics[keys.STEP_S] = seconds
+            if keys.TOKENS in metrics:
+                metrics[keys.TOKENS_PER_S] = metrics[keys.TOKENS] / seconds
             output.draw(step, records)
             every = config.run.eval_every
             if step == steps or (every and step % every == 0):
                 metrics |= measure(step)
-            output.record(step, metrics)
+            output.record(step, metrics | roles.take_scorer_metrics())
 
 
 def _sampling(config: RunConfig, step: int) -> Sampling:

@@ -18,6 +18,15 @@ def algorithm_conflicts(config: RunConfig) -> Iterator[Conflict]:
             f"rollout.samples_per_prompt={samples} leaves algorithm.name={name} nothing to compare; choose at least 2",
             ("rollout.samples_per_prompt", "algorithm.name"),
         )
+    if name == "online_dpo":
+        replicas, mini_batches = config.actor.train_sizes.dp_size, config.actor.mini_batches
+        if config.data.batch_size % (replicas * mini_batches):
+            yield Conflict(
+                f"data.batch_size={config.data.batch_size} pairs of algorithm.name=online_dpo must split evenly over"
+                f" actor.mini_batches={mini_batches} and the d = {replicas} replicas of actor.parallel="
+                f"{config.actor.parallel}; choose a multiple of {replicas * mini_batches}",
+                ("data.batch_size", "actor.parallel", "actor.mini_batches"),
+            )
     correction = config.algorithm.correction
     if correction is not None and correction.low >= correction.high:
         yield Conflict(

@@ -128,7 +128,7 @@ def serve(channel: socket.socket, stacks: int) -> None:
     while True:
         try:
             request = pickle.load(requests)
-        except EOFError:
+        except (EOFError, ConnectionError):  # closed, or its process has ended
             return
         kind, *content, deadline = request
         faulthandler.dump_traceback_later(max(1e-3, deadline - time.monotonic()), file=stacks)

@@ -42,6 +42,10 @@ END_TIMEOUT_S = 10.0
 LENGTH_BYTES = 8
 
 
+class RewardTimeoutError(DataError):
+    """A call of a function did not return in time."""
+
+
 class RewardProcess:
     """One function in one process, called as function(responses, answers, **columns); a context manager.
 
@@ -111,7 +115,8 @@ class RewardProcess:
             rows: numbers of the rows, for messages; from 0 where left out.
 
         Raises:
-            DataError: the function raised, did not return in time, ended its process, or returned something else.
+            RewardTimeoutError: the function did not return in time.
+            DataError: it raised, ended its process, or returned something else.
         """
         wanted = {name: list(columns[name]) for name in self.start()}
         rows = range(len(wanted["responses"])) if rows is None else rows
@@ -119,12 +124,13 @@ class RewardProcess:
             f"row {rows[0]}" if len(rows) == 1 else f"rows {min(rows, default=0)} to {max(rows, default=0)}"
         )
         section = self.key.partition(".")[0]
-        remedy = "correct the function"
+        remedy, failure = "correct the function", DataError
         try:
             kind, *content = self._exchange(("call", wanted), self.timeout_s)
         except _NoReply as error:
             kind, content = "none", [error.text, None, error.trace]
             if error.timed_out:
+                failure = RewardTimeoutError
                 remedy = f"raise {section}.timeout_s, lower {section}.rows_per_call, {error.remedy}"
         if kind == "scores":
             return content[0]
@@ -132,7 +138,7 @@ class RewardProcess:
         if row is not None and len(rows) > 1:
             where = f"row {rows[row]}" if kind == "wrong" else f"{where}, with row {rows[row]} at hand"
         message = f"{self.key}={self.path}, {where}: {text}; {remedy}, or let {section}.on_failure retry or drop the rows"
-        raise DataError(_with_trace(message, trace))
+        raise failure(_with_trace(message, trace))
 
     def close(self) -> None:
         """End the process and everything that it has started; a later call starts another."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from hybridengine.config.reward_sections import RewardSection, scorer_key
 from hybridengine.data.reward_child import load_reward_function
-from hybridengine.data.reward_process import RewardProcess
+from hybridengine.data.reward_process import RewardProcess, RewardTimeoutError
 from hybridengine.errors import DataError, raise_all
 
 __all__ = [
@@ -37,6 +38,9 @@ EXTRA_COLUMNS = ("prompts", "prompt_lengths", "response_lengths")
 and numbers of tokens."""
 
 DROPPED = float("nan")
+
+COUNTS = ("calls", "failures", "timeouts", "retries", "dropped_rows", "call_s")
+"""What `RewardFunctions.take_metrics` tells of a section."""
 
 _logger = logging.getLogger(__name__)
 
@@ -109,13 +113,13 @@ class RewardFunctions:
         return result
 
     def take_metrics(self) -> dict[str, float]:
-        """Calls, failed ones, repeated ones and rows without a score since the last time, e.g. `reward/failures`.
+        """What has happened since the last time, e.g. `reward/failures`: calls, failed ones, those of them that did not
+        return in time, repeated ones, rows without a score, and the seconds of all calls.
 
         A row that several terms could not score counts for each.
         """
         counts, self._counts = self._counts, Counter()
-        names = ("calls", "failures", "retries", "dropped_rows")
-        return {f"{self._name}/{count}": float(counts[count]) for count in names}
+        return {f"{self._name}/{count}": float(counts[count]) for count in COUNTS}
 
     def close(self) -> None:
         """End all processes."""
@@ -192,10 +196,15 @@ class _Function:
         counts, section = Counter[str](), self._section
         for retries_left in reversed(range(section.num_retries + 1)):
             counts["calls"] += 1
+            began = time.monotonic()
             try:
-                return process.call(columns, rows), counts
+                scores = process.call(columns, rows)
+                counts.update(call_s=time.monotonic() - began)  # type: ignore[arg-type]
+                return scores, counts
             except DataError as error:
+                counts.update(call_s=time.monotonic() - began)  # type: ignore[arg-type]
                 counts["failures"] += 1
+                counts["timeouts"] += isinstance(error, RewardTimeoutError)
                 if retries_left:
                     counts["retries"] += 1
                     _logger.warning("called again, %d more at most: %s", retries_left, error)

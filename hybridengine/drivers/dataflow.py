@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 from hybridengine.config.algorithm_sections import AlgorithmSection
 from hybridengine.drivers.roles import Roles, Sampling, State
@@ -29,7 +30,7 @@ def load_step(settings: AlgorithmSection) -> Step:
             f"{asked} cannot be imported ({type(error).__name__}: {error}); name a module that is installed, or lies"
             " where the command is run"
         ) from error
-    step = getattr(module, "step", None)
+    step: Any = getattr(module, "step", None)
     if not callable(step):
         raise ConfigError(
             f"{asked} has no function step; write {SIGNATURE}, which returns the iteration's metrics"

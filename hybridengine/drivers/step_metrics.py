@@ -71,7 +71,7 @@ def rollout_metrics(rows: TensorDictBase, across: Across, settings: AlgorithmSec
         keys.LOG_PROB_ABS_DIFF_MAX: largest,
         "rollout/response_tokens_mean": num_tokens / num_rows,
         "rollout/entropy_mean": entropies / max(1.0, num_tokens),
-        "rollout/tokens": prompts + num_tokens,
+        keys.TOKENS: prompts + num_tokens,
     }
 
 

@@ -17,6 +17,8 @@ from rich.text import Text
 from hybridengine.metrics import keys
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.metrics.recorder import Row
+from hybridengine.metrics.report.run_record import Sample
+from hybridengine.metrics.samples import terminal_table
 from hybridengine.metrics.summary import RunSummary, summarise
 
 PHASE_LABELS = {
@@ -41,6 +43,10 @@ class RunConsole:
     def print_step(self, row: Row) -> None:
         """Print the row of a step as one line."""
         self._console.print(Text(step_line(row, self._num_steps)), soft_wrap=True)
+
+    def print_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Print responses of an evaluation, a line each."""
+        self._console.print(terminal_table(step, samples))
 
     def print_summary(self, rows: Sequence[Row]) -> None:
         """Print the table of a whole run's rows."""

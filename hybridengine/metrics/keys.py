@@ -23,6 +23,8 @@ PEAK_WEIGHT_BYTES = "switch/peak_weight_bytes"
 REDUNDANT_BYTES = "switch/redundant_bytes"
 LOG_PROB_ABS_DIFF_MAX = "rollout/log_prob_abs_diff_max"
 """Largest |log-prob by the engine - log-prob by the training model| of a sampled token."""
+TOKENS = "rollout/tokens"
+"""Prompt and response tokens of the step."""
 TOKENS_PER_S = "throughput/tokens_per_s"
 """Prompt and response tokens of the step over `time/step_s`."""
 

@@ -44,7 +44,9 @@ def started(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Itera
         "run": {"steps": 1, "seed": 3, "folder": str(folder / "runs")},
         "warmup": None,
         "algorithm": {"name": "safe_rlhf", "cost_limit": COST_LIMIT, "multiplier_lr": MULTIPLIER_LR},
-        "reward": {"function": "hybridengine.data.tasks:length_cost"},  # an untrained model has no right answers
+        "reward": {
+            "function": "hybridengine.data.tasks:length_cost"
+        },  # an untrained model has no right answers
         "cost": {"function": "hybridengine.data.tasks:length_cost"},
         "cost_critic": SECTIONS["critic"],
     }

@@ -58,7 +58,8 @@ def test_phase_names_and_keys_are_inverse() -> None:
 def test_row_keys_are_those_that_a_run_promises() -> None:
     promised = """step reward/mean kl/mean time/generate_s time/switch_to_generate_s time/switch_to_train_s
         time/update_actor_s time/update_critic_s time/step_s switch/received_bytes switch/peak_weight_bytes
-        switch/redundant_bytes rollout/log_prob_abs_diff_max"""
+        switch/redundant_bytes rollout/log_prob_abs_diff_max transfer/bytes controller/payload_bytes
+        controller/overhead_s"""
     assert set(keys.TRAINING_STEP_KEYS) == set(promised.split())
     assert keys.EXACT_MATCH == "eval/exact_match"
 

@@ -6,14 +6,14 @@ Shapes: b rows, t positions, r response tokens, W = padded vocabulary / t.
 from __future__ import annotations
 
 import torch.distributed as dist
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor
 
 from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
 
 
 def response_log_probs(
-    logits_btW: Tensor,
+    logits_brW: Tensor,
     columns: dict[str, Tensor],
     vocab_size: int,
     group: dist.ProcessGroup,
@@ -21,12 +21,11 @@ def response_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """(log-probability of each response token, entropy of its distribution), both [b, r] float32.
 
-    Entries beyond a response are meaningless; `columns["mask"]` says which are valid.
+    Takes logits of the `columns["positions"]` [b, r] that predict them. Entries beyond a response are meaningless;
+    `columns["mask"]` says which are valid.
     """
-    positions = columns["positions"]
-    logits_brW = logits_btW.gather(1, repeat(positions, "b r -> b r w", w=logits_btW.size(-1)))
     # Response token j stands right behind the position that predicts it.
-    following = (positions + 1).clamp(max=columns["tokens"].size(1) - 1)
+    following = (columns["positions"] + 1).clamp(max=columns["tokens"].size(1) - 1)
     targets = columns["tokens"].gather(1, following)
     return vocab_parallel_log_probs(logits_brW, targets, vocab_size, group, temperature)
 

@@ -19,21 +19,56 @@ from torch import Tensor
 from hybridengine.backends.megatron.shim import device, device_shim
 
 MicroBatch = dict[str, Tensor]
-"""Columns of some rows; `tokens` [B, T] goes into the model, the rest to the output function."""
+"""Columns of some rows; `tokens` [B, T] goes into the model, the rest to the output function.
+
+`positions` [B, R], where it is there, says at which positions the model's logits are wanted.
+"""
 
 OutputFunction = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
-"""(model output [B, T, W], micro-batch) -> tensors by name."""
+"""(model output [B, T, W], with `positions` logits [B, R, W], micro-batch) -> tensors by name."""
 
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, Any]]
-"""(model output [B, T, W], micro-batch) -> (loss summed over tokens, number of tokens, whatever the caller collects)."""
+"""(model output as above, micro-batch) -> (loss summed over tokens, number of tokens, whatever the caller collects)."""
+
+
+class WantedPositions:
+    """Has an output layer compute logits only where they are wanted: a vocabulary is most of a small model.
+
+    Takes hidden states [T, B, H] on to the layer as [B·R, 1, H].
+    """
+
+    def __init__(self, output_layer: torch.nn.Module) -> None:
+        self.positions_BR: Tensor | None = None
+        """None for all."""
+        output_layer.register_forward_pre_hook(self._choose)
+
+    def _choose(self, layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self.positions_BR is None:
+            return None
+        hidden_TBH, *others = inputs
+        num_rows = hidden_TBH.size(1)
+        rows = torch.arange(num_rows, device=hidden_TBH.device).unsqueeze(1)
+        places = (self.positions_BR * num_rows + rows).flatten()
+        return hidden_TBH.flatten(0, 1).index_select(0, places).unsqueeze(1), *others
+
+    def as_rows(self, logits: Tensor) -> Tensor:
+        """The layer's [1, B·R, W] as [B, R, W]; logits of all positions as they are."""
+        return logits if self.positions_BR is None else logits.view(*self.positions_BR.shape, -1)
 
 
 class PipelineRunner:
-    """Runs micro-batches through one rank's part of a model and its peers' parts."""
+    """Runs micro-batches through one rank's part of a model and its peers' parts.
 
-    def __init__(self, module: torch.nn.Module, groups: ProcessGroupCollection) -> None:
+    Args:
+        wanted: of the model's output layer; None where outputs of all positions are read.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, groups: ProcessGroupCollection, wanted: WantedPositions | None = None
+    ) -> None:
         self.module = module
         self.groups = groups
+        self._wanted = wanted
         self._config = get_model_config(module)
         self._config.finalize_model_grads_func = finalize_model_grads
         self._communicator = P2PCommunicator(pp_group=groups.pp, config=self._config)
@@ -67,7 +102,12 @@ class PipelineRunner:
             tokens = batch["tokens"]
             positions = torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)
             # Rows are padded on the right, so the causal mask alone keeps padding out of sight.
+            if self._wanted is None:
+                return model(tokens, positions, None), lambda output: loss(output, batch)
+            self._wanted.positions_BR = batch.get("positions")
             model_output = model(tokens, positions, None)
+            if self.is_last_stage:
+                model_output = self._wanted.as_rows(model_output)
             return model_output, lambda logits: loss(logits, batch)
 
         with device_shim():

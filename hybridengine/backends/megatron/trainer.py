@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -22,7 +23,13 @@ from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.groups import build_groups
 from hybridengine.backends.megatron.model import DTYPES, build_model
 from hybridengine.backends.megatron.shim import device, device_shim
-from hybridengine.backends.megatron.step import LossFunction, MicroBatch, OutputFunction, PipelineRunner
+from hybridengine.backends.megatron.step import (
+    LossFunction,
+    MicroBatch,
+    OutputFunction,
+    PipelineRunner,
+    WantedPositions,
+)
 from hybridengine.errors import HybridEngineError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout
@@ -82,7 +89,8 @@ class MegatronModel:
         self.layout: Layout = megatron_layout(shape, grid, names)
         self._module = build_model(shape, grid.sizes, self.groups, dtype, names, recompute)
         self.weights = WeightStorage(self._parameters(), current=self._parameters)
-        self._runner = PipelineRunner(self._module, self.groups)
+        self._wanted = _wanted_positions(self._module, shape)
+        self._runner = PipelineRunner(self._module, self.groups, self._wanted)
 
     def _parameters(self) -> dict[str, Parameter]:
         return dict(self._module.named_parameters())
@@ -95,6 +103,11 @@ class MegatronModel:
     def forward(self, batches: Sequence[MicroBatch], output: OutputFunction) -> list[dict[str, Tensor]]:
         """Results of `output` for each micro-batch, in order; empty on all stages but the last."""
         return self._runner.forward(batches, output)
+
+
+def _wanted_positions(module: GPTModel, shape: ModelShape) -> WantedPositions | None:
+    """Of a last stage with a vocabulary; scores cost nothing and are read at any position."""
+    return WantedPositions(module.output_layer) if module.post_process and not shape.num_labels else None
 
 
 class MegatronTrainer(MegatronModel):
@@ -133,7 +146,7 @@ class MegatronTrainer(MegatronModel):
         )
         self._gradients = compat.gradient_buffers(self._ddp)
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]
-        self._runner = PipelineRunner(self._ddp, self.groups)
+        self._runner = PipelineRunner(self._ddp, self.groups, self._wanted)
 
     def start_optimizer(self, settings: OptimizerSettings) -> None:
         """Make the optimizer, or a new one with fresh state.

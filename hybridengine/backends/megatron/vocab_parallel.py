@@ -7,11 +7,15 @@ Shapes: B sequences, T positions, W = padded vocabulary / t.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+BLOCK_ENTRIES = 2**19
+"""Of a block on a CPU: 2 MiB in float32."""
 
 
 def vocab_parallel_log_probs(
@@ -29,6 +33,9 @@ def vocab_parallel_log_probs(
 
 
 class _LogProbs(torch.autograd.Function):
+    """Works through the tokens in blocks that stay in the processor's caches: whole temporaries of [N, W] would each be
+    memory to take, to write and to read again. N = B·T tokens."""
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
@@ -38,37 +45,64 @@ class _LogProbs(torch.autograd.Function):
         group: dist.ProcessGroup,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        width = logits_BTW.size(-1)
+        logits_NW, width = logits_BTW.flatten(0, -2), logits_BTW.size(-1)
         first = group.rank() * width
-        scaled = logits_BTW.float() / temperature
         valid = max(0, min(width, vocab_size - first))
-        scaled[..., valid:] = float("-inf")
-        largest = scaled.amax(dim=-1)
+        largest = torch.full((len(logits_NW),), float("-inf"), device=logits_NW.device)
+        if valid:
+            largest = logits_NW[:, :valid].amax(dim=-1).float() / temperature
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        scaled = scaled - largest.unsqueeze(-1)
-        local = targets_BT - first
-        here = (local >= 0) & (local < width)
+        local = targets_BT.flatten() - first
+        here = (local >= 0) & (local < valid)
         column = local.clamp(0, width - 1).unsqueeze(-1)
-        exponentials = scaled.exp()
-        weighted = (exponentials[..., :valid] * scaled[..., :valid]).sum(dim=-1)
-        target = scaled.gather(-1, column).squeeze(-1).masked_fill(~here, 0.0)
-        sums = torch.stack([exponentials.sum(dim=-1), weighted, target])
+        sums = torch.zeros(3, len(logits_NW), device=logits_NW.device)
+        for rows in _blocks(logits_NW):
+            scaled = _scaled(logits_NW[rows, :valid], temperature, largest[rows])
+            if valid:
+                sums[2, rows] = scaled.gather(-1, column[rows].clamp(max=valid - 1)).squeeze(-1)
+            exponentials = scaled.exp()
+            sums[0, rows] = exponentials.sum(dim=-1)
+            sums[1, rows] = exponentials.mul_(scaled).sum(dim=-1)
+        sums[2].masked_fill_(~here, 0.0)
         dist.all_reduce(sums, group=group)
         total, weighted, target = sums
         log_total = total.log()
         mean = weighted / total
-        ctx.save_for_backward(scaled, log_total, mean, column, here)
-        ctx.temperature, ctx.valid, ctx.dtype = temperature, valid, logits_BTW.dtype
-        return target - log_total, log_total - mean
+        ctx.save_for_backward(logits_BTW, largest, log_total, mean, column, here)
+        ctx.temperature, ctx.valid = temperature, valid
+        shape = targets_BT.shape
+        return (target - log_total).view(shape), (log_total - mean).view(shape)
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        scaled, log_total, mean, column, here = ctx.saved_tensors
-        probs = (scaled - log_total.unsqueeze(-1)).exp()
-        # d log p(y) / dz = onehot(y) - p;  dH / dz = -p (z - E[z])
-        grad = -probs * grad_log_probs.unsqueeze(-1)
-        grad.scatter_add_(-1, column, (grad_log_probs * here).unsqueeze(-1))
-        if grad_entropy is not None:
-            spread = (scaled - mean.unsqueeze(-1))[..., : ctx.valid]
-            grad[..., : ctx.valid] -= probs[..., : ctx.valid] * spread * grad_entropy.unsqueeze(-1)
-        return (grad / ctx.temperature).to(ctx.dtype), None, None, None, None
+        logits_BTW, largest, log_total, mean, column, here = ctx.saved_tensors
+        logits_NW, valid = logits_BTW.flatten(0, -2), ctx.valid
+        grad_NW = torch.empty_like(logits_NW)
+        grad_NW[:, valid:] = 0.0
+        by_log_prob = grad_log_probs.flatten().unsqueeze(-1) / ctx.temperature
+        by_entropy = grad_entropy.flatten().unsqueeze(-1) / ctx.temperature
+        has_entropy = bool(by_entropy.any())
+        for rows in _blocks(logits_NW):
+            # d log p(y) / dz = onehot(y) - p;  dH / dz = -p (z - E[z])
+            scaled = _scaled(logits_NW[rows, :valid], ctx.temperature, largest[rows])
+            probs = (scaled - log_total[rows].unsqueeze(-1)).exp_()
+            if has_entropy:
+                factor = scaled.sub_(mean[rows].unsqueeze(-1)).mul_(by_entropy[rows]).add_(by_log_prob[rows])
+            else:
+                factor = by_log_prob[rows]
+            grad_NW[rows, :valid] = probs.mul_(factor).neg_().to(grad_NW.dtype)
+        if valid:
+            at_target = (by_log_prob * here.unsqueeze(-1)).to(grad_NW.dtype)
+            grad_NW.scatter_add_(-1, column.clamp(max=valid - 1), at_target)
+        return grad_NW.view_as(logits_BTW), None, None, None, None
+
+
+def _scaled(logits: Tensor, temperature: float, largest: Tensor) -> Tensor:
+    """Logits over the temperature, float32, below their largest; a new tensor."""
+    return logits.to(torch.float32, copy=True).div_(temperature).sub_(largest.unsqueeze(-1))
+
+
+def _blocks(logits_NW: Tensor) -> Iterator[slice]:
+    """Rows of each block."""
+    size = len(logits_NW) if logits_NW.is_cuda else max(1, BLOCK_ENTRIES // logits_NW.size(-1))
+    return (slice(begin, begin + size) for begin in range(0, len(logits_NW), max(1, size)))

@@ -1,0 +1,193 @@
+"""What the tests of sharded algorithms run: layouts, one configuration per case, and rows with every kind of hole.
+
+Shapes: B rows, P prompt tokens, R response tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from hybridengine.config import RunConfig
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 9,  # uneven pipeline stages for every p
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,  # grouped-query attention, and one group for each of 8 tensor-parallel ranks
+    "head_dim": 4,
+}
+
+SAMPLES = 3
+"""Responses per prompt: replicas get uneven numbers of rows, and groups are cut across them."""
+NUM_ROWS, NUM_JUDGED_ROWS = 15, 24
+"""Rows of an update by advantages; rows of which online DPO chooses 16, two for each replica of the largest d."""
+PROMPT_WIDTH, WIDTH = 6, 8
+EMPTY, DROPPED, COST_DROPPED, BASELINE_DROPPED = (5, 11), (3, 14), (9,), (10,)
+"""Rows with an empty response, and without a score, a cost or a baseline. Of 8 replicas the last has row 14 alone."""
+
+OPTIMIZER = {"lr": 10.0, "eps": 1.0, "weight_decay": 0.01, "betas": (0.9, 0.95)}
+"""With an epsilon above the gradients Adam's step is smooth in them: rounding cannot turn a sign. The rate makes steps of
+about the weights' size: what is compared is the step, and a weight must be able to tell it to six digits."""
+
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "ppo": {"algorithm": {"name": "ppo", "correction": {"name": "token_tis", "high": 1.3}}},
+    "ppo-epochs": {
+        "algorithm": {"name": "ppo", "whiten_advantages": False, "gamma": 0.9, "kl_estimator": "k3"},
+        "actor": {
+            "ppo_epochs": 2,
+            "clip_low": 0.1,
+            "clip_high": 0.3,
+            "dual_clip": 1.45,
+            "entropy_coef": 0.02,
+            "optimizer": {"lr": 1.0, "clip_grad": 0.0},
+        },
+        "critic": {"ppo_epochs": 2, "value_clip": 0.0, "optimizer": {"lr": 1.0}},
+    },
+    "grpo": {
+        "algorithm": {"name": "grpo", "correction": {"name": "sequence_mis", "high": 1.5}},
+        "actor": {"loss_aggregation": "sequence", "kl_loss_coef": 0.1, "kl_loss_estimator": "k3"},
+    },
+    "dr_grpo": {
+        "algorithm": {"name": "grpo", "normalize_std": False},
+        "actor": {"loss_aggregation": "sequence_sum", "clip_high": 0.28, "entropy_coef": 0.01},
+    },
+    "rloo": {
+        "algorithm": {
+            "name": "rloo",
+            "kl_estimator": "k2",
+            "correction": {"name": "sequence_tis", "high": 1.2},
+        },
+        "actor": {"loss_aggregation": "sequence", "dual_clip": 1.6, "entropy_coef": 0.01},
+    },
+    "remax": {
+        "algorithm": {"name": "remax"},
+        "actor": {"kl_loss_coef": 0.2, "kl_loss_estimator": "k1", "clip_low": 0.3, "clip_high": 0.1},
+    },
+    "reinforce_plus_plus": {
+        "algorithm": {
+            "name": "reinforce_plus_plus",
+            "gamma": 0.95,
+            "correction": {"name": "geometric_filter", "low": 0.7, "high": 1.15},
+        },
+        "actor": {
+            "loss_aggregation": "sequence_sum",
+            "kl_loss_coef": 0.2,
+            "kl_loss_estimator": "k2",
+            "dual_clip": 1.25,
+        },
+    },
+    "safe_rlhf": {
+        "algorithm": {"name": "safe_rlhf", "cost_limit": 0.2, "multiplier_lr": 0.5, "kl_coef": 0.1},
+        "cost_critic": {"value_clip": 0.1},
+    },
+    "online_dpo": {"algorithm": {"name": "online_dpo", "label_smoothing": 0.1, "beta": 0.3}},
+}
+"""Name -> sections of the run's configuration. All dataflows, and all that the policy's and the critic's losses offer."""
+
+UPDATES = {
+    "2-2-2": tuple(CASES),
+    "8-1-1": ("ppo", "dr_grpo", "online_dpo"),
+    "1-8-1": ("ppo",),
+    "1-1-8": ("safe_rlhf", "online_dpo"),
+    "1-4-2": ("ppo", "remax"),
+    "1-2-4": ("ppo", "rloo"),
+    "2-4-1": ("ppo", "reinforce_plus_plus"),
+    "2-1-4": ("ppo-epochs", "dr_grpo"),
+    "4-2-1": ("ppo-epochs", "rloo", "online_dpo"),
+    "4-1-2": ("safe_rlhf", "grpo", "reinforce_plus_plus"),
+    "2-2-2 megatron": ("grpo", "online_dpo"),
+}
+"""Layout -> cases whose updates run on it: all (p, t, d) of 8 ranks, one of them also in Megatron's rank order. Every
+layout computes the advantages of all cases. The less a layout shares out the dearer it is on two cores."""
+
+ONE_RANK = "1-1-1"
+
+
+def run_of(case: str, layout: str, policy: Path, scorer: Path, **actor: Any) -> RunConfig:
+    """The configuration of a case on a layout; `actor` are further changes of that section."""
+    changes = CASES[case] | {"actor": CASES[case].get("actor", {}) | actor}
+    parallel, _, order = layout.partition(" ")
+    p, t, d = map(int, parallel.split("-"))
+    trained = {
+        role: {"micro_batch_tokens": 64, **changes.get(role, {})}
+        for role in ("actor", "critic", "cost_critic")
+    }
+    for section in trained.values():
+        section["optimizer"] = OPTIMIZER | section.get("optimizer", {})
+    return RunConfig.model_validate(
+        {
+            "run": {"seed": 7, "steps": 1},
+            "cluster": {"ranks_per_node": (p * t * d,), "rank_order": order or "paper"},
+            "model": {"path": str(policy)},
+            "data": {"batch_size": NUM_ROWS // SAMPLES},
+            "rollout": {
+                "max_prompt_tokens": PROMPT_WIDTH,
+                "max_response_tokens": WIDTH,
+                "samples_per_prompt": SAMPLES,
+                "temperature": 0.8,
+            },
+            "timeouts": {"call_s": 60},
+            "algorithm": changes["algorithm"],
+            "actor": trained["actor"] | {"parallel": parallel},
+            "critic": trained["critic"] | {"path": str(scorer)},
+            "cost_critic": trained["cost_critic"] | {"path": str(scorer)},
+        }
+    )
+
+
+def rollout() -> TensorDict:
+    """Prompts and responses of many lengths, some of them empty."""
+    generator = torch.Generator().manual_seed(11)
+    prompts = torch.randint(1, PROMPT_WIDTH + 1, (NUM_JUDGED_ROWS,), generator=generator)
+    responses = torch.randint(1, WIDTH + 1, (NUM_JUDGED_ROWS,), generator=generator)
+    responses[list(EMPTY)] = 0
+    responses[0] = WIDTH
+    tokens = torch.randint(0, 131, (NUM_JUDGED_ROWS, PROMPT_WIDTH + WIDTH), generator=generator)
+    return _rows({"tokens": tokens, "prompt_lengths": prompts, "response_lengths": responses})
+
+
+def judged(rows: TensorDict, log_probs_BR: Tensor, values_BR: Tensor) -> TensorDict:
+    """Rows with all columns that a dataflow makes before its advantages.
+
+    The old log-probabilities are the present ones and a distance of which none is near a clip, so that tokens are
+    clipped in every way, and the same ones wherever they are computed; the old values likewise.
+    """
+    generator = torch.Generator().manual_seed(12)
+    distances = torch.tensor([-0.8, -0.5, -0.33, -0.15, -0.05, 0.05, 0.15, 0.33, 0.5, 0.8])
+
+    def near(values_BR: Tensor) -> Tensor:
+        return values_BR + distances[torch.randint(10, values_BR.shape, generator=generator)]
+
+    def noisy(values_BR: Tensor) -> Tensor:
+        return values_BR + 0.3 * torch.randn(values_BR.shape, generator=generator)
+
+    def scores(dropped: tuple[int, ...]) -> dict[str, Tensor]:
+        found = torch.randn(NUM_JUDGED_ROWS, generator=generator)
+        found[6:9] = 0.3  # all responses to one prompt are alike
+        missing = torch.zeros(NUM_JUDGED_ROWS, dtype=torch.bool)
+        missing[list(dropped)] = True
+        return {"scores": found.masked_fill(missing, torch.nan), "dropped": missing}
+
+    old_BR = near(log_probs_BR)
+    columns = {
+        "log_probs": old_BR,
+        "ref_log_probs": noisy(log_probs_BR),
+        "rollout_log_probs": noisy(old_BR),
+        "entropies": noisy(log_probs_BR).abs(),
+        "values": near(values_BR),
+        "cost_values": near(values_BR),
+        **scores(DROPPED),
+    }
+    for prefix, dropped in (("cost", COST_DROPPED), ("baseline", BASELINE_DROPPED)):
+        columns |= {f"{prefix}_{name}": column for name, column in scores(dropped).items()}
+    return rows.copy().update(columns)
+
+
+def _rows(columns: dict[str, Tensor]) -> TensorDict:
+    return TensorDict(columns, batch_size=[NUM_JUDGED_ROWS])  # pyright: ignore[reportArgumentType]

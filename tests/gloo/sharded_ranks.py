@@ -1,0 +1,277 @@
+"""Runs on each rank: the worker classes as the controller makes them, on every layout in turn, and a dataflow's own
+functions on shards of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from hybridengine.algorithms.across import Across, AcrossRanks
+from hybridengine.algorithms.advantages import LagrangeMultiplier
+from hybridengine.backends.megatron.weights import load_weights
+from hybridengine.config import Role, RunConfig
+from hybridengine.config.run_config import TRAINED
+from hybridengine.controller.context import RankContext
+from hybridengine.drivers import online_dpo, safe_rlhf
+from hybridengine.drivers.roles import function_path
+from hybridengine.drivers.step_metrics import rollout_metrics
+from hybridengine.errors import ProtocolError
+from hybridengine.protocols import DP_PROTO, GroupTopology, registered
+from hybridengine.reshard.boxes import Box
+from hybridengine.runtime.batch import concat_rows, slice_rows
+from hybridengine.runtime.row_requests import ROW_NUMBERS
+from tests.gloo.sharded_cases import CASES, NUM_ROWS, ONE_RANK, SAMPLES, judged, run_of
+from workers.actor import ActorWorker
+from workers.compute import ComputeWorker
+from workers.critic import CriticWorker
+from workers.model_worker import TrainedWorker
+
+Pieces = list[tuple[str, Box, Tensor]]
+"""(logical tensor, box of it, its elements)."""
+
+
+class TrainingActor(ActorWorker):
+    """The actor without its engine: whatever trains is the product's."""
+
+    def __init__(self, context: RankContext, run: RunConfig, folder: str | Path) -> None:
+        TrainedWorker.__init__(self, context, run, folder)
+        self._divisor = float(run.rollout.max_response_tokens)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw of a case."""
+
+    estimates: TensorDict | None
+    """What the dataflow computed between its models, all rows in order; None for online DPO."""
+    measured: dict[str, float]
+    """Its statistics of all rows."""
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Role -> metrics of its update; empty on all stages but the last."""
+    weights: dict[str, Pieces] = field(default_factory=dict)
+    """Role -> this rank's part of the weights afterwards."""
+
+
+class Group:
+    """A worker on this rank, reused by all cases; rows are split as the controller would."""
+
+    def __init__(
+        self, run: RunConfig, role: Role, worker: type[TrainedWorker], rank: int, folder: Path
+    ) -> None:
+        self._role, self._rank, self._folder = role, rank, folder
+        self._topology = GroupTopology(run.grid(role))
+        place = self._topology.grid.coordinate(rank)
+        context = RankContext(role, rank, run.num_ranks, self._topology, place, "127.0.0.1")
+        self.worker = worker(context, run, folder)
+
+    def restart(self, run: RunConfig) -> None:
+        """The checkpoint's weights, a fresh optimizer and the settings of another run."""
+        worker, trainer = self.worker, self.worker.trainer
+        worker.run, worker.section, worker._updates = run, getattr(run, self._role), 0
+        load_weights(worker.model, self._folder)
+        trainer.enter_training()
+        worker.start_optimizer()
+        if self._role != "actor":  # a critic takes its gradients' memory back by itself
+            trainer.leave_training()
+
+    def call(self, method: str, rows: TensorDict) -> Any:
+        """What the method returns on this rank, given its rows and the columns that it declares."""
+        _, registration = registered(type(self.worker))[method]
+        mine = registration.protocol.row_ranges(len(rows), self._topology)[self._rank]
+        names = [*(registration.columns or ()), *(set(registration.optional) & set(rows.keys()))]
+        return getattr(self.worker, method)(slice_rows(rows.select(*names), mine))
+
+    def collect(self, method: str, rows: TensorDict) -> TensorDict:
+        """Rows that the method returns, of all ranks."""
+        found = gathered(self.call(method, rows))
+        _, registration = registered(type(self.worker))[method]
+        return concat_rows([found[rank] for rank in registration.protocol.source_ranks(self._topology)])
+
+    def pieces(self) -> Pieces:
+        """This rank's weights as boxes of logical tensors."""
+        model = self.worker.model
+        return [
+            (piece.tensor, piece.box, model.weights[parameter.name][_slices(piece.local_box)].clone())
+            for parameter in model.layout.shard(model.rank).parameters
+            for piece in parameter.pieces
+        ]
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What every rank of a group has."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def run_one_process(
+    rank: int, policy: Path, scorer: Path, rows: TensorDict
+) -> tuple[TensorDict, dict[str, Outcome]]:
+    """(rows with all that a dataflow needs, made from the models' log-probabilities and values; case -> outcome)."""
+    layout = {ONE_RANK: tuple(CASES)}
+    run = run_of("ppo", ONE_RANK, policy, scorer)
+    forward = forward_of(groups_of(run, rank, policy, scorer, ("actor", "critic")), rows)
+    rows = judged(rows, forward["log_probs"], forward["values"])
+    outcomes = run_layouts(rank, layout, policy, scorer, rows)
+    return rows, {case: outcome for (_, case), outcome in outcomes.items()}
+
+
+def run_all(
+    rank: int, layouts: Mapping[str, Sequence[str]], policy: Path, scorer: Path, rows: TensorDict
+) -> dict[tuple[str, str], Outcome]:
+    """As `run_layouts`, and ("compute workers", case) -> what a run's own workers compute between its models."""
+    runs = {case: run_of(case, "1-1-8", policy, scorer) for case in CASES if case != "online_dpo"}
+    computed = estimate_in_compute_workers(rank, runs, slice_rows(rows, range(NUM_ROWS)))
+    return run_layouts(rank, layouts, policy, scorer, rows) | {
+        ("compute workers", case): outcome for case, outcome in computed.items()
+    }
+
+
+def run_layouts(
+    rank: int, layouts: Mapping[str, Sequence[str]], policy: Path, scorer: Path, rows: TensorDict
+) -> dict[tuple[str, str], Outcome]:
+    """(layout, case) -> what this rank saw; the case "forward" has log-probabilities, entropies and values.
+
+    Args:
+        layouts: the cases whose updates run on each.
+    """
+    outcomes = {}
+    for layout, updated in layouts.items():
+        runs = {case: run_of(case, layout, policy, scorer) for case in CASES}
+        roles: tuple[Role, ...] = TRAINED if "safe_rlhf" in updated else ("actor", "critic")
+        groups = groups_of(runs["ppo"], rank, policy, scorer, roles)
+        some = slice_rows(rows, range(NUM_ROWS))
+        outcomes[layout, "forward"] = Outcome(forward_of(groups, some), {})
+        replicas = groups["actor"].worker.model.groups.dp
+        for case, run in runs.items():
+            if case == "online_dpo":
+                found, batch = Outcome(None, {}), rows[online_dpo.preferences(rows, SAMPLES)]
+            else:
+                found = estimate_on_shards(run, some, replicas)
+                batch = some.copy().update(cast(TensorDict, found.estimates))
+            outcomes[layout, case] = found
+            if case in updated:
+                update(run, groups, cast(TensorDict, batch), found)
+    return outcomes
+
+
+def groups_of(
+    run: RunConfig, rank: int, policy: Path, scorer: Path, roles: Sequence[Role]
+) -> dict[Role, Group]:
+    """Workers of the roles, with the checkpoints' weights."""
+    return {
+        role: Group(run, role, TrainingActor, rank, policy)
+        if role == "actor"
+        else Group(run, role, CriticWorker, rank, scorer)
+        for role in roles
+    }
+
+
+def forward_of(groups: Mapping[Role, Group], rows: TensorDict) -> TensorDict:
+    """`log_probs`, `entropies` and `values` of all rows."""
+    log_probs = groups["actor"].collect("compute_log_probs", rows)
+    return log_probs.update(groups["critic"].collect("compute_values", rows))
+
+
+def update(run: RunConfig, groups: Mapping[Role, Group], batch: TensorDict, found: Outcome) -> None:
+    """The updates of a run's dataflow, each from the checkpoint's weights."""
+    method = "update_preferences" if run.algorithm.name == "online_dpo" else "update"
+    for role, group in groups.items():
+        if role not in run.algorithm.used_roles:
+            continue
+        group.restart(run)
+        found.metrics[role] = group.call(method, rows_for(role, batch))
+        found.weights[role] = group.pieces()
+
+
+def rows_for(role: str, batch: TensorDictBase) -> TensorDict:
+    """Rows as the dataflow gives them to a role: a critic of costs finds its columns by the names of the other's."""
+    rows = cast(TensorDict, batch.copy())
+    if role == "cost_critic":
+        rows.update({"values": batch["cost_values"], "returns": batch["cost_returns"]})
+    return rows
+
+
+def estimate_on_shards(run: RunConfig, rows: TensorDict, group: dist.ProcessGroup) -> Outcome:
+    """The dataflow's functions on this rank's share of the rows, put together again."""
+    owned = shards(len(rows), group.size())
+    found, measured = estimate(run, numbered(rows)[owned[group.rank()]], AcrossRanks(group))
+    order = torch.tensor([row for part in owned for row in part])
+    return Outcome(cast(TensorDict, concat_rows(gathered(found, group))[order.argsort()]), measured)
+
+
+def estimate(run: RunConfig, rows: TensorDictBase, across: Across) -> tuple[TensorDict, dict[str, float]]:
+    """(columns for the updates, statistics) as the driver of the run asks for them."""
+    measured = rollout_metrics(rows.clone(), across, run.algorithm)
+    if run.algorithm.name == "safe_rlhf":
+        measured |= safe_rlhf.mean_cost(rows.clone(), across)
+    driver = import_module(run.algorithm.driver)
+    arguments = driver_arguments(run, measured)
+    return driver.advantages(rows.clone(), across, *arguments), measured
+
+
+def driver_arguments(run: RunConfig, measured: Mapping[str, float]) -> list[Any]:
+    """What the driver passes to its `advantages` beside the rows."""
+    settings = run.algorithm
+    if settings.name == "safe_rlhf":
+        start = LagrangeMultiplier(settings.cost_limit, settings.multiplier_lr, settings.max_log_multiplier)
+        return [settings, start.updated(measured["cost/mean"]).value]
+    return [settings, SAMPLES] if settings.name in ("grpo", "rloo") else [settings]
+
+
+def estimate_in_compute_workers(
+    rank: int, runs: Mapping[str, RunConfig], rows: TensorDict
+) -> dict[str, Outcome]:
+    """As `estimate`, for each run, by the worker that a run calls and with the rows that its protocol gives it."""
+    topology = GroupTopology.parse("1-1-8")
+    place = topology.grid.coordinate(rank)
+    context = RankContext("compute", rank, topology.num_ranks, topology, place, "127.0.0.1")
+    part = slice_rows(numbered(rows), DP_PROTO.row_ranges(len(rows), topology)[rank])
+    outcomes = {}
+    for case, run in runs.items():
+        worker = ComputeWorker(context, run)
+        measured = worker.measure(part.clone(), function_path(rollout_metrics), run.algorithm)
+        if run.algorithm.name == "safe_rlhf":
+            measured |= worker.measure(part.clone(), function_path(safe_rlhf.mean_cost))
+        path = f"{run.algorithm.driver}.advantages"
+        found = worker.map(part.clone(), path, *driver_arguments(run, measured))
+        outcomes[case] = Outcome(concat_rows(gathered(found)), measured)
+    return outcomes
+
+
+def update_in_mini_batches(
+    rank: int, run: RunConfig, policy: Path, batch: TensorDict
+) -> tuple[list[str], dict[str, float], Pieces]:
+    """(errors of 3 rows for each of two replicas, metrics, weights) of an actor whose replicas have unequal rows."""
+    actor = Group(run, "actor", TrainingActor, rank, policy)
+    errors = []
+    for method in ("update", "update_preferences"):
+        try:
+            actor.call(method, slice_rows(batch, range(6)))
+        except ProtocolError as error:
+            errors.append(str(error))
+    actor.restart(run)
+    return errors, actor.call("update", batch), actor.pieces()
+
+
+def numbered(rows: TensorDict) -> TensorDict:
+    """Rows with their numbers, as every call of the controller has them."""
+    return rows.copy().update({ROW_NUMBERS: torch.arange(len(rows))})
+
+
+def shards(num_rows: int, num_ranks: int) -> list[list[int]]:
+    """Rows of each rank: scattered, uneven, and of 8 ranks one has none."""
+    owners = torch.randint(num_ranks, (num_rows,), generator=torch.Generator().manual_seed(5)).tolist()
+    return [[row for row in range(num_rows) if owners[row] == rank] for rank in range(num_ranks)]

@@ -1,0 +1,278 @@
+"""Every algorithm on every layout of 8 ranks equals one process: forward passes, advantages and updates.
+
+The tolerance is 1e-5 of the largest value: of a column, and of an optimizer step on each tensor of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hybridengine.algorithms.across import ONE_PROCESS
+from hybridengine.algorithms.correction import CORRECTIONS
+from hybridengine.algorithms.kl import KL_ESTIMATORS
+from hybridengine.algorithms.losses.aggregation import AggregationName
+from hybridengine.config.algorithm_sections import ALGORITHM_ROLES
+from hybridengine.config.run_config import TRAINED
+from hybridengine.drivers import online_dpo
+from hybridengine.runtime.batch import slice_rows
+from tests.gloo import sharded_cases as cases
+from tests.gloo import sharded_ranks as on_ranks
+from tests.gloo.ranks import RankLauncher
+from tests.gloo.sharded_cases import CASES, NUM_ROWS, ONE_RANK, SAMPLES, UPDATES, run_of
+from tests.gloo.sharded_ranks import Outcome, Pieces, shards
+from tests.gloo.sharded_reference import plain_update
+from tests.gloo.tiny_models import write_model
+
+TOLERANCE = 1e-5
+MEAN_TOLERANCE = 1e-6
+"""Of metrics, which are 1e-5 of themselves: where terms of about 1 and of both signs cancel, what is left is smaller
+than that."""
+
+ROUNDING = torch.finfo(torch.float32).eps
+
+ESTIMATED = [case for case in CASES if case != "online_dpo"]
+UPDATED = [(layout, case) for layout, updated in UPDATES.items() for case in updated]
+
+
+@dataclass(frozen=True, repr=False)
+class Seen:
+    """What one process and 8 ranks saw."""
+
+    policy: Path
+    scorer: Path
+    rows: TensorDict
+    one: dict[str, Outcome]
+    """By case."""
+    eight: list[dict[tuple[str, str], Outcome]]
+    """By rank, then by (layout, case)."""
+
+    def folder(self, role: str) -> Path:
+        return self.policy if role == "actor" else self.scorer
+
+    def batch(self, case: str) -> TensorDictBase:
+        """Rows of a case's updates, made in this process."""
+        if case == "online_dpo":
+            return self.rows[online_dpo.preferences(self.rows, SAMPLES)]
+        return slice_rows(self.rows, range(NUM_ROWS)).update(self.estimates(case)[0])
+
+    def estimates(self, case: str) -> tuple[TensorDict, dict[str, float]]:
+        """What a dataflow computes from all rows in this process."""
+        rows = on_ranks.numbered(slice_rows(self.rows, range(NUM_ROWS)))
+        return on_ranks.estimate(run_of(case, ONE_RANK, self.policy, self.scorer), rows, ONE_PROCESS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """In this process: models this small only wait for one another's threads."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory, run_ranks: RankLauncher) -> Seen:
+    folder = tmp_path_factory.mktemp("sharded")
+    policy, scorer = folder / "policy", folder / "scorer"
+    write_model(policy, "qwen3", tied=True, **cases.SIZES)
+    write_model(scorer, "llama", num_labels=1, pad_token_id=0, **cases.SIZES)
+    rows = cases.rollout()
+    rows, one = run_ranks(1, on_ranks.run_one_process, policy, scorer, cases.rollout(), timeout_s=100)[0]
+    eight = run_ranks(8, on_ranks.run_all, UPDATES, policy, scorer, rows, timeout_s=250)
+    return Seen(policy, scorer, rows, one, eight)
+
+
+def assert_columns(found: TensorDictBase, expected: TensorDictBase, label: str) -> None:
+    assert set(found.keys()) == set(expected.keys()), label
+    for name in map(str, expected.keys()):
+        wanted = expected[name]
+        if wanted.dtype == torch.bool:
+            assert torch.equal(found[name], wanted), f"{label}: {name}"
+            continue
+        worst = float((found[name] - wanted).abs().max() / wanted.abs().max())
+        assert worst < TOLERANCE, f"{label}: {name} differs by {worst} of its largest value"
+
+
+def assert_metrics(found: Mapping[str, float], expected: Mapping[str, float], label: str) -> None:
+    assert found.keys() == expected.keys(), label
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=TOLERANCE, abs=MEAN_TOLERANCE), f"{label}: {name}"
+
+
+def assembled(parts: Iterable[Pieces], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Whole tensors from the boxes of all ranks; those that hold the same box must agree to the last bit."""
+    whole = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    for name, box, values in (piece for part in parts for piece in part):
+        place = whole[name][tuple(slice(start, stop) for start, stop in box)]
+        assert torch.equal(place, values) or place.isnan().all(), f"{name} {box}: replicas disagree"
+        place.copy_(values)
+    for name, tensor in whole.items():
+        assert not tensor.isnan().any(), f"no rank has all of {name}"
+    return whole
+
+
+def assert_steps(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], folder: Path, label: str
+) -> None:
+    """Equal steps from the checkpoint's weights, tensor by tensor, but for the rounding of the weights themselves."""
+    for name, before in load_file(folder / "model.safetensors").items():
+        step = (expected[name] - before).abs().max()
+        assert step > 1e-3, f"{label}: {name} was hardly trained, by {step}"
+        rounding = 2 * ROUNDING * expected[name].abs().max()
+        worst = (found[name] - expected[name]).abs().max()
+        assert worst <= TOLERANCE * step + rounding, f"{label}: {name} is off by {worst}, the step is {step}"
+
+
+def shapes_of(folder: Path) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("layout", UPDATES)
+def test_log_probs_entropies_and_values_are_those_of_one_process(layout: str, seen: Seen):
+    expected = seen.one["forward"].estimates
+    assert expected is not None
+    for rank, outcomes in enumerate(seen.eight):
+        found = outcomes[layout, "forward"].estimates
+        assert found is not None
+        assert_columns(found, expected, f"{layout}, rank {rank}")
+
+
+@pytest.mark.parametrize("layout", [*UPDATES, "compute workers"])
+def test_advantages_and_statistics_of_shards_are_those_of_all_rows(layout: str, seen: Seen):
+    for case in ESTIMATED:
+        expected, measured = seen.estimates(case)
+        for rank, outcomes in enumerate(seen.eight):
+            label, outcome = f"{case} on {layout}, rank {rank}", outcomes[layout, case]
+            assert outcome.estimates is not None
+            assert_columns(outcome.estimates, expected, label)
+            assert_metrics(outcome.measured, measured, label)
+
+
+@pytest.mark.parametrize("groups", [[8], [5, 3], [3, 1, 2, 2], [1] * 8])
+def test_preferences_of_whole_groups_are_those_of_all_rows(groups: list[int], seen: Seen):
+    """[5, 3]: one rank has the responses to 5 prompts, another those to 3."""
+    parts, first = [], 0
+    for num_groups in groups:
+        rows = seen.rows[first * SAMPLES : (first + num_groups) * SAMPLES]
+        parts.append(online_dpo.preferences(rows, SAMPLES) + first * SAMPLES)
+        first += num_groups
+    assert torch.equal(torch.cat(parts), online_dpo.preferences(seen.rows, SAMPLES))
+
+
+@pytest.mark.parametrize(("layout", "case"), UPDATED)
+def test_updates_are_those_of_one_process(layout: str, case: str, seen: Seen):
+    one = seen.one[case]
+    roles = [role for role in TRAINED if role in ALGORITHM_ROLES[CASES[case]["algorithm"]["name"]]]
+    assert list(one.weights) == roles
+    pp_size = int(layout[0])
+    for role in roles:
+        label, folder = f"{case} on {layout}, {role}", seen.folder(role)
+        metrics = [outcomes[layout, case].metrics[role] for outcomes in seen.eight]
+        assert sum(map(bool, metrics)) == 8 // pp_size, "the last stage has metrics"
+        for found in filter(None, metrics):
+            assert_metrics(found, one.metrics[role], label)
+        shapes = shapes_of(folder)
+        weights = assembled((outcomes[layout, case].weights[role] for outcomes in seen.eight), shapes)
+        assert_steps(weights, assembled([one.weights[role]], shapes), folder, label)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_process_equals_plain_pytorch(case: str, seen: Seen):
+    run, batch = run_of(case, ONE_RANK, seen.policy, seen.scorer), seen.batch(case)
+    for role, pieces in seen.one[case].weights.items():
+        folder, kind = seen.folder(role), AutoModelForSequenceClassification
+        model: Any = (AutoModelForCausalLM if role == "actor" else kind).from_pretrained(folder)
+        norm, expected = plain_update(model.double(), run, role, on_ranks.rows_for(role, batch))
+        metrics = seen.one[case].metrics[role]
+        assert metrics[f"{role}/grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
+        assert_steps(assembled([pieces], shapes_of(folder)), expected, folder, f"{case}, {role}")
+
+
+def test_replicas_with_unequal_rows_make_equally_many_steps(seen: Seen, run_ranks: RankLauncher):
+    """9 rows on two replicas in 4 mini-batches: 2, 1, 1 and 1 of the one, 1 each of the other."""
+    changes = {"mini_batches": 4, "optimizer": {"lr": 1.0}}
+    run = run_of("dr_grpo", "1-1-2", seen.policy, seen.scorer, **changes)
+    batch = slice_rows(seen.batch("dr_grpo"), range(9))
+    by_rank = run_ranks(2, on_ranks.update_in_mini_batches, run, seen.policy, batch)
+    orders = []
+    for first, num_rows in ((0, 5), (5, 4)):
+        generator = torch.Generator().manual_seed(7 * 1_000_003 + 1)  # the run's seed, its first update
+        orders.append((first + torch.randperm(num_rows, generator=generator)).tolist())
+    steps = [orders[0][:2] + orders[1][:1]] + [
+        [orders[0][place + 1], orders[1][place]] for place in (1, 2, 3)
+    ]
+    model: Any = AutoModelForCausalLM.from_pretrained(seen.policy)
+    norm, expected = plain_update(model.double(), run, "actor", batch, steps)
+    for errors, metrics, _ in by_rank:
+        assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
+        assert (
+            "3 rows of one replica of actor must be at least 1 for each of actor.mini_batches=4" in errors[0]
+        )
+        assert "3 rows of one replica of actor must be a multiple of 2, which stay together" in errors[1]
+    weights = assembled((pieces for _, _, pieces in by_rank), shapes_of(seen.policy))
+    assert_steps(weights, expected, seen.policy, "mini-batches")
+
+
+def test_the_cases_are_all_that_a_configuration_offers():
+    actors = [changes.get("actor", {}) for changes in CASES.values()]
+    algorithms = [changes["algorithm"] for changes in CASES.values()]
+    assert {algorithm["name"] for algorithm in algorithms} == set(ALGORITHM_ROLES)
+    assert {algorithm.get("correction", {}).get("name") for algorithm in algorithms} >= set(CORRECTIONS)
+    assert {algorithm.get("kl_estimator", "k1") for algorithm in algorithms} == set(KL_ESTIMATORS)
+    assert {actor.get("kl_loss_estimator") for actor in actors} >= set(KL_ESTIMATORS)
+    assert {actor.get("loss_aggregation", "token") for actor in actors} == set(get_args(AggregationName))
+    assert {algorithm.get("normalize_std", True) for algorithm in algorithms} == {True, False}
+    assert {algorithm.get("whiten_advantages", True) for algorithm in algorithms} == {True, False}
+    for case in CASES:
+        sizes = [layout[:5].split("-") for layout, updated in UPDATES.items() if case in updated]
+        assert all(any(int(place[axis]) > 1 for place in sizes) for axis in range(3)), f"{case}: some axis"
+    assert len({layout[:5] for layout in UPDATES}) == 10
+    for layout, updated in UPDATES.items():
+        roles = {role for case in updated for role in ALGORITHM_ROLES[CASES[case]["algorithm"]["name"]]}
+        assert layout.endswith("megatron") or {"actor", "critic"} <= roles, f"{layout} updates both"
+
+
+def test_the_rows_have_every_kind_of_hole(seen: Seen):
+    """Else the comparisons above would not mean what they say."""
+    for num_ranks in (2, 4, 8):
+        parts = shards(NUM_ROWS, num_ranks)
+        assert len({len(part) for part in parts}) > 1, "uneven"
+        cut = {
+            group
+            for group in range(5)
+            if sum(any(row // SAMPLES == group for row in part) for part in parts) > 1
+        }
+        assert cut, "groups are cut across ranks"
+    assert not all(shards(NUM_ROWS, 8)), "a rank without rows"
+    for case in ESTIMATED:
+        columns, _ = seen.estimates(case)
+        correction = CASES[case]["algorithm"].get("correction")
+        without_score = set(cases.DROPPED) | set(
+            {"remax": cases.BASELINE_DROPPED, "safe_rlhf": cases.COST_DROPPED}.get(case, ())
+        )
+        dropped = set((~columns["keep"]).nonzero().flatten().tolist())
+        if correction is not None and correction["name"] in ("sequence_mis", "geometric_filter"):
+            assert without_score < dropped < set(range(NUM_ROWS)), f"{case}: the correction drops some rows"
+        else:
+            assert dropped == without_score
+        if correction is not None and correction["name"].endswith("tis"):
+            share = float((columns["weights"] == torch.tensor(correction["high"])).float().mean())
+            assert 0.05 < share < 0.6, f"{case}: some weights are cut off, {share}"
+    clips = [one.metrics.get("actor", {}) for one in seen.one.values()]
+    for name in ("clip_low", "clip_high", "dual_clip"):
+        shares = [
+            metrics[f"actor/{name}_fraction"] for metrics in clips if f"actor/{name}_fraction" in metrics
+        ]
+        assert len(shares) > 1 and all(0 < share < 1 for share in shares), f"{name}: {shares}"
+    told = seen.one["online_dpo"].metrics["actor"]["actor/dpo_accuracy"]
+    assert 0 < told < 1

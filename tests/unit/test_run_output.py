@@ -1,0 +1,225 @@
+"""What a run prints and writes as it goes on, to a file and to a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tensordict import NonTensorStack, TensorDict
+
+from hybridengine.cli.main import main
+from hybridengine.cli.run_output import RunOutput, run_trackers, where_to_look
+from hybridengine.config import RunConfig
+from hybridengine.config.sections import RunSection
+from hybridengine.controller.exchange import row_exchange
+from hybridengine.metrics import trackers as trackers_module
+from hybridengine.metrics.console import step_line
+from hybridengine.metrics.recorder import Row, read_rows
+
+NODES = {"main": ["10.0.0.1", "10.0.0.1"]}
+
+
+class Letters:
+    """A tokenizer whose tokens are code points."""
+
+    def batch_decode(self, sequences: Any, *, skip_special_tokens: bool) -> list[str]:
+        return ["".join(map(chr, sequence)) for sequence in sequences]
+
+
+def _rows(*texts: tuple[str, str, str, float]) -> TensorDict:
+    """Rows of an evaluation: prompt, response, answer, score."""
+    width = max(len(prompt + response) for prompt, response, _, _ in texts)
+    tokens = [[*map(ord, prompt + response)] for prompt, response, _, _ in texts]
+    return TensorDict(
+        {
+            "tokens": torch.tensor([row + [0] * (width - len(row)) for row in tokens]),
+            "prompt_lengths": torch.tensor([len(text[0]) for text in texts]),
+            "response_lengths": torch.tensor([len(text[1]) for text in texts]),
+            "answers": NonTensorStack(*(text[2] for text in texts)),
+            "scores": torch.tensor([text[3] for text in texts]),
+        },  # type: ignore[arg-type]
+        batch_size=[len(texts)],
+    )
+
+
+SAMPLES = _rows(
+    ("1+1=", "2", "2", 1.0), ("2+5=", "9", "7", 0.25), ("4-4=", "", "0", float("nan")), ("3=", "3", "3", 1.0)
+)
+
+
+def _config(folder: Path, **run: Any) -> RunConfig:
+    config = RunConfig(run=RunSection(name="demo", folder=str(folder), steps=3, **run))
+    config.run_folder.mkdir(parents=True)
+    return config
+
+
+@contextmanager
+def _terminal() -> Iterator[tuple[Console, list[str]]]:
+    """A console on a terminal of 80 columns, and what has been written to it once the block has ended."""
+    main_side, side = pty.openpty()
+    parts: list[bytes] = []
+
+    def read() -> None:
+        while True:
+            try:
+                part = os.read(main_side, 65536)
+            except OSError:
+                return
+            parts.append(part)
+
+    reader, written = threading.Thread(target=read), list[str]()
+    reader.start()
+    try:
+        with open(side, "w") as file:
+            yield Console(file=file, width=80, height=24, _environ={"TERM": "xterm"}), written
+    finally:
+        reader.join(10)
+        os.close(main_side)
+        written.append(b"".join(parts).decode())
+
+
+def _play(output: RunOutput) -> list[Row]:
+    """Step 0 with an evaluation, and one step."""
+    rows = [
+        {"eval/exact_match": 0.5},
+        {"reward/mean": 0.25, "time/step_s": 2.0, "throughput/tokens_per_s": 50.0},
+    ]
+    output.begin_evaluation(0)
+    output.show_samples(0, SAMPLES)
+    output.record(0, rows[0])
+    output.begin_step(1)
+    output.record(1, rows[1])
+    return [{"step": step, **row} for step, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("force_color", ["", "1"])
+def test_output_that_goes_to_a_file_is_a_line_per_step(tmp_path: Path, force_color: str) -> None:
+    stream, config = io.StringIO(), _config(tmp_path)
+    console = Console(file=stream, width=80, _environ={"FORCE_COLOR": force_color, "TERM": "xterm"})
+    with RunOutput(config, NODES, Letters(), console) as output:
+        assert row_exchange().observer is None, "nobody is told of calls"
+        rows = _play(output)
+    assert stream.getvalue() == "".join(step_line(row, 3) + "\n" for row in rows)
+    assert read_rows(config.run_folder) == rows
+
+
+def test_samples_are_kept_whole_and_as_a_table(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    with RunOutput(config, NODES, Letters(), Console(file=io.StringIO())) as output:
+        _play(output)
+    folder = config.run_folder / "samples"
+    lines = [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
+    assert lines[1] == {"step": 0, "prompt": "2+5=", "response": "9", "answer": "7", "score": 0.25}
+    assert lines[2]["score"] is None, "a row that was dropped has no score, and NaN is no JSON"
+    table = (folder / "evaluation-0.md").read_text()
+    assert "4 responses, mean score 0.750." in table
+    assert table.count("\n| ") == 6
+
+
+def test_a_terminal_gets_the_view_the_lines_and_some_samples(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    with _terminal() as (console, written), RunOutput(config, NODES, Letters(), console) as output:
+        observer = row_exchange().observer
+        assert observer is not None
+        observer.call_made(1, "actor", "generate_sequences", "main", 2, [])
+        rows = _play(output)
+        output.begin_step(2)
+        assert output._view is not None
+        output._view._live.refresh()
+    assert row_exchange().observer is None
+    text = written[0]
+    assert "step 2/3" in text
+    assert "now generate" in text, "phases have the names that they have in metrics"
+    assert "50 tokens/s, mean 50" in text
+    assert "after step 0" in text
+    assert text.count("2+5=") == 1
+    assert "3=" not in text.replace("1+1=", ""), "only the first samples"
+    for row in rows:
+        assert step_line(row, 3) in text.replace("\r\n", "\n")
+    assert text.endswith("\x1b[2K")
+
+
+def test_a_failure_takes_the_view_away_and_keeps_what_was_written(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+
+    def fail(console: Console) -> None:
+        with RunOutput(config, NODES, Letters(), console) as output:
+            rows.extend(_play(output))
+            raise ZeroDivisionError
+
+    rows = list[Row]()
+    with _terminal() as (console, written), pytest.raises(ZeroDivisionError):
+        fail(console)
+    assert row_exchange().observer is None
+    assert written[0].count("\x1b[?25l") == written[0].count("\x1b[?25h") == 1
+    assert read_rows(config.run_folder) == rows
+
+
+def test_the_view_can_be_switched_off(tmp_path: Path) -> None:
+    config = _config(tmp_path, live=False)
+    with _terminal() as (console, written), RunOutput(config, NODES, Letters(), console) as output:
+        rows = _play(output)
+    assert written[0].replace("\r\n", "\n") == "".join(step_line(row, 3) + "\n" for row in rows)
+
+
+def test_trackers_get_the_rows_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, dict[str, float]]] = []
+    told: list[Any] = []
+
+    class Tracker:
+        def __init__(self, run: Any) -> None:
+            told.append(run)
+
+        def log(self, step: int, values: dict[str, float]) -> None:
+            seen.append((step, values))
+
+        def close(self, failed: bool) -> None:
+            seen.append((-1, {"failed": failed}))
+
+    monkeypatch.setattr(trackers_module, "OPENERS", {"wandb": Tracker})
+    config = _config(tmp_path, trackers=("wandb",))
+    console = Console(file=io.StringIO())
+    with run_trackers(config) as trackers, RunOutput(config, NODES, Letters(), console, trackers) as output:
+        output.record(1, {"reward/mean": 0.5, "kl/mean": float("inf")})
+    assert seen == [(1, {"reward/mean": 0.5}), (-1, {"failed": False})]
+    assert (told[0].name, told[0].folder) == ("demo", config.run_folder)
+    assert told[0].config["run"]["steps"] == 3
+
+
+def test_what_is_typed_next_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = _config(tmp_path)
+    with RunOutput(config, NODES, Letters(), Console(file=io.StringIO())) as output:
+        _play(output)
+    hint = where_to_look(config.run_folder)
+    assert f"{config.run_folder}/metrics.jsonl" in hint
+    command = hint.rpartition("; ")[2].split()
+    assert command[:2] == ["hybridengine", "report"]
+    assert main(_without(command, "hybridengine")) == 0
+    assert (config.run_folder / "report.html").exists()
+    capsys.readouterr()
+
+
+def _without(command: Sequence[str], program: str) -> list[str]:
+    assert command[0] == program
+    return list(command[1:])
+
+
+@pytest.mark.parametrize("name", ["comet", "tensorboard"])
+def test_an_unknown_tracker_is_an_error_of_the_configuration(
+    built: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(built), f"run.trackers=[{name}]", "--dry-run"]) == 2
+    message = capsys.readouterr().err
+    assert name in message
+    assert "run.trackers" in message
+    assert "'wandb' or 'mlflow'" in message
