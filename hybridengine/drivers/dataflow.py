@@ -41,4 +41,4 @@ def load_step(settings: AlgorithmSection) -> Step:
         raise ConfigError(
             f"{asked}: step{inspect.signature(step)} must be callable as {SIGNATURE} ({error}); change its parameters"
         ) from None
-    return step
+    return module.step

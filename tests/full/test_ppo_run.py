@@ -175,7 +175,7 @@ def test_more_ranks_than_the_cluster_has(
 
 def comparable(row: Row) -> dict[str, Any]:
     """A row without what differs between two runs: times."""
-    times = ("time/", "throughput/", keys.OVERHEAD_S)
+    times = ("time/", "throughput/", keys.OVERHEAD_S, "reward/call_s")
     return {key: v for key, v in row.items() if not key.startswith(times)}
 
 

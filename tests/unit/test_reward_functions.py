@@ -105,7 +105,7 @@ class InThisProcess:
         return scores
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_rows=st.integers(0, 40), per_call=st.integers(1, 50), num_processes=st.integers(1, 4), data=st.data()
 )
