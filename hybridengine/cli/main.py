@@ -132,7 +132,8 @@ def _parser() -> argparse.ArgumentParser:
 def _train(options: argparse.Namespace) -> int:
     from hybridengine.config import load_config
 
-    if os.getcwd() not in sys.path:  # as `python -m` has it: dataflows and rewards of one's own lie beside the config
+    # As `python -m` has it: dataflows and rewards of one's own lie where the command is run.
+    if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     config = load_config(options.config, options.overrides, dry_run=options.dry_run)
     if options.dry_run:
