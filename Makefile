@@ -47,7 +47,7 @@ train: install ## the main job: PPO on arithmetic (CONFIG=configs/NAME.yaml for 
 
 .PHONY: test
 test: install ## all tests (ARGS="tests/unit -x" for some of them)
-	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(VENV)/bin/python -m pytest $(ARGS)
 
 .PHONY: lint
 lint: install ## ruff, pyright and the import contracts of the floors

@@ -21,8 +21,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         lane = _lane(item, root)
         if lane in ("gloo", "full"):
             item.add_marker(lane)
-        # With pytest-xdist: one process has all tests with ranks, one after the other; the others take files of the rest.
-        item.add_marker(pytest.mark.xdist_group("ranks" if lane in ("gloo", "full") else item.path.name))
     items.sort(key=lambda item: LANES.index(_lane(item, root)))  # stable: the order inside a folder stays
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_gpu():
