@@ -47,5 +47,6 @@ class AcrossRanks:
 
     def _reduced(self, values: Tensor, operation: object) -> Tensor:
         total = values.clone()
-        dist.all_reduce(total, op=operation, group=self._group)  # type: ignore[arg-type]
+        if self._group.size() > 1:
+            dist.all_reduce(total, op=operation, group=self._group)  # type: ignore[arg-type]
         return total

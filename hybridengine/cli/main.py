@@ -14,6 +14,7 @@ from hybridengine.cli.dispatch_bench import add_dispatch_command
 from hybridengine.cli.report import add_report_command
 from hybridengine.cli.reshard_bench import add_bench_command
 from hybridengine.cli.reshard_plan import add_plan_command
+from hybridengine.cli.step_bench import add_step_command
 from hybridengine.errors import CheckpointError, ConfigError, DataError, HybridEngineError, TopologyError
 
 EXAMPLES = """examples:
@@ -25,6 +26,7 @@ EXAMPLES = """examples:
   hybridengine reshard plan --help                                 what a switch costs on a cluster; starts nothing
   hybridengine reshard bench --help                                what a switch costs here, measured on real ranks
   hybridengine bench dispatch --help                               what handing rows from group to group costs
+  hybridengine bench step --help                                   what a step of GRPO costs, and one of TRL's
 """
 
 
@@ -126,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Measurements on this machine.",
     ).add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
     add_dispatch_command(bench)
+    add_step_command(bench)
     return parser
 
 

@@ -5,6 +5,7 @@ one DDP bucket per parameter   DistributedDataParallel cuts buckets by size only
 uneven stages                  a stage's layers are handed in as a list: the pipeline layout of 0.16 counts them for
                                the global parallel state's stage instead of the stage of the groups
 buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
+one replica                    reduce-scatter and all-gather among one rank, which copy everything, are left out
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 
+from hybridengine.backends.megatron.attention import FusedAttention
 from hybridengine.errors import ConfigError
 from hybridengine.reshard.megatron import NameSet
 
@@ -42,14 +44,22 @@ def check_version() -> None:
         raise ConfigError(f"megatron-core {installed} is not supported; install 0.16 to 0.19")
 
 
-def stage_spec(names: NameSet, qk_norm: bool, num_layers: int) -> TransformerBlockSubmodules:
-    """Specification of one pipeline stage of a dense decoder, whose parameters have the names of `names`."""
+def stage_spec(
+    names: NameSet, qk_norm: bool, num_layers: int, fused_attention: bool = False
+) -> TransformerBlockSubmodules:
+    """Specification of one pipeline stage of a dense decoder, whose parameters have the names of `names`.
+
+    Args:
+        fused_attention: torch's kernel in place of Megatron-core's local one.
+    """
     if names is NameSet.TRANSFORMER_ENGINE:
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)  # type: ignore[arg-type]
     layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+    if fused_attention:
+        layer.submodules.self_attention.submodules.core_attention = FusedAttention  # type: ignore[union-attr]
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=WrappedTorchNorm)  # type: ignore[arg-type]
 
 
@@ -87,6 +97,25 @@ def split_parameter_buffers(ddp: Any) -> dict[nn.Parameter, torch.Tensor]:
             bucket.param_data = own
         buffer.param_data = None
     return tensors
+
+
+def skip_exchange_with_oneself(ddp: Any) -> None:
+    """Have gradients and weights that one rank alone has take part in no collective, which would copy them."""
+    for group in ddp.bucket_groups:
+        if group.intra_distributed_optimizer_instance_size > 1:
+            continue
+        factors = {bucket.gradient_scaling_factor for bucket in group.buckets}
+        assert factors == {1.0}, "losses are sums over tokens, which Megatron-core leaves as they are"
+        group.start_grad_sync = lambda force_all_reduce=False: None
+        group.start_param_sync = lambda force_sync=False: None
+
+
+def fuse_steps(optimizer: Any) -> None:
+    """Have torch's Adam, which stands in for other packages', go through the weights once instead of six times."""
+    for one in plain_optimizers(optimizer):
+        if isinstance(one.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for group in one.optimizer.param_groups:
+                group["fused"] = True
 
 
 def gradient_buffers(ddp: Any) -> list[torch.Tensor]:

@@ -124,7 +124,9 @@ def build_model(
     with device_shim():
         model = GPTModel(
             config=transformer_config(shape, sizes, dtype, recompute),
-            transformer_layer_spec=stage_spec(names, shape.qk_norm, len(stages[groups.pp.rank()])),  # type: ignore[arg-type]
+            transformer_layer_spec=stage_spec(  # type: ignore[arg-type]
+                names, shape.qk_norm, len(stages[groups.pp.rank()]), _fuses_attention(dtype)
+            ),
             vocab_size=padded_vocab_size(shape.vocab_size, sizes.tp_size),
             max_sequence_length=shape.max_positions,
             pre_process=first,
@@ -141,6 +143,11 @@ def build_model(
             model.output_layer = ScoreHead(shape.hidden_size, shape.num_labels)  # type: ignore[assignment]
         _mark_sharded(model)
         return model.to(device=device(), dtype=DTYPES[dtype])
+
+
+def _fuses_attention(dtype: str) -> bool:
+    """Whether torch's attention kernel is the faster one; in bfloat16 on a CPU its backward pass is the slower."""
+    return dtype == "float32" or not is_needed()
 
 
 def _mark_sharded(model: GPTModel) -> None:

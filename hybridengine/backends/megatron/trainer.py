@@ -137,6 +137,7 @@ class MegatronTrainer(MegatronModel):
                 disable_bucketing=True,
                 pg_collection=self.groups,
             )
+        compat.skip_exchange_with_oneself(self._ddp)
         owners = compat.split_parameter_buffers(self._ddp)
         by_name = self._parameters()
         self.weights = WeightStorage(
@@ -171,6 +172,7 @@ class MegatronTrainer(MegatronModel):
             self._optimizer = get_megatron_optimizer(
                 config, [self._ddp], use_gloo_process_groups=False, pg_collection=self.groups
             )
+            compat.fuse_steps(self._optimizer)
             self._schedule = OptimizerParamScheduler(
                 self._optimizer,
                 init_lr=0.0,
@@ -215,7 +217,8 @@ class MegatronTrainer(MegatronModel):
         """
         bad = [~torch.isfinite(torch.stack(torch.aminmax(buffer))).all() for buffer in self._gradients]
         found = torch.stack(bad).any().float()
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.groups.intra_dist_opt)
+        if self.groups.intra_dist_opt.size() > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.groups.intra_dist_opt)
         return not found.item()
 
     def leave_training(self) -> None:

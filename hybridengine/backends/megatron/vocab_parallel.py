@@ -51,7 +51,8 @@ class _LogProbs(torch.autograd.Function):
         largest = torch.full((len(logits_NW),), float("-inf"), device=logits_NW.device)
         if valid:
             largest = logits_NW[:, :valid].amax(dim=-1).float() / temperature
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        if group.size() > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         local = targets_BT.flatten() - first
         here = (local >= 0) & (local < valid)
         column = local.clamp(0, width - 1).unsqueeze(-1)
@@ -64,7 +65,8 @@ class _LogProbs(torch.autograd.Function):
             sums[0, rows] = exponentials.sum(dim=-1)
             sums[1, rows] = exponentials.mul_(scaled).sum(dim=-1)
         sums[2].masked_fill_(~here, 0.0)
-        dist.all_reduce(sums, group=group)
+        if group.size() > 1:
+            dist.all_reduce(sums, group=group)
         total, weighted, target = sums
         log_total = total.log()
         mean = weighted / total
@@ -90,10 +92,12 @@ class _LogProbs(torch.autograd.Function):
                 factor = scaled.sub_(mean[rows].unsqueeze(-1)).mul_(by_entropy[rows]).add_(by_log_prob[rows])
             else:
                 factor = by_log_prob[rows]
-            grad_NW[rows, :valid] = probs.mul_(factor).neg_().to(grad_NW.dtype)
-        if valid:
-            at_target = (by_log_prob * here.unsqueeze(-1)).to(grad_NW.dtype)
-            grad_NW.scatter_add_(-1, column.clamp(max=valid - 1), at_target)
+            grad = probs.mul_(factor).neg_()
+            if valid:
+                grad.scatter_add_(
+                    -1, column[rows].clamp(max=valid - 1), by_log_prob[rows] * here[rows].unsqueeze(-1)
+                )
+            grad_NW[rows, :valid] = grad.to(grad_NW.dtype)
         return grad_NW.view_as(logits_BTW), None, None, None, None
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.vllm.groups import install_groups
+from hybridengine.backends.vllm.lockstep import LockstepDecoder
 from hybridengine.errors import StorageError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout
@@ -92,6 +93,10 @@ class VllmEngine:
             else WeightStorage(self._parameters(), current=self._parameters)
         )
         self._caches = _cache_storages(self._runner.kv_caches)
+        self._lockstep = (
+            None if self._on_gpu or generation.sizes.pp_size > 1 else LockstepDecoder(self._runner)
+        )
+        self._max_sequences = settings.max_sequences
         self._sleeps = settings.cuda_graphs
         self._is_ready = True
 
@@ -119,11 +124,14 @@ class VllmEngine:
             for storage, num_bytes in self._caches:
                 storage.resize_(num_bytes)
                 _as_bytes(storage).zero_()
+        self._forget_prefixes()
+        self._is_ready = True
+
+    def _forget_prefixes(self) -> None:
         if not self._llm.llm_engine.reset_prefix_cache():
             raise StorageError(
                 "vLLM kept its prefix cache because requests are running; finish them before a switch"
             )
-        self._is_ready = True
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingSettings
@@ -133,10 +141,35 @@ class VllmEngine:
         Raises:
             StorageError: in training mode, when the weights are elsewhere.
         """
-        from vllm import SamplingParams
-
         if not self._is_ready:
             raise StorageError("the engine has no weights in training mode; switch to generation first")
+        if (
+            self._lockstep
+            and len(prompts) <= self._max_sequences
+            and self._lockstep.fits(prompts, sampling.max_tokens)
+        ):
+            return self._advance_together(self._lockstep, prompts, seeds, sampling)
+        return self._schedule(prompts, seeds, sampling)
+
+    def _advance_together(
+        self,
+        decoder: LockstepDecoder,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: SamplingSettings,
+    ) -> list[Generated]:
+        drawn = decoder.generate(
+            prompts, seeds, sampling.max_tokens, sampling.temperature, sampling.stop_token_ids
+        )
+        rows = zip(drawn.tokens.tolist(), drawn.log_probs.tolist(), drawn.lengths.tolist(), strict=True)
+        return [Generated(tokens[:length], log_probs[:length]) for tokens, log_probs, length in rows]
+
+    def _schedule(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingSettings
+    ) -> list[Generated]:
+        from vllm import SamplingParams
+
+        self._forget_prefixes()  # the other way writes to the KV cache without vLLM's knowledge
         params = [
             SamplingParams(
                 max_tokens=sampling.max_tokens,

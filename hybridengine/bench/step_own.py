@@ -1,0 +1,159 @@
+"""This project's side of `hybridengine bench step`: real ranks under Ray, one iteration of GRPO whenever it is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridengine.backends.vllm import environment
+from hybridengine.bench.step_result import StepTime
+from hybridengine.bench.step_spec import OwnWay, StepSpec
+from hybridengine.config import RunConfig, load_config
+from hybridengine.controller.exchange import row_exchange
+from hybridengine.data.epochs import shuffled_rows
+from hybridengine.data.prompts import PromptDataset
+from hybridengine.drivers import grpo_from_engine
+from hybridengine.drivers.launch import RunPools
+from hybridengine.drivers.roles import Roles, Sampling, State
+from hybridengine.drivers.step_metrics import call_metrics
+from hybridengine.metrics import keys
+from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
+
+CACHE_BLOCK_TOKENS = 128
+"""vLLM's block of KV cache on a CPU."""
+SPARE_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class StepFiles:
+    """What both sides read."""
+
+    model: Path
+    """Checkpoint without an end token."""
+    tokenizer: Path
+    train_file: Path
+    prompts: PromptDataset
+    texts: Sequence[str]
+    """The prompts as text, which becomes the same tokens again."""
+
+    def step_rows(self, num_prompts: int, step: int) -> list[int]:
+        """Rows of the prompts of a step, from 1, as the run's own workers choose them."""
+        return shuffled_rows(len(self.prompts), num_prompts, 0, step - 1)
+
+
+def copy_without_end(model: Path, folder: Path) -> Path:
+    """A copy of a checkpoint, in `folder`, whose model names no token that ends a response; weights are linked."""
+    folder.mkdir(parents=True)
+    for file in model.iterdir():
+        if file.name in ("config.json", "generation_config.json"):
+            described = json.loads(file.read_text())
+            described.pop("eos_token_id", None)
+            (folder / file.name).write_text(json.dumps(described, indent=2))
+        elif file.is_file():
+            (folder / file.name).symlink_to(file.resolve())
+    return folder
+
+
+def run_config(spec: StepSpec, way: OwnWay, files: StepFiles, folder: Path) -> RunConfig:
+    """The configuration of a run that does the steps of `spec` this way.
+
+    Raises:
+        ConfigError: the sizes do not fit the model or the rows.
+    """
+    longest = max(map(len, files.prompts.tokens))
+    micro_batch = {"micro_batch_tokens": way.rows_per_micro_batch * (longest + spec.response_tokens)}
+    sections = {
+        "run": {"name": "own", "folder": str(folder), "steps": spec.num_steps},
+        "cluster": {"ranks_per_node": [way.train.num_ranks]},
+        "model": {"path": str(files.model), "tokenizer": str(files.tokenizer), "dtype": spec.dtype},
+        "data": {"batch_size": spec.num_prompts, "train_file": str(files.train_file)},
+        "actor": {
+            "parallel": str(way.train),
+            "generate": str(way.gen),
+            "kl_loss_coef": spec.kl_coef,
+            "optimizer": {"lr": spec.lr},
+            **micro_batch,
+        },
+        "reference": micro_batch,
+        "reward": {
+            "function": "hybridengine.bench.step_trl:digit_share",
+            "rows_per_call": spec.num_rows,
+        },
+        "rollout": {
+            "max_prompt_tokens": longest,
+            "max_response_tokens": spec.response_tokens,
+            "samples_per_prompt": spec.samples_per_prompt,
+            "max_num_seqs": max(2, spec.num_rows // way.train.dp_size),
+            "kv_cache_bytes": _cache_bytes(spec, way, files, longest),
+        },
+        "algorithm": {"name": grpo_from_engine.__name__, "roles": ["actor", "reference", "reward"]},
+        "timeouts": {"start_s": spec.timeout_s, "call_s": spec.timeout_s},
+    }
+    file = folder / "own.yaml"
+    file.write_text(json.dumps(sections))  # JSON is YAML
+    return load_config(file)
+
+
+def _cache_bytes(spec: StepSpec, way: OwnWay, files: StepFiles, longest: int) -> int:
+    shape = ModelShape.from_folder(files.model)
+    blocks = -(-(longest + spec.response_tokens) // CACHE_BLOCK_TOKENS)
+    rows = -(-spec.num_rows // (way.train.num_ranks // way.gen.num_ranks))
+    entry_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * DTYPE_BYTES[spec.dtype]
+    return (rows * blocks + SPARE_BLOCKS) * CACHE_BLOCK_TOKENS * entry_bytes // way.gen.num_ranks
+
+
+class OwnSteps:
+    """Steps of a run that has started."""
+
+    def __init__(self, config: RunConfig, pools: RunPools, roles: Roles) -> None:
+        self._config, self._pools, self._roles = config, pools, roles
+        self._state = State()
+
+    def step(self, number: int) -> StepTime:
+        """One iteration, from prompts to updated weights."""
+        rollout, exchange = self._config.rollout, row_exchange()
+        sampling = Sampling(
+            number,
+            self._config.data.batch_size,
+            rollout.samples_per_prompt,
+            number * self._config.rows_per_step,
+        )
+        exchange.take_records()
+        begin = time.time()
+        metrics = grpo_from_engine.step(self._roles, sampling, self._config.algorithm, self._state)
+        self._pools.wait()
+        seconds = time.time() - begin
+        took = call_metrics(exchange.take_records(), 0, begin, begin + seconds)
+        overhead = took.pop(keys.OVERHEAD_S)
+        phases = {
+            name.removeprefix("time/").removesuffix("_s"): value
+            for name, value in took.items()
+            if name.startswith("time/")
+        }
+        return StepTime(seconds, int(metrics["rollout/tokens"]), phases | {"controller": overhead})
+
+
+@contextlib.contextmanager
+def own_steps(config: RunConfig, way: OwnWay) -> Iterator[OwnSteps]:
+    """Start the ranks of a run; its processes end with the context."""
+    with _threads(way.threads_per_rank), RunPools(config) as pools:
+        pools.start()
+        actor = pools.start_actor(folder=config.model_folder, stop_token_ids=())
+        actor.start_training()
+        roles = pools.start_roles(actor)
+        pools.wait()
+        yield OwnSteps(config, pools, roles)
+
+
+@contextlib.contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    """Ranks that start meanwhile compute with so many threads each."""
+    environment.ON_CPU["OMP_NUM_THREADS"] = str(num_threads)
+    try:
+        yield
+    finally:
+        del environment.ON_CPU["OMP_NUM_THREADS"]

@@ -1,0 +1,218 @@
+"""`hybridengine bench step`: what it accepts and refuses, which ways it tries, and what it says of a result."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hybridengine.bench.step_result import Side, StepResult, StepTime
+from hybridengine.bench.step_spec import OwnWay, StepSpec, TrlWay, own_ways, trl_ways
+from hybridengine.bench.step_trl import Clock, arguments, digit_share
+from hybridengine.cli import step_bench
+from hybridengine.cli.main import main
+from hybridengine.cli.step_bench import (
+    add_step_command,
+    chosen_own_ways,
+    chosen_trl_ways,
+    print_result,
+    spec_of,
+)
+from hybridengine.errors import ConfigError
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+
+CONFIG = "configs/arithmetic.yaml"
+SPEC = StepSpec(16, 8, 32, "float32", 3, 900.0)
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the command with bad input; what it says."""
+
+    def nothing(*_: object) -> None:
+        raise AssertionError("something was prepared")
+
+    monkeypatch.setattr(step_bench, "prepare_step", nothing)
+
+    def run(*arguments: str) -> str:
+        code = main(["bench", "step", CONFIG, *arguments])
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "")
+        assert "Traceback" not in err
+        return err
+
+    return run
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_step_command(parser.add_subparsers())
+    return parser.parse_args(["step", CONFIG, *arguments])
+
+
+def test_defaults_are_the_small_setting() -> None:
+    spec = spec_of(parsed())
+    assert (spec.num_rows, spec.response_tokens, spec.dtype) == (128, 32, "float32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompts", "0"], "--prompts 0 is out of range; choose 1 to 65536"),
+        (["--samples", "1"], "--samples 1 is out of range; choose 2 to 1024"),
+        (["--response-tokens", "-4"], "--response-tokens -4 is out of range"),
+        (["--repetitions", "1001"], "--repetitions 1001 is out of range; choose 1 to 1000"),
+        (["--dtype", "float16"], "--dtype float16 is not known; choose float32 or bfloat16"),
+        (["--timeout", "nan"], "--timeout nan is out of range; choose 10 to 86400 seconds"),
+        (["--only", "trl"], "--only trl is not known; write --only hybridengine, or leave it out"),
+        (["--generate", "1-1"], "--generate belongs to a way that --parallel names; add --parallel"),
+        (["--micro-rows", "4"], "--micro-rows belongs to a way that --parallel names; add --parallel"),
+        (["--parallel", "1-1"], "1-1"),
+        (
+            ["--parallel", "1-1-2", "--micro-rows", "65"],
+            "--micro-rows 65 is out of range; a replica has 64 rows",
+        ),
+        (["--parallel", "1-1-2", "--micro-rows", "-1"], "--micro-rows -1 is out of range"),
+        (["--parallel", "1-1-3"], "--parallel 1-1-3: 16 prompts and 128 rows do not split over its 3 ranks"),
+        (["--trl-rows", "24"], "--trl-rows 24 must divide the 128 rows of a step; choose a divisor"),
+        (["--trl-rows", "0"], "--trl-rows 0 must divide the 128 rows"),
+        (["--prompts", "2", "--prompts", "3"], "--prompts is given twice"),
+        (["--json", "/no/such/folder/step.json"], "--json /no/such/folder/step.json cannot be written"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    refusal: Callable[..., str], arguments: list[str], message: str
+) -> None:
+    assert message in refusal(*arguments)
+
+
+def test_every_problem_of_the_work_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*--prompts.*--dtype"):
+        StepSpec(0, 8, 32, "int8", 3, 900.0)
+
+
+def test_our_ways_share_the_cores_and_divide_the_prompts() -> None:
+    ways = own_ways(SPEC, num_cores=8)
+    assert [(str(way.train), way.threads_per_rank, way.rows_per_micro_batch) for way in ways] == [
+        ("1-1-1", 8, 128),
+        ("1-1-1", 8, 32),
+        ("1-1-2", 4, 64),
+        ("1-1-2", 4, 16),
+        ("1-1-4", 2, 32),
+        ("1-1-4", 2, 8),
+        ("1-1-8", 1, 16),
+        ("1-1-8", 1, 4),
+    ]
+    few = StepSpec(2, 3, 32, "float32", 3, 900.0)
+    assert [(str(way.train), way.rows_per_micro_batch) for way in own_ways(few, 8)] == [
+        ("1-1-1", 6),
+        ("1-1-2", 3),
+    ]
+
+
+def test_a_way_that_is_named_is_the_only_one() -> None:
+    options = parsed("--parallel", "1-2-2", "--generate", "1-2", "--micro-rows", "8", "--trl-rows", "32")
+    assert chosen_own_ways(options, SPEC, num_cores=2) == [OwnWay(TrainSizes(1, 2, 2), GenSizes(1, 2), 1, 8)]
+    assert chosen_trl_ways(options, SPEC) == [TrlWay(32)]
+    assert trl_ways(SPEC) == [TrlWay(128), TrlWay(32)]
+
+
+def made_up(times: list[float], tokens: int, phases: list[dict[str, float]]) -> list[StepTime]:
+    return [StepTime(seconds, tokens, phase) for seconds, phase in zip(times, phases, strict=True)]
+
+
+@pytest.fixture
+def result() -> StepResult:
+    own = made_up(
+        [0.5, 0.2, 0.25],
+        6144,
+        [
+            {"generate": 0.1, "update_actor": 0.3, "controller": 0.005},
+            {"generate": 0.09, "update_actor": 0.1, "controller": 0.01},
+            {"generate": 0.08, "update_actor": 0.12, "controller": 0.005},
+        ],
+    )
+    trl = made_up([0.5, 0.4, 1.0], 6144, [{"generate": 0.2, "update": 0.3}] * 3)
+    way = OwnWay(TrainSizes(1, 1, 2), GenSizes(1, 1), 1, 64)
+    return StepResult(Side(way, [(way, 0.24)], own), Side(TrlWay(128), [(TrlWay(128), 0.4)], trl))
+
+
+def test_json_has_medians_ratio_and_the_controllers_share(result: StepResult) -> None:
+    report = json.loads(json.dumps(result.as_dict(SPEC, CONFIG, {"cores": 2})))
+    assert report["tokens_per_s"] == 6144 / 0.25
+    assert report["trl_tokens_per_s"] == 6144 / 0.5
+    assert report["ratio"] == 2.0
+    assert report["phases_s"] == {"update_actor": 0.12, "generate": 0.09, "controller": 0.005}
+    assert list(report["phases_s"]) == ["update_actor", "generate", "controller"]
+    assert report["trl_phases_s"] == {"update": 0.3, "generate": 0.2}
+    assert report["controller_overhead_share"] == 0.005 / 0.25  # of 1 %, 5 % and 2 %
+    assert report["hybridengine"]["way"]["parallel"] == "1-1-2"
+    assert report["hybridengine"]["samples_step_s"] == [0.5, 0.2, 0.25]
+    assert report["trl"]["trials"] == [{"per_device_train_batch_size": 128, "step_s": 0.4}]
+    assert report["tokens_per_step"] == 6144
+
+
+def test_without_trl_there_is_no_ratio(result: StepResult) -> None:
+    alone = StepResult(result.own, None)
+    report = alone.as_dict(SPEC, CONFIG, {})
+    assert (report["ratio"], report["trl_tokens_per_s"], report["trl"]) == (None, None, None)
+    assert report["tokens_per_s"] == 6144 / 0.25
+
+
+def test_what_is_printed(result: StepResult) -> None:
+    console = Console(file=io.StringIO(), width=140)
+    print_result(console, SPEC, result)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "128 responses of 32 tokens in float32, medians of 3 steps" in printed
+    assert "24576" in printed
+    assert "12288" in printed
+    assert "ours: update_actor 0.12 s, generate 90 ms, controller 5 ms" in printed
+    assert "controller: 2.0% of our step" in printed
+    assert "ratio: 2.00 of TRL's tokens per second" in printed
+
+
+def test_trl_does_the_same_work(tmp_path: Path) -> None:
+    settings = {
+        "folder": str(tmp_path),
+        "on_cpu": True,
+        "dtype": "bfloat16",
+        "rows_per_batch": 32,
+        "samples_per_prompt": 8,
+        "prompts": [["a"] * 16],
+        "response_tokens": 32,
+        "lr": 1e-6,
+        "kl_coef": 0.02,
+    }
+    found = arguments(settings)
+    assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 128
+    assert found["generation_kwargs"]["min_new_tokens"] == found["max_completion_length"] == 32
+    assert (found["bf16"], found["beta"], found["num_iterations"]) == (True, 0.02, 1)
+    assert not found["gradient_checkpointing"]
+
+
+def test_reward_is_the_share_of_digits() -> None:
+    assert digit_share(["12ab", "", "7"], ["", "", ""]) == [0.5, 0.0, 1.0]
+
+
+def test_the_clock_separates_phases_and_counts_tokens() -> None:
+    class Trainer:
+        def rollout(self) -> list[list[int]]:
+            return self.generate([[1, 2], [3]])
+
+        def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+            return [[4, 5, 6], [7]]
+
+    clock, trainer = Clock(), Trainer()
+    clock.around(trainer, "rollout", "rollout")
+    clock.around(trainer, "generate", "generate", lambda prompts, result: sum(map(len, [*prompts, *result])))
+    assert trainer.rollout() == [[4, 5, 6], [7]]
+    taken = clock.take()
+    assert taken["tokens"] == 7
+    assert taken["phases"]["generate"] > 0
+    assert taken["phases"]["reference and rewards"] > 0
+    assert clock.take() == {"phases": {"generate": 0.0, "reference and rewards": 0.0}, "tokens": 0}
