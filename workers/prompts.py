@@ -1,4 +1,4 @@
-"""Prompts: every rank reads its own rows of the data files, so that none pass through the controller."""
+"""Prompts: ranks read their own rows of the data files, so that none pass through the controller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridengine.controller.context import RankContext
 from hybridengine.data.epochs import shuffled_rows
 from hybridengine.data.prompts import PromptDataset
 from hybridengine.data.tokenizer import load_tokenizer
-from hybridengine.protocols import DP_PROTO, register
+from hybridengine.protocols import PROTO_3D, register
 from hybridengine.runtime.row_requests import ROW_NUMBERS
 
 
@@ -21,14 +21,14 @@ class PromptWorker:
     def __init__(self, context: RankContext, run: RunConfig) -> None:
         self._run = run
 
-    @register(DP_PROTO, [ROW_NUMBERS], returns_rows=True)
+    @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
     def training_prompts(self, rows: TensorDictBase, step: int) -> TensorDict:
         """Prompts of a step (from 1): `prompt_tokens` [B, P], `prompt_lengths` and `row_ids` [B], `answers`."""
         batch_size = self._run.data.batch_size
         row_ids = shuffled_rows(len(self._training), batch_size, self._run.run.seed, step - 1)
         return self._training.rows([row_ids[number] for number in rows[ROW_NUMBERS].tolist()])
 
-    @register(DP_PROTO, [ROW_NUMBERS], returns_rows=True)
+    @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
     def held_out_prompts(self, rows: TensorDictBase) -> TensorDict:
         """The held-out prompts, in file order; the first ones again where there are more rows than prompts."""
         numbers = rows[ROW_NUMBERS] % len(self._held_out)

@@ -51,6 +51,10 @@ class RewardFunctionWorker:
         and dropped rows."""
         return self._functions.take_metrics()
 
+    def close(self) -> None:
+        """End the functions' processes."""
+        self._functions.close()
+
 
 class RewardModelWorker(ModelWorker):
     """One rank of a model that scores responses: a sequence-classification checkpoint with one label.

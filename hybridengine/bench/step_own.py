@@ -51,7 +51,7 @@ def copy_without_end(model: Path, folder: Path) -> Path:
     for file in model.iterdir():
         if file.name in ("config.json", "generation_config.json"):
             described = json.loads(file.read_text())
-            described.pop("eos_token_id", None)
+            described["eos_token_id"] = None  # left out, it would be that of the architecture
             (folder / file.name).write_text(json.dumps(described, indent=2))
         elif file.is_file():
             (folder / file.name).symlink_to(file.resolve())
@@ -90,7 +90,7 @@ def run_config(spec: StepSpec, way: OwnWay, files: StepFiles, folder: Path) -> R
             "max_num_seqs": max(2, spec.num_rows // way.train.dp_size),
             "kv_cache_bytes": _cache_bytes(spec, way, files, longest),
         },
-        "algorithm": {"name": grpo_from_engine.__name__, "roles": ["actor", "reference", "reward"]},
+        "algorithm": {"name": "grpo_from_engine"},
         "timeouts": {"start_s": spec.timeout_s, "call_s": spec.timeout_s},
     }
     file = folder / "own.yaml"

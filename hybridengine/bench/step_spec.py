@@ -12,6 +12,8 @@ MAX_REPETITIONS = 1_000
 DTYPES = ("float32", "bfloat16")
 TRIAL_STEPS = 3
 """Steps of each candidate; the first is not counted."""
+HOPELESS = 3.0
+"""A candidate whose first step takes so many times the best so far gets no other."""
 WARM_UP_STEPS = 2
 """Steps of each side that are not counted, before they take turns."""
 
@@ -29,7 +31,7 @@ class StepSpec:
     response_tokens: int
     """Of every response: nothing ends one earlier."""
     dtype: str
-    """float32; or bfloat16: mixed precision, with master weights and optimizer state in float32."""
+    """float32; or bfloat16: ours with master weights and optimizer state in float32, TRL's whatever is fastest."""
     repetitions: int
     """Counted steps of each side."""
     timeout_s: float
@@ -90,29 +92,36 @@ class OwnWay:
         }
 
 
+PRECISIONS = ("float32", "autocast", "weights")
+"""Of TRL: float32 throughout; bfloat16 by autocast, with float32 weights; weights and optimizer state in bfloat16."""
+
+
 @dataclass(frozen=True)
 class TrlWay:
     """How TRL does a step: one process with all cores, in so many accumulated batches."""
 
     rows_per_batch: int
+    precision: str = "float32"
+    """One of `PRECISIONS`."""
 
     def __str__(self) -> str:
-        return f"batches of {self.rows_per_batch}"
+        kind = {"float32": "float32", "autocast": "bfloat16 by autocast", "weights": "bfloat16 weights"}
+        return f"batches of {self.rows_per_batch}, {kind[self.precision]}"
 
     def as_dict(self) -> dict[str, str | int]:
         """For programs."""
-        return {"per_device_train_batch_size": self.rows_per_batch}
+        return {"per_device_train_batch_size": self.rows_per_batch, "precision": self.precision}
 
 
-def own_ways(spec: StepSpec, num_cores: int) -> list[OwnWay]:
-    """Ways worth trying on a machine of `num_cores`, which share its cores evenly.
+def own_ways(spec: StepSpec, num_cores: int, num_gpus: int = 0) -> list[OwnWay]:
+    """Ways worth trying on a machine, whose ranks share its cores evenly.
 
     Data-parallel replicas with an engine each, because what tensor shards exchange at every layer costs more than it
-    saves where weights fit; from one rank with all cores to one rank per core, in powers of two.
+    saves where weights fit; from one rank with all cores to one rank per core, or per GPU, in powers of two.
     """
     ways = []
     num_ranks = 1
-    while num_ranks <= min(num_cores, spec.num_prompts) and spec.num_rows % num_ranks == 0:
+    while num_ranks <= min(num_gpus or num_cores, spec.num_prompts) and spec.num_rows % num_ranks == 0:
         rows = spec.num_rows // num_ranks
         ways += [
             OwnWay(TrainSizes(1, 1, num_ranks), GenSizes(1, 1), num_cores // num_ranks, micro_rows)
@@ -122,9 +131,14 @@ def own_ways(spec: StepSpec, num_cores: int) -> list[OwnWay]:
     return ways
 
 
-def trl_ways(spec: StepSpec) -> list[TrlWay]:
-    """Ways worth trying: the whole batch at once, and a quarter at a time."""
-    return [TrlWay(rows) for rows in _cuts(spec.num_rows)]
+def trl_ways(spec: StepSpec, rows_per_batch: int | None = None) -> list[TrlWay]:
+    """Ways worth trying: the whole batch at once, and a quarter at a time, or as given; every precision that may be used.
+
+    Where bfloat16 may be, float32 may too: TRL is held against whatever is its fastest.
+    """
+    precisions = PRECISIONS if spec.dtype == "bfloat16" else PRECISIONS[:1]
+    cuts = _cuts(spec.num_rows) if rows_per_batch is None else [rows_per_batch]
+    return [TrlWay(rows, precision) for precision in precisions for rows in cuts]
 
 
 def _cuts(rows: int) -> list[int]:

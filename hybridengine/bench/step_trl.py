@@ -62,8 +62,8 @@ def arguments(settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "output_dir": settings["folder"],
         "use_cpu": settings["on_cpu"],
-        "bf16": settings["dtype"] == "bfloat16",
-        "model_init_kwargs": {"dtype": "float32"},
+        "bf16": settings["precision"] == "autocast",
+        "model_init_kwargs": {"dtype": "bfloat16" if settings["precision"] == "weights" else "float32"},
         "gradient_checkpointing": False,
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": len(settings["prompts"][0]) * samples // rows,
@@ -123,8 +123,8 @@ def build_trainer(settings: dict[str, Any], answer: Callable[[dict[str, Any]], N
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     texts = [text for step in settings["prompts"] for text in step]
-    found = [len(tokens) for tokens in tokenizer(text=texts)["input_ids"]]
-    wanted = [length for step in settings["prompt_lengths"] for length in step]
+    found = tokenizer(text=texts)["input_ids"]
+    wanted = [tokens for step in settings["prompt_tokens"] for tokens in step]
     if found != wanted:
         raise ValueError(
             "TRL's tokenizer makes other tokens of the prompts; name a tokenizer that adds none of its own"

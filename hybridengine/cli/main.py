@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -36,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     141 is what a shell says of a program whose reader went away, as in `| head -1`.
     """
     _prepare_streams()
+    with contextlib.suppress(ValueError):  # signals are a main thread's business
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         options = _parser().parse_args(arguments)
         status = options.run(options)
@@ -64,6 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("hybridengine: interrupted; what the run has written so far is kept", file=sys.stderr)
         return 130
+
+
+def _terminate(number: int, frame: object) -> None:
+    """End as an exception does, so that temporary folders go and child processes end."""
+    raise SystemExit(128 + number)
 
 
 def _prepare_streams() -> None:

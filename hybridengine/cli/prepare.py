@@ -19,7 +19,7 @@ from hybridengine.data.demonstrations import DemonstrationDataset
 from hybridengine.data.prompts import PromptDataset
 from hybridengine.data.rewards import check_reward_functions
 from hybridengine.data.tasks import ArithmeticTask, write_arithmetic_files
-from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
+from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
 from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all
 
 T = TypeVar("T")
@@ -33,12 +33,8 @@ class RunFiles:
     prompts: PromptDataset
     held_out: PromptDataset | None
     demonstrations: DemonstrationDataset | None
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response."""
-        assert isinstance(self.tokenizer.eos_token_id, int), "load_tokenizer checks it"
-        return (self.tokenizer.eos_token_id,)
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end a response: the tokenizer's, and those that the checkpoint's generation_config.json adds."""
 
 
 def claim_run(config: RunConfig) -> RunConfig:
@@ -68,6 +64,7 @@ def claim_run(config: RunConfig) -> RunConfig:
 PATHS = {
     "run": ("folder",),
     "model": ("path", "tokenizer"),
+    "data": ("train_file", "eval_file"),
     "critic": ("path",),
     "cost_critic": ("path",),
     "reward": ("path",),
@@ -171,7 +168,16 @@ def _read_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, problems: 
             f"{config.train_file} has {len(prompts)} prompts, data.batch_size={config.data.batch_size} wants more in"
             " each step; lower it or add prompts"
         )
-    return RunFiles(tokenizer, prompts, held_out, demonstrations)
+    stops = stop_token_ids(config.model_folder, tokenizer)
+    return RunFiles(tokenizer, prompts, held_out, demonstrations, stops)
+
+
+def stop_token_ids(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokenizer's end token, and those of the checkpoint's generation_config.json, as vLLM and transformers stop."""
+    file = model_folder / "generation_config.json"
+    found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    more = found if isinstance(found, list) else [] if found is None else [found]
+    return tuple(dict.fromkeys([token_id(tokenizer, "eos"), *more]))
 
 
 def _write_task_files(config: RunConfig) -> None:

@@ -109,6 +109,10 @@ class RunOutput:
         self._steps.end(row)
         self._console.print_step(row)
 
+    def record_failure(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write what is known of a step that has failed."""
+        self._recorder.record(step, metrics)
+
     def draw(self, step: int, records: Sequence[CallRecord]) -> None:
         """Add what the ranks did in a step to the timeline."""
         self._timeline.write([span for record in records for span in self._spans(step, record)])

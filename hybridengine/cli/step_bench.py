@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from hybridengine.bench.machine import num_gpus
 from hybridengine.bench.step_environment import make_environment, requirements
 from hybridengine.bench.step_result import CONTROLLER, Side, StepResult
 from hybridengine.bench.step_spec import DTYPES, OwnWay, StepSpec, TrlWay, own_ways, trl_ways
@@ -155,7 +156,7 @@ def chosen_own_ways(options: argparse.Namespace, spec: StepSpec, num_cores: int)
                 raise ConfigError(
                     f"--{name.replace('_', '-')} belongs to a way that --parallel names; add --parallel"
                 )
-        return own_ways(spec, num_cores)
+        return own_ways(spec, num_cores, num_gpus())
     train, gen = TrainSizes.parse(options.parallel), GenSizes.parse(options.generate or "1-1")
     if spec.num_prompts < train.num_ranks or spec.num_rows * gen.num_ranks % train.num_ranks:
         raise ConfigError(
@@ -178,13 +179,11 @@ def chosen_trl_ways(options: argparse.Namespace, spec: StepSpec) -> list[TrlWay]
         ConfigError: rows that TRL cannot cut so.
     """
     rows = options.trl_rows
-    if rows is None:
-        return trl_ways(spec)
-    if rows < 1 or spec.num_rows % rows:
+    if rows is not None and (rows < 1 or spec.num_rows % rows):
         raise ConfigError(
             f"--trl-rows {rows} must divide the {spec.num_rows} rows of a step; choose a divisor"
         )
-    return [TrlWay(rows)]
+    return trl_ways(spec, rows)
 
 
 def prepare_step(config_file: str, spec: StepSpec, folder: Path) -> StepFiles:

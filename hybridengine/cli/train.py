@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -15,7 +16,7 @@ from hybridengine.cli.run_output import RunOutput, run_trackers, where_to_look
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import ranks_key
 from hybridengine.controller.exchange import row_exchange
-from hybridengine.drivers.dataflow import load_step
+from hybridengine.drivers.dataflow import Step, load_step
 from hybridengine.drivers.evaluation import evaluate
 from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.roles import Roles, Sampling, State
@@ -26,10 +27,13 @@ from hybridengine.metrics import keys
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.metrics.recorder import read_rows
-from hybridengine.metrics.trackers import Trackers, missing_trackers
+from hybridengine.metrics.trackers import missing_trackers
 
 RANK_BYTES = 2**30
 """Host memory that the libraries of one rank's process take, roughly, before any weights."""
+
+LAST_WORDS_S = 5.0
+"""How long the ranks of a step that has failed may take to say what their reward functions did."""
 
 SEED_STRIDES = (1_000_003, 65_537)
 """Requests of one run must not share seeds: seed = (run · a + step) · b + row."""
@@ -46,7 +50,7 @@ def train(config: RunConfig) -> None:
         )
 
     raise_all([*local_problems(config), *missing_trackers(config.run.trackers)])
-    load_step(config.algorithm)
+    step_of = load_step(config.algorithm)
     runs_are_new = not Path(config.run.folder).exists()
     config = claim_run(config)
     say(f"run {_shown(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
@@ -73,7 +77,8 @@ def train(config: RunConfig) -> None:
         actor.start_training()
         roles = pools.start_roles(actor)
         say(f"{', '.join(role for role in config.algorithm.used_roles if role != 'actor')} ready")
-        _iterate(config, pools, roles, files, console, trackers)
+        with RunOutput(config, pools.nodes, files.tokenizer, console, trackers) as output:
+            _iterate(config, step_of, pools, roles, files, output)
         actor.save_checkpoint(str(config.run_folder / "final"), str(config.model_folder)).wait()
         say(f"trained model saved: {_shown(config.run_folder / 'final')}")
     rows = read_rows(config.run_folder)
@@ -124,11 +129,10 @@ def _shown(path: Path) -> Path:
 
 
 def _iterate(
-    config: RunConfig, pools: RunPools, roles: Roles, files: RunFiles, console: Console, trackers: Trackers
+    config: RunConfig, step_of: Step, pools: RunPools, roles: Roles, files: RunFiles, output: RunOutput
 ) -> None:
     """All iterations, with a row of metrics and a line on the console for each."""
-    steps, exchange = config.run.steps, row_exchange()
-    step_of, state = load_step(config.algorithm), State()
+    steps, exchange, state = config.run.steps, row_exchange(), State()
 
     def measure(step: int) -> dict[str, float]:
         if files.held_out is None:
@@ -138,26 +142,31 @@ def _iterate(
         output.show_samples(step, samples)
         return metrics
 
-    with RunOutput(config, pools.nodes, files.tokenizer, console, trackers) as output:
-        output.record(0, measure(0) | roles.take_scorer_metrics())
-        for step in range(1, steps + 1):
-            pools.wait()  # what an evaluation has called belongs to no step
-            exchange.take_records()
-            output.begin_step(step)
-            begin, payload_bytes = time.time(), exchange.payload_bytes
+    output.record(0, measure(0) | roles.take_scorer_metrics())
+    for step in range(1, steps + 1):
+        pools.wait()  # what an evaluation has called belongs to no step
+        exchange.take_records()
+        output.begin_step(step)
+        begin, payload_bytes = time.time(), exchange.payload_bytes
+        try:
             metrics = step_of(roles, _sampling(config, step), config.algorithm, state)
             pools.wait()
-            seconds, records = time.time() - begin, exchange.take_records()
-            payload_bytes = exchange.payload_bytes - payload_bytes
-            metrics |= call_metrics(records, payload_bytes, begin, begin + seconds)
-            metrics[keys.STEP_S] = seconds
-            if keys.TOKENS in metrics:
-                metrics[keys.TOKENS_PER_S] = metrics[keys.TOKENS] / seconds
-            output.draw(step, records)
-            every = config.run.eval_every
-            if step == steps or (every and step % every == 0):
-                metrics |= measure(step)
-            output.record(step, metrics | roles.take_scorer_metrics())
+        except HybridEngineError:
+            output.draw(step, exchange.take_records())
+            with contextlib.suppress(HybridEngineError):  # of ranks that can no longer say
+                output.record_failure(step, roles.take_scorer_metrics(LAST_WORDS_S))
+            raise
+        seconds, records = time.time() - begin, exchange.take_records()
+        payload_bytes = exchange.payload_bytes - payload_bytes
+        metrics |= call_metrics(records, payload_bytes, begin, begin + seconds)
+        metrics[keys.STEP_S] = seconds
+        if keys.TOKENS in metrics:
+            metrics[keys.TOKENS_PER_S] = metrics[keys.TOKENS] / seconds
+        output.draw(step, records)
+        every = config.run.eval_every
+        if step == steps or (every and step % every == 0):
+            metrics |= measure(step)
+        output.record(step, metrics | roles.take_scorer_metrics())
 
 
 def _sampling(config: RunConfig, step: int) -> Sampling:

@@ -8,6 +8,12 @@ from hybridengine.config.algorithm_sections import ALGORITHM_ROLES, GROUPED
 from hybridengine.config.conflicts import Conflict
 from hybridengine.config.run_config import RunConfig
 
+UNCORRECTED = {
+    "online_dpo": "which weighs no tokens",
+    "grpo_from_engine": "which takes the engine's log-probs for the trainer's",
+}
+"""Dataflows without a rollout correction, and why."""
+
 
 def algorithm_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Keys that need one another, and keys that nobody reads."""
@@ -28,6 +34,11 @@ def algorithm_conflicts(config: RunConfig) -> Iterator[Conflict]:
                 ("data.batch_size", "actor.parallel", "actor.mini_batches"),
             )
     correction = config.algorithm.correction
+    if correction is not None and name in UNCORRECTED:
+        yield Conflict(
+            f"algorithm.correction is not read by algorithm.name={name}, {UNCORRECTED[name]}; leave it out",
+            ("algorithm.correction", "algorithm.name"),
+        )
     if correction is not None and correction.low >= correction.high:
         yield Conflict(
             f"algorithm.correction.low={correction.low:g} must be less than its high={correction.high:g};"
@@ -58,6 +69,12 @@ def _roles(config: RunConfig) -> Iterator[Conflict]:
             keys,
         )
     used = algorithm.used_roles
+    if used and "reward" not in used and config.eval_file is not None:
+        yield Conflict(
+            f"algorithm.roles={list(used)} lacks the reward, which scores the held-out prompts of"
+            f" {'data.eval_file' if config.data.eval_file else 'data.task'}; add it",
+            (*keys, "data.eval_file", "data.task"),
+        )
     if used and "actor" not in used:
         yield Conflict(f"algorithm.roles={list(used)} lacks the actor, which generates; add it", keys)
     if config.actor.kl_loss_coef and used and "reference" not in used:

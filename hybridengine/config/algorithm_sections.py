@@ -16,6 +16,7 @@ Role = Literal["actor", "critic", "cost_critic", "reference", "reward", "cost"]
 ALGORITHM_ROLES: dict[str, tuple[Role, ...]] = {
     "ppo": ("actor", "critic", "reference", "reward"),
     "grpo": ("actor", "reference", "reward"),
+    "grpo_from_engine": ("actor", "reference", "reward"),
     "rloo": ("actor", "reference", "reward"),
     "remax": ("actor", "reference", "reward"),
     "reinforce_plus_plus": ("actor", "reference", "reward"),
@@ -35,7 +36,7 @@ def _check_driver(name: str) -> str:
     )
 
 
-GROUPED = ("grpo", "rloo", "online_dpo")
+GROUPED = ("grpo", "grpo_from_engine", "rloo", "online_dpo")
 """Dataflows that compare responses to the same prompt."""
 
 
@@ -78,7 +79,7 @@ class AlgorithmSection(Section):
     """Largest mean cost of a response (Safe-RLHF)."""
     multiplier_lr: Positive = 0.1
     """Learning rate of the logarithm of the Lagrange multiplier (Safe-RLHF)."""
-    max_log_multiplier: float = 5.0
+    max_log_multiplier: NonNegative = 5.0
     """The multiplier stays below e to this (Safe-RLHF)."""
     beta: Positive = 0.1
     """Strength of the pull to the reference (online DPO)."""

@@ -14,8 +14,9 @@ from hybridengine.config.algorithm_sections import Role
 from hybridengine.config.conflicts import Conflict, checkpoint_conflicts, paths_hint
 from hybridengine.config.holders import ModelHolder, model_holders
 from hybridengine.config.pool_checks import pool_conflicts, size_conflicts
-from hybridengine.config.reward_checks import reward_model_conflicts, scorer_conflicts
-from hybridengine.config.run_config import TRAINED, RunConfig
+from hybridengine.config.reward_checks import reward_model_conflicts, reward_sections, scorer_conflicts
+from hybridengine.config.run_config import TRAINED, RunConfig, ranks_key
+from hybridengine.config.sections import MAIN_POOL
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.model_presets import find_preset, resolve_model
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
@@ -216,6 +217,7 @@ def _rows(config: RunConfig) -> Iterator[Conflict]:
                 f"{config.actor.parallel}, actor.generate={config.actor.generate}; choose a multiple of {engines}",
                 (*row_keys, "actor.parallel", "actor.generate"),
             )
+    yield from _rows_for_every_rank(config)
     for holder in model_holders(config):
         role, section, sizes, key = holder.key, holder.section, holder.sizes, holder.sizes_key
         replicas, mini_batches = sizes.dp_size, getattr(section, "mini_batches", 1)
@@ -227,10 +229,13 @@ def _rows(config: RunConfig) -> Iterator[Conflict]:
                 f" multiple of {parts}",
                 (*row_keys, key, f"{role}.mini_batches"),
             )
-        if section.micro_batch_tokens < config.max_tokens:
+        is_pair = role == "actor" and config.algorithm.name == "online_dpo"
+        needed = config.max_tokens * (2 if is_pair else 1)
+        if section.micro_batch_tokens < needed:
+            what = "a preference, two rows" if is_pair else "one row"
             yield Conflict(
-                f"{role}.micro_batch_tokens={section.micro_batch_tokens} must hold one row of {config.max_tokens}"
-                f" tokens (prompt and response); raise it to at least {config.max_tokens}",
+                f"{role}.micro_batch_tokens={section.micro_batch_tokens} must hold {what} of {config.max_tokens}"
+                f" tokens (prompt and response); raise it to at least {needed}",
                 (f"{role}.micro_batch_tokens", "rollout.max_prompt_tokens", "rollout.max_response_tokens"),
             )
     if config.warmup is not None and config.warmup.batch_size % config.actor.train_sizes.dp_size:
@@ -240,6 +245,26 @@ def _rows(config: RunConfig) -> Iterator[Conflict]:
             f" actor.parallel={config.actor.parallel}; choose a multiple of {replicas}",
             ("warmup", "actor.parallel"),
         )
+
+
+def _rows_for_every_rank(config: RunConfig) -> Iterator[Conflict]:
+    """Ranks that score or compute by themselves: each needs a row, or it would miss its peers."""
+    prompts, rows = config.data.batch_size, config.rows_per_step
+    row_keys = ("data.batch_size", "rollout.samples_per_prompt")
+    needs = {("computes on", MAIN_POOL): rows}
+    for role, section in reward_sections(config).items():
+        if section.functions:  # ReMax has a prompt's greedy response scored as well
+            fewest = prompts if config.algorithm.name == "remax" else rows
+            needs[f"calls the functions of {role} for", config.pool_of(role)] = fewest
+    for (what, name), num_rows in needs.items():
+        pool, key = config.pools[name], ranks_key(name)
+        if num_rows < pool.num_ranks:
+            yield Conflict(
+                f"each of the {pool.num_ranks} ranks of {key}={list(pool.ranks_per_node)} {what} rows of its own, and"
+                f" data.batch_size={prompts} · rollout.samples_per_prompt={config.rollout.samples_per_prompt} leave"
+                f" {num_rows} for all of them; raise data.batch_size, or take fewer ranks",
+                (*row_keys, key),
+            )
 
 
 def _schedules(config: RunConfig) -> Iterator[Conflict]:

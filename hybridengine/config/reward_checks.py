@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def scorer_conflicts(config: RunConfig) -> Iterator[Conflict]:
     for name, section in reward_sections(config).items():
         for term, scorer in section.scorers.items():
             yield from _scorer(scorer_key(name, term), scorer, is_reward=not term and name == "reward")
-        yield from _terms(name, section)
+        yield from _terms(config, name, section)
         yield from _failures(config, name, section)
 
 
@@ -57,7 +58,7 @@ def _scorer(key: str, scorer: ScorerSection, *, is_reward: bool) -> Iterator[Con
         )
 
 
-def _terms(name: str, section: RewardSection) -> Iterator[Conflict]:
+def _terms(config: RunConfig, name: str, section: RewardSection) -> Iterator[Conflict]:
     if not section.terms:
         return
     unread = [key for key in SINGLE_SCORER_KEYS if key in section.model_fields_set]
@@ -68,6 +69,13 @@ def _terms(name: str, section: RewardSection) -> Iterator[Conflict]:
             f" it beneath a term, or leave {name}.terms out",
             (f"{name}.terms", *(f"{name}.{key}" for key in unread)),
         )
+    for term in section.models:
+        if f"{name}_{term}" in config.algorithm.used_roles:
+            yield Conflict(
+                f"{name}.terms.{term} would be called {name}_{term}, as a role of {config.algorithm.name} is; choose"
+                " another name",
+                (f"{name}.terms", "algorithm.name"),
+            )
     if not any(section.weights.values()):
         yield Conflict(
             f"{name}.terms have the weights {list(section.weights.values())}, so that every score is 0; give one of"
@@ -76,7 +84,7 @@ def _terms(name: str, section: RewardSection) -> Iterator[Conflict]:
         )
 
 
-def _failures(config: RunConfig, name: str, section: RewardSection) -> Iterator[Conflict]:
+def _failures(config: RunConfig, name: Role, section: RewardSection) -> Iterator[Conflict]:
     """Retries against what is done on a failure, and against how long a call of the group may take."""
     keys = (f"{name}.on_failure", f"{name}.retries")
     if section.on_failure == "fail" and section.retries:
@@ -89,14 +97,19 @@ def _failures(config: RunConfig, name: str, section: RewardSection) -> Iterator[
         yield Conflict(
             f"{name}.on_failure=retry needs at least one retry; raise {name}.retries=0, or choose fail", keys
         )
-    calls = 1 + section.num_retries
-    longest_s = calls * section.timeout_s
+    calls, parts = 1 + section.num_retries, 1
+    if section.on_failure == "drop" and (pool := config.pools.get(config.pool_of(name))):
+        rows = math.ceil(config.rows_per_step / pool.num_ranks)
+        rounds = math.ceil(math.ceil(rows / section.rows_per_call) / section.num_processes)
+        parts = rounds * len(section.functions)
+    longest_s = calls * parts * section.timeout_s
     if section.functions and longest_s >= config.timeouts.call_s:
+        after = f", {parts} after one another on a rank," if parts > 1 else ""
         yield Conflict(
             f"{name}.timeout_s={section.timeout_s:g} and {calls} {'calls' if calls > 1 else 'call'} for the same rows"
-            f" make {longest_s:g} s, which must be less than timeouts.call_s={config.timeouts.call_s:g}; lower the one"
-            " or raise the other",
-            (f"{name}.timeout_s", *keys, "timeouts.call_s"),
+            f"{after} make {longest_s:g} s, which must be less than timeouts.call_s={config.timeouts.call_s:g}; lower the"
+            f" one or raise the other{f', or raise {name}.rows_per_call' if parts > 1 else ''}",
+            (f"{name}.timeout_s", f"{name}.rows_per_call", *keys, "timeouts.call_s"),
         )
 
 

@@ -141,6 +141,27 @@ def choose_nodes(ranks_per_node: Sequence[int], rooms: Sequence[int]) -> list[in
     return [chosen[position] for position in range(len(ranks_per_node))]
 
 
+def order_pools(pools: Sequence[Sequence[int]], rooms: Sequence[int]) -> list[int]:
+    """In which order pools, given as their ranks per node, should choose among nodes with `rooms`.
+
+    As they are, where all find room that way; else those with the most ranks on one node first, which have the least
+    choice.
+    """
+    as_given = list(range(len(pools)))
+    largest_first = sorted(as_given, key=lambda pool: -max(pools[pool]))
+    for order in (as_given, largest_first):
+        left = list(rooms)
+        for pool in order:
+            nodes = choose_nodes(pools[pool], left)
+            if nodes is None:
+                break
+            for node, ranks in zip(nodes, pools[pool], strict=True):
+                left[node] -= ranks
+        else:
+            return order
+    return as_given
+
+
 def order_bundles(ranks_per_node: Sequence[int], bundle_keys: Sequence[tuple[Any, ...]]) -> list[int]:
     """Bundle for each position of `ranks_per_node`: among bundles of equal size, nodes in ascending order.
 

@@ -10,7 +10,7 @@ from ray import ObjectRef
 from ray.exceptions import RayError
 
 from hybridengine.controller.exchange import row_exchange
-from hybridengine.controller.waiting import Operation
+from hybridengine.controller.waiting import Operation, wait_for
 from hybridengine.errors import WorkerError
 
 
@@ -22,20 +22,18 @@ class Future:
         operation: Operation,
         results: Mapping[int, ObjectRef],
         collect: Callable[[list[Any]], Any],
-        timeout_s: float,
-        blocked_by: Callable[[int], str | None],
+        unfinished: Callable[[], Sequence[Future]],
         inputs: Sequence[Any] = (),
     ) -> None:
         """`results` are references to the results of the source ranks, in row order.
 
-        `inputs` are calls (`Produced`) whose rows the call reads: they are kept until it has ended, and where it fails
-        because one of them has, that one's failure is raised.
+        `unfinished` gives the calls of the pool that ranks have not ended, oldest first: they come first. `inputs` are
+        calls (`Produced`) whose rows the call reads: they are kept until it has ended.
         """
         self._operation = operation
         self._results = dict(results)
         self._collect = collect
-        self._timeout_s = timeout_s
-        self._blocked_by = blocked_by
+        self._unfinished = unfinished
         self._inputs = list(inputs)
         self._is_settled = False
         self._error: WorkerError | None = None
@@ -76,40 +74,62 @@ class Future:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every rank has ended the call; the result stays where it is.
 
+        By default each call that comes first may take the timeout of its group, and then this one; `timeout_s` is for
+        all of them together.
+
         Raises:
-            RankFailedError: a rank raised or died.
-            WorkerTimeoutError: ranks have not answered after `timeout_s`, the group's timeout by default.
+            RankFailedError: a rank raised or died, in this call or in one that comes first.
+            WorkerTimeoutError: ranks have not answered in time.
         """
         if self._error is not None:
             raise self._error
         if self._collected:
             return
-        try:
-            self._operation.wait(self._timeout_s if timeout_s is None else timeout_s, self._blocked_by)
-        except WorkerError as error:
-            cause = self._failure_of_inputs() or error
-            if self._operation.failed:  # a timeout can be waited for again, a failure stays
-                self._error = cause
-            if cause is error:
-                raise
-            raise cause from None
+        ahead = self._ahead()
+        failed = wait_for(self._operation, [call.operation for call in ahead], timeout_s, self._blocked_by)
+        if failed is None:
+            return
+        call = next((call for call in ahead if call.operation is failed), self)
+        if call._error is None:
+            call._error = failed.error()
+        if self._operation.failed:  # where it has not, it may still end, and can be waited for again
+            self._error = call._error
+        raise call._error
 
-    def _failure_of_inputs(self) -> WorkerError | None:
-        """Why a call that should have produced the rows of this one has failed; None where all are well."""
-        for produced in self._inputs:
-            if produced.future.done() and produced.future.operation.failed:
-                try:
-                    produced.future.wait()
-                except WorkerError as error:
-                    return error
-        return None
+    def _ahead(self) -> list[Future]:
+        """Calls that must end before this one can, oldest first, without those that have ended well."""
+        found = {self._operation.number: self}
+        to_visit: list[Future] = [self]
+        while to_visit:
+            call = to_visit.pop()
+            earlier = [
+                other
+                for other in call._unfinished()
+                if other.operation.number < call.operation.number and not other.reported
+            ]
+            for other in [*earlier, *(produced.future for produced in call._inputs)]:
+                if other.operation.number in found or (other.operation.poll() and not other.operation.failed):
+                    continue
+                found[other.operation.number] = other
+                to_visit.append(other)
+        del found[self._operation.number]
+        return [found[number] for number in sorted(found)]
+
+    def _blocked_by(self, rank: int) -> str | None:
+        """The first call that the rank has not ended."""
+        missing = (
+            call.operation
+            for call in self._unfinished()
+            if not call.operation.poll() and rank in call.operation.missing
+        )
+        return next(map(str, missing), None)
 
     def get(self, timeout_s: float | None = None) -> Any:
         """The collected result.
 
         Raises:
             RankFailedError: a rank raised or died.
-            WorkerTimeoutError: ranks have not answered after `timeout_s`, the group's timeout by default.
+            WorkerTimeoutError: ranks have not answered in time; limits as for `wait`.
             ProtocolError: ranks returned results that cannot be concatenated.
         """
         self.wait(timeout_s)
@@ -125,7 +145,7 @@ class Future:
 
     def _fetch(self) -> list[Any]:
         try:
-            return ray.get(list(self._results.values()), timeout=self._timeout_s)
+            return ray.get(list(self._results.values()), timeout=self._operation.timeout_s)
         except RayError as error:
             raise WorkerError(
                 f"{self._operation} ended, but its results are lost ({type(error).__name__}: {error});"

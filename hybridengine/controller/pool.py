@@ -149,9 +149,9 @@ class ResourcePool:
         self.raise_failures()
         references = [calls(rank, process) for rank, process in enumerate(self._processes)]
         outcomes = {rank: ref for rank, (ref, _) in enumerate(references)}
-        operation = Operation(role, method, outcomes, places, self.name)
+        operation = Operation(role, method, outcomes, places, timeout_s, self.name)
         results = {rank: references[rank][1] for rank in sources}
-        future = Future(operation, results, collect, timeout_s, self._operation_of, inputs)
+        future = Future(operation, results, collect, lambda: self._unfinished, inputs)
         self._unfinished.append(future)
         if (observer := row_exchange().observer) is not None:
             observe_call(observer, operation, outcomes, inputs)
@@ -280,18 +280,9 @@ class ResourcePool:
         """Results of a method of `RankProcess` on all ranks."""
         places = [f"node {node}" for node in self.nodes] or ["not started"] * self.num_ranks
         references: list[Any] = [call(rank, process) for rank, process in enumerate(self._processes)]
-        Operation("pool", method, {rank: refs[0] for rank, refs in enumerate(references)}, places).wait(
-            timeout_s
-        )
+        outcomes = {rank: refs[0] for rank, refs in enumerate(references)}
+        Operation("pool", method, outcomes, places, timeout_s).wait()
         return ray.get([refs[1] for refs in references], timeout=timeout_s)
-
-    def _operation_of(self, rank: int) -> str | None:
-        """The first call that the rank has not ended, in the order in which they were made."""
-        for future in self._unfinished:
-            future.operation.poll()
-            if rank in future.operation.missing:
-                return str(future.operation)
-        return None
 
 
 def _number(

@@ -176,6 +176,9 @@ class RankProcess:
         """Drop all roles and leave torch.distributed."""
 
         def leave() -> None:
+            for worker in self._workers.values():
+                if hasattr(worker, "close"):
+                    worker.close()
             self._workers.clear()
             if self._rows is not None:
                 self._rows.close()
@@ -210,7 +213,9 @@ class RankProcess:
 
 def process_environment(use_gpus: bool, extra: Mapping[str, str]) -> dict[str, str]:
     """Environment variables that a rank process must have before it imports anything; `extra` wins."""
+    # The guard of a reward function outlives its rank, to end the function and to tidy up.
+    always = {"RAY_kill_child_processes_on_worker_exit": "0"}
     if use_gpus:
         # Every process sees all GPUs of the pool on its node, as under torchrun; take_rank narrows them.
-        return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} | dict(extra)
-    return {"OMP_NUM_THREADS": "1"} | dict(extra)
+        return always | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} | dict(extra)
+    return always | {"OMP_NUM_THREADS": "1"} | dict(extra)

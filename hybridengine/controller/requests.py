@@ -64,7 +64,7 @@ def split_requests(
         )
     if not sizes:
         return Requests([arguments], [0] * topology.num_ranks, None, [], [], [0])
-    ranges = protocol.row_ranges(sizes.pop(), topology)
+    ranges = _row_ranges(protocol, sizes.pop(), topology, operation)
     distinct = list(dict.fromkeys(ranges))
     produced = list(
         dict.fromkeys(
@@ -96,6 +96,15 @@ def split_requests(
     )
 
 
+def _row_ranges(
+    protocol: Protocol, num_rows: int, topology: GroupTopology, operation: str
+) -> tuple[range, ...]:
+    try:
+        return protocol.row_ranges(num_rows, topology)
+    except ProtocolError as error:
+        raise ProtocolError(f"{operation}: {error}") from None
+
+
 def _plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
     """Futures replaced by their results, batches by references to them."""
 
@@ -120,9 +129,10 @@ def _items(protocol: Protocol, topology: GroupTopology, arguments: Arguments, op
         raise ProtocolError(
             f"{operation} got lists of {' and '.join(map(str, sorted(sizes)))} items; give each rank one of every list"
         )
-    ranges = protocol.row_ranges(sizes.pop(), topology)
+    ranges = _row_ranges(protocol, sizes.pop(), topology, operation)
     parts = [_map(arguments, lambda value, rank=rows.start: value[rank]) for rows in ranges]
-    return Requests(parts, list(range(topology.num_ranks)), None, [], [], [0] * len(parts))
+    payload = [traffic_bytes([*args, *kwargs.values()]) for args, kwargs in parts]
+    return Requests(parts, list(range(topology.num_ranks)), None, [], [], payload)
 
 
 def _num_items(value: Any, protocol: Protocol, topology: GroupTopology, operation: str) -> int:

@@ -201,8 +201,9 @@ def _row_numbers(index: Index, count: int) -> np.ndarray:
             f"rows are chosen by a slice, by row numbers or by {count} truth values, found {rows.dtype}{list(rows.shape)}"
         )
     rows = rows.astype(np.int64)
-    if rows.size and not (-count <= rows.min() and rows.max() < count):
-        raise ProtocolError(f"row {int(rows.max())} of {count} rows; choose numbers from 0 to {count - 1}")
+    outside = rows[(rows < -count) | (rows >= count)]
+    if outside.size:
+        raise ProtocolError(f"row {int(outside[0])} of {count} rows; choose numbers from 0 to {count - 1}")
     return rows % max(1, count)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +14,10 @@ from ray.exceptions import RayActorError, RayError
 
 from hybridengine.controller.exchange import CallRecord
 from hybridengine.controller.failures import Outcome, RankFailure, locate, rank_failed, root_cause
-from hybridengine.errors import WorkerTimeoutError
+from hybridengine.errors import WorkerError, WorkerTimeoutError
 
 ECHO_GRACE_S = 5.0
-"""How long to look for the rank that caused a failed collective before blaming one that only saw it fail."""
+"""How long to look for the call and the rank that failed first before blaming those that only saw it."""
 
 
 class Operation:
@@ -25,11 +26,18 @@ class Operation:
     _numbers = itertools.count()
 
     def __init__(
-        self, role: str, method: str, outcomes: Mapping[int, ObjectRef], places: Sequence[str], pool: str = ""
+        self,
+        role: str,
+        method: str,
+        outcomes: Mapping[int, ObjectRef],
+        places: Sequence[str],
+        timeout_s: float,
+        pool: str = "",
     ) -> None:
         """`outcomes` are references to an `Outcome` per rank; `places[rank]` says where a rank is."""
         self.number = next(self._numbers)
         self.pool = pool
+        self.timeout_s = timeout_s
         self.role = role
         self.method = method
         self._places = places
@@ -69,38 +77,51 @@ class Operation:
             self.pool,
         )
 
+    @property
+    def failures(self) -> tuple[RankFailure, ...]:
+        """Of the ranks that have answered."""
+        return tuple(self._failures)
+
+    @property
+    def pending(self) -> dict[int, ObjectRef]:
+        """Rank -> reference to its outcome, where that has not arrived."""
+        return dict(self._pending)
+
+    def error(self) -> WorkerError:
+        """What to raise for its failures."""
+        return rank_failed(*root_cause(self._failures))
+
     def poll(self) -> bool:
         """Take what has arrived; whether all ranks have answered."""
-        self._take(timeout_s=0.0)
+        if self._pending:
+            self._take()
         return not self._pending
 
-    def wait(self, timeout_s: float, blocked_by: Callable[[int], str | None] = lambda rank: None) -> None:
+    def wait(self) -> None:
         """Wait until every rank has answered, or one has failed.
-
-        `blocked_by(rank)` names an earlier operation that the rank has not ended, for the message.
 
         Raises:
             RankFailedError: a rank raised or died; raised at once, also while other ranks hang.
             WorkerTimeoutError: ranks are missing after `timeout_s`.
         """
-        deadline = time.monotonic() + timeout_s
-        while self._pending and not self._failures:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise WorkerTimeoutError(self._hang(timeout_s, blocked_by))
-            self._take(remaining)
-        if self._failures:
-            self._look_for_cause()
-            cause, others = root_cause(self._failures)
-            raise rank_failed(cause, others)
+        if wait_for(self):
+            raise self.error()
 
-    def _take(self, timeout_s: float) -> None:
-        if not self._pending:
-            return
+    def hang(self, timeout_s: float, blocked_by: Callable[[int], str | None]) -> WorkerTimeoutError:
+        """What to raise where ranks have not answered in time; `blocked_by` as for `wait_for`."""
+        lines = []
+        for rank in self.missing:
+            earlier = blocked_by(rank)
+            still = f", still in {earlier}" if earlier not in (None, str(self)) else ""
+            lines.append(f"  rank {rank} ({self._places[rank]}){still}")
+        return WorkerTimeoutError(
+            f"{self} did not end within {timeout_s:g} s: {len(lines)} of {len(lines) + len(self._outcomes)}"
+            " ranks have not answered; see their stacks in the log, or raise timeout_s\n" + "\n".join(lines)
+        )
+
+    def _take(self) -> None:
         ranks = {ref: rank for rank, ref in self._pending.items()}
-        ready, _ = ray.wait(list(ranks), num_returns=1, timeout=timeout_s)
-        if ready:
-            ready, _ = ray.wait(list(ranks), num_returns=len(ranks), timeout=0)
+        ready, _ = ray.wait(list(ranks), num_returns=len(ranks), timeout=0)
         for ref in ready:
             rank = ranks[ref]
             del self._pending[rank]
@@ -109,25 +130,77 @@ class Operation:
             if outcome.failure is not None:
                 self._failures.append(locate(outcome.failure, self.role, self.method, self._places[rank]))
 
-    def _look_for_cause(self) -> None:
-        """Where all failures so far are echoes of a lost peer, give the peer's own failure time to arrive."""
-        deadline = time.monotonic() + ECHO_GRACE_S
-        while self._pending and all(failure.in_collective for failure in self._failures):
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return
-            self._take(remaining)
 
-    def _hang(self, timeout_s: float, blocked_by: Callable[[int], str | None]) -> str:
-        lines = []
-        for rank in self.missing:
-            earlier = blocked_by(rank)
-            still = f", still in {earlier}" if earlier not in (None, str(self)) else ""
-            lines.append(f"  rank {rank} ({self._places[rank]}){still}")
-        return (
-            f"{self} did not end within {timeout_s:g} s: {len(lines)} of {len(lines) + len(self._outcomes)}"
-            " ranks have not answered; see their stacks in the log, or raise timeout_s\n" + "\n".join(lines)
-        )
+def wait_for(
+    operation: Operation,
+    ahead: Sequence[Operation] = (),
+    total_s: float | None = None,
+    blocked_by: Callable[[int], str | None] = lambda rank: None,
+) -> Operation | None:
+    """Wait until every rank has ended `operation`, or it or one of `ahead` has failed.
+
+    Args:
+        ahead: what must end first, oldest first: earlier operations on the same ranks, and those that make its rows. A
+            failure there is seen at once, however long others take.
+        total_s: longest wait. By default each operation has its own limit, from when it is the oldest that has not ended.
+        blocked_by: name of an earlier operation that a rank has not ended, for the message.
+
+    Returns:
+        The operation that has failed; None where all ranks have ended `operation` well.
+
+    Raises:
+        WorkerTimeoutError: ranks are missing at the end of the limit.
+    """
+    operations = [*ahead, operation]
+    end = None if total_s is None else time.monotonic() + total_s
+    oldest, deadline = None, math.inf
+    while True:
+        if operation.poll() and not operation.failed:
+            return None
+        pending = [one for one in operations if not one.poll()]
+        if any(one.failed for one in operations):
+            return _first_failed(operations)
+        if pending[0] is not oldest:
+            oldest, deadline = pending[0], time.monotonic() + pending[0].timeout_s
+        remaining = (deadline if end is None else end) - time.monotonic()
+        if remaining <= 0:
+            if total_s is not None:
+                raise operation.hang(total_s, blocked_by)
+            raise pending[0].hang(pending[0].timeout_s, blocked_by)
+        ray.wait([ref for one in pending for ref in one.pending.values()], num_returns=1, timeout=remaining)
+
+
+def _first_failed(operations: Sequence[Operation]) -> Operation:
+    """The operation whose failure caused those of the others; it may still be on its way."""
+    deadline = time.monotonic() + ECHO_GRACE_S
+    while True:
+        failed = [one for one in operations if one.failed]
+        expected = _expected_causes(operations, failed)
+        remaining = deadline - time.monotonic()
+        if not expected or remaining <= 0:
+            return min(failed, key=lambda one: (all(map(_is_echo, one.failures)), one.number))
+        ray.wait(expected, num_returns=1, timeout=remaining)
+        for one in operations:
+            one.poll()
+
+
+def _expected_causes(operations: Sequence[Operation], failed: Sequence[Operation]) -> list[ObjectRef]:
+    """Outcomes that have not arrived and may say what caused the failures so far."""
+    if all(_is_echo(failure) for one in failed for failure in one.failures):
+        return [ref for one in operations for ref in one.pending.values()]
+    # A rank ends its operations in order: what it died in is the first that it has not ended.
+    died = {(one.pool, failure.rank) for one in failed for failure in one.failures if failure.died}
+    return [
+        ref
+        for one in operations
+        if one.number < max(other.number for other in failed)
+        for rank, ref in one.pending.items()
+        if (one.pool, rank) in died
+    ]
+
+
+def _is_echo(failure: RankFailure) -> bool:
+    return failure.in_collective or failure.lacks_input
 
 
 def _outcome_of(rank: int, ref: ObjectRef) -> Outcome:

@@ -199,7 +199,11 @@ class WorkerGroup:
             problems.append(
                 f"{cls.__name__} has no registered method; decorate those that the controller calls with @register"
             )
-        for name in sorted(self._methods):
+        for name, (_, registration) in sorted(self._methods.items()):
+            try:
+                registration.protocol.source_ranks(self.topology)
+            except ProtocolError as error:
+                problems.append(f"{self.role}.{name}: {error}")
             if hasattr(WorkerGroup, name) or name in self.__dict__:
                 problems.append(
                     f"{cls.__name__}.{name} has the name of an attribute of WorkerGroup; rename the method"

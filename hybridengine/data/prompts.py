@@ -54,11 +54,6 @@ class PromptDataset:
             yield self.batch(step, batch_size)
             step += 1
 
-    def all_rows(self, batch_size: int) -> Iterator[TensorDict]:
-        """Every prompt once, in file order; the last batch may be smaller. For evaluation."""
-        for first in range(0, len(self), batch_size):
-            yield self.rows(range(first, min(first + batch_size, len(self))))
-
     def rows(self, row_ids: Sequence[int]) -> TensorDict:
         """The named prompts, in the order given (repetitions allowed)."""
         chosen = [self.tokens[row] for row in row_ids]

@@ -20,7 +20,7 @@ def evaluate(roles: Roles, num_prompts: int) -> tuple[dict[str, float], TensorDi
     Where there are fewer prompts than ranks, some are answered twice, and counted once.
     """
     actor, reward = roles.actor, roles.reward
-    num_rows = max(num_prompts, actor.num_ranks, roles.prompts.num_ranks)
+    num_rows = max(num_prompts, actor.num_ranks, reward.num_ranks)
     prompts = roles.prompts.held_out_prompts(Rows.numbered(num_rows))
     actor.switch_to_generate()
     rollout = prompts.union(actor.generate_sequences(prompts, greedy=True))

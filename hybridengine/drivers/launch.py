@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,7 +14,8 @@ from hybridengine.config.algorithm_sections import Role
 from hybridengine.config.reward_sections import RewardSection
 from hybridengine.config.run_config import SCORERS
 from hybridengine.config.sections import MAIN_POOL
-from hybridengine.controller.cluster import node_offers, start_ray
+from hybridengine.controller.cluster import node_offers, order_pools, start_ray
+from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.roles import Roles, Scorers
@@ -41,6 +43,7 @@ class RunPools:
             ConfigError: there is no such cluster, or it cannot do what the configuration says.
         """
         self._config = config
+        row_exchange()  # one for all pools, which start at the same time
         if config.cluster.address is not None:
             os.environ["RAY_ADDRESS"] = config.cluster.address
         start_ray(num_cpus=config.num_ranks)
@@ -49,7 +52,8 @@ class RunPools:
         use_gpus = config.cluster.device == "cuda" or (config.cluster.device == "auto" and has_gpus)
         if config.rollout.cuda_graphs and not use_gpus:
             raise ConfigError("rollout.cuda_graphs=true needs GPUs, and the cluster has none; leave it false")
-        room = sum(offer.num_ranks(1, use_gpus) for offer in offers)
+        self._rooms = [offer.num_ranks(1, use_gpus) for offer in offers]
+        room = sum(self._rooms)
         if len(config.pools) > 1 and config.num_ranks > room:
             wanted = " + ".join(f"{pool.num_ranks} of {name}" for name, pool in config.pools.items())
             raise ConfigError(
@@ -74,9 +78,10 @@ class RunPools:
         return {name: pool.nodes for name, pool in self._pools.items()}
 
     def start(self) -> None:
-        """Start the processes of all pools at the same time; nodes are taken in the order of the pools."""
-        for pool in self._pools.values():
-            pool.reserve()
+        """Start the processes of all pools at the same time; nodes are taken in the order of the pools, if that does."""
+        pools = list(self._pools.values())
+        for place in order_pools([pool.ranks_per_node for pool in pools], self._rooms):
+            pools[place].reserve()
         with ThreadPoolExecutor(len(self._pools)) as threads:
             for started in [threads.submit(pool.start) for pool in self._pools.values()]:
                 started.result()
@@ -101,7 +106,9 @@ class RunPools:
         }
         main = self._pools[MAIN_POOL]
         compute = self._helper(main, "compute", "workers.compute.ComputeWorker")
-        prompts = self._helper(main, "prompts", "workers.prompts.PromptWorker")
+        # As many readers as share the prompts evenly: there may be more ranks than prompts.
+        num_readers = math.gcd(main.num_ranks, config.data.batch_size)
+        prompts = self._helper(main, "prompts", "workers.prompts.PromptWorker", num_readers)
         models = {role: self._model(role, folder=folders[role]) for role in used if role in folders}
         scorers = {role: self._scorers(role, compute) for role in SCORERS if role in used}
         return Roles(actor=actor, prompts=prompts, compute=compute, **models, **scorers)
@@ -136,9 +143,12 @@ class RunPools:
             )
         return Scorers(groups, compute, section.weights if section.models else {})
 
-    def _helper(self, pool: ResourcePool, role: str, worker: str) -> WorkerGroup:
-        """A group without a model, on all ranks of a pool."""
-        sizes = TrainSizes(1, 1, pool.num_ranks)
+    def _helper(
+        self, pool: ResourcePool, role: str, worker: str, num_replicas: int | None = None
+    ) -> WorkerGroup:
+        """A group without a model on all ranks of a pool, each with rows of its own unless there are fewer replicas."""
+        num_replicas = num_replicas or pool.num_ranks
+        sizes = TrainSizes(1, pool.num_ranks // num_replicas, num_replicas)
         return WorkerGroup(pool, worker, role=role, parallel=sizes, config={"run": self._config})
 
     def __enter__(self) -> RunPools:

@@ -25,6 +25,11 @@ class Scorers:
     weights: Mapping[str, float]
     """Of each term, where a term is a model; else empty: functions alone are put together on their ranks."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Of the largest of the groups."""
+        return max(group.num_ranks for group in self.groups)
+
     def compute_scores(self, rollout: Rows) -> Rows:
         """`scores` and `dropped`; of several terms also `score/NAME`."""
         parts = [group.compute_scores(rollout) for group in self.groups]
@@ -36,12 +41,12 @@ class Scorers:
             self.compute.map(terms, "hybridengine.data.rewards.combine_scores", dict(self.weights))
         )
 
-    def take_metrics(self) -> dict[str, float]:
+    def take_metrics(self, timeout_s: float | None = None) -> dict[str, float]:
         """What the functions did since the last time, all ranks together, e.g. `reward/retries`; models have none."""
         total = Counter[str]()
         for group in self.groups:
             if hasattr(group, "take_metrics"):
-                for counts in group.take_metrics().get():
+                for counts in group.take_metrics().get(timeout_s):
                     total.update(counts)
         return dict(total)
 
@@ -67,10 +72,10 @@ class Roles:
     def __init__(self, **groups: WorkerGroup | Scorers) -> None:
         self.__dict__.update(groups)
 
-    def take_scorer_metrics(self) -> dict[str, float]:
+    def take_scorer_metrics(self, timeout_s: float | None = None) -> dict[str, float]:
         """`Scorers.take_metrics` of rewards and costs."""
         scorers = [group for group in self.__dict__.values() if isinstance(group, Scorers)]
-        return {key: value for one in scorers for key, value in one.take_metrics().items()}
+        return {key: value for one in scorers for key, value in one.take_metrics(timeout_s).items()}
 
     def __getattr__(self, name: str) -> WorkerGroup:
         near = difflib.get_close_matches(name, self.__dict__, n=1)

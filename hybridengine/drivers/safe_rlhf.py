@@ -14,6 +14,7 @@ from hybridengine.config.algorithm_sections import AlgorithmSection
 from hybridengine.drivers.counted import COLUMNS, counted_rows
 from hybridengine.drivers.roles import Roles, Sampling, State, function_path
 from hybridengine.drivers.step_metrics import measure_rollout, switch_metrics
+from hybridengine.errors import DataError
 
 COSTS = {"cost_scores": "scores", "cost_dropped": "dropped"}
 COST_VALUES = {"cost_values": "values"}
@@ -59,10 +60,16 @@ def step(roles: Roles, sampling: Sampling, settings: AlgorithmSection, state: St
 
 
 def mean_cost(rows: TensorDictBase, across: Across) -> dict[str, float]:
-    """`cost/mean` of the responses that have a cost."""
+    """`cost/mean` of the responses that have a cost.
+
+    Raises:
+        DataError: none has.
+    """
     keep = ~rows["cost_dropped"]
     total, count = across.sum(rows["cost_scores"][keep].double().sum()), across.sum(keep.sum())
-    return {"cost/mean": float(total) / max(1, int(count))}
+    if not count:
+        raise DataError("none of this step's responses has a cost; look at the cost function's failures")
+    return {"cost/mean": float(total / count)}
 
 
 def advantages(

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from hybridengine.algorithms.across import Across
+from hybridengine.algorithms.correction import correction_metrics, rollout_weights
 from hybridengine.algorithms.kl import kl_estimator
 from hybridengine.algorithms.masking import masked_max, masked_sum, response_mask
 from hybridengine.config.algorithm_sections import AlgorithmSection
@@ -18,6 +19,7 @@ from hybridengine.controller.rows import Rows
 from hybridengine.drivers.roles import Roles, function_path
 from hybridengine.errors import DataError
 from hybridengine.metrics import keys
+from hybridengine.runtime.batch import columns_of
 
 STATISTICS = (
     "prompt_lengths",
@@ -25,20 +27,27 @@ STATISTICS = (
     "rollout_log_probs",
     "log_probs",
     "ref_log_probs",
-    "entropies",
     "scores",
     "dropped",
 )
-"""Columns that `rollout_metrics` reads."""
+"""Columns that `rollout_metrics` reads, besides `entropies`."""
 
 
-def measure_rollout(roles: Roles, batch: Rows, settings: AlgorithmSection) -> Any:
-    """The future of `rollout_metrics` of a batch, the same on every rank."""
-    return roles.compute.measure(batch.select(*STATISTICS), function_path(rollout_metrics), settings)
+def measure_rollout(
+    roles: Roles, batch: Rows, settings: AlgorithmSection, *, from_engine: bool = False
+) -> Any:
+    """The future of `rollout_metrics` of a batch, the same on every rank.
+
+    Args:
+        from_engine: the batch's log-probs are the engine's, and it has no entropies.
+    """
+    columns = STATISTICS if from_engine else (*STATISTICS, "entropies")
+    return roles.compute.measure(batch.select(*columns), function_path(rollout_metrics), settings)
 
 
 def rollout_metrics(rows: TensorDictBase, across: Across, settings: AlgorithmSection) -> dict[str, float]:
-    """Reward, KL, lengths, and how far the engine's log-probs are from the training model's.
+    """Reward, KL and lengths; where the training model has been asked, its entropy, how far its log-probs are from the
+    engine's, and what corrects that.
 
     Raises:
         DataError: no response has a score.
@@ -46,7 +55,6 @@ def rollout_metrics(rows: TensorDictBase, across: Across, settings: AlgorithmSec
     keep = ~rows["dropped"]
     mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
     kl = kl_estimator(settings.kl_estimator)(rows["log_probs"], rows["ref_log_probs"])
-    difference = (rows["log_probs"] - rows["rollout_log_probs"]).abs()
     sums = torch.stack(
         [
             torch.tensor(float(len(rows))),
@@ -54,25 +62,37 @@ def rollout_metrics(rows: TensorDictBase, across: Across, settings: AlgorithmSec
             rows["scores"][keep].sum(),
             keep.sum(),
             masked_sum(kl, mask),
-            masked_sum(rows["entropies"], mask),
             rows["prompt_lengths"].sum(),
         ]
     ).double()
-    num_rows, num_tokens, scores, num_scored, kl_sum, entropies, prompts = across.sum(sums).tolist()
+    num_rows, num_tokens, scores, num_scored, kl_sum, prompts = across.sum(sums).tolist()
     if not num_scored:
         raise DataError(
             f"none of the {int(num_rows)} responses of this step has a score; look at the reward function's failures"
         )
-    largest = float(across.max(masked_max(difference, mask)))
-    return {
+    metrics = {
         keys.REWARD_MEAN: scores / num_scored,
         "rollout/dropped_rows": num_rows - num_scored,
         keys.KL_MEAN: kl_sum / max(1.0, num_tokens),
-        keys.LOG_PROB_ABS_DIFF_MAX: largest,
         "rollout/response_tokens_mean": num_tokens / num_rows,
-        "rollout/entropy_mean": entropies / max(1.0, num_tokens),
         keys.TOKENS: prompts + num_tokens,
     }
+    if "entropies" in columns_of(rows):
+        difference = (rows["log_probs"] - rows["rollout_log_probs"]).abs()
+        metrics[keys.LOG_PROB_ABS_DIFF_MAX] = float(across.max(masked_max(difference, mask)))
+        entropies = float(across.sum(masked_sum(rows["entropies"], mask).double()))
+        metrics["rollout/entropy_mean"] = entropies / max(1.0, num_tokens)
+    if (correction := settings.correction) is not None:
+        weights = rollout_weights(
+            correction.name,
+            rows["log_probs"],
+            rows["rollout_log_probs"],
+            mask & keep[:, None],
+            correction.high,
+            correction.low,
+        )
+        metrics |= correction_metrics(weights, across)
+    return metrics
 
 
 def switch_metrics(

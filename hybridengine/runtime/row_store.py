@@ -11,6 +11,7 @@ import os
 import pickle
 import secrets
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
@@ -27,6 +28,9 @@ NUM_SLOTS = 2**16
 """More keys than are ever kept at once."""
 MAPPED_BYTES = 2**20
 """Columns from this size on lie in memory that readers of the same host map, so that many ranks need no copies."""
+
+ACCEPT_AGAIN_S = 0.1
+"""Before the next attempt, where e.g. all descriptors of the process are taken."""
 
 _logger = logging.getLogger(__name__)
 
@@ -52,6 +56,7 @@ class RowStore:
         self._secret = secret
         self._kept: dict[int, _Kept] = {}
         self._lock = threading.Lock()
+        self._closed = False
         self._token = torch.tensor([secrets.randbits(62)])
         self._slots = torch.full((NUM_SLOTS,), -1, dtype=torch.int64)
         self._listener = Listener((node, 0), backlog=128)
@@ -109,6 +114,7 @@ class RowStore:
 
     def close(self) -> None:
         """Hand out nothing more."""
+        self._closed = True
         self._listener.close()
         self.drop(list(self._kept))
 
@@ -116,8 +122,12 @@ class RowStore:
         while True:
             try:
                 connection = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._closed:
+                    return
+                _logger.warning("a reader of rows was not let in: %s", error)
+                time.sleep(ACCEPT_AGAIN_S)
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="rows", daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:

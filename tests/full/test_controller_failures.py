@@ -158,4 +158,4 @@ def test_the_cause_is_blamed_and_not_its_echo_in_a_collective(ray_cluster: int) 
     with pytest.raises(
         RankFailedError, match=r"probe\.step failed on rank 1 .*the cause\nalso failed: rank 0 "
     ):
-        Operation("probe", "step", arriving, ["here", "there"]).wait(timeout_s=10)
+        Operation("probe", "step", arriving, ["here", "there"], timeout_s=10).wait()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from multiprocessing import forkserver
-from unittest import mock
 
 import torch.distributed as dist
 
@@ -17,11 +14,7 @@ class VllmRankLauncher(RankLauncher):
     """As `RankLauncher`, from a forkserver that has imported vLLM and the workers as well."""
 
     def __init__(self) -> None:
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # another lane's server, without vLLM
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.full.preload"])
-        with mock.patch.dict(os.environ, environment.ON_CPU | ENVIRONMENT):
-            forkserver.ensure_running()
+        self._context = self._start(["tests.full.preload"], environment.ON_CPU | ENVIRONMENT)
 
 
 def take_place(rank: int) -> str:

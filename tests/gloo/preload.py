@@ -19,4 +19,5 @@ with warnings.catch_warnings():
     import hybridengine.backends.megatron.weights
     import hybridengine.runtime.hybrid_engine
     import hybridengine.topology.generation  # noqa: F401
-    import tests.gloo.ranks  # noqa: F401
+    import tests.gloo.ranks
+    import tests.gloo.sharded_ranks  # noqa: F401

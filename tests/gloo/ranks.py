@@ -41,10 +41,17 @@ class RankLauncher:
     """Runs module-level functions on fresh ranks, each a fork of a process that has imported everything already."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.gloo.preload"])
-        with mock.patch.dict(os.environ, ENVIRONMENT):
+        self._context = self._start(["tests.gloo.preload"], ENVIRONMENT)
+
+    @staticmethod
+    def _start(modules: list[str], environment: dict[str, str]) -> Any:
+        """A forkserver that has imported these modules, in place of one that other tests have started without them."""
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(modules)
+        with mock.patch.dict(os.environ, environment):
             forkserver.ensure_running()
+        return context
 
     def __call__(
         self,

@@ -84,11 +84,6 @@ def test_a_resume_needs_only_the_step(path, tokenizer):
     assert Counter(itertools.chain(*seen[:7])) == dict.fromkeys(range(7), 3)
 
 
-def test_all_rows_covers_the_file_in_order(path, tokenizer):
-    batches = list(PromptDataset(path, tokenizer, 20).all_rows(3))
-    assert [batch["row_ids"].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5], [6]]
-
-
 def test_long_prompts_are_all_named(tmp_path, tokenizer):
     rows = [{"prompt": "1" * n, "answer": "1"} for n in (5, 6, 20)]
     assert len(PromptDataset(write(tmp_path, rows[:1]), tokenizer, max_prompt_tokens=10)) == 1

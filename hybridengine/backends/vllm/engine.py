@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridengine.backends.vllm.groups import install_groups
 from hybridengine.backends.vllm.lockstep import LockstepDecoder
-from hybridengine.errors import StorageError
+from hybridengine.errors import DataError, StorageError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.vllm import vllm_layout
@@ -52,6 +52,7 @@ class SamplingSettings:
     temperature: float = 1.0
     """0 is greedy."""
     stop_token_ids: tuple[int, ...] = ()
+    """What ends a response; nothing else does."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class VllmEngine:
         self._lockstep = (
             None if self._on_gpu or generation.sizes.pp_size > 1 else LockstepDecoder(self._runner)
         )
-        self._max_sequences = settings.max_sequences
+        self._max_sequences, self._max_model_tokens = settings.max_sequences, settings.max_model_tokens
         self._sleeps = settings.cuda_graphs
         self._is_ready = True
 
@@ -124,14 +125,11 @@ class VllmEngine:
             for storage, num_bytes in self._caches:
                 storage.resize_(num_bytes)
                 _as_bytes(storage).zero_()
-        self._forget_prefixes()
-        self._is_ready = True
-
-    def _forget_prefixes(self) -> None:
         if not self._llm.llm_engine.reset_prefix_cache():
             raise StorageError(
                 "vLLM kept its prefix cache because requests are running; finish them before a switch"
             )
+        self._is_ready = True
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingSettings
@@ -140,14 +138,18 @@ class VllmEngine:
 
         Raises:
             StorageError: in training mode, when the weights are elsewhere.
+            DataError: an empty prompt, or one that leaves no room for its response.
         """
         if not self._is_ready:
             raise StorageError("the engine has no weights in training mode; switch to generation first")
-        if (
-            self._lockstep
-            and len(prompts) <= self._max_sequences
-            and self._lockstep.fits(prompts, sampling.max_tokens)
-        ):
+        longest = self._max_model_tokens - sampling.max_tokens
+        for row, prompt in enumerate(prompts):
+            if not 1 <= len(prompt) <= longest:
+                raise DataError(
+                    f"prompt {row} has {len(prompt)} tokens, and a response up to {sampling.max_tokens}; the engine takes"
+                    f" prompts of 1 to {longest}"
+                )
+        if self._lockstep is not None:
             return self._advance_together(self._lockstep, prompts, seeds, sampling)
         return self._schedule(prompts, seeds, sampling)
 
@@ -158,24 +160,28 @@ class VllmEngine:
         seeds: Sequence[int],
         sampling: SamplingSettings,
     ) -> list[Generated]:
-        drawn = decoder.generate(
-            prompts, seeds, sampling.max_tokens, sampling.temperature, sampling.stop_token_ids
-        )
-        rows = zip(drawn.tokens.tolist(), drawn.log_probs.tolist(), drawn.lengths.tolist(), strict=True)
-        return [Generated(tokens[:length], log_probs[:length]) for tokens, log_probs, length in rows]
+        generated = []
+        for rows in decoder.batches(prompts, sampling.max_tokens, self._max_sequences):
+            part = slice(rows.start, rows.stop)
+            drawn = decoder.generate(
+                prompts[part], seeds[part], sampling.max_tokens, sampling.temperature, sampling.stop_token_ids
+            )
+            found = zip(drawn.tokens.tolist(), drawn.log_probs.tolist(), drawn.lengths.tolist(), strict=True)
+            generated += [Generated(tokens[:end], log_probs[:end]) for tokens, log_probs, end in found]
+        return generated
 
     def _schedule(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingSettings
     ) -> list[Generated]:
         from vllm import SamplingParams
 
-        self._forget_prefixes()  # the other way writes to the KV cache without vLLM's knowledge
         params = [
             SamplingParams(
                 max_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
                 seed=seed,
                 stop_token_ids=list(sampling.stop_token_ids),
+                ignore_eos=True,  # what ends a response is said once, for every way of generating
                 logprobs=0,
                 detokenize=False,
             )

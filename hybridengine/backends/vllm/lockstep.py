@@ -1,10 +1,9 @@
-"""Generation without vLLM's scheduler, for a batch whose sequences all fit: one loop, with the engine's model, attention
-kernels and KV cache.
+"""Generation on a CPU without vLLM's scheduler: one loop, with the engine's model, attention kernels and KV cache.
 
-vLLM's scheduler looks after every sequence at every token, in Python. That pays where requests come and go; on a CPU,
-with a batch that is there from the beginning, it is most of a small model's time. Here
+The scheduler looks after every sequence at every token, in Python. That pays where requests come and go; on a CPU, with
+a batch that is there from the beginning, it is most of a small model's time (docs/decisions/0024). Here
 
-    each prompt is computed once, however many rows have it, and its KV cache copied
+    each prompt is computed once, however many rows of a batch have it, and its KV cache copied
     all rows then advance together, and those that have ended drop out
 
 Shapes: B rows, U different prompts, N tokens of a forward pass, V vocabulary.
@@ -12,7 +11,7 @@ Shapes: B rows, U different prompts, N tokens of a forward pass, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,10 @@ GOLDEN, MIX_1, MIX_2 = (
     constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 """Constants of splitmix64 as signed numbers. Source: Steele, Lea and Flood, OOPSLA 2014, figure 17."""
+
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens of a forward pass, which needs memory for each."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,17 @@ class LockstepDecoder:
         self._block_size = group.kv_cache_spec.block_size
         self._num_blocks = runner.kv_cache_config.num_blocks - 1  # vLLM's block 0 stands for none
 
-    def fits(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> bool:
-        """Whether the KV cache has room for all rows at their longest."""
-        return sum(self._blocks_of(len(prompt) + max_tokens) for prompt in prompts) <= self._num_blocks
+    def batches(self, prompts: Sequence[Sequence[int]], max_tokens: int, max_rows: int) -> Iterator[range]:
+        """Consecutive rows for which the KV cache has room at their longest, at most `max_rows` at a time."""
+        first, taken = 0, 0
+        for row, prompt in enumerate(prompts):
+            blocks = self._blocks_of(len(prompt) + max_tokens)
+            if row > first and (taken + blocks > self._num_blocks or row - first == max_rows):
+                yield range(first, row)
+                first, taken = row, 0
+            taken += blocks
+        if prompts:
+            yield range(first, len(prompts))
 
     @torch.inference_mode()
     def generate(
@@ -97,10 +108,17 @@ class LockstepDecoder:
         first: dict[tuple[int, ...], int] = {}
         owners = [first.setdefault(tuple(prompt), row) for row, prompt in enumerate(prompts)]
         unique = list(first.values())
-        lengths = torch.tensor([len(prompts[row]) for row in unique])
-        tokens = torch.tensor([token for row in unique for token in prompts[row]])
-        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
-        logits = self._forward(tokens, positions, lengths, tables[unique])
+        logits = torch.cat(
+            [
+                self._forward(
+                    torch.tensor([token for row in rows for token in prompts[row]]),
+                    torch.cat([torch.arange(len(prompts[row])) for row in rows]),
+                    torch.tensor([len(prompts[row]) for row in rows]),
+                    tables[rows],
+                )
+                for rows in _parts(unique, prompts)
+            ]
+        )
         pairs = [
             (row, owner, block)
             for row, owner in enumerate(owners)
@@ -154,6 +172,18 @@ class LockstepDecoder:
         ):
             hidden = self._runner.model(tokens, positions)
         return self._runner.model.compute_logits(hidden[last])
+
+
+def _parts(rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Rows whose prompts are computed together: `PREFILL_TOKENS`, or one row."""
+    part, num_tokens = list[int](), 0
+    for row in rows:
+        if part and num_tokens + len(prompts[row]) > PREFILL_TOKENS:
+            yield part
+            part, num_tokens = [], 0
+        part.append(row)
+        num_tokens += len(prompts[row])
+    yield part
 
 
 def draw(logits_BV: Tensor, seeds_B: Tensor, step: int, temperature: float) -> tuple[Tensor, Tensor]:
