@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from hybridengine.backends.vllm import environment
 from hybridengine.bench import step_trl
 from hybridengine.bench.machine import num_gpus
 from hybridengine.bench.step_own import StepFiles, own_steps, run_config
@@ -18,8 +17,6 @@ from hybridengine.bench.step_spec import HOPELESS, TRIAL_STEPS, WARM_UP_STEPS, O
 from hybridengine.bench.step_turns import TurnTaker
 from hybridengine.controller.cluster import start_ray
 from hybridengine.errors import WorkerError
-
-SHARED_VARIABLES = ("THP_MEM_ALLOC_ENABLE",)
 
 Step = Callable[[int], StepTime]
 """Does the step of a number, from 1."""
@@ -120,9 +117,7 @@ class StepBench:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": str(self._num_cores),
-            # The same allocator as our ranks have; of several GPUs one, which is what a process of TRL can use.
-            **{name: value for name, value in environment.ON_CPU.items() if name in SHARED_VARIABLES},
-            **({"CUDA_VISIBLE_DEVICES": "0"} if num_gpus() else {}),
+            **({"CUDA_VISIBLE_DEVICES": "0"} if num_gpus() else {}),  # all that one process of TRL can use
         }
         command = [str(self._python), "-u", step_trl.__file__, str(settings)]
         with TurnTaker("TRL", command, self._folder / "trl.log", kept | quiet) as child:

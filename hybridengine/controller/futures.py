@@ -52,8 +52,10 @@ class Future:
 
     @property
     def reported(self) -> bool:
-        """Whether `wait` or `get` has raised the call's failure."""
-        return self._error is not None
+        """Whether the call's failure has been raised, or that of a call whose rows it wants."""
+        return self._error is not None or any(
+            produced.future.operation.failed and produced.future.reported for produced in self._inputs
+        )
 
     @property
     def references(self) -> list[ObjectRef]:
@@ -134,18 +136,18 @@ class Future:
         """
         self.wait(timeout_s)
         if not self._collected:
-            self._value = self._collect(self._fetch())
+            self._value = self._collect(self._fetch(self.references))
             self._collected = True
             self._results.clear()
         return self._value
 
-    def stored(self) -> list[Any]:
-        """The results of the source ranks as they are, which stay where they are; the call has ended."""
-        return self._fetch()
+    def stored(self, number: int) -> Any:
+        """The result of a source rank as it is, which stays where it is; the call has ended."""
+        return self._fetch([self.references[number]])[0]
 
-    def _fetch(self) -> list[Any]:
+    def _fetch(self, references: list[ObjectRef]) -> list[Any]:
         try:
-            return ray.get(list(self._results.values()), timeout=self._operation.timeout_s)
+            return ray.get(references, timeout=self._operation.timeout_s)
         except RayError as error:
             raise WorkerError(
                 f"{self._operation} ended, but its results are lost ({type(error).__name__}: {error});"

@@ -52,12 +52,19 @@ class RankRows:
         self._store.drop(call.dropped)
         if any(batch is None for batch in batches):
             raise InputFailedError(f"rows that {call} was given were never produced")
+
+        def own(key: int) -> StoredRows:
+            stored = self._store.find(key)
+            if stored is None:  # references are held until the call has ended: nobody has dropped it
+                raise InputFailedError(f"rows that {call} was given were never produced")
+            return stored
+
         begin, transferred = time.perf_counter(), Counter[str]()
 
         def value(argument: Any) -> Any:
             if not isinstance(argument, RowsRequest):
                 return argument
-            return argument.fetch(batches, self._reader, transferred)  # type: ignore[arg-type]
+            return argument.fetch(batches, self._reader, transferred, own)  # type: ignore[arg-type]
 
         args, kwargs = arguments
         complete = tuple(map(value, args)), {name: value(argument) for name, argument in kwargs.items()}

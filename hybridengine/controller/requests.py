@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.controller.calls import Arguments
 from hybridengine.controller.futures import Future
-from hybridengine.controller.rows import Produced, Rows
+from hybridengine.controller.rows import Batches, Produced, Rows
 from hybridengine.errors import ProtocolError
 from hybridengine.protocols import GroupTopology, Protocol, Registration
 from hybridengine.runtime.batch import payload_bytes
@@ -27,8 +27,8 @@ class Requests:
     part_of_rank: list[int]
     ranges: tuple[range, ...] | None
     """Rows of each rank; None where the call was given none."""
-    batches: list[ObjectRef]
-    """References to the `StoredRows` that the requests refer to."""
+    batches: list[list[ObjectRef]]
+    """References to the `StoredRows` that each part's requests refer to."""
     produced: list[Produced]
     """Whose they are: they must be kept until the call has ended."""
     part_payload_bytes: list[int]
@@ -41,8 +41,9 @@ def split_requests(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     operation: str,
+    pool: object = None,
 ) -> Requests:
-    """Cut a call's arguments for the ranks of a group.
+    """Cut a call's arguments for the ranks of a group, which are those of `pool`.
 
     Rows are split as the protocol says; futures are waited for; all other values go to every rank unchanged. Protocols
     that take items give each rank its item of every argument.
@@ -63,9 +64,8 @@ def split_requests(
             " all of them must have the same number"
         )
     if not sizes:
-        return Requests([arguments], [0] * topology.num_ranks, None, [], [], [0])
+        return Requests([arguments], [0] * topology.num_ranks, None, [[]], [], [0])
     ranges = _row_ranges(protocol, sizes.pop(), topology, operation)
-    distinct = list(dict.fromkeys(ranges))
     produced = list(
         dict.fromkeys(
             source.origin
@@ -75,20 +75,25 @@ def split_requests(
             if isinstance(source.origin, Produced)
         )
     )
-    first_batch, batches = {}, []
-    for one in produced:
-        first_batch[one] = len(batches)
-        batches += one.future.references
+    # Ranks with the same rows get the same request, but for those that have some of the rows themselves.
+    owners = {rank for one in produced if one.pool is pool for rank in one.ranks}
+    readers = [(rows, rank if rank in owners else None) for rank, rows in enumerate(ranges)]
+    distinct = list(dict.fromkeys(readers))
+    parts, batches = [], []
+    for rows, rank in distinct:
+        needed = Batches(pool, rank)
 
-    def part(value: Any, rows: range) -> Any:
-        if not isinstance(value, Rows):
-            return value
-        return value.request(rows, registration.columns, first_batch, registration.optional)
+        def request(value: Any, rows: range = rows, needed: Batches = needed) -> Any:
+            if not isinstance(value, Rows):
+                return value
+            return value.request(rows, registration.columns, needed, registration.optional)
 
-    parts = [_map(arguments, lambda value, rows=rows: part(value, rows)) for rows in distinct]
+        parts.append(_map(arguments, request))
+        batches.append(needed.references)
+    place = {reader: number for number, reader in enumerate(distinct)}
     return Requests(
         parts,
-        [distinct.index(rows) for rows in ranges],
+        [place[reader] for reader in readers],
         ranges,
         batches,
         produced,
@@ -132,7 +137,7 @@ def _items(protocol: Protocol, topology: GroupTopology, arguments: Arguments, op
     ranges = _row_ranges(protocol, sizes.pop(), topology, operation)
     parts = [_map(arguments, lambda value, rank=rows.start: value[rank]) for rows in ranges]
     payload = [traffic_bytes([*args, *kwargs.values()]) for args, kwargs in parts]
-    return Requests(parts, list(range(topology.num_ranks)), None, [], [], payload)
+    return Requests(parts, list(range(topology.num_ranks)), None, [[] for _ in parts], [], payload)
 
 
 def _num_items(value: Any, protocol: Protocol, topology: GroupTopology, operation: str) -> int:

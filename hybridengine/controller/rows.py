@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -33,6 +33,49 @@ class Produced:
     first_rows: tuple[int, ...]
     """Of each batch."""
     num_rows: int
+    key: int
+    """Under which each source rank keeps its batch."""
+    ranks: tuple[int, ...]
+    """The source ranks."""
+    pool: object
+    """Whose ranks they are."""
+
+
+class Batches:
+    """The batches that a reader needs, one by one as requests are made of them.
+
+    Args:
+        pool, rank: the reader. What it has produced itself it knows, and waits for nobody to tell it.
+    """
+
+    def __init__(self, pool: object = None, rank: int | None = None) -> None:
+        self._pool, self._rank = pool, rank
+        self._places: dict[tuple[Produced, int], int] = {}
+
+    def blocks(self, produced: Produced, rows: np.ndarray) -> tuple[tuple[int, int | None], ...]:
+        """(first row, place) of each batch that has some of the rows; of the first batch, where there are no rows."""
+        numbers = (
+            np.unique(np.searchsorted(produced.first_rows, rows, side="right") - 1) if len(rows) else [0]
+        )
+        return tuple((produced.first_rows[number], self._place(produced, int(number))) for number in numbers)
+
+    def _place(self, produced: Produced, number: int) -> int | None:
+        if self._rank == produced.ranks[number] and self._pool is produced.pool:
+            return None
+        return self._places.setdefault((produced, number), len(self._places))
+
+    @property
+    def references(self) -> list[Any]:
+        """Of the batches that must be sent along, in the order of their places."""
+        return [produced.future.references[number] for produced, number in self._places]
+
+    def fetch(self) -> list[Any]:
+        """Those batches' `StoredRows`; their calls have ended.
+
+        Raises:
+            WorkerError: a rank has died since.
+        """
+        return [produced.future.stored(number) for produced, number in self._places]
 
 
 @dataclass(frozen=True)
@@ -129,7 +172,7 @@ class Rows:
         self,
         wanted: range,
         columns: Sequence[str] | None,
-        first_batch: Mapping[Produced, int],
+        batches: Batches,
         optional: Sequence[str] = (),
     ) -> RowsRequest:
         """What a rank is sent in place of a range of these rows.
@@ -137,10 +180,10 @@ class Rows:
         Args:
             columns: what it reads; None for all.
             optional: what it reads besides, where somebody has produced it.
-            first_batch: place of the first batch of each call among those that come with the request.
+            batches: gets those that must come with the request.
         """
         names = None if columns is None else {*columns, *optional}
-        origins = tuple(_origin(source, wanted, names, first_batch) for source in self._sources)
+        origins = tuple(_origin(source, wanted, names, batches) for source in self._sources)
         return RowsRequest(
             wanted.start, len(wanted), origins, None if columns is None else tuple(columns), tuple(optional)
         )
@@ -165,15 +208,12 @@ class Rows:
             TransferError: rows cannot be fetched.
         """
         self.wait()
-        produced = [source.origin for source in self._sources if isinstance(source.origin, Produced)]
-        batches, first_batch = [], {}
-        for one in produced:
-            first_batch[one] = len(batches)
-            batches += one.future.stored()
+        batches = Batches()
+        request = self.request(range(len(self)), names or None, batches)
         exchange = row_exchange()
         reader = exchange.reader
         before = reader.received_bytes
-        rows = self.request(range(len(self)), names or None, first_batch).fetch(batches, reader)
+        rows = request.fetch(batches.fetch(), reader)
         exchange.payload_bytes += reader.received_bytes - before
         return rows
 
@@ -208,7 +248,7 @@ def _row_numbers(index: Index, count: int) -> np.ndarray:
 
 
 def _origin(
-    source: Source, wanted: range, columns: set[str] | None, first_batch: Mapping[Produced, int]
+    source: Source, wanted: range, columns: set[str] | None, batches: Batches
 ) -> RowsOrigin | TensorDict:
     rows = (
         np.arange(wanted.start, wanted.stop)
@@ -217,9 +257,8 @@ def _origin(
     )
     origin = source.origin
     if isinstance(origin, Produced):
-        first = first_batch[origin]
-        blocks = tuple((row, first + place) for place, row in enumerate(origin.first_rows))
-        return RowsOrigin(str(origin.future.operation), blocks, rows, source.names)
+        blocks = batches.blocks(origin, rows)
+        return RowsOrigin(str(origin.future.operation), blocks, origin.key, rows, source.names)
     there = columns_of(origin)
     named = source.names if source.names is not None else {name: name for name in there}
     wanted_names = {

@@ -155,9 +155,9 @@ def wait_for(
     end = None if total_s is None else time.monotonic() + total_s
     oldest, deadline = None, math.inf
     while True:
-        if operation.poll() and not operation.failed:
-            return None
         pending = [one for one in operations if not one.poll()]
+        if operation not in pending and not operation.failed:
+            return None
         if any(one.failed for one in operations):
             return _first_failed(operations)
         if pending[0] is not oldest:

@@ -127,7 +127,7 @@ class WorkerGroup:
             raise TypeError(f"{operation}{self._signatures[method]}: {error}") from None
         registration = self._methods[method][1]
         protocol = registration.protocol
-        requests = split_requests(registration, self.topology, args, kwargs, operation)
+        requests = split_requests(registration, self.topology, args, kwargs, operation, self.pool)
         sources = protocol.source_ranks(self.topology)
         exchange = row_exchange()
         exchange.payload_bytes += sum(requests.part_payload_bytes[part] for part in requests.part_of_rank)
@@ -145,7 +145,8 @@ class WorkerGroup:
         def call(rank: int, process: Any) -> tuple[ObjectRef, ObjectRef]:
             num_rows = None if requests.ranges is None or key is None else len(requests.ranges[rank])
             one = Call(self.role, method, self.timeout_s, rank in sources, key, num_rows, dropped)
-            return process.call.remote(one, parts[requests.part_of_rank[rank]], *requests.batches)
+            part = requests.part_of_rank[rank]
+            return process.call.remote(one, parts[part], *requests.batches[part])
 
         def collect(results: list[Any]) -> list[Any]:
             exchange.payload_bytes += traffic_bytes(results)
@@ -165,7 +166,8 @@ class WorkerGroup:
             return future
         assert requests.ranges is not None
         ranges = [requests.ranges[rank] for rank in sources]
-        produced = Produced(future, tuple(rows.start for rows in ranges), ranges[-1].stop)
+        first_rows = tuple(rows.start for rows in ranges)
+        produced = Produced(future, first_rows, ranges[-1].stop, key, tuple(sources), self.pool)
         weakref.finalize(produced, self.pool.drop_rows, key)
         return Rows([Source(produced)], produced.num_rows)
 
@@ -199,11 +201,7 @@ class WorkerGroup:
             problems.append(
                 f"{cls.__name__} has no registered method; decorate those that the controller calls with @register"
             )
-        for name, (_, registration) in sorted(self._methods.items()):
-            try:
-                registration.protocol.source_ranks(self.topology)
-            except ProtocolError as error:
-                problems.append(f"{self.role}.{name}: {error}")
+        for name in sorted(self._methods):
             if hasattr(WorkerGroup, name) or name in self.__dict__:
                 problems.append(
                     f"{cls.__name__}.{name} has the name of an attribute of WorkerGroup; rename the method"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +25,11 @@ class RowsOrigin:
 
     producer: str
     """The call, "role.method"."""
-    blocks: tuple[tuple[int, int], ...]
-    """(first row, place among the batches that come with the request) of each batch of the call, ascending."""
+    blocks: tuple[tuple[int, int | None], ...]
+    """(first row, place among the batches that come with the request) of each batch that has some of the rows,
+    ascending; None in place of a place for the rank's own batch, which it has."""
+    key: int
+    """Of the batches, where their owners keep them."""
     rows: np.ndarray
     """Rows of the call, one for each row that is asked for."""
     names: Mapping[str, str] | None
@@ -48,21 +51,29 @@ class RowsRequest:
     """What is wanted besides, where it is there."""
 
     def fetch(
-        self, batches: Sequence[StoredRows], reader: RowReader, transferred: Counter[str] | None = None
+        self,
+        batches: Sequence[StoredRows],
+        reader: RowReader,
+        transferred: Counter[str] | None = None,
+        own: Callable[[int], StoredRows] | None = None,
     ) -> TensorDict:
         """The rows, in memory of their own.
 
         Args:
             batches: what the origins' blocks refer to.
             transferred: takes the bytes that came from other processes, by producer.
+            own: what this process itself keeps under a key.
 
         Raises:
             ProtocolError: nobody has produced a column.
             TransferError: rows cannot be fetched.
         """
-        found: dict[str, RowsOrigin | TensorDict] = {}
+        found: dict[str, _Stored | TensorDict] = {}
         for origin in self.origins:
-            found |= dict.fromkeys(_columns(origin, batches), origin)
+            source = origin if isinstance(origin, TensorDict) else _Stored.of(origin, batches, own)
+            found |= dict.fromkeys(
+                columns_of(source) if isinstance(source, TensorDict) else source.names, source
+            )
         names = tuple(found) if self.columns is None else self.columns
         also = (name for name in self.optional if name in found or name == ROW_NUMBERS)
         names = tuple(dict.fromkeys((*names, *also)))
@@ -82,16 +93,31 @@ class RowsRequest:
                 result[name] = origin.get(name)
                 continue
             before = reader.received_bytes
-            blocks = [Block(first, batches[place]) for first, place in origin.blocks]
-            kept_name = name if origin.names is None else origin.names[name]
-            result[name] = reader.column(kept_name, blocks, origin.rows)
+            result[name] = reader.column(origin.names[name], origin.blocks, origin.rows)
             if transferred is not None:
                 transferred[origin.producer] += reader.received_bytes - before
         return result
 
 
-def _columns(origin: RowsOrigin | TensorDict, batches: Sequence[StoredRows]) -> list[str]:
-    if isinstance(origin, TensorDict):
-        return columns_of(origin)
-    kept = batches[origin.blocks[0][1]].columns
-    return list(kept) if origin.names is None else [new for new, old in origin.names.items() if old in kept]
+@dataclass(frozen=True, eq=False)
+class _Stored:
+    """An origin whose batches are there."""
+
+    producer: str
+    blocks: list[Block]
+    rows: np.ndarray
+    names: Mapping[str, str]
+    """Columns that it has -> those that they are kept by."""
+
+    @classmethod
+    def of(
+        cls, origin: RowsOrigin, batches: Sequence[StoredRows], own: Callable[[int], StoredRows] | None
+    ) -> _Stored:
+        blocks = []
+        for first, place in origin.blocks:
+            assert place is not None or own is not None, "the controller keeps no batches"
+            blocks.append(Block(first, own(origin.key) if place is None else batches[place]))  # type: ignore[misc]
+        kept = blocks[0].stored.columns
+        named = {name: name for name in kept} if origin.names is None else origin.names
+        names = {new: old for new, old in named.items() if old in kept}
+        return cls(origin.producer, blocks, origin.rows, names)

@@ -96,6 +96,12 @@ class RowStore:
         self._slots[slot] = key
         return stored
 
+    def find(self, key: int) -> StoredRows | None:
+        """What is kept under `key`."""
+        with self._lock:
+            kept = self._kept.get(key)
+        return kept.stored if kept else None
+
     def drop(self, keys: Iterable[int]) -> None:
         """Give up the batches of `keys`; those that are not kept are none of this store's."""
         for key in keys:

@@ -159,3 +159,30 @@ def test_the_cause_is_blamed_and_not_its_echo_in_a_collective(ray_cluster: int) 
         RankFailedError, match=r"probe\.step failed on rank 1 .*the cause\nalso failed: rank 0 "
     ):
         Operation("probe", "step", arriving, ["here", "there"], timeout_s=10).wait()
+
+
+def test_a_later_wait_sees_what_failed_first_and_each_call_has_its_own_limit(ray_cluster: int) -> None:
+    with ResourcePool([2], timeout_s=60) as pool:
+        group = WorkerGroup(pool, ProbeWorker, parallel="1-2-1", timeout_s=3)
+        for _ in range(3):  # 6 s of work, each call within its limit
+            group.sleep(0, 2.0)
+        assert len(group.describe().get()) == 2
+        begin = time.monotonic()
+        group.fail_before_collective(1)  # rank 0 hangs in it, and does not come to what is called next
+        later = group.describe()
+        with pytest.raises(RankFailedError, match=r"probe\.fail_before_collective failed on rank 1"):
+            later.get(timeout_s=30)
+        assert time.monotonic() - begin < 3, "nobody waits for the rank that hangs"
+        pool.close()  # nobody waits for `later`
+    with ResourcePool([2], timeout_s=60) as pool:
+        group = WorkerGroup(pool, ProbeWorker, parallel="1-2-1", timeout_s=3)
+        group.sleep(1, 60)
+        with pytest.raises(WorkerTimeoutError, match=r"probe\.sleep did not end within 3 s: 1 of 2"):
+            group.describe().get()
+        pool.close()
+    with ResourcePool([2], timeout_s=60) as pool:
+        group = WorkerGroup(pool, ProbeWorker, parallel="1-2-1")
+        group.die_before_collective(1)
+        with pytest.raises(RankFailedError, match=r"probe\.die_before_collective died on rank 1"):
+            group.describe().get()
+        pool.close()

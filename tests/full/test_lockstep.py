@@ -49,7 +49,6 @@ def test_tokens_and_log_probs_are_those_of_the_scheduler(ranks: list[Compared]):
             torch.testing.assert_close(
                 torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=0, atol=1e-5
             )
-        assert seen.batches_together == 3 + 2 + len(PROMPTS)  # not the scheduler's two, nor too many prompts
 
 
 def test_log_probs_are_those_of_transformers(ranks: list[Compared], model: Path):
@@ -79,5 +78,6 @@ def test_a_row_is_drawn_by_its_seed_alone(ranks: list[Compared]):
     for seen in ranks:
         assert [one.token_ids for one in seen.sampled] == [one.token_ids for one in seen.sampled_alone]
         assert seen.sampled[0].token_ids != seen.sampled[3].token_ids  # the same prompt, another seed
-        assert seen.many == MAX_SEQUENCES + 1
+        assert [one.token_ids for one in seen.many] == [one.token_ids for one in seen.sampled] * 3
+        assert seen.batches == [MAX_SEQUENCES, MAX_SEQUENCES, 3 * len(PROMPTS) - 2 * MAX_SEQUENCES]
     assert [one.token_ids for one in ranks[0].sampled] == [one.token_ids for one in ranks[1].sampled]

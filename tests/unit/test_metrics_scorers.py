@@ -16,7 +16,7 @@ def _functions(*ranks: dict[str, float]) -> Any:
         taken = [dict(rank) for rank in counters]
         for rank in counters:
             rank.update(dict.fromkeys(rank, 0.0))
-        return SimpleNamespace(get=lambda: taken)
+        return SimpleNamespace(get=lambda timeout_s: taken)
 
     return SimpleNamespace(take_metrics=take_metrics)
 

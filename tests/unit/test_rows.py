@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from hybridengine.controller.rows import Produced, Rows, Source
+from hybridengine.controller.rows import Batches, Produced, Rows, Source
 from hybridengine.errors import ProtocolError
 from hybridengine.protocols import even_split
 from hybridengine.runtime.row_reader import RowReader
@@ -28,6 +28,7 @@ class Ended:
     """What `Rows` asks of a call: its name. The rows themselves are kept by a real store of this process."""
 
     operation: str
+    references: list[StoredRows]
 
 
 def columns(**tensors: torch.Tensor) -> TensorDict:
@@ -40,27 +41,27 @@ SECOND = columns(scores=NUMBERS * -1.0, values=NUMBERS + 0.5)
 STORE = RowStore("127.0.0.1", b"secret")
 
 
-def produced(
-    key: int, name: str, batch: TensorDict, sizes: tuple[int, ...]
-) -> tuple[Produced, list[StoredRows]]:
+def produced(key: int, name: str, batch: TensorDict, sizes: tuple[int, ...]) -> Produced:
     """Rows of a call whose source ranks have returned so many each."""
     first_rows = np.cumsum([0, *sizes[:-1]]).tolist()
     stored = [
         STORE.keep(10 * key + number, batch[first : first + size].clone())
         for number, (first, size) in enumerate(zip(first_rows, sizes, strict=True))
     ]
-    return Produced(Ended(name), tuple(first_rows), NUM_ROWS), stored  # type: ignore[arg-type]
+    ranks = tuple(range(len(sizes)))
+    return Produced(Ended(name, stored), tuple(first_rows), NUM_ROWS, 10 * key, ranks, POOL)  # type: ignore[arg-type]
 
 
-ONE, ONE_STORED = produced(1, "actor.one", FIRST, (3, 4))
-TWO, TWO_STORED = produced(2, "critic.two", SECOND, (1, 5, 1))
-FIRST_BATCH = {ONE: 0, TWO: 2}
+POOL = object()
+ONE = produced(1, "actor.one", FIRST, (3, 4))
+TWO = produced(2, "critic.two", SECOND, (1, 5, 1))
 
 
 def fetch(rows: Rows, wanted: range, names: tuple[str, ...] | None = None) -> TensorDict:
     """As a rank that was sent the request."""
-    request = pickle.loads(pickle.dumps(rows.request(wanted, names, FIRST_BATCH)))
-    return request.fetch([*ONE_STORED, *TWO_STORED], RowReader(b"secret", 5.0))
+    batches = Batches()
+    request = pickle.loads(pickle.dumps(rows.request(wanted, names, batches)))
+    return request.fetch(batches.references, RowReader(b"secret", 5.0))
 
 
 steps = st.one_of(
@@ -109,7 +110,8 @@ def test_operations_are_those_of_a_tensordict(operations: list[tuple], num_parts
 
 def test_a_rank_asks_for_the_columns_and_rows_that_it_needs() -> None:
     rows = Rows([Source(ONE)], NUM_ROWS).union(Rows.of(columns(extra=NUMBERS, other=NUMBERS)))
-    request = rows.request(range(2, 5), ["tokens", "extra"], FIRST_BATCH)
+    batches = Batches()
+    request = rows.request(range(2, 5), ["tokens", "extra"], batches)
     stored, local = request.origins
     assert not isinstance(stored, TensorDict)
     assert isinstance(local, TensorDict)
@@ -118,8 +120,28 @@ def test_a_rank_asks_for_the_columns_and_rows_that_it_needs() -> None:
     assert set(local.keys()) == {"extra"}
     assert local["extra"].tolist() == [2, 3, 4]
     assert local["extra"].untyped_storage().nbytes() == 3 * 8, "the whole column would travel"
-    transferred = request.fetch([*ONE_STORED, *TWO_STORED], RowReader(b"secret", 5.0))
-    assert set(transferred.keys()) == {"tokens", "extra"}
+    fetched = request.fetch(batches.references, RowReader(b"secret", 5.0))
+    assert set(fetched.keys()) == {"tokens", "extra"}
+
+
+def test_only_batches_with_wanted_rows_are_waited_for_and_none_of_the_readers_own() -> None:
+    rows = Rows([Source(TWO)], NUM_ROWS)
+    for pool, rank, wanted, blocks in (
+        (None, None, range(1, 6), ((1, 0),)),
+        (None, None, range(2), ((0, 0), (1, 1))),
+        (POOL, 1, range(7), ((0, 0), (1, None), (6, 1))),
+        (object(), 1, range(7), ((0, 0), (1, 1), (6, 2))),
+        (POOL, 0, range(6, 7), ((6, 0),)),
+    ):
+        batches = Batches(pool, rank)
+        request = rows.request(wanted, ["values"], batches)
+        (origin,) = request.origins
+        assert not isinstance(origin, TensorDict)
+        assert origin.blocks == blocks
+        assert len(batches.references) == sum(place is not None for _, place in blocks)
+        own = {20: TWO.future.references[1]}  # what rank 1 has under the call's key
+        fetched = request.fetch(batches.references, RowReader(b"secret", 5.0), own=own.__getitem__)  # pyright: ignore[reportArgumentType]
+        assert torch.equal(fetched["values"], SECOND["values"][wanted.start : wanted.stop])
 
 
 def test_rows_without_columns_have_numbers() -> None:
@@ -130,16 +152,20 @@ def test_rows_without_columns_have_numbers() -> None:
 def test_values_that_are_not_tensors() -> None:
     texts = TensorDict({"texts": NonTensorStack(*"abcdefg")}, batch_size=[NUM_ROWS])
     stored = STORE.keep(90, texts.clone())
-    made = Produced(Ended("reward.texts"), (0,), NUM_ROWS)  # type: ignore[arg-type]
-    request = Rows([Source(made)], NUM_ROWS)[[6, 0, 0]].request(range(3), None, {made: 0})
-    assert request.fetch([stored], RowReader(b"secret", 5.0)).get("texts").tolist() == ["g", "a", "a"]
+    made = Produced(Ended("reward.texts", [stored]), (0,), NUM_ROWS, 90, (0,), POOL)  # type: ignore[arg-type]
+    request = Rows([Source(made)], NUM_ROWS)[[6, 0, 0]].request(range(3), None, batches := Batches())
+    assert request.fetch(batches.references, RowReader(b"secret", 5.0)).get("texts").tolist() == [
+        "g",
+        "a",
+        "a",
+    ]
 
 
 @pytest.mark.parametrize(
     ("index", "message"),
     [
         ([7], "row 7 of 7 rows"),
-        ([-8], "of 7 rows"),
+        ([-8, 2], "row -8 of 7 rows"),
         ([0.5], "found float64"),
         ([[0]], r"found int64\[1, 1\]"),
         (torch.ones(6, dtype=torch.bool), "7 truth values"),
@@ -165,16 +191,12 @@ def test_a_column_that_nobody_has_produced_is_named() -> None:
 def test_optional_columns_come_where_they_are_there() -> None:
     rows = Rows([Source(ONE), Source(TWO)], NUM_ROWS)
     for of, expected in ((rows, ["tokens", "values"]), (rows.select("tokens"), ["tokens"])):
-        request = of.request(range(2, 5), ["tokens"], FIRST_BATCH, ["values", "weights"])
-        found = request.fetch([*ONE_STORED, *TWO_STORED], RowReader(b"secret", 1.0))
+        request = of.request(range(2, 5), ["tokens"], batches := Batches(), ["values", "weights"])
+        found = request.fetch(batches.references, RowReader(b"secret", 1.0))
         assert sorted(found.keys()) == expected
         assert torch.equal(found["tokens"], FIRST["tokens"][2:5])
-    assert torch.equal(
-        rows.request(range(2, 5), ["tokens"], FIRST_BATCH, ["values"]).fetch(
-            [*ONE_STORED, *TWO_STORED], RowReader(b"secret", 1.0)
-        )["values"],
-        SECOND["values"][2:5],
-    )
+        if "values" in expected:
+            assert torch.equal(found["values"], SECOND["values"][2:5])
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["of the controller", "of ranks"])

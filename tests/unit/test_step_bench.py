@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,11 @@ def test_a_way_that_is_named_is_the_only_one() -> None:
     assert chosen_own_ways(options, SPEC, num_cores=2) == [OwnWay(TrainSizes(1, 2, 2), GenSizes(1, 2), 1, 8)]
     assert chosen_trl_ways(options, SPEC) == [TrlWay(32)]
     assert trl_ways(SPEC) == [TrlWay(128), TrlWay(32)]
+    assert trl_ways(replace(SPEC, dtype="bfloat16"), 32) == [
+        TrlWay(32, "float32"),
+        TrlWay(32, "autocast"),
+        TrlWay(32, "weights"),
+    ]
 
 
 def made_up(times: list[float], tokens: int, phases: list[dict[str, float]]) -> list[StepTime]:
@@ -153,7 +159,9 @@ def test_json_has_medians_ratio_and_the_controllers_share(result: StepResult) ->
     assert report["controller_overhead_share"] == 0.005 / 0.25  # of 1 %, 5 % and 2 %
     assert report["hybridengine"]["way"]["parallel"] == "1-1-2"
     assert report["hybridengine"]["samples_step_s"] == [0.5, 0.2, 0.25]
-    assert report["trl"]["trials"] == [{"per_device_train_batch_size": 128, "step_s": 0.4}]
+    assert report["trl"]["trials"] == [
+        {"per_device_train_batch_size": 128, "precision": "float32", "step_s": 0.4}
+    ]
     assert report["tokens_per_step"] == 6144
 
 
@@ -180,7 +188,7 @@ def test_trl_does_the_same_work(tmp_path: Path) -> None:
     settings = {
         "folder": str(tmp_path),
         "on_cpu": True,
-        "dtype": "bfloat16",
+        "precision": "autocast",
         "rows_per_batch": 32,
         "samples_per_prompt": 8,
         "prompts": [["a"] * 16],
@@ -193,6 +201,8 @@ def test_trl_does_the_same_work(tmp_path: Path) -> None:
     assert found["generation_kwargs"]["min_new_tokens"] == found["max_completion_length"] == 32
     assert (found["bf16"], found["beta"], found["num_iterations"]) == (True, 0.02, 1)
     assert not found["gradient_checkpointing"]
+    weights = arguments(settings | {"precision": "weights"})
+    assert (weights["bf16"], weights["model_init_kwargs"]) == (False, {"dtype": "bfloat16"})
 
 
 def test_reward_is_the_share_of_digits() -> None:
