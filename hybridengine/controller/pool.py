@@ -231,7 +231,7 @@ class ResourcePool:
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
         try:
-            if error is None and self.started:
+            if error is None and self.started and not self._closed:
                 self.wait()
         finally:
             self.close()
