@@ -163,10 +163,39 @@ def _binding(tensor: Tensor) -> tuple[Any, ...]:
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
-def return_memory_to_system() -> None:
-    """Hand freed memory back: the caching allocator's on a GPU, else the C heap's."""
+class _HeapInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+def return_memory_to_system(at_least: int = 0) -> None:
+    """Hand freed memory back: the caching allocator's on a GPU, else the C heap's.
+
+    Args:
+        at_least: bytes that the C heap must have free, or it keeps them.
+    """
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         return
-    with contextlib.suppress(OSError, AttributeError):  # without malloc_trim, large blocks are freed at once
-        ctypes.CDLL(None).malloc_trim(0)
+    library = ctypes.CDLL(None)
+    with contextlib.suppress(OSError, AttributeError):  # other libraries than glibc free large blocks at once
+        if at_least:
+            library.mallinfo2.restype = _HeapInfo
+            if library.mallinfo2().fordblks < at_least:
+                return
+        library.malloc_trim(0)
