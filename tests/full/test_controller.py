@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import combinations, permutations, product
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hybridengine.controller.cluster import (
     choose_nodes,
     node_key,
     order_bundles,
+    order_pools,
 )
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.pool import ResourcePool
@@ -159,6 +161,32 @@ def test_capacity_is_counted_per_node() -> None:
     assert "room for [8, 4] ranks per node" in problem
     assert capacity_problems([5], 16, False, offers), "4 ranks of 16 CPUs fit on a node"
     assert capacity_problems([1, 1, 1], 1, True, offers), "three nodes are wanted"
+
+
+def test_pools_choose_in_another_order_where_the_given_one_leaves_one_without_nodes() -> None:
+    """Two and three pools of up to two nodes on three nodes, against trying every order."""
+    kinds = [(1,), (2,), (3,), (2, 1), (1, 1)]
+    for rooms in product(range(4), repeat=3):
+        for pools in (*product(kinds, repeat=2), *product(kinds[:4], repeat=3)):
+            order = order_pools(pools, rooms)
+            assert sorted(order) == list(range(len(pools)))
+            possible = [one for one in permutations(range(len(pools))) if _all_find_nodes(pools, one, rooms)]
+            given = tuple(range(len(pools)))
+            assert (tuple(order) == given) >= (given in possible)
+            if tuple(order) != given:
+                assert tuple(order) in possible
+    assert order_pools([[2], [4]], [4, 2]) == [1, 0]
+
+
+def _all_find_nodes(pools: Sequence[Sequence[int]], order: Sequence[int], rooms: Sequence[int]) -> bool:
+    left = list(rooms)
+    for pool in order:
+        nodes = choose_nodes(pools[pool], left)
+        if nodes is None:
+            return False
+        for node, ranks in zip(nodes, pools[pool], strict=True):
+            left[node] -= ranks
+    return True
 
 
 def test_pools_take_the_first_nodes_that_have_room() -> None:

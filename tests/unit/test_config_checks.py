@@ -227,3 +227,63 @@ def test_rules(built: Path, overrides: list[str], messages: list[str]) -> None:
 def test_a_warmup_without_demonstrations(from_checkpoint: Path) -> None:
     found = problems_of(from_checkpoint, "warmup.steps=3")
     assert found == ["warmup needs demonstrations; give warmup.file, or data.task, or leave warmup out"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (  # a preference is a pair of rows, which stay together
+            ["data.batch_size=8", "actor.mini_batches=4", "actor.parallel=1-2-2"],
+            [],
+        ),
+        (
+            ["data.batch_size=12", "actor.mini_batches=4", "actor.parallel=1-2-2"],
+            [
+                "data.batch_size=12 pairs of algorithm.name=online_dpo must split evenly over actor.mini_batches=4 and"
+                " the d = 2 replicas of actor.parallel=1-2-2; choose a multiple of 8"
+            ],
+        ),
+        (
+            ["actor.micro_batch_tokens=255"],
+            [
+                "actor.micro_batch_tokens=255 must hold a preference, two rows of 128 tokens (prompt and response);"
+                " raise it to at least 256"
+            ],
+        ),
+        (
+            ["algorithm.correction.name=token_tis"],
+            ["algorithm.correction is not read by algorithm.name=online_dpo, which weighs no tokens"],
+        ),
+        (
+            ["algorithm.name=grpo_from_engine", "algorithm.correction.high=3"],
+            ["algorithm.correction is not read by algorithm.name=grpo_from_engine, which takes the engine's"],
+        ),
+        (
+            ["algorithm.name=my.own", "algorithm.roles=[actor, reference]"],
+            [
+                "algorithm.roles=['actor', 'reference'] lacks the reward, which scores the held-out prompts of data.task"
+            ],
+        ),
+        (
+            ["algorithm.max_log_multiplier=-1"],
+            ["algorithm.max_log_multiplier=-1 must be"],
+        ),
+    ],
+)
+def test_rules_of_dataflows(built: Path, overrides: list[str], messages: list[str]) -> None:
+    common = ["algorithm.name=online_dpo", "data.batch_size=8", "rollout.samples_per_prompt=4"]
+    if not messages:
+        assert check_run(load_config(built, [*common, *overrides])) == []
+        return
+    found = problems_of(built, *common, *overrides)
+    assert len(found) == len(messages), found
+    for text, message in zip(found, messages, strict=True):
+        assert text.startswith(message)
+
+
+def test_a_model_among_the_terms_of_costs_is_no_role(built: Path, from_checkpoint: Path) -> None:
+    terms = ["cost.terms.critic.kind=model", "cost.terms.critic.path=/no/model"]
+    (first, *_) = problems_of(built, "algorithm.name=safe_rlhf", *terms)
+    assert first == (
+        "cost.terms.critic would be called cost_critic, as a role of safe_rlhf is; choose another name"
+    )

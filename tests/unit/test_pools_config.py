@@ -55,6 +55,26 @@ def test_every_partition_of_the_roles_is_a_configuration(tmp_path: Path):
         assert next(iter(config.pools)) == "main"
 
 
+def test_every_rank_that_works_by_itself_has_rows(tmp_path: Path):
+    pools = {"scoring": {"roles": ["reward"], "ranks_per_node": [8]}}
+    few = {"model": SECTIONS["model"], "data": {"batch_size": 4, "task": {}}}
+    shared = {"cluster": {"ranks_per_node": [4], "pools": pools}, "actor": {"parallel": "2-2-1"}}
+    text = problems(tmp_path, **few, **shared)
+    assert (
+        "each of the 8 ranks of cluster.pools.scoring.ranks_per_node=[8] calls the functions of reward for rows of its"
+        " own, and data.batch_size=4 · rollout.samples_per_prompt=1 leave 4 for all of them; raise data.batch_size, or"
+        " take fewer ranks"
+    ) in text
+    sampled = {"rollout": {"samples_per_prompt": 2}}
+    load(tmp_path, **few, **shared, **sampled, critic={"parallel": "2-2-1"})
+    remax = {"algorithm": {"name": "remax"}}  # the greedy responses to 4 prompts are scored too
+    assert "leave 4 for all of them" in problems(tmp_path, **few, **shared, **sampled, **remax)
+    wide = {"cluster": {"ranks_per_node": [8]}, "actor": {"parallel": "2-4-1", "generate": "1-4"}}
+    assert "each of the 8 ranks of cluster.ranks_per_node=[8] computes on rows of its own" in problems(
+        tmp_path, **few, **wide, **remax
+    )
+
+
 def test_sizes_are_held_against_the_pool_of_the_role(tmp_path: Path):
     pools = {"values": {"roles": ["critic"], "ranks_per_node": [2, 1]}}
     cluster = {"ranks_per_node": [4], "pools": pools}

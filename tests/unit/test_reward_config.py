@@ -93,6 +93,19 @@ def test_retries(built: Path, overrides: list[str], retries: int) -> None:
             ],
         ),
         (["reward.on_failure=retry", "reward.timeout_s=599"], []),
+        (  # 64 rows on 4 ranks: 16 each, 4 calls of 4 rows, two at a time
+            [
+                "reward.on_failure=drop",
+                "data.batch_size=64",
+                "reward.rows_per_call=4",
+                "reward.num_processes=2",
+                "reward.timeout_s=900",
+            ],
+            [
+                "reward.timeout_s=900 and 1 call for the same rows, 2 after one another on a rank, make 1800 s, which"
+                " must be less than timeouts.call_s=1800; lower the one or raise the other, or raise reward.rows_per_call"
+            ],
+        ),
         (
             ["reward.function=null"],
             [

@@ -1,0 +1,83 @@
+"""Functions beside ranks of Ray: gone with their rank, in whatever way that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hybridengine.controller.context import RankContext
+from hybridengine.controller.pool import ResourcePool
+from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.data.reward_process import RewardProcess
+from hybridengine.protocols import ONE_TO_ALL, register
+
+pytestmark = pytest.mark.timeout(120)
+
+GONE_S = 15.0
+
+
+def sleeps(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """Writes down that it was called, and does not return."""
+    Path(answers[0]).touch()
+    time.sleep(600)
+    return []
+
+
+class GuardedWorker:
+    """A rank with a function beside it."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._function = RewardProcess(f"{__name__}:sleeps", timeout_s=60.0)
+        self._function.start()
+        self._rank = context.rank
+
+    @register(ONE_TO_ALL)
+    def place(self) -> tuple[int, str]:
+        """(process, folder) of the function."""
+        group, folder = self._function._to_clean
+        return group, folder
+
+    @register(ONE_TO_ALL)
+    def process(self) -> int:
+        return os.getpid()
+
+    @register(ONE_TO_ALL)
+    def call(self, file: str) -> None:
+        self._function.call({"responses": ["x"], "answers": [f"{file}.{self._rank}"]})
+
+    def close(self) -> None:
+        self._function.close()
+
+
+@pytest.mark.parametrize("ending", ["idle", "in a call", "killed"])
+def test_functions_end_with_their_ranks(ray_cluster: int, tmp_path: Path, ending: str) -> None:
+    file = tmp_path / "called"
+    with ResourcePool([2], timeout_s=60) as pool:
+        group = WorkerGroup(pool, GuardedWorker, role="guarded", parallel="1-1-2")
+        places = group.place().get()
+        assert all(is_there(place) for place in places)
+        if ending == "in a call":
+            group.call(str(file))
+            deadline = time.monotonic() + 30
+            while not all(Path(f"{file}.{rank}").exists() for rank in range(2)):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        if ending == "killed":
+            for process in group.process().get():
+                os.kill(process, signal.SIGKILL)
+        pool.close()
+    deadline = time.monotonic() + GONE_S
+    while any(is_there(place) for place in places):
+        assert time.monotonic() < deadline, f"still there: {[place for place in places if is_there(place)]}"
+        time.sleep(0.1)
+
+
+def is_there(place: tuple[int, str]) -> bool:
+    """Whether the function's process or its folder is left."""
+    group, folder = place
+    return Path(f"/proc/{group}").exists() or Path(folder).exists()
