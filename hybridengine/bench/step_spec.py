@@ -31,7 +31,7 @@ class StepSpec:
     response_tokens: int
     """Of every response: nothing ends one earlier."""
     dtype: str
-    """float32; or bfloat16: ours with master weights and optimizer state in float32, TRL's whatever is fastest."""
+    """float32; or bfloat16: with master weights and optimizer state in float32, TRL by autocast or, if faster, not."""
     repetitions: int
     """Counted steps of each side."""
     timeout_s: float
@@ -93,7 +93,8 @@ class OwnWay:
 
 
 PRECISIONS = ("float32", "autocast", "weights")
-"""Of TRL: float32 throughout; bfloat16 by autocast, with float32 weights; weights and optimizer state in bfloat16."""
+"""Of TRL: float32 throughout; bfloat16 by autocast, with float32 weights; weights and optimizer state in bfloat16, which
+is other training: an update of 1e-6 is lost in the rounding of a weight."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,12 @@ def own_ways(spec: StepSpec, num_cores: int, num_gpus: int = 0) -> list[OwnWay]:
     return ways
 
 
-def trl_ways(spec: StepSpec, rows_per_batch: int | None = None) -> list[TrlWay]:
-    """Ways worth trying: the whole batch at once, and a quarter at a time, or as given; every precision that may be used.
+def trl_ways(spec: StepSpec, rows_per_batch: int | None = None, precision: str | None = None) -> list[TrlWay]:
+    """Ways worth trying: the whole batch at once, and a quarter at a time, or as given; and precisions, or as given.
 
-    Where bfloat16 may be, float32 may too: TRL is held against whatever is its fastest.
+    With bfloat16, float32 is tried as well: TRL is held against what is faster for it, with float32 weights as ours.
     """
-    precisions = PRECISIONS if spec.dtype == "bfloat16" else PRECISIONS[:1]
+    precisions = [precision] if precision else PRECISIONS[: 2 if spec.dtype == "bfloat16" else 1]
     cuts = _cuts(spec.num_rows) if rows_per_batch is None else [rows_per_batch]
     return [TrlWay(rows, precision) for precision in precisions for rows in cuts]
 

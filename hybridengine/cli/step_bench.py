@@ -19,7 +19,7 @@ from rich.table import Table
 from hybridengine.bench.machine import num_gpus
 from hybridengine.bench.step_environment import make_environment, requirements
 from hybridengine.bench.step_result import CONTROLLER, Side, StepResult
-from hybridengine.bench.step_spec import DTYPES, OwnWay, StepSpec, TrlWay, own_ways, trl_ways
+from hybridengine.bench.step_spec import DTYPES, PRECISIONS, OwnWay, StepSpec, TrlWay, own_ways, trl_ways
 from hybridengine.cli.options import Once
 from hybridengine.cli.output_files import check_output_files, write_output
 from hybridengine.errors import ConfigError
@@ -78,6 +78,12 @@ def add_step_command(subparsers: Any) -> None:
         "--micro-rows", type=int, metavar="N", help="our rows per micro-batch (with --parallel; default all)"
     )
     option("--trl-rows", type=int, metavar="N", help="TRL's rows per batch, in place of the fastest")
+    option(
+        "--trl-precision",
+        metavar="KIND",
+        help="TRL's: float32, autocast (to bfloat16), or weights (in bfloat16, which is other training);"
+        " by default float32, or with --dtype bfloat16 the faster of the first two",
+    )
     option(
         "--environment",
         type=Path,
@@ -183,7 +189,10 @@ def chosen_trl_ways(options: argparse.Namespace, spec: StepSpec) -> list[TrlWay]
         raise ConfigError(
             f"--trl-rows {rows} must divide the {spec.num_rows} rows of a step; choose a divisor"
         )
-    return trl_ways(spec, rows)
+    precision = options.trl_precision
+    if precision is not None and precision not in PRECISIONS:
+        raise ConfigError(f"--trl-precision {precision} is not known; choose {', '.join(PRECISIONS)}")
+    return trl_ways(spec, rows, precision)
 
 
 def prepare_step(config_file: str, spec: StepSpec, folder: Path) -> StepFiles:

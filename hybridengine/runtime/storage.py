@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.errors import StorageError
+from hybridengine.runtime.host_memory import heap_is_worth_keeping, trim_heap
 
 
 class StoragePart:
@@ -163,39 +162,13 @@ def _binding(tensor: Tensor) -> tuple[Any, ...]:
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
-class _HeapInfo(ctypes.Structure):
-    """glibc's struct mallinfo2."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
-
-
-def return_memory_to_system(at_least: int = 0) -> None:
+def return_memory_to_system(*, if_short: bool = False) -> None:
     """Hand freed memory back: the caching allocator's on a GPU, else the C heap's.
 
     Args:
-        at_least: bytes that the C heap must have free, or it keeps them.
+        if_short: leave the C heap what it has free as long as the system has plenty.
     """
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        return
-    library = ctypes.CDLL(None)
-    with contextlib.suppress(OSError, AttributeError):  # other libraries than glibc free large blocks at once
-        if at_least:
-            library.mallinfo2.restype = _HeapInfo
-            if library.mallinfo2().fordblks < at_least:
-                return
-        library.malloc_trim(0)
+    elif not (if_short and heap_is_worth_keeping()):
+        trim_heap()

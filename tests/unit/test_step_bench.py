@@ -121,11 +121,9 @@ def test_a_way_that_is_named_is_the_only_one() -> None:
     assert chosen_own_ways(options, SPEC, num_cores=2) == [OwnWay(TrainSizes(1, 2, 2), GenSizes(1, 2), 1, 8)]
     assert chosen_trl_ways(options, SPEC) == [TrlWay(32)]
     assert trl_ways(SPEC) == [TrlWay(128), TrlWay(32)]
-    assert trl_ways(replace(SPEC, dtype="bfloat16"), 32) == [
-        TrlWay(32, "float32"),
-        TrlWay(32, "autocast"),
-        TrlWay(32, "weights"),
-    ]
+    mixed = replace(SPEC, dtype="bfloat16")
+    assert trl_ways(mixed, 32) == [TrlWay(32, "float32"), TrlWay(32, "autocast")]
+    assert trl_ways(mixed, 32, "weights") == [TrlWay(32, "weights")]
 
 
 def made_up(times: list[float], tokens: int, phases: list[dict[str, float]]) -> list[StepTime]:

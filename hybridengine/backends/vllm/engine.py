@@ -27,9 +27,6 @@ from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.runtime.storage import StoragePart, WeightStorage, return_memory_to_system
 from hybridengine.topology.generation import GenerationGrid
 
-WORTH_RETURNING_BYTES = 256 * 2**20
-"""Of the heap of a CPU rank: less is kept for the next training step, which would have to ask for it page by page."""
-
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -122,7 +119,7 @@ class VllmEngine:
     def enter_generation(self) -> None:
         """Take the KV cache back, zeroed, and forget cached prefixes: they were computed with other weights."""
         # The cache is one piece, which the heap's gaps cannot hold, or comes from vLLM's own allocator.
-        return_memory_to_system(WORTH_RETURNING_BYTES)
+        return_memory_to_system(if_short=True)
         if self._sleeps:
             self._llm.wake_up(tags=["kv_cache"])
         else:
