@@ -47,7 +47,12 @@ train: install ## the main job: PPO on arithmetic (CONFIG=configs/NAME.yaml for 
 
 .PHONY: test
 test: install ## all tests (ARGS="tests/unit -x" for some of them)
+ifeq ($(strip $(ARGS)),)
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 tests/unit
+	$(VENV)/bin/python -m pytest tests/gloo tests/full
+else
 	$(VENV)/bin/python -m pytest $(ARGS)
+endif
 
 .PHONY: lint
 lint: install ## ruff, pyright and the import contracts of the floors

@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     add_bench_command(reshard)
     bench = commands.add_parser(
         "bench",
-        help="measure what the rest of a step costs: handing rows over",
+        help="measure a whole step beside TRL, and what handing rows over costs",
         description="Measurements on this machine.",
     ).add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
     add_dispatch_command(bench)
