@@ -39,6 +39,7 @@ SECTIONS: dict[str, Any] = {
     },
     "critic": {"parallel": "1-2-2", "mini_batches": 2, "optimizer": {"lr": 1e-3}},
     "reference": {"parallel": "2-2-1"},
+    "reward": {"function": "hybridengine.data.tasks:length_cost"},  # some score, whatever is sampled
     "rollout": {
         "max_prompt_tokens": 32,
         "max_response_tokens": 12,
