@@ -141,9 +141,10 @@ class Future:
             self._results.clear()
         return self._value
 
-    def stored(self, number: int) -> Any:
-        """The result of a source rank as it is, which stays where it is; the call has ended."""
-        return self._fetch([self.references[number]])[0]
+    def stored(self, numbers: Sequence[int]) -> list[Any]:
+        """The results of some source ranks as they are, which stay where they are; the call has ended."""
+        references = self.references
+        return self._fetch([references[number] for number in numbers])
 
     def _fetch(self, references: list[ObjectRef]) -> list[Any]:
         try:

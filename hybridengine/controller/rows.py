@@ -75,7 +75,12 @@ class Batches:
         Raises:
             WorkerError: a rank has died since.
         """
-        return [produced.future.stored(number) for produced, number in self._places]
+        found = {
+            one: one.future.stored([number for produced, number in self._places if produced is one])
+            for one in dict.fromkeys(produced for produced, _ in self._places)
+        }
+        taken = {one: iter(stored) for one, stored in found.items()}
+        return [next(taken[produced]) for produced, _ in self._places]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from hybridengine.algorithms.correction import rollout_weights
+from hybridengine.algorithms.correction import RolloutWeights, rollout_weights
 from hybridengine.algorithms.kl import kl_estimator
 from hybridengine.algorithms.masking import response_mask, zero_masked
 from hybridengine.config.algorithm_sections import AlgorithmSection
@@ -40,19 +40,22 @@ class Counted:
         return TensorDict(found, batch_size=[len(self.keep_B)])  # pyright: ignore[reportArgumentType]
 
 
+def correction_weights(
+    rows: TensorDictBase, mask_BR: Tensor, settings: AlgorithmSection
+) -> RolloutWeights | None:
+    """What the run's rollout correction says of rows; None where it has none."""
+    correction = settings.correction
+    if correction is None:
+        return None
+    log_probs = rows["log_probs"], rows["rollout_log_probs"]
+    return rollout_weights(correction.name, *log_probs, mask_BR, correction.high, correction.low)
+
+
 def counted_rows(rows: TensorDictBase, settings: AlgorithmSection) -> Counted:
     """What counts of `rows` (`COLUMNS`), after dropped rewards and the rollout correction."""
     mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
-    keep, weights, correction = ~rows["dropped"], None, settings.correction
-    if correction is not None:
-        found = rollout_weights(
-            correction.name,
-            rows["log_probs"],
-            rows["rollout_log_probs"],
-            mask & keep[:, None],
-            correction.high,
-            correction.low,
-        )
+    keep, weights = ~rows["dropped"], None
+    if (found := correction_weights(rows, mask & keep[:, None], settings)) is not None:
         keep, weights = keep & found.keep_B, found.weights_BR
     mask = mask & keep[:, None]
     kl = zero_masked(kl_estimator(settings.kl_estimator)(rows["log_probs"], rows["ref_log_probs"]), mask)

@@ -10,12 +10,13 @@ import torch
 from tensordict import TensorDictBase
 
 from hybridengine.algorithms.across import Across
-from hybridengine.algorithms.correction import correction_metrics, rollout_weights
+from hybridengine.algorithms.correction import correction_metrics
 from hybridengine.algorithms.kl import kl_estimator
 from hybridengine.algorithms.masking import masked_max, masked_sum, response_mask
 from hybridengine.config.algorithm_sections import AlgorithmSection
 from hybridengine.controller.exchange import CallRecord
 from hybridengine.controller.rows import Rows
+from hybridengine.drivers.counted import correction_weights
 from hybridengine.drivers.roles import Roles, function_path
 from hybridengine.errors import DataError
 from hybridengine.metrics import keys
@@ -82,15 +83,7 @@ def rollout_metrics(rows: TensorDictBase, across: Across, settings: AlgorithmSec
         metrics[keys.LOG_PROB_ABS_DIFF_MAX] = float(across.max(masked_max(difference, mask)))
         entropies = float(across.sum(masked_sum(rows["entropies"], mask).double()))
         metrics["rollout/entropy_mean"] = entropies / max(1.0, num_tokens)
-    if (correction := settings.correction) is not None:
-        weights = rollout_weights(
-            correction.name,
-            rows["log_probs"],
-            rows["rollout_log_probs"],
-            mask & keep[:, None],
-            correction.high,
-            correction.low,
-        )
+    if (weights := correction_weights(rows, mask & keep[:, None], settings)) is not None:
         metrics |= correction_metrics(weights, across)
     return metrics
 
