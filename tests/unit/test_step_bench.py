@@ -82,6 +82,10 @@ def test_defaults_are_the_small_setting() -> None:
         (["--parallel", "1-1-3"], "--parallel 1-1-3: 16 prompts and 128 rows do not split over its 3 ranks"),
         (["--trl-rows", "24"], "--trl-rows 24 must divide the 128 rows of a step; choose a divisor"),
         (["--trl-rows", "0"], "--trl-rows 0 must divide the 128 rows"),
+        (
+            ["--trl-precision", "half"],
+            "--trl-precision half is not known; choose float32, autocast, weights",
+        ),
         (["--prompts", "2", "--prompts", "3"], "--prompts is given twice"),
         (["--json", "/no/such/folder/step.json"], "--json /no/such/folder/step.json cannot be written"),
     ],
