@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import warnings
 
@@ -18,3 +19,5 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
     import workers.critic
     import workers.reference
     import workers.reward  # noqa: F401
+
+gc.freeze()  # no collection in a rank goes through what is imported here, or copies its pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 with warnings.catch_warnings():
@@ -21,3 +22,5 @@ with warnings.catch_warnings():
     import hybridengine.topology.generation  # noqa: F401
     import tests.gloo.ranks
     import tests.gloo.sharded_ranks  # noqa: F401
+
+gc.freeze()  # no collection in a rank goes through what is imported here, or copies its pages
