@@ -23,7 +23,7 @@ from hybridengine.controller.calls import Arguments, Call
 from hybridengine.controller.context import RankContext
 from hybridengine.controller.failures import Outcome, failure_of
 from hybridengine.errors import WorkerError
-from hybridengine.importing import import_object
+from hybridengine.importing import import_object, nothing_collected
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ class RankProcess:
         """Import torch, the slow part of starting, and say where the process runs; `seat` stands in for a rank."""
 
         def look() -> Seat:
-            importlib.import_module("torch.distributed")
+            with nothing_collected():
+                importlib.import_module("torch.distributed")
             gpus = [int(gpu) for gpu in ray.get_gpu_ids()]
             return Seat(ray.util.get_node_ip_address(), gpus[0] if gpus else None)
 
@@ -123,7 +124,8 @@ class RankProcess:
                 timeout=timeout,
             )
             distributed.barrier()
-            rank_rows = importlib.import_module("hybridengine.controller.rank_rows")
+            with nothing_collected():
+                rank_rows = importlib.import_module("hybridengine.controller.rank_rows")
             self._rows = rank_rows.RankRows(identity.node, secret, timeout_s)
 
         return self._run(identity.rank, join)
@@ -137,7 +139,8 @@ class RankProcess:
                 raise WorkerError(
                     f"role {context.role!r} exists on rank {context.rank}; give each group a role of its own"
                 )
-            cls = import_object(worker) if isinstance(worker, str) else pickle.loads(worker)
+            with nothing_collected():
+                cls = import_object(worker) if isinstance(worker, str) else pickle.loads(worker)
             self._workers[context.role] = cls(context, **pickle.loads(config))
 
         return self._run(context.rank, make)

@@ -1,4 +1,4 @@
-"""What is slow to start and shared: a Ray cluster and a forkserver with vLLM by the session, ranks by a module."""
+"""What is slow to start and shared by the session: a Ray cluster, four ranks in it, and a forkserver with vLLM."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.full.tiny_runs import SECTIONS, Run
 from tests.full.vllm_ranks import VllmRankLauncher
 from tests.gloo import preload  # noqa: F401  # before the test modules, which import the same without its filter
 
-NUM_CPUS = 8
-"""Logical CPUs of the cluster: ranks that the pools of a test can have together."""
+NUM_CPUS = 12
+"""Logical CPUs of the cluster: the shared pool's, and eight for the pools of a test."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,20 +43,20 @@ def ray_cluster() -> Iterator[int]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool(ray_cluster: int) -> Iterator[ResourcePool]:
-    """4 ranks for all tests of a module: a test that ends or blocks ranks for good makes its own."""
+    """4 ranks for all tests: one that ends or blocks ranks for good makes its own."""
     with ResourcePool([4], env={"PROBE": "seen"}, timeout_s=60) as pool:
         yield pool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def actor(pool: ResourcePool) -> WorkerGroup:
     """Probe workers, trained 2-2-1 and generating 1-1."""
     return WorkerGroup(pool, ProbeWorker, role="actor", parallel="2-2-1", generate="1-1")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def critic(pool: ResourcePool) -> WorkerGroup:
     """Probe workers on the same processes, trained 1-2-2."""
     return WorkerGroup(pool, ProbeWorker, role="critic", parallel="1-2-2", config={"offset": 100})

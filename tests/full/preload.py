@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import warnings
 
-with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+from hybridengine.importing import nothing_collected
+
+with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothing_collected():
     warnings.simplefilter("ignore")
 
     import vllm.v1.engine.llm_engine
@@ -19,5 +20,3 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
     import workers.critic
     import workers.reference
     import workers.reward  # noqa: F401
-
-gc.freeze()  # no collection in a rank goes through what is imported here, or copies its pages

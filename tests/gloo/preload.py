@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 
-with warnings.catch_warnings():
+from hybridengine.importing import nothing_collected
+
+# Nothing collected: ranks do not search in what is imported here, or copy its pages.
+with warnings.catch_warnings(), nothing_collected():
     warnings.simplefilter("ignore")  # Megatron-core says six times that there is no GPU
 
     import pytest  # noqa: F401  # a rank imports the module of the function that it runs, and that imports pytest
@@ -22,5 +24,3 @@ with warnings.catch_warnings():
     import hybridengine.topology.generation  # noqa: F401
     import tests.gloo.ranks
     import tests.gloo.sharded_ranks  # noqa: F401
-
-gc.freeze()  # no collection in a rank goes through what is imported here, or copies its pages

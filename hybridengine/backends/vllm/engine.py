@@ -21,6 +21,7 @@ from torch import Tensor
 from hybridengine.backends.vllm.groups import install_groups
 from hybridengine.backends.vllm.lockstep import LockstepDecoder
 from hybridengine.errors import DataError, StorageError
+from hybridengine.importing import nothing_collected
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.vllm import vllm_layout
@@ -301,7 +302,9 @@ def _process_state_kept() -> Iterator[None]:
 
     Also keeps the end of an engine from destroying the default process group, which the trainer uses.
     """
-    from vllm.v1.engine import core
+    with nothing_collected():
+        from vllm import LLM  # noqa: F401  # what building an engine imports
+        from vllm.v1.engine import core
 
     core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
