@@ -127,6 +127,7 @@ class ProbeWorker:
 
     @register(ONE_TO_ALL)
     def kept_bytes(self) -> int:
+        gc.unfreeze()  # it was there when the worker was imported
         (rows,) = (found for found in gc.get_objects() if type(found) is RowStore)
         return rows.num_bytes
 
