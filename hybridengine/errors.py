@@ -18,6 +18,10 @@ class ConfigError(HybridEngineError):
     """A run configuration, or a file it names, breaks a rule."""
 
 
+class UnknownNameError(ConfigError, AttributeError):
+    """An attribute that is made from names, such as a role or a method of a group, does not exist."""
+
+
 class TopologyError(HybridEngineError):
     """Parallel sizes, ranks or coordinates do not fit together."""
 
@@ -44,6 +48,10 @@ class DataError(HybridEngineError):
 
 class ProtocolError(HybridEngineError):
     """Rows cannot be split over, or collected from, the ranks of a worker group."""
+
+
+class WrongArgumentsError(ProtocolError, TypeError):
+    """A worker method was called with other arguments than it takes."""
 
 
 class WorkerError(HybridEngineError):

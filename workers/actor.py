@@ -20,6 +20,7 @@ from hybridengine.backends.megatron.weights import save_weights
 from hybridengine.backends.vllm.engine import EngineSettings, SamplingSettings, VllmEngine
 from hybridengine.config import RunConfig
 from hybridengine.controller.context import RankContext
+from hybridengine.errors import ProtocolError
 from hybridengine.model_shapes import DTYPE_BYTES
 from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, register
 from hybridengine.reshard.planner import compile_plan
@@ -183,10 +184,19 @@ class ActorWorker(TrainedWorker):
 
         Takes a rollout with `log_probs` and `advantages` [B, R], and where they are there: rows to `keep` [B], `weights`
         [B, R] of the rollout correction, `ref_log_probs` [B, R]. Metrics on the last stage.
+
+        Raises:
+            ProtocolError: a KL loss without `ref_log_probs`, or fewer rows than mini-batches.
         """
         section, temperature = self.run.actor, self.run.rollout.temperature
+        produced = {"weights", "ref_log_probs"} & set(batch.keys())
+        if section.kl_loss_coef and "ref_log_probs" not in produced:
+            raise ProtocolError(
+                f"actor.update: columns ['ref_log_probs'] are needed with actor.kl_loss_coef={section.kl_loss_coef}, and"
+                " nobody has produced them; let the reference compute them, or set 0"
+            )
         aggregation = Aggregation(section.loss_aggregation, self._divisor)
-        columns_of = ["log_probs", "advantages", *({"weights", "ref_log_probs"} & set(batch.keys()))]
+        columns_of = ["log_probs", "advantages", *produced]
 
         def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
             log_probs, entropies = self._log_probs(logits, columns, temperature)

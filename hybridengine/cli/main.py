@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"hybridengine: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("hybridengine: interrupted; what the run has written so far is kept", file=sys.stderr)
+        print("hybridengine: interrupted; what has been written so far is kept", file=sys.stderr)
         return 130
 
 

@@ -16,6 +16,7 @@ from hybridengine.config import RunConfig
 from hybridengine.controller.exchange import CallRecord, row_exchange
 from hybridengine.data.rewards import Decoder, reward_texts
 from hybridengine.drivers.step_metrics import phase_of_call
+from hybridengine.metrics import keys
 from hybridengine.metrics.call_progress import CallProgress
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.live import LiveView, can_show_live
@@ -23,7 +24,7 @@ from hybridengine.metrics.recorder import METRICS_FILE, TENSORBOARD_FOLDER, Metr
 from hybridengine.metrics.report.run_record import CONFIG_FILE, SAMPLES_FOLDER, Sample
 from hybridengine.metrics.samples import write_samples
 from hybridengine.metrics.step_progress import StepProgress
-from hybridengine.metrics.timeline import TIMELINE_FILE, Span, TimelineWriter
+from hybridengine.metrics.timeline import TIMELINE_FILE, Reading, Span, TimelineWriter
 from hybridengine.metrics.tracker_packages import TrackedRun
 from hybridengine.metrics.trackers import Trackers
 
@@ -115,7 +116,8 @@ class RunOutput:
 
     def draw(self, step: int, records: Sequence[CallRecord]) -> None:
         """Add what the ranks did in a step to the timeline."""
-        self._timeline.write([span for record in records for span in self._spans(step, record)])
+        spans = [span for record in records for span in self._spans(step, record)]
+        self._timeline.write(spans, [reading for record in records for reading in self._readings(record)])
 
     def show_samples(self, step: int, rows: TensorDictBase) -> None:
         """Keep responses of an evaluation: rows with tokens, lengths, `answers` and `scores`; a live view shows some."""
@@ -141,6 +143,15 @@ class RunOutput:
             if fetched := record.fetch_seconds.get(rank, 0.0):
                 spans.append(Span("fetch rows", "transfers", *place, begin, begin + fetched, pool, step))
         return spans
+
+    def _readings(self, record: CallRecord) -> list[Reading]:
+        """What every rank's process held when it had ended the call."""
+        nodes, pool = self._nodes[record.pool], record.pool if len(self._nodes) > 1 else ""
+        return [
+            Reading(keys.memory_key(name), rank, nodes[rank], record.spans[rank][1], num_bytes, pool)
+            for rank, held in record.held_bytes.items()
+            for name, num_bytes in held.items()
+        ]
 
     def __enter__(self) -> RunOutput:
         if self._view is not None:

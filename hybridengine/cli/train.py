@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +23,7 @@ from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.drivers.step_metrics import call_metrics
 from hybridengine.drivers.warmup import warm_up
-from hybridengine.errors import HybridEngineError, raise_all
+from hybridengine.errors import ConfigError, HybridEngineError, raise_all, shown
 from hybridengine.metrics import keys
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.formatting import format_bytes
@@ -78,7 +79,7 @@ def train(config: RunConfig) -> None:
         roles = pools.start_roles(actor)
         say(f"{', '.join(role for role in config.algorithm.used_roles if role != 'actor')} ready")
         with RunOutput(config, pools.nodes, files.tokenizer, console, trackers) as output:
-            _iterate(config, step_of, pools, roles, files, output)
+            iterate(config, step_of, pools, roles, files, output)
         actor.save_checkpoint(str(config.run_folder / "final"), str(config.model_folder)).wait()
         say(f"trained model saved: {_shown(config.run_folder / 'final')}")
     rows = read_rows(config.run_folder)
@@ -128,7 +129,7 @@ def _shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _iterate(
+def iterate(
     config: RunConfig, step_of: Step, pools: RunPools, roles: Roles, files: RunFiles, output: RunOutput
 ) -> None:
     """All iterations, with a row of metrics and a line on the console for each."""
@@ -140,22 +141,32 @@ def _iterate(
         output.begin_evaluation(step)
         metrics, samples = evaluate(roles, len(files.held_out))
         output.show_samples(step, samples)
+        pools.wait()
+        output.draw(step, exchange.take_records())
         return metrics
 
-    output.record(0, measure(0) | roles.take_scorer_metrics())
-    for step in range(1, steps + 1):
-        pools.wait()  # what an evaluation has called belongs to no step
-        exchange.take_records()
-        output.begin_step(step)
-        begin, payload_bytes = time.time(), exchange.payload_bytes
+    @contextlib.contextmanager
+    def failures_kept(step: int) -> Iterator[None]:
+        """What is known of a step or an evaluation that fails is drawn, and counted."""
         try:
-            metrics = step_of(roles, _sampling(config, step), config.algorithm, state)
-            pools.wait()
-        except HybridEngineError:
-            output.draw(step, exchange.take_records())
+            yield
+        except Exception:
             with contextlib.suppress(HybridEngineError):  # of ranks that can no longer say
                 output.record_failure(step, roles.take_scorer_metrics(LAST_WORDS_S))
+            pools.settle()
+            output.draw(step, exchange.take_records())
             raise
+
+    exchange.take_records()
+    with failures_kept(0):
+        metrics = measure(0)
+    output.record(0, metrics | roles.take_scorer_metrics())
+    for step in range(1, steps + 1):
+        output.begin_step(step)
+        begin, payload_bytes = time.time(), exchange.payload_bytes
+        with failures_kept(step):
+            metrics = _checked(step_of(roles, _sampling(config, step), config.algorithm, state), config)
+            pools.wait()
         seconds, records = time.time() - begin, exchange.take_records()
         payload_bytes = exchange.payload_bytes - payload_bytes
         metrics |= call_metrics(records, payload_bytes, begin, begin + seconds)
@@ -165,8 +176,23 @@ def _iterate(
         output.draw(step, records)
         every = config.run.eval_every
         if step == steps or (every and step % every == 0):
-            metrics |= measure(step)
+            with failures_kept(step):
+                metrics |= measure(step)
         output.record(step, metrics | roles.take_scorer_metrics())
+
+
+def _checked(metrics: object, config: RunConfig) -> dict[str, float]:
+    """What a dataflow has returned, which may be anybody's.
+
+    Raises:
+        ConfigError: it is no dict.
+    """
+    if not isinstance(metrics, dict):
+        raise ConfigError(
+            f"step of algorithm.name={config.algorithm.name} returned {shown(metrics)}; return its metrics, a dict of"
+            " numbers"
+        )
+    return metrics
 
 
 def _sampling(config: RunConfig, step: int) -> Sampling:

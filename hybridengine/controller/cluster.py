@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
-from hybridengine.errors import ConfigError
+from hybridengine.errors import ConfigError, WorkerError
 
 QUIET_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -20,6 +23,10 @@ QUIET_RAY = {
     "RAY_enable_worker_prestart": "0",
 }
 """Set before Ray starts here; values of the caller's environment win."""
+
+
+START_ATTEMPTS = 3
+"""How often to try to start Ray on this machine."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +66,46 @@ def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
     if os.environ.get("RAY_ADDRESS"):
         _connect(os.environ["RAY_ADDRESS"])
     else:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            include_dashboard=False,
-            logging_level=logging.WARNING,
-        )
+        _start_local(num_cpus, num_gpus)
+
+
+def _start_local(num_cpus: int | None, num_gpus: int | None) -> None:
+    """Ray gives its own processes 30 s, which a busy machine may not keep: try again."""
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            with _termination_kept():
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    num_gpus=num_gpus,
+                    include_dashboard=False,
+                    logging_level=logging.WARNING,
+                )
+            return
+        except Exception as error:  # Ray raises bare exceptions here
+            ray.shutdown()
+            if attempt == START_ATTEMPTS:
+                raise WorkerError(
+                    f"Ray has not started on this machine, {attempt} times over ({error}); wait until the machine is"
+                    " less busy, or start Ray with `ray start --head` and set RAY_ADDRESS"
+                ) from error
+
+
+@contextlib.contextmanager
+def _termination_kept() -> Iterator[None]:
+    """Keep the program's own handler of SIGTERM: Ray puts one in its place that aborts, and leaves what is open open."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _connect(address: str) -> None:
     try:
-        ray.init(address=address, logging_level=logging.WARNING)
+        with _termination_kept():
+            ray.init(address=address, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, and where it asks"

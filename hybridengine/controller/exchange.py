@@ -28,6 +28,8 @@ class CallRecord:
     """Rank -> how long it took, from the beginning, until its rows were there."""
     transferred: Counter[str]
     """Bytes of rows that came from other processes, all ranks together, by the call that had produced them."""
+    held_bytes: dict[int, dict[str, int]]
+    """Rank -> what its process held when the call had ended, by name."""
     pool: str = ""
     """Whose ranks they are, where a run has several pools."""
 

@@ -66,6 +66,8 @@ class Outcome:
     """Of the time between them: until the call's rows were there."""
     transferred: dict[str, int] = field(default_factory=dict)
     """Bytes of rows that came from other processes, by the call that had produced them."""
+    held_bytes: dict[str, int] = field(default_factory=dict)
+    """What the rank's process held at the end (`runtime.host_memory.held_bytes`)."""
 
     @property
     def seconds(self) -> float:

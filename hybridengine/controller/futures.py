@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.waiting import Operation, wait_for
-from hybridengine.errors import WorkerError
+from hybridengine.errors import WorkerError, WrongArgumentsError
 
 
 class Future:
@@ -161,7 +161,7 @@ class Future:
         return f"Future({self._operation}, {state})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
+        raise WrongArgumentsError(
             f"{self!r} cannot be sent to a rank inside another value; pass it as an argument of its own, or call"
             " get() first"
         )

@@ -185,6 +185,11 @@ class ResourcePool:
             future.settle()
         self._unfinished.clear()
 
+    def settle(self) -> None:
+        """Write down what the calls took that have ended by now; waits for none, and raises nothing of theirs."""
+        for future in list(self._unfinished):
+            future.settle()
+
     def drop_rows(self, key: int) -> None:
         """Let the ranks give up the rows of a call, with the next call that they get."""
         self._dropped.append(key)

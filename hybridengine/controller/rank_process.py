@@ -24,6 +24,7 @@ from hybridengine.controller.context import RankContext
 from hybridengine.controller.failures import Outcome, failure_of
 from hybridengine.errors import WorkerError
 from hybridengine.importing import import_object, nothing_collected
+from hybridengine.runtime.host_memory import held_bytes
 
 
 @dataclass(frozen=True)
@@ -210,8 +211,8 @@ class RankProcess:
         try:
             result = task()
         except Exception as error:  # carried to the controller as data, with rank and traceback
-            return Outcome(rank, begin, time.time(), failure_of(rank, error)), None
-        return Outcome(rank, begin, time.time()), result
+            return Outcome(rank, begin, time.time(), failure_of(rank, error), held_bytes=held_bytes()), None
+        return Outcome(rank, begin, time.time(), held_bytes=held_bytes()), result
 
 
 def process_environment(use_gpus: bool, extra: Mapping[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.futures import Future
-from hybridengine.errors import ProtocolError
+from hybridengine.errors import ProtocolError, WrongArgumentsError
 from hybridengine.runtime.batch import columns_of, num_rows
 from hybridengine.runtime.row_requests import RowsOrigin, RowsRequest
 
@@ -166,11 +166,23 @@ class Rows:
         return Rows([source.take(rows) for source in self._sources], len(rows))
 
     def repeat(self, times: int) -> Rows:
-        """Every row `times` times, one behind the other: n samples per prompt."""
+        """Every row `times` times, one behind the other: n samples per prompt.
+
+        Raises:
+            ProtocolError: `times` is negative.
+        """
+        if times < 0:
+            raise ProtocolError(f"rows cannot be repeated {times} times; choose 0 or more")
         return self[np.repeat(np.arange(len(self)), times)]
 
     def pad_to_multiple(self, size: int) -> Rows:
-        """These rows and, behind them, the first ones again until their number is a multiple of `size`."""
+        """These rows and, behind them, the first ones again until their number is a multiple of `size`.
+
+        Raises:
+            ProtocolError: `size` is less than 1.
+        """
+        if size < 1:
+            raise ProtocolError(f"rows cannot be padded to a multiple of {size}; choose 1 or more")
         return self[np.arange(-(-len(self) // size) * size) % max(1, len(self))]
 
     def request(
@@ -230,7 +242,7 @@ class Rows:
         return f"Rows({len(self)} rows of {', '.join(parts)})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
+        raise WrongArgumentsError(
             f"{self!r} cannot be sent to a rank inside another value; pass it as an argument of its own"
         )
 

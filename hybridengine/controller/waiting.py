@@ -74,6 +74,7 @@ class Operation:
             {rank: (outcome.begin, outcome.end) for rank, outcome in sorted(self._outcomes.items())},
             {rank: outcome.fetch_seconds for rank, outcome in sorted(self._outcomes.items())},
             transferred,
+            {rank: outcome.held_bytes for rank, outcome in sorted(self._outcomes.items())},
             self.pool,
         )
 

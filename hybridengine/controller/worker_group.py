@@ -19,7 +19,7 @@ from hybridengine.controller.futures import Future
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.requests import split_requests, traffic_bytes
 from hybridengine.controller.rows import Produced, Rows, Source
-from hybridengine.errors import ConfigError, ProtocolError, raise_all
+from hybridengine.errors import ConfigError, ProtocolError, UnknownNameError, WrongArgumentsError, raise_all
 from hybridengine.importing import import_object
 from hybridengine.protocols import GroupTopology, Protocol, registered
 from hybridengine.topology.generation import GenerationGrid, Grouping
@@ -100,7 +100,9 @@ class WorkerGroup:
         if name not in methods:
             near = difflib.get_close_matches(name, methods, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(methods)) or 'none'}"
-            raise AttributeError(f"{name!r} is no registered method of {self.__dict__.get('role')!r}; {hint}")
+            raise UnknownNameError(
+                f"{name!r} is no registered method of {self.__dict__.get('role')!r}; {hint}"
+            )
 
         def group_call(*args: Any, **kwargs: Any) -> Future | Rows:
             return self._call(name, args, kwargs)
@@ -124,7 +126,7 @@ class WorkerGroup:
         try:
             self._signatures[method].bind(self, *args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{operation}{self._signatures[method]}: {error}") from None
+            raise WrongArgumentsError(f"{operation}{self._signatures[method]}: {error}") from None
         registration = self._methods[method][1]
         protocol = registration.protocol
         requests = split_requests(registration, self.topology, args, kwargs, operation, self.pool)

@@ -91,6 +91,11 @@ class RunPools:
         for pool in self._pools.values():
             pool.wait()
 
+    def settle(self) -> None:
+        """Write down what the calls took that have ended by now."""
+        for pool in self._pools.values():
+            pool.settle()
+
     def start_actor(self, **arguments: object) -> WorkerGroup:
         """The actor's group; `arguments` go to its worker."""
         return self._model("actor", **arguments)

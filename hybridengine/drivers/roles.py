@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hybridengine.controller.rows import Rows
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.rewards import score_column
-from hybridengine.errors import ConfigError
+from hybridengine.errors import UnknownNameError
 
 State = dict[str, float]
 """Numbers that a dataflow keeps from one iteration to the next, e.g. a Lagrange multiplier; empty at first."""
@@ -57,7 +57,8 @@ class Roles:
         prompts     reads the data files
         compute     runs plain functions over rows where the rows are
 
-    A dataflow that uses a role that the run does not have gets a ConfigError that names it.
+    A dataflow that uses a role that the run does not have gets an UnknownNameError that names it; `hasattr` asks
+    whether there is one.
     """
 
     actor: WorkerGroup
@@ -80,7 +81,7 @@ class Roles:
     def __getattr__(self, name: str) -> WorkerGroup:
         near = difflib.get_close_matches(name, self.__dict__, n=1)
         remedy = f"did you mean {near[0]}?" if near else "add it to algorithm.roles"
-        raise ConfigError(
+        raise UnknownNameError(
             f"the dataflow uses the role {name!r}, and the run has {', '.join(self.__dict__)}; {remedy}"
         )
 

@@ -133,7 +133,8 @@ def phase_of_call(role: str, method: str) -> str:
 def call_metrics(
     records: Sequence[CallRecord], payload_bytes: int, begin: float, end: float
 ) -> dict[str, float]:
-    """Seconds by phase, bytes that went from rank to rank and through the controller, and what the controller took.
+    """Seconds by phase, bytes that went from rank to rank and through the controller, what the controller took, and the
+    most that a rank's process held after any call.
 
     Args:
         begin, end: of the iteration, in seconds since the epoch.
@@ -143,6 +144,10 @@ def call_metrics(
         seconds[keys.time_key(phase_of_call(record.role, record.method))] += record.seconds
         for producer, num_bytes in record.transferred.items():
             edges[f"transfer/{producer}->{record}_bytes"] += num_bytes
+    held = defaultdict[str, int](int)
+    for by_name in (by_name for record in records for by_name in record.held_bytes.values()):
+        for name, num_bytes in by_name.items():
+            held[keys.memory_key(name)] = max(held[keys.memory_key(name)], num_bytes)
     spans = sorted(span for record in records for span in record.spans.values())
     busy, last = 0.0, begin
     for start, stop in spans:
@@ -151,6 +156,7 @@ def call_metrics(
     return {
         **seconds,
         **edges,
+        **held,
         keys.TRANSFER_BYTES: sum(edges.values()),
         keys.PAYLOAD_BYTES: payload_bytes,
         keys.OVERHEAD_S: end - begin - busy,

@@ -61,6 +61,11 @@ def time_key(phase: str) -> str:
     return f"time/{phase}_s"
 
 
+def memory_key(name: str) -> str:
+    """The metric of what a rank's process holds: "resident_bytes" -> "memory/resident_bytes"."""
+    return f"memory/{name}"
+
+
 def phase_of(key: str) -> str | None:
     """The phase whose seconds `key` holds, None where it is another metric: the inverse of `time_key`."""
     if key.startswith("time/") and key.endswith("_s"):

@@ -1,15 +1,18 @@
-"""Memory of this host's processes: what the C heap has free, what the system could still give."""
+"""Memory of this host's processes: what one holds, what its C heap has free, what the system could still give."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import sys
 from pathlib import Path
 
 PLENTY = 4
 """So many times what a heap has free must be available to leave it there: for other ranks, and the KV cache."""
 
 MEMINFO = Path("/proc/meminfo")
+STATM = Path("/proc/self/statm")
 GROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (
@@ -38,6 +41,20 @@ class _HeapInfo(ctypes.Structure):
             "keepcost",
         )
     ]
+
+
+def held_bytes() -> dict[str, int]:
+    """What this process holds now: `resident_bytes` in the host's memory, and `device_bytes` of tensors on its GPU.
+
+    Leaves out what the system does not say, and a GPU that is not in use. Takes microseconds, and imports nothing.
+    """
+    held = {}
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        held["resident_bytes"] = int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        held["device_bytes"] = torch.cuda.memory_allocated()
+    return held
 
 
 def heap_is_worth_keeping() -> bool:

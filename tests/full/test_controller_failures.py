@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -188,3 +192,33 @@ def test_a_later_wait_sees_what_failed_first_and_each_call_has_its_own_limit(ray
         with pytest.raises(RankFailedError, match=r"probe\.die_before_collective died on rank 1"):
             group.describe().get()
         pool.close()
+
+
+SLEEPER = """
+import signal, sys, tempfile, ray
+from hybridengine.cli import main as command_line
+from hybridengine.controller.cluster import start_ray
+signal.signal(signal.SIGTERM, command_line._terminate)
+start_ray(num_cpus=1, num_gpus=0)
+@ray.remote
+def sleep():
+    import time
+    time.sleep(60)
+with tempfile.TemporaryDirectory(dir=sys.argv[1]):
+    print("there", flush=True)
+    ray.get(sleep.remote())
+"""
+
+
+def test_a_controller_that_is_told_to_terminate_tidies_up(tmp_path: Path) -> None:
+    """Ray has a handler of its own, which aborts."""
+    command = [sys.executable, "-c", SLEEPER, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        assert len(list(tmp_path.iterdir())) == 1
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())

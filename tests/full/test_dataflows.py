@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from rich.console import Console
+from tensordict import TensorDict
 
-from hybridengine.cli.prepare import claim_run, prepare_files
+from hybridengine.cli.prepare import RunFiles, claim_run, prepare_files
+from hybridengine.cli.run_output import RunOutput
+from hybridengine.cli.train import iterate
 from hybridengine.config import RunConfig, load_config
 from hybridengine.config.algorithm_sections import ALGORITHM_ROLES, CorrectionSection
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.drivers.dataflow import load_step
+from hybridengine.drivers.dataflow import Step, load_step
 from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.roles import Roles, Sampling, State
-from hybridengine.errors import ConfigError
+from hybridengine.errors import ConfigError, DataError, ProtocolError, StorageError
 from hybridengine.metrics import keys
+from hybridengine.metrics.recorder import Row, read_rows
+from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
 from tests.full.tiny_runs import SECTIONS
+from workers.actor import ActorWorker
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -33,6 +43,7 @@ class Started:
     """Groups for all roles that any dataflow has."""
 
     config: RunConfig
+    files: RunFiles
     pools: RunPools
     roles: Roles
 
@@ -56,7 +67,7 @@ def started(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Itera
         pools.start()
         actor = pools.start_actor(folder=config.model_folder, stop_token_ids=files.stop_token_ids)
         actor.start_training()
-        yield Started(config, pools, pools.start_roles(actor))
+        yield Started(config, files, pools, pools.start_roles(actor))
 
 
 def one_step(
@@ -129,3 +140,106 @@ def test_rows_of_a_dataflow_that_nobody_has_produced(started: Started, tmp_path:
     with pytest.raises(Exception, match=r"actor\.update") as error:
         roles.actor.update(prompts).wait()
     assert "log_probs" in str(error.value)
+
+
+def left_by(
+    started: Started, roles: Roles, step: Step, name: str, error: type[Exception], match: str
+) -> tuple[list[Row], set[tuple[int | None, str]]]:
+    """Rows of metrics and (step, bar) of the timeline that a run leaves which fails with an error."""
+    own = started.config.run.model_copy(update={"name": name})
+    config = started.config.model_copy(update={"run": own})
+    config.run_folder.mkdir()
+    with (
+        pytest.raises(error, match=match),
+        RunOutput(
+            config, started.pools.nodes, started.files.tokenizer, Console(file=io.StringIO())
+        ) as output,
+    ):
+        iterate(config, step, started.pools, roles, started.files, output)
+    spans = read_timeline(config.run_folder / TIMELINE_FILE).spans
+    return read_rows(config.run_folder), {(span.step, span.name) for span in spans}
+
+
+def mistyped(roles: Roles, sampling: Sampling, settings: object, state: State) -> dict[str, float]:
+    prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step)
+    roles.actor.compute_logprobs(prompts)
+    return {}
+
+
+def divides_by_zero(roles: Roles, sampling: Sampling, settings: object, state: State) -> dict[str, float]:
+    roles.prompts.training_prompts(sampling.prompts, sampling.step).get("prompt_lengths")
+    return {"ratio": 1 / 0}
+
+
+def returns_nothing(roles: Roles, sampling: Sampling, settings: object, state: State) -> Any:
+    roles.prompts.training_prompts(sampling.prompts, sampling.step).get("prompt_lengths")
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "match"),
+    [
+        (
+            mistyped,
+            ConfigError,
+            "'compute_logprobs' is no registered method of 'actor'; did you mean compute_log_probs",
+        ),
+        (divides_by_zero, ZeroDivisionError, "division"),
+        (returns_nothing, ConfigError, "returned null; return its metrics"),
+    ],
+)
+def test_a_dataflow_that_fails_leaves_what_is_known_of_its_step(
+    started: Started, step: Step, error: type[Exception], match: str
+) -> None:
+    rows, bars = left_by(started, started.roles, step, step.__name__, error, match)
+    assert [row[keys.STEP] for row in rows] == [0, 1]
+    assert keys.EXACT_MATCH in rows[0]
+    assert "reward/calls" in rows[1]
+    assert {(0, "actor.generate_sequences"), (1, "prompts.training_prompts")} <= bars
+
+
+class Failing:
+    """In a reward's place."""
+
+    num_ranks = 1
+
+    def compute_scores(self, rollout: object) -> None:
+        raise DataError("no score today")
+
+
+def test_an_evaluation_that_fails_leaves_what_is_known_of_it(started: Started) -> None:
+    roles = Roles(**{**started.roles.__dict__, "reward": Failing()})  # type: ignore[arg-type]
+    rows, bars = left_by(started, roles, returns_nothing, "unjudged", DataError, "no score today")
+    assert [row[keys.STEP] for row in rows] == [0]
+    assert "cost/calls" in rows[0], "the other scorers are counted"
+    assert (0, "actor.generate_sequences") in bars
+
+
+def test_what_needs_the_weights_is_refused_while_the_engine_has_them(
+    started: Started, tmp_path: Path
+) -> None:
+    actor, roles = started.roles.actor, started.roles
+    prompts = roles.prompts.training_prompts(Sampling(1, 8, 1, 0).prompts, 1)
+    actor.switch_to_generate()
+    rollout = prompts.union(actor.generate_sequences(prompts))
+    for call in (
+        lambda: actor.compute_log_probs(rollout),
+        lambda: actor.update_supervised(rollout),
+        lambda: actor.save_checkpoint(str(tmp_path / "saved"), str(started.config.model_folder)),
+    ):
+        with pytest.raises(
+            Exception, match="no weights in generation mode; switch to training first"
+        ) as caught:
+            call().wait()
+        assert isinstance(caught.value.__cause__, StorageError)
+    actor.switch_to_train()
+    assert actor.compute_log_probs(rollout).get("log_probs")["log_probs"].isfinite().all()
+    assert not hasattr(roles, "judge")
+
+
+def test_a_kl_loss_without_the_references_log_probs(started: Started) -> None:
+    """The run's own coefficient is 0, so the worker is asked in this process."""
+    section = started.config.actor.model_copy(update={"kl_loss_coef": 0.1})
+    worker = object.__new__(ActorWorker)
+    worker.run = started.config.model_copy(update={"actor": section})
+    with pytest.raises(ProtocolError, match=r"\['ref_log_probs'\] are needed with actor.kl_loss_coef=0.1"):
+        worker.update(TensorDict({"log_probs": torch.zeros(2, 3)}, batch_size=[2]))

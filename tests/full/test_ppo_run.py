@@ -17,6 +17,9 @@ from hybridengine.cli.main import main
 from hybridengine.config import model_shape
 from hybridengine.metrics import keys
 from hybridengine.metrics.recorder import Row
+from hybridengine.metrics.report.blocks import ChartGroup
+from hybridengine.metrics.report.curves import memory_section
+from hybridengine.metrics.report.run_record import read_run
 from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
 from hybridengine.planning.switch_cost import SwitchPricer
 from hybridengine.topology.links import NodeMap
@@ -111,6 +114,23 @@ def test_the_timeline_has_a_row_per_rank_and_a_bar_per_phase(run: Run):
     assert 0.5 * slowest < total <= slowest + 1e-3
 
 
+def test_memory_of_every_rank_over_time(run: Run):
+    """Read after every call; the report draws it. A rank with torch, Megatron-core and vLLM holds some hundred MiB."""
+    timeline = read_timeline(run.folder / TIMELINE_FILE)
+    readings = [reading for reading in timeline.readings if reading.name == keys.memory_key("resident_bytes")]
+    calls = [span for span in timeline.spans if span.phase != "transfers"]
+    ends = {(span.rank, round(span.end_s, 5)) for span in calls}
+    assert {(reading.rank, round(reading.time_s, 5)) for reading in readings} == ends
+    assert all(2**27 < reading.value < 2**33 for reading in readings)
+    for row in run.steps:
+        assert row[keys.memory_key("resident_bytes")] in {reading.value for reading in readings}
+    blocks = memory_section(read_run(run.folder)).blocks
+    (over_time,) = (
+        group for group in blocks if isinstance(group, ChartGroup) and group.heading == "over time"
+    )
+    assert len(over_time.charts) == 1
+
+
 def test_tensorboard_has_the_same_scalars(run: Run):
     events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()
@@ -174,8 +194,8 @@ def test_more_ranks_than_the_cluster_has(
 
 
 def comparable(row: Row) -> dict[str, Any]:
-    """A row without what differs between two runs: times."""
-    times = ("time/", "throughput/", keys.OVERHEAD_S, "reward/call_s")
+    """A row without what differs between two runs: times, and the processes' memory."""
+    times = ("time/", "throughput/", keys.OVERHEAD_S, "reward/call_s", "memory/")
     return {key: v for key, v in row.items() if not key.startswith(times)}
 
 

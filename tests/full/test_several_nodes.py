@@ -90,7 +90,7 @@ def test_roles_on_pools_of_their_own_give_the_run_of_roles_on_one_pool(seen: See
     """The same dataflow with other layouts, and six ranks instead of four: equal but for rounding."""
     assert [row[keys.STEP] for row in seen.rows] == [0, 1, 2]
     for row, shared in zip(seen.rows, run.rows, strict=False):
-        others = ("time/", "throughput/", "transfer/", "switch/", "controller/", "reward/call")
+        others = ("time/", "throughput/", "transfer/", "switch/", "controller/", "memory/", "reward/call")
         numbers = {key for key in shared if not key.startswith(others)}
         assert numbers <= row.keys()
         for key in numbers - {keys.LOG_PROB_ABS_DIFF_MAX}:

@@ -211,7 +211,7 @@ def test_the_installed_command_reports_bad_input(tmp_path: Path):
     [
         (ConfigError("bad value"), 2, "hybridengine: bad value\n"),
         (StorageError("no weights"), 1, "hybridengine: StorageError: no weights\n"),
-        (KeyboardInterrupt(), 130, "hybridengine: interrupted; what the run has written so far is kept\n"),
+        (KeyboardInterrupt(), 130, "hybridengine: interrupted; what has been written so far is kept\n"),
     ],
 )
 def test_exit_codes(

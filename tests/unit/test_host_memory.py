@@ -62,3 +62,20 @@ def test_the_c_library_says_what_is_free():
     assert held is not None
     assert freed is not None
     assert freed - held >= 0.9 * size * count
+
+
+def test_what_a_process_holds_is_what_the_system_says():
+    kept = torch.ones(2**24)  # 64 MiB, touched
+    before = host_memory.held_bytes()["resident_bytes"]
+    more = torch.ones(2**24)
+    grown = host_memory.held_bytes()["resident_bytes"] - before
+    assert grown == pytest.approx(more.nbytes, rel=0.1)
+    status = Path("/proc/self/status").read_text()
+    (resident,) = (int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:"))
+    assert host_memory.held_bytes()["resident_bytes"] == pytest.approx(resident, rel=0.05)
+    assert resident > kept.nbytes
+
+
+def test_a_system_that_does_not_say_leaves_it_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_memory, "STATM", tmp_path / "missing")
+    assert "resident_bytes" not in host_memory.held_bytes()

@@ -214,3 +214,12 @@ def test_columns_by_other_names(here: bool) -> None:
     assert torch.equal(again["last"], both["values"][:2])
     with pytest.raises(ProtocolError, match=r"columns \['gone'\] are needed"):
         fetch(renamed.select_as(gone="values"), range(2), ("gone",))
+
+
+def test_sizes_that_make_no_sense():
+    rows = Rows.numbered(4)
+    with pytest.raises(ProtocolError, match="repeated -1 times; choose 0 or more"):
+        rows.repeat(-1)
+    with pytest.raises(ProtocolError, match="a multiple of 0; choose 1 or more"):
+        rows.pad_to_multiple(0)
+    assert len(rows.repeat(0)) == 0

@@ -30,7 +30,7 @@ from hybridengine.backends.megatron.step import (
     PipelineRunner,
     WantedPositions,
 )
-from hybridengine.errors import HybridEngineError
+from hybridengine.errors import HybridEngineError, StorageError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.megatron import NameSet, megatron_layout
@@ -95,13 +95,23 @@ class MegatronModel:
     def _parameters(self) -> dict[str, Parameter]:
         return dict(self._module.named_parameters())
 
+    def expect_weights(self) -> None:
+        """Raise StorageError where the weights have given up their memory: computing with them would end the process."""
+        if self.weights.live_bytes < self.weights.total_bytes:
+            raise StorageError("the trainer has no weights in generation mode; switch to training first")
+
     @property
     def is_last_stage(self) -> bool:
         """True where outputs and losses arise."""
         return self._runner.is_last_stage
 
     def forward(self, batches: Sequence[MicroBatch], output: OutputFunction) -> list[dict[str, Tensor]]:
-        """Results of `output` for each micro-batch, in order; empty on all stages but the last."""
+        """Results of `output` for each micro-batch, in order; empty on all stages but the last.
+
+        Raises:
+            StorageError: the generation engine has the weights.
+        """
+        self.expect_weights()
         return self._runner.forward(batches, output)
 
 
@@ -193,9 +203,11 @@ class MegatronTrainer(MegatronModel):
         The gradient is that of the loss sum divided by the number of tokens over all ranks.
 
         Raises:
+            StorageError: the generation engine has the weights.
             HybridEngineError: the gradient is not finite; the weights are unchanged.
         """
         assert self._optimizer is not None, "start_optimizer comes before the first step"
+        self.expect_weights()
         with device_shim():
             self._ddp.zero_grad_buffer()
             self._optimizer.zero_grad()

@@ -105,7 +105,11 @@ def save_weights(
 
     Args:
         companions: a checkpoint folder whose config and tokenizer files are copied along.
+
+    Raises:
+        StorageError: the generation engine has the weights.
     """
+    model.expect_weights()
     world = registry.of(model.grid.groups("pp", "dp", "tp"))
     replica = model.grid.group_of(0, "pp", "tp")
     if model.rank in replica:
