@@ -18,7 +18,7 @@ def test_a_machine_too_busy_for_ray_gets_another_chance(monkeypatch: pytest.Monk
 
     def init(**settings: Any) -> None:
         calls.append(settings["address"])
-        if len(calls) <= num_late:
+        if calls.count("local") <= num_late:
             raise Exception("The current node timed out during startup.")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
