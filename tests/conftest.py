@@ -1,4 +1,4 @@
-"""Order and selection of the tests: quick ones first, `gpu` ones only where there is a GPU."""
+"""Order and selection of the tests: quick ones first, or last among several workers; `gpu` ones only on a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         lane = _lane(item, root)
         if lane in ("gloo", "full"):
             item.add_marker(lane)
-    items.sort(key=lambda item: LANES.index(_lane(item, root)))  # stable: the order inside a folder stays
+    # Stable: the order inside a folder stays. Several workers begin with long files, so that they end together.
+    several = hasattr(config, "workerinput")
+    items.sort(key=lambda item: LANES.index(_lane(item, root)), reverse=several)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_gpu():
         config.hook.pytest_deselected(items=on_gpu)

@@ -42,6 +42,7 @@ def training_section(run: RunRecord) -> Section:
     groups: list[ChartGroup] = []
     notes = list(run.notes.get(METRICS_FILE, []))
     for prefix, names in by_prefix.items():
+        names.sort(key=lambda name: not name.endswith("/mean"))  # before counters, which step 0 has already
         charts, unknown = _charts(run.rows, names)
         notes += unknown
         if not charts:
