@@ -18,6 +18,7 @@ from hybridengine.backends.megatron.trainer import MegatronTrainer, OptimizerSet
 from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
 from hybridengine.backends.megatron.weights import load_weights, save_weights
 from hybridengine.backends.vllm.engine import EngineSettings, Generated, SamplingSettings, VllmEngine
+from hybridengine.backends.vllm.groups import SHARED_MEMORY
 from hybridengine.errors import StorageError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.planner import compile_plan
@@ -85,6 +86,8 @@ class Outcome:
     caches_prefixes: bool
     block_tokens: int
     error_while_training: str
+    shared_memory: list[str]
+    """Names of the job's shared memory, which a killed rank would leave behind."""
     rounds: list[Round] = field(default_factory=list)
 
 
@@ -110,6 +113,7 @@ def live_through_rounds(rank: int, folder: Path, sizes: tuple[str, str, RankOrde
     torch.set_num_threads(1)
 
     hybrid = _hybrid(rank, trainer, engine, generation, registry, BUCKET_ELEMENTS)
+    dist.barrier()
     cache = engine._llm.llm_engine.vllm_config.cache_config
     outcome = Outcome(
         replica=generation.coordinate(rank).replica_rank,
@@ -122,6 +126,7 @@ def live_through_rounds(rank: int, folder: Path, sizes: tuple[str, str, RankOrde
         caches_prefixes=cache.enable_prefix_caching,
         block_tokens=cache.block_size,
         error_while_training=_error_of(lambda: engine.generate([[1]], [0], SamplingSettings(1))),
+        shared_memory=[path.name for path in SHARED_MEMORY.glob(f"{identity}-*")],
     )
     for number in range(3):
         if number == 2:

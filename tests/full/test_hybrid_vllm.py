@@ -99,6 +99,7 @@ def test_building_an_engine_leaves_the_process_as_it_was(lived: Lived):
     for outcome in lived.ranks:
         assert outcome.generators_kept == {"torch": True, "python": True, "numpy": True}
         assert outcome.num_threads == 2
+        assert not outcome.shared_memory
 
 
 def test_generating_while_training_is_an_error(lived: Lived):

@@ -11,6 +11,7 @@ import functools
 import inspect
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch.distributed as dist
 from vllm.distributed import parallel_state
@@ -50,18 +51,35 @@ def install_groups(generation: GenerationGrid, identity: str) -> None:
     _installed[:] = [wanted]
 
 
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux shows it by name."""
+
 _installed: list[tuple[Groups, Groups]] = []
 
 
 def _group(groups: Groups, name: str, communicates: bool = True) -> parallel_state.GroupCoordinator:
     with _ranks_as_listed(groups):
-        return parallel_state.GroupCoordinator(
+        coordinator = parallel_state.GroupCoordinator(
             group_ranks=[list(ranks) for ranks in groups],
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             torch_distributed_backend=dist.get_backend(),
             use_device_communicator=communicates,
             group_name=name,
         )
+    _unlink_shared_memory(coordinator)
+    return coordinator
+
+
+def _unlink_shared_memory(coordinator: parallel_state.GroupCoordinator) -> None:
+    """Take away the name of this rank's shared memory on a CPU, which the whole group has opened by now.
+
+    vLLM leaves it to the end of the process, which a rank that is killed does not reach: the memory would stay until the
+    machine restarts, and a later job that is given the same port could not start.
+    """
+    shared = getattr(coordinator.device_communicator, "dist_module", None)
+    name = getattr(shared, "group_name", None)
+    if name is not None:
+        (SHARED_MEMORY / f"{name}_{coordinator.rank_in_group}").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
