@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -222,6 +223,11 @@ def test_a_process_that_stops_answering_ends_the_wait(keepers: list[Keeper]) -> 
     one.column("numbers", [keeper.block], np.array([0]))
     assert keeper.process.pid is not None
     os.kill(keeper.process.pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{keeper.process.pid}/task")
+    deadline = time.monotonic() + 10
+    while any(file.read_text().rsplit(")", 1)[1].split()[0] != "T" for file in threads.glob("*/stat")):
+        assert time.monotonic() < deadline, "one thread takes the signal, and stops the others by and by"
+        time.sleep(0.01)
     begin = time.monotonic()
     with pytest.raises(TransferError, match="has ended or does not answer"):
         one.column("wide", [keeper.block], np.array([0]))
