@@ -115,9 +115,21 @@ class RunOutput:
         self._recorder.record(step, metrics)
 
     def draw(self, step: int, records: Sequence[CallRecord]) -> None:
-        """Add what the ranks did in a step to the timeline."""
-        spans = [span for record in records for span in self._spans(step, record)]
-        self._timeline.write(spans, [reading for record in records for reading in self._readings(record)])
+        """Add what the ranks did in a step, and held after each call, to the timeline."""
+        spans, readings = list[Span](), list[Reading]()
+        for record in records:
+            phase = BARS.get(phase_of_call(record.role, record.method), "other")
+            nodes, pool = self._nodes[record.pool], record.pool if len(self._nodes) > 1 else ""
+            for rank, (begin, end) in record.spans.items():
+                place = rank, nodes[rank], record.role
+                spans.append(Span(str(record), phase, *place, begin, end, pool, step))
+                if fetched := record.fetch_seconds.get(rank, 0.0):
+                    spans.append(Span("fetch rows", "transfers", *place, begin, begin + fetched, pool, step))
+                readings += [
+                    Reading(keys.memory_key(name), rank, nodes[rank], end, num_bytes, pool)
+                    for name, num_bytes in record.held_bytes[rank].items()
+                ]
+        self._timeline.write(spans, readings)
 
     def show_samples(self, step: int, rows: TensorDictBase) -> None:
         """Keep responses of an evaluation: rows with tokens, lengths, `answers` and `scores`; a live view shows some."""
@@ -132,26 +144,6 @@ class RunOutput:
         write_samples(self._samples, step, samples)
         if self._view is not None:
             self._console.print_samples(step, samples[:SHOWN_SAMPLES])
-
-    def _spans(self, step: int, record: CallRecord) -> list[Span]:
-        phase = BARS.get(phase_of_call(record.role, record.method), "other")
-        nodes, pool = self._nodes[record.pool], record.pool if len(self._nodes) > 1 else ""
-        spans = []
-        for rank, (begin, end) in record.spans.items():
-            place = rank, nodes[rank], record.role
-            spans.append(Span(str(record), phase, *place, begin, end, pool, step))
-            if fetched := record.fetch_seconds.get(rank, 0.0):
-                spans.append(Span("fetch rows", "transfers", *place, begin, begin + fetched, pool, step))
-        return spans
-
-    def _readings(self, record: CallRecord) -> list[Reading]:
-        """What every rank's process held when it had ended the call."""
-        nodes, pool = self._nodes[record.pool], record.pool if len(self._nodes) > 1 else ""
-        return [
-            Reading(keys.memory_key(name), rank, nodes[rank], record.spans[rank][1], num_bytes, pool)
-            for rank, held in record.held_bytes.items()
-            for name, num_bytes in held.items()
-        ]
 
     def __enter__(self) -> RunOutput:
         if self._view is not None:

@@ -63,24 +63,24 @@ def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
         return
     for name, value in QUIET_RAY.items():
         os.environ.setdefault(name, value)
-    if os.environ.get("RAY_ADDRESS"):
-        _connect(os.environ["RAY_ADDRESS"])
-    else:
-        _start_local(num_cpus, num_gpus)
+    with _termination_kept():
+        if os.environ.get("RAY_ADDRESS"):
+            _connect(os.environ["RAY_ADDRESS"])
+        else:
+            _start_local(num_cpus, num_gpus)
 
 
 def _start_local(num_cpus: int | None, num_gpus: int | None) -> None:
     """Ray gives its own processes 30 s, which a busy machine may not keep: try again."""
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
-            with _termination_kept():
-                ray.init(
-                    address="local",
-                    num_cpus=num_cpus,
-                    num_gpus=num_gpus,
-                    include_dashboard=False,
-                    logging_level=logging.WARNING,
-                )
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                logging_level=logging.WARNING,
+            )
             return
         except Exception as error:  # Ray raises bare exceptions here
             ray.shutdown()
@@ -104,8 +104,7 @@ def _termination_kept() -> Iterator[None]:
 
 def _connect(address: str) -> None:
     try:
-        with _termination_kept():
-            ray.init(address=address, logging_level=logging.WARNING)
+        ray.init(address=address, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, and where it asks"

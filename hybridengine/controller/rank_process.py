@@ -207,12 +207,12 @@ class RankProcess:
 
     @staticmethod
     def _run(rank: int, task: Callable[[], Any]) -> tuple[Outcome, Any]:
-        begin = time.time()
+        begin, failure, result = time.time(), None, None
         try:
             result = task()
         except Exception as error:  # carried to the controller as data, with rank and traceback
-            return Outcome(rank, begin, time.time(), failure_of(rank, error), held_bytes=held_bytes()), None
-        return Outcome(rank, begin, time.time(), held_bytes=held_bytes()), result
+            failure = failure_of(rank, error)
+        return Outcome(rank, begin, time.time(), failure, held_bytes=held_bytes()), result
 
 
 def process_environment(use_gpus: bool, extra: Mapping[str, str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ method reads, straight from the ranks that have them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -75,12 +76,11 @@ class Batches:
         Raises:
             WorkerError: a rank has died since.
         """
-        found = {
-            one: one.future.stored([number for produced, number in self._places if produced is one])
-            for one in dict.fromkeys(produced for produced, _ in self._places)
-        }
-        taken = {one: iter(stored) for one, stored in found.items()}
-        return [next(taken[produced]) for produced, _ in self._places]
+        numbers = defaultdict[Produced, list[int]](list)
+        for produced, number in self._places:
+            numbers[produced].append(number)
+        stored = {produced: iter(produced.future.stored(own)) for produced, own in numbers.items()}
+        return [next(stored[produced]) for produced, _ in self._places]
 
 
 @dataclass(frozen=True)

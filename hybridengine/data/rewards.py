@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -66,7 +67,6 @@ class RewardFunctions:
             for term, path in section.functions.items()
         }
         assert self._terms, f"{name} has models only, which have workers of their own"
-        self._counts = Counter[str]()
 
     def start(self) -> tuple[str, ...]:
         """Start every process; returns the columns that the functions want.
@@ -102,9 +102,7 @@ class RewardFunctions:
         numbers = range(num_rows) if rows is None else rows
         found: dict[str, Tensor] = {}
         for term, function in self._terms.items():
-            scores, counts = function.score(columns, numbers)
-            self._counts += counts
-            found[score_column(term)] = torch.tensor(scores, dtype=torch.float64)
+            found[score_column(term)] = torch.tensor(function.score(columns, numbers), dtype=torch.float64)
         result = TensorDict({name: scores.float() for name, scores in found.items()}, batch_size=[num_rows])  # type: ignore[arg-type]
         if self._section.terms:
             weights = {term: self._section.weights[term] for term in self._terms}
@@ -113,12 +111,12 @@ class RewardFunctions:
         return result
 
     def take_metrics(self) -> dict[str, float]:
-        """What has happened since the last time, e.g. `reward/failures`: calls, failed ones, those of them that did not
-        return in time, repeated ones, rows without a score, and the seconds of all calls.
+        """What has happened since the last time, e.g. `reward/failures`: calls, failed ones (and one that ended `score`),
+        those of them that did not return in time, repeated ones, rows without a score, and the seconds of all calls.
 
         A row that several terms could not score counts for each.
         """
-        counts, self._counts = self._counts, Counter()
+        counts = sum((function.take_counts() for function in self._terms.values()), Counter())
         return {f"{self._name}/{count}": float(counts[count]) for count in COUNTS}
 
     def close(self) -> None:
@@ -149,16 +147,16 @@ class _Function:
             )
             for _ in range(section.num_processes)
         ]
+        self._counts = Counter[str]()
+        self._counting = threading.Lock()
 
     def start(self) -> tuple[str, ...]:
         with ThreadPoolExecutor(len(self._processes)) as executor:
             columns, *_ = executor.map(RewardProcess.start, self._processes)
         return columns
 
-    def score(
-        self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int]
-    ) -> tuple[list[float], Counter[str]]:
-        """One score per row, NaN for dropped rows, and what is counted."""
+    def score(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> list[float]:
+        """One score per row, NaN for dropped rows."""
         parts = [
             slice(first, first + self._section.rows_per_call)
             for first in range(0, len(rows), self._section.rows_per_call)
@@ -167,7 +165,7 @@ class _Function:
         for process in self._processes:
             idle.put(process)
 
-        def score(part: slice) -> tuple[list[float], Counter[str]]:
+        def score(part: slice) -> list[float]:
             process = idle.get()
             try:
                 return self._score_part(
@@ -181,10 +179,13 @@ class _Function:
         else:
             with ThreadPoolExecutor(len(self._processes)) as executor:
                 results = _first_failure_ends([executor.submit(score, part) for part in parts])
-        return (
-            [value for values, _ in results for value in values],
-            sum((counts for _, counts in results), Counter()),
-        )
+        return [value for values in results for value in values]
+
+    def take_counts(self) -> Counter[str]:
+        """What has happened since the last time."""
+        with self._counting:
+            counts, self._counts = self._counts, Counter()
+        return counts
 
     def close(self) -> None:
         for process in self._processes:
@@ -192,28 +193,36 @@ class _Function:
 
     def _score_part(
         self, process: RewardProcess, columns: Mapping[str, Sequence[Any]], rows: Sequence[int]
-    ) -> tuple[list[float], Counter[str]]:
-        counts, section = Counter[str](), self._section
+    ) -> list[float]:
+        section = self._section
         for retries_left in reversed(range(section.num_retries + 1)):
-            counts["calls"] += 1
             began = time.monotonic()
             try:
                 scores = process.call(columns, rows)
-                counts.update(call_s=time.monotonic() - began)  # type: ignore[arg-type]
-                return scores, counts
+                self._count(calls=1, call_s=time.monotonic() - began)
+                return scores
             except DataError as error:
-                counts.update(call_s=time.monotonic() - began)  # type: ignore[arg-type]
-                counts["failures"] += 1
-                counts["timeouts"] += isinstance(error, RewardTimeoutError)
+                timeouts, retries = int(isinstance(error, RewardTimeoutError)), int(retries_left > 0)
+                self._count(
+                    calls=1,
+                    call_s=time.monotonic() - began,
+                    failures=1,
+                    timeouts=timeouts,
+                    retries=retries,
+                )
                 if retries_left:
-                    counts["retries"] += 1
                     _logger.warning("called again, %d more at most: %s", retries_left, error)
                 elif section.on_failure == "drop":
                     _logger.warning("%d rows dropped: %s", len(rows), error)
                 else:
                     raise
-        counts["dropped_rows"] += len(rows)
-        return [DROPPED] * len(rows), counts
+        self._count(dropped_rows=len(rows))
+        return [DROPPED] * len(rows)
+
+    def _count(self, **counts: float) -> None:
+        """Calls of several processes end at the same time."""
+        with self._counting:
+            self._counts.update(counts)  # type: ignore[arg-type]  # seconds are no int
 
 
 def _first_failure_ends(futures: Sequence[Future]) -> list[Any]:

@@ -195,23 +195,24 @@ def test_a_later_wait_sees_what_failed_first_and_each_call_has_its_own_limit(ray
 
 
 SLEEPER = """
-import signal, sys, tempfile, ray
+import argparse, sys, tempfile, time, ray
 from hybridengine.cli import main as command_line
 from hybridengine.controller.cluster import start_ray
-signal.signal(signal.SIGTERM, command_line._terminate)
-start_ray(num_cpus=1, num_gpus=0)
-@ray.remote
-def sleep():
-    import time
-    time.sleep(60)
-with tempfile.TemporaryDirectory(dir=sys.argv[1]):
-    print("there", flush=True)
-    ray.get(sleep.remote())
+def waits(options):
+    start_ray(num_cpus=1, num_gpus=0)
+    with tempfile.TemporaryDirectory(dir=sys.argv[1]):
+        print("there", flush=True)
+        ray.get(ray.remote(lambda: time.sleep(60)).remote())
+parser = argparse.ArgumentParser()
+parser.set_defaults(run=waits)
+command_line._parser = lambda: parser
+sys.exit(command_line.main([]))
 """
+"""The command line with a command that waits for Ray."""
 
 
-def test_a_controller_that_is_told_to_terminate_tidies_up(tmp_path: Path) -> None:
-    """Ray has a handler of its own, which aborts."""
+def test_a_command_that_is_told_to_terminate_tidies_up(tmp_path: Path) -> None:
+    """As a scheduler ends a job. Ray has a handler of its own, which aborts."""
     command = [sys.executable, "-c", SLEEPER, str(tmp_path)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from rich.console import Console
-from tensordict import TensorDict
 
 from hybridengine.cli.prepare import RunFiles, claim_run, prepare_files
 from hybridengine.cli.run_output import RunOutput
@@ -21,16 +19,16 @@ from hybridengine.cli.train import iterate
 from hybridengine.config import RunConfig, load_config
 from hybridengine.config.algorithm_sections import ALGORITHM_ROLES, CorrectionSection
 from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.dataflow import Step, load_step
 from hybridengine.drivers.launch import RunPools
-from hybridengine.drivers.roles import Roles, Sampling, State
-from hybridengine.errors import ConfigError, DataError, ProtocolError, StorageError
+from hybridengine.drivers.roles import Roles, Sampling, Scorers, State
+from hybridengine.errors import ConfigError, StorageError
 from hybridengine.metrics import keys
 from hybridengine.metrics.recorder import Row, read_rows
 from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
-from tests.full.tiny_runs import SECTIONS
-from workers.actor import ActorWorker
+from tests.full.tiny_runs import SECTIONS, value
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -59,6 +57,7 @@ def started(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Itera
         "reward": {"terms": {"short": {"function": "hybridengine.data.tasks:length_cost", "weight": -1.0}}},
         "cost": {"function": "hybridengine.data.tasks:length_cost"},
         "cost_critic": SECTIONS["critic"],
+        "actor": SECTIONS["actor"] | {"kl_loss_coef": 0.01},
     }
     (folder / "all.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
     config = claim_run(load_config(folder / "all.yaml"))
@@ -197,20 +196,22 @@ def test_a_dataflow_that_fails_leaves_what_is_known_of_its_step(
     assert {(0, "actor.generate_sequences"), (1, "prompts.training_prompts")} <= bars
 
 
-class Failing:
-    """In a reward's place."""
-
-    num_ranks = 1
-
-    def compute_scores(self, rollout: object) -> None:
-        raise DataError("no score today")
-
-
 def test_an_evaluation_that_fails_leaves_what_is_known_of_it(started: Started) -> None:
-    roles = Roles(**{**started.roles.__dict__, "reward": Failing()})  # type: ignore[arg-type]
-    rows, bars = left_by(started, roles, returns_nothing, "unjudged", DataError, "no score today")
+    section = started.config.reward.model_copy(update={"terms": None, "function": "math:pow"})
+    failing = WorkerGroup(
+        started.roles.actor.pool,
+        "workers.reward.RewardFunctionWorker",
+        role="failing",
+        parallel="1-1-4",
+        config={"run": started.config.model_copy(update={"reward": section}), "section": "reward"},
+    )
+    reward = Scorers([failing], started.roles.compute, {})
+    roles = Roles(**started.roles.__dict__ | {"reward": reward})
+    rows, bars = left_by(
+        started, roles, returns_nothing, "unjudged", RankFailedError, "reward.function=math:pow, row"
+    )
     assert [row[keys.STEP] for row in rows] == [0]
-    assert "cost/calls" in rows[0], "the other scorers are counted"
+    assert value(rows[0], "reward/failures") > 0
     assert (0, "actor.generate_sequences") in bars
 
 
@@ -237,9 +238,12 @@ def test_what_needs_the_weights_is_refused_while_the_engine_has_them(
 
 
 def test_a_kl_loss_without_the_references_log_probs(started: Started) -> None:
-    """The run's own coefficient is 0, so the worker is asked in this process."""
-    section = started.config.actor.model_copy(update={"kl_loss_coef": 0.1})
-    worker = object.__new__(ActorWorker)
-    worker.run = started.config.model_copy(update={"actor": section})
-    with pytest.raises(ProtocolError, match=r"\['ref_log_probs'\] are needed with actor.kl_loss_coef=0.1"):
-        worker.update(TensorDict({"log_probs": torch.zeros(2, 3)}, batch_size=[2]))
+    actor = started.roles.actor
+    prompts = started.roles.prompts.training_prompts(Sampling(1, 8, 1, 0).prompts, 1)
+    actor.switch_to_generate()
+    rollout = prompts.union(actor.generate_sequences(prompts))
+    actor.switch_to_train()
+    rollout = rollout.union(actor.compute_log_probs(rollout))
+    batch = rollout.union(rollout.select_as(advantages="log_probs"))
+    with pytest.raises(RankFailedError, match=r"\['ref_log_probs'\] are needed with actor.kl_loss_coef=0.01"):
+        actor.update(batch).get()

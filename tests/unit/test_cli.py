@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -346,31 +345,6 @@ def test_a_response_ends_where_the_checkpoint_says(
     if named is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
     assert stop_token_ids(tmp_path, tokenizer) == (tokenizer.eos_token_id, *more)
-
-
-def test_a_command_that_is_told_to_terminate_tidies_up(tmp_path: Path):
-    """As a scheduler ends a job: temporary folders go, and the exit status is the shell's for SIGTERM."""
-    code = """
-import argparse, sys, tempfile, time
-from hybridengine.cli import main as command_line
-def waits(options):
-    with tempfile.TemporaryDirectory(dir=sys.argv[1]):
-        print("there", flush=True)
-        time.sleep(60)
-parser = argparse.ArgumentParser()
-parser.set_defaults(run=waits)
-command_line._parser = lambda: parser
-sys.exit(command_line.main([]))
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "there\n"
-        assert len(list(tmp_path.iterdir())) == 1
-        process.terminate()
-        assert process.wait(30) == 128 + signal.SIGTERM
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,9 @@ def test_retries_end_with_the_failure(functions, caplog):
     with pytest.raises(DataError, match="could not convert string to float: 'bad'"):
         one.score(columns("1", "bad"))
     assert caplog.text.count("called again") == 2
+    metrics = one.take_metrics()
+    counted = [metrics[f"reward/{count}"] for count in ("calls", "failures", "retries", "dropped_rows")]
+    assert counted == [3.0, 3.0, 2.0, 0.0], "what ended the scoring too"
 
 
 @pytest.mark.parametrize("retries", [None, 1])

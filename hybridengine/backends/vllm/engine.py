@@ -7,6 +7,7 @@ so that tensor-parallel peers, which sample for themselves, draw equal tokens.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -84,6 +85,9 @@ class VllmEngine:
         self.layout: Layout = vllm_layout(shape, generation)
         self._on_gpu = torch.cuda.is_available()
         stages = shape.gen_stage_layers(generation.train.sizes.pp_size, generation.sizes.pp_size)
+        with nothing_collected():  # else vLLM imports them while it builds
+            importlib.import_module("vllm.entrypoints.llm")
+            importlib.import_module("vllm.v1.engine.core")
         with _process_state_kept():
             install_groups(generation, identity)
             self._llm = _build(folder, generation, settings, stages, self._on_gpu)
@@ -302,9 +306,7 @@ def _process_state_kept() -> Iterator[None]:
 
     Also keeps the end of an engine from destroying the default process group, which the trainer uses.
     """
-    with nothing_collected():
-        from vllm import LLM  # noqa: F401  # what building an engine imports
-        from vllm.v1.engine import core
+    from vllm.v1.engine import core
 
     core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
