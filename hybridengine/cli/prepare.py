@@ -1,4 +1,5 @@
-"""Files that a run needs before its processes start: a built or converted model, task data, tokenised rows."""
+"""Files that a run needs before its processes start: a built or converted model, task data, tokenised rows; its
+configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
+import yaml
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -21,6 +23,7 @@ from hybridengine.data.rewards import check_reward_functions
 from hybridengine.data.tasks import ArithmeticTask, write_arithmetic_files
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
 from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all
+from hybridengine.metrics.report.run_record import CONFIG_FILE
 
 T = TypeVar("T")
 
@@ -90,7 +93,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def prepare_files(config: RunConfig) -> RunFiles:
-    """Write what the run builds itself, then read and check everything that it needs.
+    """Write what the run builds itself, read and check everything that it needs, and keep the configuration beside it.
 
     Raises:
         ConfigError, CheckpointError, DataError: before any process has started.
@@ -122,6 +125,9 @@ def prepare_files(config: RunConfig) -> RunFiles:
         )
     files = _read_rows(config, tokenizer, problems)
     problems.raise_all()
+    (config.run_folder / CONFIG_FILE).write_text(
+        yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    )
     return files
 
 

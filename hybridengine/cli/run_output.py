@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-import yaml
 from rich.console import Console
 from tensordict import TensorDictBase
 
@@ -21,7 +20,7 @@ from hybridengine.metrics.call_progress import CallProgress
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.live import LiveView, can_show_live
 from hybridengine.metrics.recorder import METRICS_FILE, TENSORBOARD_FOLDER, MetricsRecorder
-from hybridengine.metrics.report.run_record import CONFIG_FILE, SAMPLES_FOLDER, Sample
+from hybridengine.metrics.report.run_record import SAMPLES_FOLDER, Sample
 from hybridengine.metrics.samples import write_samples
 from hybridengine.metrics.step_progress import StepProgress
 from hybridengine.metrics.timeline import TIMELINE_FILE, Reading, Span, TimelineWriter
@@ -88,7 +87,6 @@ class RunOutput:
         self._calls, self._view = CallProgress(), None
         if run.live and can_show_live(console):
             self._view = LiveView(console, self._steps, self._calls, phase_of_call)
-        (folder / CONFIG_FILE).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         self._recorder = MetricsRecorder(folder)
         self._timeline = TimelineWriter(folder / TIMELINE_FILE)
 

@@ -43,9 +43,9 @@ Both start from the same weights and take the same prompts, samples per prompt, 
 step by step in turn; while one works, the other waits. Every response has all its tokens."""
 
 EPILOG = """examples:
-  hybridengine bench step configs/arithmetic.yaml                                     128 responses of 32 tokens
+  hybridengine bench step configs/bench-small.yaml                                    128 responses of 32 tokens
   hybridengine bench step configs/smollm2.yaml --prompts 2 --response-tokens 64 --dtype bfloat16 --repetitions 5
-  hybridengine bench step configs/arithmetic.yaml --only hybridengine --parallel 1-1-2 --json step.json
+  hybridengine bench step configs/bench-small.yaml --only hybridengine --parallel 1-1-2 --json step.json
 
 Of the configuration, the model and the prompts count. Tokens per second are prompt and response tokens over the seconds
 of a step; "ratio" is ours over TRL's, medians. "controller" is the part of our step in which no rank was in a call.

@@ -80,6 +80,10 @@ def one_step(
     return metrics
 
 
+def test_a_runs_configuration_lies_beside_it_and_can_be_run_again(started: Started) -> None:
+    assert load_config(started.config.run_folder / "config.yaml") == started.config
+
+
 @pytest.mark.parametrize("name", ALGORITHM_ROLES)
 def test_an_iteration(started: Started, name: str) -> None:
     exchange = row_exchange()
