@@ -13,7 +13,16 @@ from hybridengine.bench import step_trl
 from hybridengine.bench.machine import num_gpus
 from hybridengine.bench.step_own import StepFiles, own_steps, run_config
 from hybridengine.bench.step_result import Side, StepResult, StepTime
-from hybridengine.bench.step_spec import HOPELESS, TRIAL_STEPS, WARM_UP_STEPS, OwnWay, StepSpec, TrlWay
+from hybridengine.bench.step_spec import (
+    HOPELESS,
+    SHORT_TRIAL_S,
+    SHORT_TRIAL_STEPS,
+    TRIAL_STEPS,
+    WARM_UP_STEPS,
+    OwnWay,
+    StepSpec,
+    TrlWay,
+)
 from hybridengine.bench.step_turns import TurnTaker
 from hybridengine.controller.cluster import start_ray
 from hybridengine.errors import WorkerError
@@ -70,10 +79,8 @@ class StepBench:
         for way in ways:
             best = min((seconds for _, seconds in trials), default=float("inf"))
             with start(way) as step:
-                seconds = [step(1).seconds]
-                if seconds[0] < HOPELESS * best:
-                    seconds = [step(number).seconds for number in range(2, TRIAL_STEPS + 1)]
-            trials.append((way, min(seconds)))
+                first, *others = _trial(step, HOPELESS * best)
+            trials.append((way, min(others, default=first)))
             self._say(f"tried: {trials[-1][1]:.3f} s")
         return min(trials, key=lambda trial: trial[1])[0], trials
 
@@ -147,3 +154,14 @@ class StepBench:
             "lr": spec.lr,
             "kl_coef": spec.kl_coef,
         }
+
+
+def _trial(step: Step, hopeless_s: float) -> Iterator[float]:
+    """Seconds of a candidate's steps."""
+    passed = 0.0
+    for number in range(1, SHORT_TRIAL_STEPS + 1):
+        seconds = step(number).seconds
+        yield seconds
+        passed += seconds
+        if (number == 1 and seconds > max(hopeless_s, SHORT_TRIAL_S)) or (number >= TRIAL_STEPS and passed > SHORT_TRIAL_S):
+            return

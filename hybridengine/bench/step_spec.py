@@ -11,9 +11,11 @@ from hybridengine.topology.sizes import GenSizes, TrainSizes
 MAX_REPETITIONS = 1_000
 DTYPES = ("float32", "bfloat16")
 TRIAL_STEPS = 3
-"""Steps of each candidate; the first is not counted."""
+"""Steps of each candidate, the least; the first is not counted."""
+SHORT_TRIAL_STEPS, SHORT_TRIAL_S = 10, 5.0
+"""Candidates with short steps, which noise weighs on more, get more steps until so many seconds have passed."""
 HOPELESS = 3.0
-"""A candidate whose first step takes so many times the best so far gets no other."""
+"""A candidate whose first step is long, and takes so many times the best so far, gets no other."""
 WARM_UP_STEPS = 2
 """Steps of each side that are not counted, before they take turns."""
 
@@ -51,7 +53,7 @@ class StepSpec:
     @property
     def num_steps(self) -> int:
         """Steps for which prompts are needed; trials begin with the first ones again."""
-        return WARM_UP_STEPS + self.repetitions + TRIAL_STEPS
+        return WARM_UP_STEPS + self.repetitions + SHORT_TRIAL_STEPS
 
     def _problems(self) -> Iterable[str]:
         for option, value, least, most in (
