@@ -163,5 +163,5 @@ def _trial(step: Step, hopeless_s: float) -> Iterator[float]:
         seconds = step(number).seconds
         yield seconds
         passed += seconds
-        if (number == 1 and seconds > max(hopeless_s, SHORT_TRIAL_S)) or (number >= TRIAL_STEPS and passed > SHORT_TRIAL_S):
+        if passed > SHORT_TRIAL_S and (number >= TRIAL_STEPS or seconds > hopeless_s):
             return

@@ -15,7 +15,7 @@ TRIAL_STEPS = 3
 SHORT_TRIAL_STEPS, SHORT_TRIAL_S = 10, 5.0
 """Candidates with short steps, which noise weighs on more, get more steps until so many seconds have passed."""
 HOPELESS = 3.0
-"""A candidate whose first step is long, and takes so many times the best so far, gets no other."""
+"""A candidate with long steps gets no other after one that takes so many times the best so far."""
 WARM_UP_STEPS = 2
 """Steps of each side that are not counted, before they take turns."""
 

@@ -157,11 +157,12 @@ def iterate(
             output.draw(step, exchange.take_records())
             raise
 
-    exchange.take_records()
+    exchange.take_records()  # of the start
     with failures_kept(0):
         metrics = measure(0)
     output.record(0, metrics | roles.take_scorer_metrics())
     for step in range(1, steps + 1):
+        exchange.take_records()  # what was asked between two steps is part of neither
         output.begin_step(step)
         begin, payload_bytes = time.time(), exchange.payload_bytes
         with failures_kept(step):

@@ -76,6 +76,9 @@ def test_times_of_phases_fit_into_their_step(run: Run):
     for row in run.steps:
         phases = [float(row[key] or 0) for key in row if keys.phase_of(key) and key != keys.STEP_S]
         assert all(seconds > 0 for seconds in phases)
+        assert not any("take_metrics" in key for key in row), (
+            "what is asked between two steps is part of neither"
+        )
         assert max(phases) < value(row, keys.STEP_S)
 
 

@@ -51,6 +51,7 @@ def test_every_committed_configuration_loads(path: Path, monkeypatch: pytest.Mon
 
 
 ON_THE_TASK = {  # of the demo, upon arithmetic.yaml; prompts times samples of a step
+    "dr-grpo": (32, 8),
     "grpo": (32, 8),
     "grpo-from-engine": (32, 8),
     "online-dpo": (64, 4),
@@ -66,7 +67,9 @@ def test_algorithms_on_the_demos_task(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(ROOT)
     config, base = load_config(f"configs/{name}.yaml"), load_config("configs/arithmetic.yaml")
     assert (config.data.batch_size, config.rollout.samples_per_prompt) == ON_THE_TASK[name]
-    assert config.algorithm.name == name.replace("-", "_")
+    assert config.algorithm.name == {"dr-grpo": "grpo"}.get(name, name.replace("-", "_"))
+    as_dr_grpo = config.algorithm.normalize_std is False and config.actor.loss_aggregation == "sequence_sum"
+    assert as_dr_grpo == (name == "dr-grpo")
     assert config.rows_per_step == base.rows_per_step
     assert config.warmup == base.warmup
     assert config.actor.parallel == base.actor.parallel
@@ -100,6 +103,7 @@ def test_the_committed_configurations_are_those_that_the_readme_names(
     monkeypatch.chdir(ROOT)
     known = {  # parameters: counted by hand from the models' cards
         "arithmetic": (4, None),
+        "bench-small": (4, 699_328),
         "llama3-70b-16nodes": (128, 70_553_706_496),
         "qwen2.5-7b-8gpu": (8, 7_615_616_512),
         "smollm2": (6, 134_515_008),
