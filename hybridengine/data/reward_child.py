@@ -295,7 +295,7 @@ def _trace(error: BaseException | None, even_without_frames: bool = True) -> str
 def _row_at_hand(error: BaseException, columns: Columns) -> int | None:
     """The row whose text a frame of the traceback has in a variable, the innermost such frame counting.
 
-    None where there is none, or more than one.
+    None where there is none, or more than one. From Python 3.12 on a comprehension has no frame of its own.
     """
     rows: dict[int, set[int]] = {}
     for column in columns.values():

@@ -227,7 +227,7 @@ def fails_at_first(responses: Texts, answers: Texts) -> list[float]:
 
 def fails_for_some(responses: Texts, answers: Texts) -> list[float]:
     """Where a response is not a number."""
-    return [float(response) for response in responses]
+    return [_parsed(response) for response in responses]
 
 
 def one_list(responses: Texts) -> list[float]:
