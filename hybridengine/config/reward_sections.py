@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
 from hybridengine.config.values import (
     Bytes,
@@ -77,6 +77,12 @@ class RewardSection(ScorerSection):
     without these rows."""
     retries: CountOrZero | None = None
     """Further calls for the rows of a failed one; left out, 2 with on_failure=retry, and 0 with drop."""
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_read(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A run's configuration is written with its defaults, and can be read again."""
+        left_out = ScorerSection.model_fields.keys() if self.terms else ()
+        return {key: value for key, value in dump(self).items() if key not in left_out}
 
     @property
     def scorers(self) -> dict[str, ScorerSection]:

@@ -1,7 +1,7 @@
 """GRPO's dataflow, and Dr.GRPO's: no critic, a response is compared with the others to the same prompt.
 
 Source: DeepSeekMath, arXiv 2402.03300, section 4.1; Dr.GRPO, arXiv 2503.20783, section 3
-(`algorithm.normalize_std=false`, `actor.loss_aggregation=sequence_sum`).
+(`algorithm.normalize_std=false`, `actor.loss_aggregation=sequence_sum`, as in `configs/dr-grpo.yaml`).
 """
 
 from __future__ import annotations

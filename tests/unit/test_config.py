@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from hybridengine.config import RunConfig, load_config, model_shape
@@ -115,6 +116,19 @@ def test_the_committed_configurations_are_those_that_the_readme_names(
         assert config.num_ranks == num_ranks
         if num_parameters:
             assert model_shape(config).num_parameters == num_parameters
+
+
+@pytest.mark.parametrize("name", [path.stem for path in CONFIGS])
+def test_a_configuration_with_all_defaults_written_out_is_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run keeps it. The file's name would else be the run's."""
+    monkeypatch.chdir(ROOT)
+    config = load_config(f"configs/{name}.yaml", dry_run=True)
+    written = tmp_path / "config.yaml"
+    written.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert config.run.name == name
+    assert load_config(written, dry_run=True) == config
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "smollm2"])
