@@ -162,6 +162,7 @@ def iterate(
         metrics = measure(0)
     output.record(0, metrics | roles.take_scorer_metrics())
     for step in range(1, steps + 1):
+        pools.wait()
         exchange.take_records()  # what was asked between two steps is part of neither
         output.begin_step(step)
         begin, payload_bytes = time.time(), exchange.payload_bytes
