@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from hybridengine.checkpoint_files import check_checkpoint
-from hybridengine.config import RunConfig
+from hybridengine.config import RunConfig, holder_shape, model_holders
 from hybridengine.config.reward_checks import reward_sections
 from hybridengine.config.run_config import SCORERS
 from hybridengine.data.demonstrations import DemonstrationDataset
@@ -123,6 +123,14 @@ def prepare_files(config: RunConfig) -> RunFiles:
             f"the tokenizer of {config.tokenizer_folder} has {len(tokenizer)} tokens, the model's"
             f" vocab_size={shape.vocab_size} is smaller; use the model's own tokenizer"
         )
+    for holder in model_holders(config):
+        vocab_size = holder_shape(config, holder).vocab_size
+        if holder.path is not None and len(tokenizer) > vocab_size:
+            problems.found.append(
+                f"{holder.key}.path={holder.path} has vocab_size={vocab_size}, the actor's tokenizer"
+                f" ({config.tokenizer_folder}) has {len(tokenizer)} tokens; all models read the same tokens: name one"
+                " that was trained with this tokenizer"
+            )
     files = _read_rows(config, tokenizer, problems)
     problems.raise_all()
     (config.run_folder / CONFIG_FILE).write_text(

@@ -22,7 +22,7 @@ from hybridengine.bench.step_result import CONTROLLER, Side, StepResult
 from hybridengine.bench.step_spec import DTYPES, PRECISIONS, OwnWay, StepSpec, TrlWay, own_ways, trl_ways
 from hybridengine.cli.options import Once
 from hybridengine.cli.output_files import check_output_files, write_output
-from hybridengine.errors import ConfigError
+from hybridengine.errors import ConfigError, raise_all
 from hybridengine.metrics.formatting import format_seconds
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
@@ -164,13 +164,14 @@ def chosen_own_ways(options: argparse.Namespace, spec: StepSpec, num_cores: int)
                 )
         return own_ways(spec, num_cores, num_gpus())
     train, gen = TrainSizes.parse(options.parallel), GenSizes.parse(options.generate or "1-1")
+    raise_all([f"--generate {gen}: {problem}" for problem in gen.problems_over(train)])
     if spec.num_prompts < train.num_ranks or spec.num_rows * gen.num_ranks % train.num_ranks:
         raise ConfigError(
             f"--parallel {train}: {spec.num_prompts} prompts and {spec.num_rows} rows do not split over its"
             f" {train.num_ranks} ranks; choose more --prompts, a multiple of {train.num_ranks}, or fewer ranks"
         )
     rows = spec.num_rows // train.dp_size
-    micro_rows = options.micro_rows or rows
+    micro_rows = rows if options.micro_rows is None else options.micro_rows
     if not 1 <= micro_rows <= rows:
         raise ConfigError(
             f"--micro-rows {micro_rows} is out of range; a replica has {rows} rows, choose 1 to {rows}"

@@ -167,7 +167,7 @@ def iterate(
         output.begin_step(step)
         begin, payload_bytes = time.time(), exchange.payload_bytes
         with failures_kept(step):
-            metrics = _checked(step_of(roles, _sampling(config, step), config.algorithm, state), config)
+            metrics = _checked(step_of(roles, _sampling(config, step), config.algorithm, state), config, step)
             pools.wait()
         seconds, records = time.time() - begin, exchange.take_records()
         payload_bytes = exchange.payload_bytes - payload_bytes
@@ -183,17 +183,27 @@ def iterate(
         output.record(step, metrics | roles.take_scorer_metrics())
 
 
-def _checked(metrics: object, config: RunConfig) -> dict[str, float]:
+def _checked(metrics: object, config: RunConfig, step: int) -> dict[str, float]:
     """What a dataflow has returned, which may be anybody's.
 
     Raises:
-        ConfigError: it is no dict.
+        ConfigError: it is no dict of names and numbers.
     """
+    who, remedy = (
+        f"step {step} of algorithm.name={config.algorithm.name} returned",
+        "return its metrics, a dict of",
+    )
     if not isinstance(metrics, dict):
-        raise ConfigError(
-            f"step of algorithm.name={config.algorithm.name} returned {shown(metrics)}; return its metrics, a dict of"
-            " numbers"
-        )
+        raise ConfigError(f"{who} {shown(metrics)}; {remedy} numbers")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or name == keys.STEP:
+            raise ConfigError(
+                f"{who} a metric called {shown(name)}; {remedy} names, others than {keys.STEP!r}"
+            )
+        try:
+            metrics[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # torch raises the last for a tensor of several
+            raise ConfigError(f"{who} {name}={shown(value)}; {remedy} numbers") from None
     return metrics
 
 

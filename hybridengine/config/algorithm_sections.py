@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from hybridengine.config.values import NonNegative, Positive, Section, Share
+from hybridengine.errors import shown
 
 Role = Literal["actor", "critic", "cost_critic", "reference", "reward", "cost"]
 """A model of a dataflow."""
@@ -32,8 +33,18 @@ def _check_driver(name: str) -> str:
     near = difflib.get_close_matches(name, ALGORITHM_ROLES, n=1)
     meant = f"did you mean {near[0]}? " if near else ""
     raise ValueError(
-        f"{name!r} is no dataflow; {meant}choose from {', '.join(ALGORITHM_ROLES)}, or give the import path of a module"
+        f"{name!r} is no dataflow; {meant}choose from {', '.join(ALGORITHM_ROLES)}, or give the import path of a"
+        " module, with a dot: package.module"
     )
+
+
+def _check_options(options: dict[str, Any]) -> dict[str, Any]:
+    for name, value in options.items():
+        if not isinstance(value, int | float | bool | str):
+            raise ValueError(
+                f"{name}={shown(value)} must be a number, true, false or a text; give one of these, or several options"
+            )
+    return options
 
 
 GROUPED = ("grpo", "grpo_from_engine", "rloo", "online_dpo")
@@ -59,7 +70,7 @@ class AlgorithmSection(Section):
     """The dataflow: one of this project's, or the import path of a module with a function `step`."""
     roles: tuple[Role, ...] | None = None
     """Roles of a dataflow of one's own; those of this project are known."""
-    options: dict[str, int | float | bool | str] = Field(default_factory=dict)
+    options: Annotated[dict[str, Any], AfterValidator(_check_options)] = Field(default_factory=dict)
     """Whatever a dataflow of one's own wants to be told."""
     gamma: Share = 1.0
     """Discount of later rewards."""

@@ -41,7 +41,7 @@ def find_conflicts(config: RunConfig, *, dry_run: bool = False) -> list[Conflict
     for holder in model_holders(config):
         shape = _shape_or_none(config, holder.path)
         if shape is not None:
-            conflicts += _sharding(holder, shape)
+            conflicts += [*_sharding(holder, shape), *_positions(config, holder, shape)]
     shape = _shape_or_none(config)
     conflicts += _engines(config, shape)
     if shape is not None:
@@ -162,19 +162,25 @@ def _sharding(holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
         yield Conflict(f"{key}={sizes}: {error}", keys)
 
 
-def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
-    """Widths against positions and micro-batches, one sequence against the KV cache."""
+WIDTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
+
+
+def _positions(config: RunConfig, holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
+    """The longest row against what a model has positions for; without a checkpoint of its own, it is the actor's."""
     rollout, width = config.rollout, config.max_tokens
-    widths = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
-    sum_text = (
-        f"max_prompt_tokens={rollout.max_prompt_tokens} + max_response_tokens={rollout.max_response_tokens}"
-    )
-    if width > shape.max_positions:
+    if width > shape.max_positions and (holder.path or holder.role == "actor"):
+        whose = f"those of {holder.key}.path={holder.path}," if holder.path else "the model's"
         yield Conflict(
-            f"rollout.{sum_text} = {width} tokens exceed the model's max_positions={shape.max_positions};"
-            f" lower them by {width - shape.max_positions}",
-            (*widths, "model"),
+            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + max_response_tokens="
+            f"{rollout.max_response_tokens} = {width} tokens exceed {whose}"
+            f" max_positions={shape.max_positions}; lower them by {width - shape.max_positions}",
+            (*WIDTHS, f"{holder.key}.path" if holder.path else "model"),
         )
+
+
+def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
+    """One sequence against the KV cache, and what vLLM needs on a CPU."""
+    rollout, width = config.rollout, config.max_tokens
     gen, train = config.actor.gen_sizes, config.actor.train_sizes
     stages = (
         ()
@@ -187,7 +193,7 @@ def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
         yield Conflict(
             f"rollout.kv_cache_bytes={rollout.kv_cache_bytes} must hold one sequence of {width} tokens, which takes"
             f" {needed} bytes at p_g-t_g = {gen}; raise it to a multiple of {needed}",
-            ("rollout.kv_cache_bytes", *widths, "actor.generate", "model"),
+            ("rollout.kv_cache_bytes", *WIDTHS, "actor.generate", "model"),
         )
     if config.cluster.device == "cpu" and rollout.cuda_graphs:
         yield Conflict(

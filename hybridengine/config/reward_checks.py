@@ -61,12 +61,13 @@ def _scorer(key: str, scorer: ScorerSection, *, is_reward: bool) -> Iterator[Con
 def _terms(config: RunConfig, name: str, section: RewardSection) -> Iterator[Conflict]:
     if not section.terms:
         return
-    unread = [key for key in SINGLE_SCORER_KEYS if key in section.model_fields_set]
+    given = section.model_fields_set
+    unread = [key for key in SINGLE_SCORER_KEYS if key in given and getattr(section, key) is not None]
     if unread:
         keys = ", ".join(f"{name}.{key}" for key in unread)
         yield Conflict(
             f"{keys} {'is' if len(unread) == 1 else 'are'} not read, since {name}.terms gives several scorers; write"
-            f" it beneath a term, or leave {name}.terms out",
+            f" {'it' if len(unread) == 1 else 'them'} beneath a term and null here, or leave {name}.terms out",
             (f"{name}.terms", *(f"{name}.{key}" for key in unread)),
         )
     for term in section.models:

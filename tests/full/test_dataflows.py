@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 
@@ -176,6 +177,37 @@ def divides_by_zero(roles: Roles, sampling: Sampling, settings: object, state: S
 
 def returns_nothing(roles: Roles, sampling: Sampling, settings: object, state: State) -> Any:
     roles.prompts.training_prompts(sampling.prompts, sampling.step).get("prompt_lengths")
+
+
+def returns_a_text(*_: object) -> Any:
+    return {"loss": 1.0, "note": "good"}
+
+
+def returns_several(*_: object) -> Any:
+    return {"losses": torch.ones(2)}
+
+
+def returns_the_step(*_: object) -> Any:
+    return {"step": 3}
+
+
+@pytest.mark.parametrize(
+    ("step", "match"),
+    [
+        (
+            returns_a_text,
+            'step 1 of algorithm.name=safe_rlhf returned note="good"; return its metrics, a dict of',
+        ),
+        (returns_several, "returned losses=.*; return its metrics, a dict of numbers"),
+        (returns_the_step, "returned a metric called \"step\"; .* names, others than 'step'"),
+    ],
+)
+def test_metrics_that_are_none_leave_what_is_known_of_the_step(
+    started: Started, step: Step, match: str
+) -> None:
+    rows, _ = left_by(started, started.roles, step, step.__name__, ConfigError, match)
+    assert [row[keys.STEP] for row in rows] == [0, 1]
+    assert "reward/calls" in rows[1]
 
 
 @pytest.mark.parametrize(

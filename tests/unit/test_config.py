@@ -349,3 +349,13 @@ def test_a_binary_file(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00\x80\x81")
     (message,) = problems_of(path)
     assert str(path) in message
+
+
+@pytest.mark.parametrize("value", ["[1,2]", "null", "{a: 1}"])
+def test_an_option_is_a_number_a_truth_or_a_text(small: Path, value: str) -> None:
+    (problem,) = problems_of(small, f"algorithm.options.x={value}")
+    assert problem.startswith("algorithm.options: x=")
+    assert "must be a number, true, false or a text" in problem
+    own = ["algorithm.name=my.own", "algorithm.roles=[actor,reward]"]
+    config = load_config(small, [*own, "algorithm.options={x: 1, y: 0.5, z: true, w: good}"])
+    assert config.algorithm.options == {"x": 1, "y": 0.5, "z": True, "w": "good"}

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from hybridengine.cli.prepare import claim_run, prepare_files
 from hybridengine.config import load_config, model_shape
-from hybridengine.errors import ConfigError
+from hybridengine.errors import ConfigError, DataError
 from hybridengine.model_presets import PRESETS
 from tests.unit.test_checkpoint_files import CONFIG, write_checkpoint
 from tests.unit.test_config import problems_of
@@ -164,3 +165,28 @@ def test_a_built_model_has_the_shape_that_its_section_says(built: Path) -> None:
     shape = model_shape(load_config(built))
     assert (shape.family, shape.qk_norm, shape.vocab_size, shape.head_dim) == ("qwen3", True, 57, 32)
     assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.max_positions) == (4, 4, 2, 128)
+
+
+def test_rows_must_fit_every_models_positions(tmp_path: Path, from_checkpoint: Path) -> None:
+    critic = write_checkpoint(tmp_path / "critic", CONFIG | {"max_position_embeddings": 12})
+    width = load_config(from_checkpoint).max_tokens
+    (problem,) = problems_of(from_checkpoint, f"critic.path={critic}")
+    assert problem.endswith(
+        f" = {width} tokens exceed those of critic.path={critic}, max_positions=12; lower them by {width - 12}"
+    )
+
+
+def test_every_model_must_know_the_actors_tokens(
+    tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer of the task has 57 tokens."""
+    monkeypatch.chdir(tmp_path)
+    for name, vocab_size in (("small", 20), ("large", 64)):
+        changes = {"vocab_size": vocab_size, "num_key_value_heads": 2, "max_position_embeddings": 128}
+        write_checkpoint(tmp_path / name, CONFIG | changes)
+    config = claim_run(load_config(built, [f"critic.path={tmp_path / 'small'}"]))
+    with pytest.raises(
+        DataError, match=r"critic\.path=.*small has vocab_size=20, the actor's tokenizer .* has 57 tokens"
+    ):
+        prepare_files(config)
+    prepare_files(claim_run(load_config(built, [f"critic.path={tmp_path / 'large'}"])))

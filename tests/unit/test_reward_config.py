@@ -30,6 +30,7 @@ def with_terms(built: Path, tmp_path: Path) -> Path:
         "architectures": ["LlamaForSequenceClassification"],
         "num_labels": 1,
         "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
     }
     folder = write_checkpoint(tmp_path / "liked", scorer)
     built.write_text(built.read_text() + TERMS.replace("PATH", str(folder)))
@@ -130,8 +131,8 @@ def test_retries(built: Path, overrides: list[str], retries: int) -> None:
         (
             ["reward.terms.one.function=a:b", "reward.function=a:b", "reward.kind=function"],
             [
-                "reward.kind, reward.function are not read, since reward.terms gives several scorers; write it beneath"
-                " a term, or leave reward.terms out"
+                "reward.kind, reward.function are not read, since reward.terms gives several scorers; write them"
+                " beneath a term and null here, or leave reward.terms out"
             ],
         ),
         (
@@ -238,7 +239,7 @@ def test_models_among_the_terms_keep_the_rules_of_roles(
 
 
 def test_a_model_among_the_terms_has_one_label(with_terms: Path, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "chatty", CONFIG | {"num_key_value_heads": 2})
+    write_checkpoint(tmp_path / "chatty", CONFIG | {"num_key_value_heads": 2, "max_position_embeddings": 128})
     (problem,) = problems_of(with_terms, f"reward.terms.liked.path={tmp_path / 'chatty'}")
     assert problem.startswith(
         f"reward.terms.liked.path={tmp_path / 'chatty'} has no score head, a reward model gives"
@@ -265,3 +266,10 @@ def test_keys_of_terms_are_listed() -> None:
         "reward.timeout_s",
     } < set(keys)
     assert "reward.terms.weight" not in keys
+
+
+def test_terms_take_the_place_of_a_bases_function(built: Path, tmp_path: Path) -> None:
+    built.write_text(built.read_text() + "\nreward: {function: 'a.b:whole'}\n")
+    upon = tmp_path / "upon.yaml"
+    upon.write_text("base: built.yaml\nreward: {function: null, terms: {one: {function: 'a.b:part'}}}\n")
+    assert load_config(upon).reward.functions == {"one": "a.b:part"}
