@@ -141,6 +141,11 @@ class Future:
             self._results.clear()
         return self._value
 
+    def answers(self, timeout_s: float) -> list[Any]:
+        """Results of the source ranks that end well within so long, in row order, where others have failed or hang."""
+        ended = self._operation.ended_well(timeout_s)
+        return self._fetch([result for rank, result in self._results.items() if rank in ended])
+
     def stored(self, numbers: Sequence[int]) -> list[Any]:
         """The results of some source ranks as they are, which stay where they are; the call has ended."""
         references = self.references

@@ -88,6 +88,13 @@ class Operation:
         """Rank -> reference to its outcome, where that has not arrived."""
         return dict(self._pending)
 
+    def ended_well(self, timeout_s: float) -> set[int]:
+        """Ranks that have ended without a failure, all of them or those that have within so long."""
+        deadline = time.monotonic() + timeout_s
+        while not self.poll() and (left_s := deadline - time.monotonic()) > 0:
+            ray.wait(list(self._pending.values()), num_returns=len(self._pending), timeout=left_s)
+        return {rank for rank, outcome in self._outcomes.items() if outcome.failure is None}
+
     def error(self) -> WorkerError:
         """What to raise for its failures."""
         return rank_failed(*root_cause(self._failures))

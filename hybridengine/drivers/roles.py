@@ -41,12 +41,17 @@ class Scorers:
             self.compute.map(terms, "hybridengine.data.rewards.combine_scores", dict(self.weights))
         )
 
-    def take_metrics(self, timeout_s: float | None = None) -> dict[str, float]:
-        """What the functions did since the last time, all ranks together, e.g. `reward/retries`; models have none."""
+    def take_metrics(self, last_words_s: float | None = None) -> dict[str, float]:
+        """What the functions did since the last time, all ranks together, e.g. `reward/retries`; models have none.
+
+        Args:
+            last_words_s: after a failure: how long to wait for what ranks can still say; others are left out.
+        """
         total = Counter[str]()
         for group in self.groups:
             if hasattr(group, "take_metrics"):
-                for counts in group.take_metrics().get(timeout_s):
+                asked = group.take_metrics()
+                for counts in asked.get() if last_words_s is None else asked.answers(last_words_s):
                     total.update(counts)
         return dict(total)
 
@@ -73,10 +78,10 @@ class Roles:
     def __init__(self, **groups: WorkerGroup | Scorers) -> None:
         self.__dict__.update(groups)
 
-    def take_scorer_metrics(self, timeout_s: float | None = None) -> dict[str, float]:
+    def take_scorer_metrics(self, last_words_s: float | None = None) -> dict[str, float]:
         """`Scorers.take_metrics` of rewards and costs."""
         scorers = [group for group in self.__dict__.values() if isinstance(group, Scorers)]
-        return {key: value for one in scorers for key, value in one.take_metrics(timeout_s).items()}
+        return {key: value for one in scorers for key, value in one.take_metrics(last_words_s).items()}
 
     def __getattr__(self, name: str) -> WorkerGroup:
         near = difflib.get_close_matches(name, self.__dict__, n=1)
