@@ -26,6 +26,7 @@ from hybridengine.errors import DataError, raise_all
 
 __all__ = [
     "EXTRA_COLUMNS",
+    "TERM_PREFIX",
     "RewardFunctions",
     "check_reward_functions",
     "combine_scores",
@@ -37,6 +38,9 @@ __all__ = [
 EXTRA_COLUMNS = ("prompts", "prompt_lengths", "response_lengths")
 """What a function can have besides responses and answers: the prompts as the model saw them, special tokens included,
 and numbers of tokens."""
+
+TERM_PREFIX = "score/"
+"""Of the columns with the scores of each of several terms."""
 
 DROPPED = float("nan")
 
@@ -250,7 +254,7 @@ def check_reward_functions(name: str, section: RewardSection, timeout_s: float =
 
 def score_column(term: str) -> str:
     """Column of a term's own scores; of the only scorer, which has the name "", it is `scores`."""
-    return f"score/{term}" if term else "scores"
+    return f"{TERM_PREFIX}{term}" if term else "scores"
 
 
 def combine_scores(rows: TensorDictBase, across: object, weights: Mapping[str, float]) -> TensorDict:

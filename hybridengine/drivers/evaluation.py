@@ -15,7 +15,7 @@ SAMPLE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths", "answers", "sc
 
 
 def evaluate(roles: Roles, num_prompts: int) -> tuple[dict[str, float], TensorDict]:
-    """(`eval/exact_match`, the share of held-out prompts with full score, and `eval/score_mean`; some of the responses).
+    """(`eval/score_mean`, and of a function alone `eval/exact_match`, the share with full score; some of the responses).
 
     Where there are fewer prompts than ranks, some are answered twice, and counted once.
     """
@@ -30,8 +30,7 @@ def evaluate(roles: Roles, num_prompts: int) -> tuple[dict[str, float], TensorDi
     scores = judged["scores"][~judged["dropped"]]
     if not len(scores):
         raise DataError("none of the held-out responses has a score; look at the reward function's failures")
-    metrics = {
-        keys.EXACT_MATCH: float((scores >= 1.0).float().mean()),
-        "eval/score_mean": float(scores.mean()),
-    }
+    metrics = {keys.SCORE_MEAN: float(scores.mean())}
+    if reward.has_full_score:
+        metrics[keys.EXACT_MATCH] = float((scores >= 1.0).float().mean())
     return metrics, answered[:NUM_SAMPLES].get(*SAMPLE_COLUMNS)

@@ -146,7 +146,7 @@ class RunPools:
                     config={"run": config, "folder": scorer.path, "section": role, "term": term},
                 )
             )
-        return Scorers(groups, compute, section.weights if section.models else {})
+        return Scorers(groups, compute, section.weights if section.models else {}, tuple(section.terms))
 
     def _helper(
         self, pool: ResourcePool, role: str, worker: str, num_replicas: int | None = None

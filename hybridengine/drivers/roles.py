@@ -24,6 +24,13 @@ class Scorers:
     compute: WorkerGroup
     weights: Mapping[str, float]
     """Of each term, where a term is a model; else empty: functions alone are put together on their ranks."""
+    terms: Sequence[str] = ()
+    """Names of several scorers, each with a column `score/NAME`; a single one has none."""
+
+    @property
+    def has_full_score(self) -> bool:
+        """Whether 1 is a full score: of a function alone, not of a model or a weighted sum."""
+        return not self.terms and hasattr(self.groups[0], "take_metrics")
 
     @property
     def num_ranks(self) -> int:

@@ -65,6 +65,8 @@ def step_line(row: Row, num_steps: int) -> str:
             results.append(f"{label} {form.format(_number(row[key]))}")
     if keys.EXACT_MATCH in row:
         results.append(f"eval {_percent(_number(row[keys.EXACT_MATCH]))}")
+    elif keys.SCORE_MEAN in row:
+        results.append(f"eval {_number(row[keys.SCORE_MEAN]):.3f}")
     times = []
     for key, value in row.items():
         phase = keys.phase_of(key)
@@ -84,10 +86,15 @@ def summary_table(summary: RunSummary) -> Table:
     table.add_column("total", justify="right", no_wrap=True)
     table.add_column("mean per step", justify="right", no_wrap=True)
     before, after = summary.exact_match_before, summary.exact_match_after
-    table.add_row("exact match before", _MISSING if before is None else _percent(before), "")
-    table.add_row("exact match after", _MISSING if after is None else _percent(after), "")
-    if before is not None and after is not None:
-        table.add_row("gain", f"{100 * (after - before):+.1f} points", "")
+    if before is None and summary.score_before is not None:  # a model or a weighted sum judges
+        before, after = summary.score_before, summary.score_after
+        table.add_row("held-out score before", f"{before:.3f}", "")
+        table.add_row("held-out score after", _MISSING if after is None else f"{after:.3f}", "")
+    else:
+        table.add_row("exact match before", _MISSING if before is None else _percent(before), "")
+        table.add_row("exact match after", _MISSING if after is None else _percent(after), "")
+        if before is not None and after is not None:
+            table.add_row("gain", f"{100 * (after - before):+.1f} points", "")
     table.add_section()
     for phase, time in summary.phases.items():
         label = f"time: {phase.replace('_', ' ')}"

@@ -8,7 +8,10 @@ REWARD_MEAN = "reward/mean"
 KL_MEAN = "kl/mean"
 """Mean over response tokens of the KL estimate between actor and reference."""
 EXACT_MATCH = "eval/exact_match"
-"""Share of held-out problems answered correctly, 0 to 1; only in rows of steps that were evaluated."""
+"""Share of held-out problems answered correctly, 0 to 1, where a function alone judges; only in rows of steps that were
+evaluated."""
+SCORE_MEAN = "eval/score_mean"
+"""Mean score of the held-out responses; only in rows of steps that were evaluated."""
 
 GENERATE_S = "time/generate_s"
 SWITCH_TO_GENERATE_S = "time/switch_to_generate_s"
@@ -54,6 +57,11 @@ TRAINING_STEP_KEYS = (
     OVERHEAD_S,
 )
 """What every row of a training step has; `eval/exact_match` comes on top where the step was evaluated."""
+
+
+def term_key(term: str) -> str:
+    """The metric of one of several terms of the reward: "style" -> "reward/style_mean"."""
+    return f"reward/{term}_mean"
 
 
 def time_key(phase: str) -> str:

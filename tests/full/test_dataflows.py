@@ -97,6 +97,9 @@ def test_an_iteration(started: Started, name: str) -> None:
     assert called - {"prompts", "compute"} == set(ALGORITHM_ROLES[name])
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["rollout/dropped_rows"] == 0
+    assert metrics["reward/short_mean"] == pytest.approx(-metrics["reward/mean"]), (
+        "the only term, weighted by -1"
+    )
     if name == "grpo_from_engine":  # nobody asks the trainer
         assert keys.LOG_PROB_ABS_DIFF_MAX not in metrics
     else:
@@ -227,7 +230,8 @@ def test_a_dataflow_that_fails_leaves_what_is_known_of_its_step(
 ) -> None:
     rows, bars = left_by(started, started.roles, step, step.__name__, error, match)
     assert [row[keys.STEP] for row in rows] == [0, 1]
-    assert keys.EXACT_MATCH in rows[0]
+    assert keys.SCORE_MEAN in rows[0]
+    assert keys.EXACT_MATCH not in rows[0], "nobody knows a full score of several terms"
     assert "reward/calls" in rows[1]
     assert {(0, "actor.generate_sequences"), (1, "prompts.training_prompts")} <= bars
 

@@ -8,7 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
-from hybridengine.metrics.console import RunConsole, step_line
+from hybridengine.metrics.console import RunConsole, step_line, summary_table
 from hybridengine.metrics.recorder import Row
 from hybridengine.metrics.summary import PhaseTime, RunSummary, summarise
 
@@ -117,7 +117,7 @@ def test_summary_does_not_hide_what_was_not_finite(place: int) -> None:
 
 
 def test_summary_of_no_rows() -> None:
-    assert summarise([]) == RunSummary(0, None, None, {}, None, None, None, None, None)
+    assert summarise([]) == RunSummary(0, None, None, None, None, {}, None, None, None, None, None)
 
 
 def _table_cells(rows: list[Row], encoding: str = "utf-8") -> tuple[str, dict[str, list[str]]]:
@@ -162,3 +162,13 @@ def test_final_table_on_an_ascii_terminal() -> None:
     text, cells = _table_cells(_rows(), encoding="ascii")
     assert text.isascii()
     assert cells["received bytes"] == ["9.0 MiB", "3.0 MiB"]
+
+
+def test_without_a_full_score_the_held_out_score_is_shown() -> None:
+    rows: list[Row] = [{"step": 0, "eval/score_mean": 0.25}, {"step": 1, "eval/score_mean": 0.5}]
+    assert step_line(rows[0], 1) == "step 0/1  eval 0.250"
+    console = Console(file=io.StringIO(), width=100)
+    console.print(summary_table(summarise(rows)))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "held-out score before" in text and "0.250" in text and "0.500" in text
+    assert "exact match" not in text
