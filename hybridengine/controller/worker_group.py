@@ -148,7 +148,12 @@ class WorkerGroup:
             num_rows = None if requests.ranges is None or key is None else len(requests.ranges[rank])
             one = Call(self.role, method, self.timeout_s, rank in sources, key, num_rows, dropped)
             part = requests.part_of_rank[rank]
-            return process.call.remote(one, parts[part], *requests.batches[part])
+            try:
+                return process.call.remote(one, parts[part], *requests.batches[part])
+            except TypeError as error:  # Ray's, of what cannot be sent: with all arguments in its text
+                if isinstance(error.__cause__, WrongArgumentsError):
+                    raise error.__cause__ from None
+                raise
 
         def collect(results: list[Any]) -> list[Any]:
             exchange.payload_bytes += traffic_bytes(results)

@@ -50,7 +50,7 @@ class RewardProcess:
     """One function in one process, called as function(responses, answers, **columns); a context manager.
 
     The process starts with the first call or with `start`, and again after a call that it did not survive. Its own
-    children end with it. It ends when this process does, in whatever way.
+    children end with it, unless they have left its session. It ends when this process does, in whatever way.
 
     Args:
         path: "package.module:function".

@@ -12,6 +12,7 @@ import pickle
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
@@ -20,12 +21,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from hybridengine.errors import StorageError
 from hybridengine.runtime import process_memory
 from hybridengine.runtime.batch import columns_of, is_tensor_column
 from hybridengine.runtime.stored_rows import Owner, StoredArray, StoredColumn, StoredRows
 
 NUM_SLOTS = 2**16
-"""More keys than are ever kept at once."""
+"""Most batches that are kept at once."""
 MAPPED_BYTES = 2**20
 """Columns from this size on lie in memory that readers of the same host map, so that many ranks need no copies."""
 
@@ -42,6 +44,8 @@ class _Kept:
     """(column, "values" or "bounds") -> its memory."""
     descriptors: list[int]
     """Of files that others may map."""
+    slot: int
+    """Where its key is written for readers to see."""
 
 
 class RowStore:
@@ -59,6 +63,7 @@ class RowStore:
         self._closed = False
         self._token = torch.tensor([secrets.randbits(62)])
         self._slots = torch.full((NUM_SLOTS,), -1, dtype=torch.int64)
+        self._free = deque(range(NUM_SLOTS))
         self._listener = Listener((node, 0), backlog=128)
         process_memory.admit_siblings()
         self.owner = Owner(
@@ -72,7 +77,18 @@ class RowStore:
         threading.Thread(target=self._accept, name="rows", daemon=True).start()
 
     def keep(self, key: int, batch: TensorDictBase) -> StoredRows:
-        """Keep a batch under `key`; the batch belongs to the store from then on."""
+        """Keep a batch under `key`; the batch belongs to the store from then on.
+
+        Raises:
+            StorageError: `NUM_SLOTS` batches are kept.
+        """
+        try:
+            slot = self._free.popleft()
+        except IndexError:
+            raise StorageError(
+                f"{NUM_SLOTS} batches of rows are kept on this rank, and no more can be; let go of references to rows"
+                " that nobody will read"
+            ) from None
         arrays: dict[tuple[str, str], Tensor] = {}
         descriptors, columns = [], {}
         for name in columns_of(batch):
@@ -88,11 +104,10 @@ class RowStore:
                 columns[name] = StoredColumn(
                     _described(arrays[name, "values"]), _described(arrays[name, "bounds"])
                 )
-        slot = key % NUM_SLOTS
         address = self._slots.data_ptr() + slot * self._slots.element_size()
         stored = StoredRows(self.owner, key, address, batch.batch_size[0], columns)
         with self._lock:
-            self._kept[key] = _Kept(stored, arrays, descriptors)
+            self._kept[key] = _Kept(stored, arrays, descriptors, slot)
         self._slots[slot] = key
         return stored
 
@@ -108,7 +123,8 @@ class RowStore:
             with self._lock:
                 kept = self._kept.pop(key, None)
             if kept is not None:
-                self._slots[key % NUM_SLOTS] = -1  # before the memory goes: readers look at it last
+                self._slots[kept.slot] = -1  # before the memory goes: readers look at it last
+                self._free.append(kept.slot)
                 for descriptor in kept.descriptors:
                     os.close(descriptor)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -18,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from hybridengine.errors import TransferError
+from hybridengine.errors import StorageError, TransferError
+from hybridengine.runtime import row_store
 from hybridengine.runtime.row_reader import Block, RowReader
 from hybridengine.runtime.row_store import MAPPED_BYTES, RowStore
 from hybridengine.runtime.stored_rows import StoredRows
@@ -174,6 +176,22 @@ def test_files_of_dropped_rows_are_closed() -> None:
     assert stored.columns["numbers"].values.descriptor is None
     store.drop([1])
     assert len(os.listdir("/proc/self/fd")) == before
+    store.close()
+
+
+def test_rows_that_are_kept_for_long_and_new_ones_have_places_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(row_store, "NUM_SLOTS", 2)
+    store = RowStore("127.0.0.1", SECRET)
+    kept = {key: store.keep(key, batch_of(0, 2)) for key in (1, 3)}
+    with pytest.raises(StorageError, match="2 batches of rows are kept on this rank, and no more can be"):
+        store.keep(5, batch_of(0, 2))
+    seen = {key: ctypes.c_int64.from_address(stored.key_address) for key, stored in kept.items()}
+    assert {key: word.value for key, word in seen.items()} == {1: 1, 3: 3}
+    store.drop([1])
+    assert {key: word.value for key, word in seen.items()} == {1: -1, 3: 3}
+    assert store.keep(5, batch_of(0, 2)).key_address == kept[1].key_address
     store.close()
 
 
