@@ -203,8 +203,9 @@ print("after")
 ENDINGS = {
     "well": "pass",
     "exception": "raise ValueError('broken')",
-    "ctrl-c": "print('ready', flush=True); time.sleep(30)",
+    "ctrl-c": "threading.Timer(1.0, lambda: print('ready', flush=True)).start(); time.sleep(30)",
 }
+"""Who is interrupted sleeps since a second: while printing, a line may come twice, and an interrupt be lost."""
 
 
 def _in_a_terminal(program: str, ending: str) -> str:
@@ -235,7 +236,7 @@ def _in_a_terminal(program: str, ending: str) -> str:
         output += part
         if ending == "ctrl-c" and not has_typed and b"ready" in output:
             has_typed = True
-            time.sleep(0.3)  # until it sleeps: who is interrupted while printing may print a line twice
+            time.sleep(0.3)  # until the other thread has printed the line's end
             os.write(main, b"\x03")
     child.wait(timeout=20)
     os.close(main)
