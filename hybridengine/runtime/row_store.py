@@ -82,13 +82,11 @@ class RowStore:
         Raises:
             StorageError: `NUM_SLOTS` batches are kept.
         """
-        try:
-            slot = self._free.popleft()
-        except IndexError:
+        if not self._free:
             raise StorageError(
                 f"{NUM_SLOTS} batches of rows are kept on this rank, and no more can be; let go of references to rows"
                 " that nobody will read"
-            ) from None
+            )
         arrays: dict[tuple[str, str], Tensor] = {}
         descriptors, columns = [], {}
         for name in columns_of(batch):
@@ -104,6 +102,7 @@ class RowStore:
                 columns[name] = StoredColumn(
                     _described(arrays[name, "values"]), _described(arrays[name, "bounds"])
                 )
+        slot = self._free.popleft()  # now that nothing can fail any more
         address = self._slots.data_ptr() + slot * self._slots.element_size()
         stored = StoredRows(self.owner, key, address, batch.batch_size[0], columns)
         with self._lock:
