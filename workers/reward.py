@@ -37,7 +37,7 @@ class RewardFunctionWorker:
 
     @register(DP_PROTO, [*SEQUENCE_COLUMNS, "answers", ROW_NUMBERS], returns_rows=True)
     def compute_scores(self, rollout: TensorDictBase) -> TensorDict:
-        """`scores` [B] float32, `dropped` [B] bool and, of several terms, `score/NAME` [B]: see `RewardFunctions.score`.
+        """`scores` [B] float32, `dropped` [B] bool, of several terms also `SECTION/NAME` [B]: `RewardFunctions.score`.
 
         Raises:
             DataError: a function failed, and the section does not say to go on without the rows.
@@ -74,12 +74,12 @@ class RewardModelWorker(ModelWorker):
     ) -> None:
         name = section or context.role
         super().__init__(replace(context, role=name), run, folder, score_head=False, trains=False)
-        self._key, self._column = f"{scorer_key(name, term)}.path={folder}", score_column(term)
+        self._key, self._column = f"{scorer_key(name, term)}.path={folder}", score_column(name, term)
         self.max_tokens = getattr(run, name).scorers[term].micro_batch_tokens
 
     @register(PROTO_3D, [*SEQUENCE_COLUMNS, ROW_NUMBERS], returns_rows=True)
     def compute_scores(self, rollout: TensorDictBase) -> TensorDict | None:
-        """The head's output at each sequence's last token, [B] float32: `score/NAME` of a term; else `scores`, and
+        """The head's output at each sequence's last token, [B] float32: `SECTION/NAME` of a term; else `scores`, and
         `dropped` [B] bool, which is false, as with functions.
 
         Raises:

@@ -63,7 +63,7 @@ class RewardSection(ScorerSection):
     further parameters name."""
     terms: Annotated[dict[str, TermSection], AfterValidator(_check_names)] = Field(default_factory=dict)
     """Several scorers by name, in place of one: the score is their weighted sum, and each term's own score is the
-    column score/NAME."""
+    column reward/NAME or cost/NAME."""
     timeout_s: Positive = 60.0
     """Longest that one call of a function may take; its process is then ended."""
     rows_per_call: Count = 64

@@ -26,7 +26,6 @@ from hybridengine.errors import DataError, raise_all
 
 __all__ = [
     "EXTRA_COLUMNS",
-    "TERM_PREFIX",
     "RewardFunctions",
     "check_reward_functions",
     "combine_scores",
@@ -38,9 +37,6 @@ __all__ = [
 EXTRA_COLUMNS = ("prompts", "prompt_lengths", "response_lengths")
 """What a function can have besides responses and answers: the prompts as the model saw them, special tokens included,
 and numbers of tokens."""
-
-TERM_PREFIX = "score/"
-"""Of the columns with the scores of each of several terms."""
 
 DROPPED = float("nan")
 
@@ -88,7 +84,7 @@ class RewardFunctions:
         return tuple(columns)
 
     def score(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int] | None = None) -> TensorDict:
-        """`scores` [B] float32, `dropped` [B] bool, and for several terms each term's own scores as `score/NAME`.
+        """`scores` [B] float32, `dropped` [B] bool, and for several terms each term's own scores as `SECTION/NAME`.
 
         A row is dropped where the section says so on a failure and the call with it failed, for a term that has a
         weight. Its scores are NaN, which must reach no loss. A dataflow puts `scores.masked_fill(dropped, 0.0)` in their
@@ -106,10 +102,12 @@ class RewardFunctions:
         numbers = range(num_rows) if rows is None else rows
         found: dict[str, Tensor] = {}
         for term, function in self._terms.items():
-            found[score_column(term)] = torch.tensor(function.score(columns, numbers), dtype=torch.float64)
+            found[score_column(self._name, term)] = torch.tensor(
+                function.score(columns, numbers), dtype=torch.float64
+            )
         result = TensorDict({name: scores.float() for name, scores in found.items()}, batch_size=[num_rows])  # type: ignore[arg-type]
         if self._section.terms:
-            weights = {term: self._section.weights[term] for term in self._terms}
+            weights = {score_column(self._name, term): self._section.weights[term] for term in self._terms}
             return result.update(combine_scores(TensorDict(found, batch_size=[num_rows]), None, weights))  # type: ignore[arg-type]
         result["dropped"] = result["scores"].isnan()
         return result
@@ -252,21 +250,24 @@ def check_reward_functions(name: str, section: RewardSection, timeout_s: float =
         functions.start()
 
 
-def score_column(term: str) -> str:
-    """Column of a term's own scores; of the only scorer, which has the name "", it is `scores`."""
-    return f"{TERM_PREFIX}{term}" if term else "scores"
+def score_column(section: str, term: str) -> str:
+    """Column of a term's own scores, e.g. `reward/style`; of the only scorer, which has the name "", it is `scores`."""
+    return f"{section}/{term}" if term else "scores"
 
 
 def combine_scores(rows: TensorDictBase, across: object, weights: Mapping[str, float]) -> TensorDict:
-    """`scores` [B] float32, the weighted sum of the columns `score/NAME`, and `dropped` [B], where one of them is NaN.
+    """`scores` [B] float32, the weighted sum of terms' columns, and `dropped` [B], where one of them is NaN.
 
     A term of weight 0 is a metric: it neither counts nor drops. `across` is what every function of a compute group
     gets; rows are summed one by one.
+
+    Args:
+        weights: by column.
     """
     total = torch.zeros(rows.batch_size, dtype=torch.float64)
-    for term, weight in weights.items():
+    for column, weight in weights.items():
         if weight:
-            total += weight * rows[score_column(term)].double()
+            total += weight * rows[column].double()
     return TensorDict({"scores": total.float(), "dropped": total.isnan()}, batch_size=rows.batch_size)  # type: ignore[arg-type]
 
 

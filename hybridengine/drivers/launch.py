@@ -18,6 +18,7 @@ from hybridengine.controller.cluster import node_offers, order_pools, start_ray
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.data.rewards import score_column
 from hybridengine.drivers.roles import Roles, Scorers
 from hybridengine.errors import ConfigError
 from hybridengine.topology.sizes import TrainSizes
@@ -146,7 +147,8 @@ class RunPools:
                     config={"run": config, "folder": scorer.path, "section": role, "term": term},
                 )
             )
-        return Scorers(groups, compute, section.weights if section.models else {}, tuple(section.terms))
+        weights = {score_column(role, term): weight for term, weight in section.weights.items()}
+        return Scorers(groups, compute, weights if section.models else {}, tuple(weights))
 
     def _helper(
         self, pool: ResourcePool, role: str, worker: str, num_replicas: int | None = None

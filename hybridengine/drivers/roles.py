@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from hybridengine.controller.rows import Rows
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.data.rewards import score_column
 from hybridengine.errors import UnknownNameError
 
 State = dict[str, float]
@@ -23,14 +22,14 @@ class Scorers:
     groups: Sequence[WorkerGroup]
     compute: WorkerGroup
     weights: Mapping[str, float]
-    """Of each term, where a term is a model; else empty: functions alone are put together on their ranks."""
-    terms: Sequence[str] = ()
-    """Names of several scorers, each with a column `score/NAME`; a single one has none."""
+    """Of each term's column, where a term is a model; else empty: functions alone are put together on their ranks."""
+    term_columns: Sequence[str] = ()
+    """What each of several scorers says, e.g. `cost/length`; a single one has none."""
 
     @property
     def has_full_score(self) -> bool:
         """Whether 1 is a full score: of a function alone, not of a model or a weighted sum."""
-        return not self.terms and hasattr(self.groups[0], "take_metrics")
+        return not self.term_columns and hasattr(self.groups[0], "take_metrics")
 
     @property
     def num_ranks(self) -> int:
@@ -38,12 +37,12 @@ class Scorers:
         return max(group.num_ranks for group in self.groups)
 
     def compute_scores(self, rollout: Rows) -> Rows:
-        """`scores` and `dropped`; of several terms also `score/NAME`."""
+        """`scores` and `dropped`; of several terms also their own columns."""
         parts = [group.compute_scores(rollout) for group in self.groups]
         rows = parts[0].union(*parts[1:])
         if not self.weights:
             return rows
-        terms = rows.select(*map(score_column, self.weights))
+        terms = rows.select(*self.weights)
         return rows.union(
             self.compute.map(terms, "hybridengine.data.rewards.combine_scores", dict(self.weights))
         )
@@ -85,10 +84,18 @@ class Roles:
     def __init__(self, **groups: WorkerGroup | Scorers) -> None:
         self.__dict__.update(groups)
 
+    @property
+    def term_columns(self) -> tuple[str, ...]:
+        """`Scorers.term_columns` of rewards and costs."""
+        return tuple(column for one in self._scorers for column in one.term_columns)
+
     def take_scorer_metrics(self, last_words_s: float | None = None) -> dict[str, float]:
         """`Scorers.take_metrics` of rewards and costs."""
-        scorers = [group for group in self.__dict__.values() if isinstance(group, Scorers)]
-        return {key: value for one in scorers for key, value in one.take_metrics(last_words_s).items()}
+        return {key: value for one in self._scorers for key, value in one.take_metrics(last_words_s).items()}
+
+    @property
+    def _scorers(self) -> list[Scorers]:
+        return [group for group in self.__dict__.values() if isinstance(group, Scorers)]
 
     def __getattr__(self, name: str) -> WorkerGroup:
         near = difflib.get_close_matches(name, self.__dict__, n=1)

@@ -31,21 +31,23 @@ def step(roles: Roles, sampling: Sampling, settings: AlgorithmSection, state: St
     rollout = prompts.union(actor.generate_sequences(prompts, sampling.first_seed))
     to_train = actor.switch_to_train()
 
+    costs = roles.cost.compute_scores(rollout)
     batch = rollout.union(
         actor.compute_log_probs(rollout),
         roles.reference.compute_log_probs(rollout),
         critic.compute_values(rollout),
         cost_critic.compute_values(rollout).select_as(**COST_VALUES),
         roles.reward.compute_scores(rollout),
-        roles.cost.compute_scores(rollout).select_as(**COSTS),
+        costs.select_as(**COSTS),
+        costs.select(*roles.cost.term_columns),
     )
-    costs = roles.compute.measure(batch.select(*COSTS), function_path(mean_cost)).get()[0]
+    measured_costs = roles.compute.measure(batch.select(*COSTS), function_path(mean_cost)).get()[0]
     multiplier = LagrangeMultiplier(
         settings.cost_limit,
         settings.multiplier_lr,
         settings.max_log_multiplier,
         state.get("log_multiplier", 0.0),
-    ).updated(costs["cost/mean"])
+    ).updated(measured_costs["cost/mean"])
     state["log_multiplier"] = multiplier.log_value
 
     inputs = batch.select(*COLUMNS, *COSTS, *COST_VALUES, "values")
@@ -55,7 +57,7 @@ def step(roles: Roles, sampling: Sampling, settings: AlgorithmSection, state: St
     measured = measure_rollout(roles, batch, settings)
 
     metrics = measured.get()[0] | switch_metrics(to_generate.get(), to_train.get())
-    metrics |= costs | {"cost/multiplier": multiplier.value}
+    metrics |= measured_costs | {"cost/multiplier": multiplier.value}
     return metrics | updates[0].get()[0] | updates[1].get()[0] | updates[2].get()[0]
 
 

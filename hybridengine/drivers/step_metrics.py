@@ -16,7 +16,6 @@ from hybridengine.algorithms.masking import masked_max, masked_sum, response_mas
 from hybridengine.config.algorithm_sections import AlgorithmSection
 from hybridengine.controller.exchange import CallRecord
 from hybridengine.controller.rows import Rows
-from hybridengine.data.rewards import TERM_PREFIX, score_column
 from hybridengine.drivers.counted import correction_weights
 from hybridengine.drivers.roles import Roles, function_path
 from hybridengine.errors import DataError
@@ -43,13 +42,16 @@ def measure_rollout(
     Args:
         from_engine: the batch's log-probs are the engine's, and it has no entropies.
     """
-    columns = [*STATISTICS, *map(score_column, roles.reward.terms), *([] if from_engine else ["entropies"])]
-    return roles.compute.measure(batch.select(*columns), function_path(rollout_metrics), settings)
+    columns = [*STATISTICS, *roles.term_columns, *([] if from_engine else ["entropies"])]
+    asked = function_path(rollout_metrics), settings, roles.term_columns
+    return roles.compute.measure(batch.select(*columns), *asked)
 
 
-def rollout_metrics(rows: TensorDictBase, across: Across, settings: AlgorithmSection) -> dict[str, float]:
-    """Reward, each term's own score, KL and lengths; where the training model has been asked, its entropy, how far its
-    log-probs are from the engine's, and what corrects that.
+def rollout_metrics(
+    rows: TensorDictBase, across: Across, settings: AlgorithmSection, term_columns: Sequence[str] = ()
+) -> dict[str, float]:
+    """Reward, the own score of each term that is there, KL and lengths; where the training model has been asked, its
+    entropy, how far its log-probs are from the engine's, and what corrects that.
 
     Raises:
         DataError: no response has a score.
@@ -79,10 +81,10 @@ def rollout_metrics(rows: TensorDictBase, across: Across, settings: AlgorithmSec
         "rollout/response_tokens_mean": num_tokens / num_rows,
         keys.TOKENS: prompts + num_tokens,
     }
-    for name in (name for name in columns_of(rows) if name.startswith(TERM_PREFIX)):
+    for name in (name for name in term_columns if name in columns_of(rows)):
         scored = ~rows[name].isnan()
         total, count = across.sum(torch.stack([rows[name][scored].sum(), scored.sum()]).double()).tolist()
-        metrics[keys.term_key(name.removeprefix(TERM_PREFIX))] = total / max(1.0, count)
+        metrics[keys.mean_key(name)] = total / max(1.0, count)
     if "entropies" in columns_of(rows):
         difference = (rows["log_probs"] - rows["rollout_log_probs"]).abs()
         metrics[keys.LOG_PROB_ABS_DIFF_MAX] = float(across.max(masked_max(difference, mask)))

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from hybridengine.metrics import keys
 from hybridengine.metrics.formatting import format_bytes, format_seconds
+from hybridengine.metrics.held_out import HeldOutResult
 from hybridengine.metrics.recorder import Row
 from hybridengine.metrics.report.run_record import Sample
 from hybridengine.metrics.samples import terminal_table
@@ -63,10 +64,8 @@ def step_line(row: Row, num_steps: int) -> str:
     for label, key, form in (("reward", keys.REWARD_MEAN, "{:.3f}"), ("kl", keys.KL_MEAN, "{:.4f}")):
         if key in row:
             results.append(f"{label} {form.format(_number(row[key]))}")
-    if keys.EXACT_MATCH in row:
-        results.append(f"eval {_percent(_number(row[keys.EXACT_MATCH]))}")
-    elif keys.SCORE_MEAN in row:
-        results.append(f"eval {_number(row[keys.SCORE_MEAN]):.3f}")
+    if held_out := HeldOutResult.of(row):
+        results.append(f"eval {held_out}")
     times = []
     for key, value in row.items():
         phase = keys.phase_of(key)
@@ -85,17 +84,13 @@ def summary_table(summary: RunSummary) -> Table:
     table.add_column("", no_wrap=True)
     table.add_column("total", justify="right", no_wrap=True)
     table.add_column("mean per step", justify="right", no_wrap=True)
-    before, after = summary.exact_match_before, summary.exact_match_after
-    if before is None and summary.score_before is not None:  # a model or a weighted sum judges
-        before, after = summary.score_before, summary.score_after
-        table.add_row("held-out score before", f"{before:.3f}", "")
-        table.add_row("held-out score after", _MISSING if after is None else f"{after:.3f}", "")
-    else:
-        table.add_row("exact match before", _MISSING if before is None else _percent(before), "")
-        table.add_row("exact match after", _MISSING if after is None else _percent(after), "")
-        if before is not None and after is not None:
-            table.add_row("gain", f"{100 * (after - before):+.1f} points", "")
-    table.add_section()
+    before, after = summary.held_out_before, summary.held_out_after
+    if before:
+        table.add_row(f"{before.name} before", str(before), "")
+        table.add_row(f"{before.name} after", str(after or _MISSING), "")
+        if after and before.is_share and after.is_share:
+            table.add_row("gain", f"{100 * (after.value - before.value):+.1f} points", "")
+        table.add_section()
     for phase, time in summary.phases.items():
         label = f"time: {phase.replace('_', ' ')}"
         table.add_row(label, format_seconds(time.sum_s), format_seconds(time.mean_s))
@@ -110,10 +105,6 @@ def summary_table(summary: RunSummary) -> Table:
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else value
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
 
 
 def _bytes(num_bytes: float | None) -> str:

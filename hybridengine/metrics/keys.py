@@ -59,9 +59,9 @@ TRAINING_STEP_KEYS = (
 """What every row of a training step has; `eval/exact_match` comes on top where the step was evaluated."""
 
 
-def term_key(term: str) -> str:
-    """The metric of one of several terms of the reward: "style" -> "reward/style_mean"."""
-    return f"reward/{term}_mean"
+def mean_key(column: str) -> str:
+    """The metric of a column's mean, e.g. of one of a reward's terms: "reward/style" -> "reward/style_mean"."""
+    return f"{column}_mean"
 
 
 def time_key(phase: str) -> str:

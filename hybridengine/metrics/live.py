@@ -108,8 +108,8 @@ class LiveView:
             yield (
                 f"reward {reading.reward:.3f}, first {reading.first_reward:.3f}, best {reading.best_reward:.3f}"
             )
-        if reading.exact_match is not None:
-            yield f"eval {100 * reading.exact_match:.1f}%, first {100 * (reading.first_exact_match or 0.0):.1f}%"
+        if reading.held_out:
+            yield f"eval {reading.held_out}, first {reading.first_held_out}"
         if reading.tokens_per_s is not None and reading.mean_tokens_per_s is not None:
             yield f"{reading.tokens_per_s:.0f} tokens/s, mean {reading.mean_tokens_per_s:.0f}"
         left = (

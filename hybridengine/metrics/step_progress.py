@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from hybridengine.metrics import keys
+from hybridengine.metrics.held_out import HeldOutResult
 from hybridengine.metrics.recorder import Row
 
 
@@ -43,9 +44,9 @@ class StepReading:
     """Of the last step."""
     first_reward: float | None = None
     best_reward: float | None = None
-    exact_match: float | None = None
+    held_out: HeldOutResult | None = None
     """Of the last evaluation."""
-    first_exact_match: float | None = None
+    first_held_out: HeldOutResult | None = None
 
 
 class StepProgress:
@@ -90,10 +91,8 @@ class StepProgress:
                 now = replace(
                     now, reward=reward, first_reward=first, best_reward=_best(now.best_reward, reward)
                 )
-            if keys.EXACT_MATCH in row:
-                share = _number(row[keys.EXACT_MATCH])
-                first = share if now.first_exact_match is None else now.first_exact_match
-                now = replace(now, exact_match=share, first_exact_match=first)
+            if held_out := HeldOutResult.of(row):
+                now = replace(now, held_out=held_out, first_held_out=now.first_held_out or held_out)
             rate, seconds = row.get(keys.TOKENS_PER_S), row.get(keys.STEP_S)
             if rate is not None and seconds is not None:
                 self._tokens += rate * seconds

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridengine.metrics import keys
+from hybridengine.metrics.held_out import HeldOutResult
 from hybridengine.metrics.recorder import Row, latest_rows
 
 
@@ -25,14 +26,10 @@ class RunSummary:
 
     num_steps: int
     """Training steps: rows with a step of 1 or more."""
-    exact_match_before: float | None
-    """First evaluation of the run, 0 to 1; the warmed-up model's, if step 0 was evaluated."""
-    exact_match_after: float | None
+    held_out_before: HeldOutResult | None
+    """First evaluation of the run; the warmed-up model's, if step 0 was evaluated."""
+    held_out_after: HeldOutResult | None
     """Last evaluation; None where there was only one."""
-    score_before: float | None
-    """Mean score of the first evaluation."""
-    score_after: float | None
-    """Of the last; None where there was only one."""
     phases: Mapping[str, PhaseTime]
     """Phase -> its seconds, in order of first appearance."""
     received_bytes: float | None
@@ -49,7 +46,7 @@ class RunSummary:
 def summarise(rows: Sequence[Row]) -> RunSummary:
     """Totals of `rows` (as recorded, in any order of steps; of a repeated step the later row counts)."""
     ordered = latest_rows(list(rows))
-    evaluations, scores = _values(ordered, keys.EXACT_MATCH), _values(ordered, keys.SCORE_MEAN)
+    evaluations = [found for row in ordered if (found := HeldOutResult.of(row))]
     phases = {}
     for key in dict.fromkeys(key for row in ordered for key in row):
         phase = keys.phase_of(key)
@@ -59,10 +56,8 @@ def summarise(rows: Sequence[Row]) -> RunSummary:
     received = _values(ordered, keys.RECEIVED_BYTES)
     return RunSummary(
         num_steps=sum(1 for row in ordered if (row[keys.STEP] or 0) >= 1),
-        exact_match_before=evaluations[0] if evaluations else None,
-        exact_match_after=evaluations[-1] if len(evaluations) > 1 else None,
-        score_before=scores[0] if scores else None,
-        score_after=scores[-1] if len(scores) > 1 else None,
+        held_out_before=evaluations[0] if evaluations else None,
+        held_out_after=evaluations[-1] if len(evaluations) > 1 else None,
         phases=phases,
         received_bytes=sum(received) if received else None,
         received_bytes_per_step=sum(received) / len(received) if received else None,

@@ -34,7 +34,7 @@ from tests.full.tiny_runs import SECTIONS, value
 pytestmark = pytest.mark.timeout(600)
 
 PROMPTS, SAMPLES = 8, 4
-COST_LIMIT, MULTIPLIER_LR = 10.0, 0.2
+COST_LIMIT, MULTIPLIER_LR = 20.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def started(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Itera
         "algorithm": {"name": "safe_rlhf", "cost_limit": COST_LIMIT, "multiplier_lr": MULTIPLIER_LR},
         # An untrained model has no right answers, but responses of several lengths; short ones are to be better.
         "reward": {"terms": {"short": {"function": "hybridengine.data.tasks:length_cost", "weight": -1.0}}},
-        "cost": {"function": "hybridengine.data.tasks:length_cost"},
+        "cost": {"terms": {"tokens": {"function": "hybridengine.data.tasks:length_cost", "weight": 2.0}}},
         "cost_critic": SECTIONS["critic"],
         "actor": SECTIONS["actor"] | {"kl_loss_coef": 0.01},
     }
@@ -100,6 +100,7 @@ def test_an_iteration(started: Started, name: str) -> None:
     assert metrics["reward/short_mean"] == pytest.approx(-metrics["reward/mean"]), (
         "the only term, weighted by -1"
     )
+    assert ("cost/tokens_mean" in metrics) == (name == "safe_rlhf")
     if name == "grpo_from_engine":  # nobody asks the trainer
         assert keys.LOG_PROB_ABS_DIFF_MAX not in metrics
     else:
@@ -121,7 +122,8 @@ def test_the_multiplier_follows_the_mean_cost(started: Started) -> None:
         logarithm += MULTIPLIER_LR * math.exp(logarithm) * (metrics["cost/mean"] - COST_LIMIT)
         assert state["log_multiplier"] == pytest.approx(logarithm, rel=1e-6)
         assert metrics["cost/multiplier"] == pytest.approx(math.exp(logarithm), rel=1e-6)
-    assert metrics["cost/mean"] == pytest.approx(metrics["rollout/response_tokens_mean"], rel=0.3)
+    assert metrics["cost/tokens_mean"] == pytest.approx(metrics["rollout/response_tokens_mean"], rel=0.3)
+    assert metrics["cost/mean"] == pytest.approx(2.0 * metrics["cost/tokens_mean"])
 
 
 def test_a_correction_leaves_a_batch_on_policy_alone(started: Started) -> None:

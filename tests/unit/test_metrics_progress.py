@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hybridengine.controller.exchange import CallObserver
 from hybridengine.controller.observing import observe_call
 from hybridengine.metrics.call_progress import CallProgress, RoleProgress
+from hybridengine.metrics.held_out import HeldOutResult
 from hybridengine.metrics.step_progress import Stage, StepProgress, num_evaluations
 
 
@@ -296,7 +297,16 @@ def test_throughput_rewards_and_evaluations_of_the_rows() -> None:
     assert (reading.reward, reading.first_reward, reading.best_reward) == (0.625, 0.5, 0.75)
     assert reading.tokens_per_s == pytest.approx(500 / 7)
     assert reading.mean_tokens_per_s == pytest.approx(4500 / 10)
-    assert (reading.exact_match, reading.first_exact_match, reading.num_done) == (0.25, 0.25, 3)
+    assert reading.held_out == reading.first_held_out == HeldOutResult(0.25, is_share=True)
+    assert reading.num_done == 3
+
+
+def test_the_last_evaluation_and_the_first_one_of_scores_without_a_full_one() -> None:
+    progress = StepProgress(2, 1, True, Clock())
+    for step, score in enumerate([-0.5, None, 1.25]):
+        progress.end({"step": step, "eval/score_mean": score})
+    reading = progress.read()
+    assert (str(reading.held_out), str(reading.first_held_out)) == ("1.250", "-0.500")
 
 
 def test_a_reward_that_is_not_finite_is_shown_and_does_not_hide_the_best() -> None:

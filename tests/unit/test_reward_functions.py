@@ -185,8 +185,8 @@ def test_terms_are_weighted_and_each_is_kept(functions):
     )
     assert set(one.start()) == {"responses", "answers"}
     result = one.score(columns("1", "22", "-333"))
-    assert result["score/length"].tolist() == [1, 2, 4] == result["score/seen"].tolist()
-    assert result["score/value"].tolist() == [1.5, 22.5, -332.5]
+    assert result["reward/length"].tolist() == [1, 2, 4] == result["reward/seen"].tolist()
+    assert result["reward/value"].tolist() == [1.5, 22.5, -332.5]
     assert result["scores"].tolist() == [4.0, 66.5, -999.5]
     assert result["dropped"].tolist() == [False, False, False]
     assert one.take_metrics()["reward/calls"] == 3.0
@@ -200,8 +200,8 @@ def test_a_term_drops_its_rows_from_the_sum_unless_it_has_no_weight(functions):
             rows_per_call=1,
         )
         result = one.score(columns("1", "xx"))
-        assert listed(result["score/value"]) == [1.0, None]
-        assert result["score/length"].tolist() == [1.0, 2.0]
+        assert listed(result["reward/value"]) == [1.0, None]
+        assert result["reward/length"].tolist() == [1.0, 2.0]
         assert listed(result["scores"]) == [2.0 + weight, None if dropped else 4.0]
         assert result["dropped"].tolist() == [False, dropped]
         assert one.take_metrics()["reward/dropped_rows"] == 1.0
@@ -225,8 +225,7 @@ finite = st.floats(-1e6, 1e6, width=32)
 def test_combined_scores_are_weighted_sums_in_float64(terms):
     named = {f"t{number}": term for number, term in enumerate(terms)}
     rows = {
-        f"score/{name}": torch.tensor([NAN if s is None else s for s in scores])
-        for name, (_, scores) in named.items()
+        name: torch.tensor([NAN if s is None else s for s in scores]) for name, (_, scores) in named.items()
     }
     result = combine_scores(
         TensorDict(rows, batch_size=[4]), None, {name: weight for name, (weight, _) in named.items()}

@@ -66,9 +66,9 @@ def test_functions_score_texts_without_special_tokens(tmp_path: Path) -> None:
     _, registration = registered(RewardFunctionWorker)["compute_scores"]
     assert registration.columns is not None
     scores = worker.compute_scores(rollout().select(*registration.columns))
-    assert scores["score/right"].tolist() == [0.0, 0.0, 0.0]  # "11 6" is not "6" to the letter
+    assert scores["reward/right"].tolist() == [0.0, 0.0, 0.0]  # "11 6" is not "6" to the letter
     lengths = [len(prompt) + 10 * (len(response) + 1) for prompt, response, _ in ROWS]
-    assert scores["score/long"].tolist() == lengths
+    assert scores["reward/long"].tolist() == lengths
     assert scores["scores"].tolist() == [-0.5 * length for length in lengths]
     assert scores["dropped"].tolist() == [False] * 3
     assert worker.take_metrics()["reward/calls"] == 4.0
@@ -120,7 +120,7 @@ def test_a_model_gives_its_terms_column(monkeypatch: pytest.MonkeyPatch) -> None
     )
     worker = model_worker(monkeypatch, run, "reward_judge", [0.5, -1.0, 2.0], section="reward", term="judge")
     assert (worker.context.role, worker.max_tokens) == ("reward", 21)
-    assert listed(worker.compute_scores(rollout())) == {"score/judge": [0.5, -1.0, 2.0]}
+    assert listed(worker.compute_scores(rollout())) == {"reward/judge": [0.5, -1.0, 2.0]}
 
 
 def test_the_only_model_gives_scores_and_drops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

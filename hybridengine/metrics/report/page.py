@@ -70,13 +70,9 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
     """The run in a few numbers."""
     summary = summarise(run.rows)
     facts = [("training steps", str(summary.num_steps))]
-    if summary.exact_match_before is not None:
-        shares = [summary.exact_match_before, summary.exact_match_after]
-        texts = ["-" if share != share else f"{share:.1%}" for share in shares if share is not None]
-        facts.append(("exact match", " \N{RIGHTWARDS ARROW} ".join(texts)))
-    elif summary.score_before is not None:
-        ends = (f"{score:.3g}" for score in (summary.score_before, summary.score_after) if score is not None)
-        facts.append(("held-out score", " \N{RIGHTWARDS ARROW} ".join(ends)))
+    if before := summary.held_out_before:
+        ends = [str(one) for one in (before, summary.held_out_after) if one]
+        facts.append((before.name, " \N{RIGHTWARDS ARROW} ".join(ends)))
     rewards = [value for value in column(run.rows, keys.REWARD_MEAN)[1] if value is not None]
     if rewards:
         ends = (f"{value:.3g}" for value in (rewards[0], rewards[-1]))
