@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
@@ -46,13 +46,6 @@ class PromptDataset:
     def batch(self, step: int, batch_size: int) -> TensorDict:
         """Prompts of step `step` (from 0) of the endless shuffled stream; depends only on seed, size and step."""
         return self.rows(shuffled_rows(len(self), batch_size, self.seed, step))
-
-    def batches(self, batch_size: int, first_step: int = 0) -> Iterator[TensorDict]:
-        """Batches of the steps from `first_step` on, without end."""
-        step = first_step
-        while True:
-            yield self.batch(step, batch_size)
-            step += 1
 
     def rows(self, row_ids: Sequence[int]) -> TensorDict:
         """The named prompts, in the order given (repetitions allowed)."""
