@@ -18,6 +18,7 @@ from hybridengine.bench.machine import available_bytes
 from hybridengine.cli.options import Once
 from hybridengine.cli.output_files import check_output_files, write_output
 from hybridengine.config.values import parse_bytes
+from hybridengine.errors import TopologyError
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.topology.sizes import TrainSizes
 
@@ -80,8 +81,8 @@ def add_dispatch_command(subparsers: Any) -> None:
 def run_dispatch(options: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status."""
     spec = DispatchSpec(
-        producer=TrainSizes.parse(options.producer),
-        consumer=TrainSizes.parse(options.consumer),
+        producer=_sizes("--from", options.producer),
+        consumer=_sizes("--to", options.consumer),
         batch_bytes=parse_bytes("--bytes", options.batch_bytes),
         repetitions=options.repetitions,
         num_empty_calls=options.empty_calls,
@@ -101,6 +102,13 @@ def run_dispatch(options: argparse.Namespace) -> int:
         write_output("--json", options.json, json.dumps(result.as_dict(spec), indent=2) + "\n")
         say(f"written: {options.json}")
     return 0
+
+
+def _sizes(option: str, text: str) -> TrainSizes:
+    try:
+        return TrainSizes.parse(text)
+    except TopologyError as error:
+        raise TopologyError(f"{option} {text}: {error}") from None
 
 
 def print_result(console: Console, spec: DispatchSpec, result: DispatchResult) -> None:

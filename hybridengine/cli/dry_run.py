@@ -58,9 +58,10 @@ def _pool_lines(config: RunConfig) -> list[str]:
 def group_lines(config: RunConfig) -> list[str]:
     """Training groups of every model and generation groups of the actor."""
     lines = ["", "groups" + (" (each pool counts its own ranks)" if config.cluster.pools else "")]
+    width = _name_width(config)
     for holder in model_holders(config):
         for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-            lines.append(f"  {holder.name:<10} {name:<10} {format_groups(holder.grid.groups(axis))}")
+            lines.append(f"  {holder.name:<{width}} {name:<10} {format_groups(holder.grid.groups(axis))}")
     generation = config.generation_grid
     domain = "micro-DP" if generation.nests else "gather"
     for name, groups in (
@@ -68,7 +69,7 @@ def group_lines(config: RunConfig) -> list[str]:
         ("pipeline", generation.pp_groups),
         (domain, generation.domains),
     ):
-        lines.append(f"  generation {name:<10} {format_groups(groups)}")
+        lines.append(f"  {'generation':<{width}} {name:<10} {format_groups(groups)}")
     crossing = num_crossing(generation.domains, nodes_of(config))
     lines.append(
         f"  {crossing} of {len(generation.domains)} {domain} groups cross nodes"
@@ -96,11 +97,15 @@ def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     return lines
 
 
+def _name_width(config: RunConfig) -> int:
+    return max(len("generation"), *(len(holder.name) for holder in model_holders(config)))
+
+
 def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[str]:
     """Memory of a rank of a pool; where the actor is, in each phase."""
     of_pool = f" of pool {pool}" if config.cluster.pools else ""
     lines = ["", f"memory per rank{of_pool} (activations and framework overhead left out)"]
-    resident = {"train": 0, "generate": 0}
+    resident, width = {"train": 0, "generate": 0}, _name_width(config)
     for holder in model_holders(config):
         if config.pool_of(holder.role) != pool:
             continue
@@ -109,7 +114,7 @@ def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[s
         own = memory.weights_bytes + (memory.gradients_bytes + memory.optimizer_bytes if trains else 0)
         resident["train"] += own
         resident["generate"] += _held_while_generating(holder, cost, memory)
-        text = f"  {holder.name:<10} weights {format_bytes(memory.weights_bytes)}"
+        text = f"  {holder.name:<{width}} weights {format_bytes(memory.weights_bytes)}"
         if trains:
             text += (
                 f", gradients {format_bytes(memory.gradients_bytes)},"
@@ -117,13 +122,14 @@ def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[s
             )
         lines.append(text)
     phase = "training" if pool == MAIN_POOL else "always"
-    lines.append(f"  {phase:<11} {format_bytes(resident['train'])} in all")
+    lines.append(f"  {phase:<{width}} {format_bytes(resident['train'])} in all")
     if pool == MAIN_POOL:
         cache, peak = config.rollout.kv_cache_bytes, resident["generate"] - cost.gen_bytes + cost.peak_bytes
         lines.append(
-            f"  generating  {format_bytes(resident['generate'] + cache)} in all, KV cache {format_bytes(cache)} included"
+            f"  {'generating':<{width}} {format_bytes(resident['generate'] + cache)} in all,"
+            f" KV cache {format_bytes(cache)} included"
         )
-        lines.append(f"  switching   {format_bytes(peak)} at its peak")
+        lines.append(f"  {'switching':<{width}} {format_bytes(peak)} at its peak")
     return lines
 
 

@@ -19,7 +19,7 @@ from hybridengine.metrics import keys
 from hybridengine.metrics.call_progress import CallProgress
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.live import LiveView, can_show_live
-from hybridengine.metrics.recorder import METRICS_FILE, TENSORBOARD_FOLDER, MetricsRecorder
+from hybridengine.metrics.recorder import METRICS_FILE, TENSORBOARD_FOLDER, MetricsRecorder, Row
 from hybridengine.metrics.report.run_record import SAMPLES_FOLDER, Sample
 from hybridengine.metrics.samples import write_samples
 from hybridengine.metrics.step_progress import StepProgress
@@ -102,15 +102,19 @@ class RunOutput:
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write and print the row of a step; step 0 is the state before training."""
-        row = self._recorder.record(step, metrics)
-        if self._trackers is not None:
-            self._trackers.log(row)
+        row = self._write(step, metrics)
         self._steps.end(row)
         self._console.print_step(row)
 
     def record_failure(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write what is known of a step that has failed."""
-        self._recorder.record(step, metrics)
+        self._write(step, metrics)
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> Row:
+        row = self._recorder.record(step, metrics)
+        if self._trackers is not None:
+            self._trackers.log(row)
+        return row
 
     def draw(self, step: int, records: Sequence[CallRecord]) -> None:
         """Add what the ranks did in a step, and held after each call, to the timeline."""

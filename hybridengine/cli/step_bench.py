@@ -140,6 +140,12 @@ def spec_of(options: argparse.Namespace) -> StepSpec:
     """
     if options.only not in SIDES:
         raise ConfigError(f"--only {options.only} is not known; write --only hybridengine, or leave it out")
+    unread = [name for name in ("trl_rows", "trl_precision") if getattr(options, name) is not None]
+    if options.only != "both" and unread:
+        named = " and ".join(f"--{name.replace('_', '-')}" for name in unread)
+        raise ConfigError(
+            f"{named} is not read with --only {options.only}, which leaves TRL out; leave one of them out"
+        )
     return StepSpec(
         num_prompts=options.prompts,
         samples_per_prompt=options.samples,

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -55,10 +55,13 @@ def train(config: RunConfig) -> None:
     runs_are_new = not Path(config.run.folder).exists()
     config = claim_run(config)
     say(f"run {_shown(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
-    files = _prepared(config, runs_are_new)
-    for line in layout_lines(config, cost_of(config)):
-        say(line)
-    with run_trackers(config) as trackers, RunPools(config) as pools:
+    with contextlib.ExitStack() as ends:
+        with _nothing_left_behind(config, runs_are_new):
+            files = prepare_files(config)
+            for line in layout_lines(config, cost_of(config)):
+                say(line)
+            trackers = ends.enter_context(run_trackers(config))
+            pools = ends.enter_context(RunPools(config))
         say(
             f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process (about a minute on a CPU)"
         )
@@ -113,10 +116,11 @@ def local_problems(config: RunConfig) -> list[str]:
     return []
 
 
-def _prepared(config: RunConfig, runs_are_new: bool) -> RunFiles:
-    """The run's files; a run that they rule out leaves nothing behind."""
+@contextlib.contextmanager
+def _nothing_left_behind(config: RunConfig, runs_are_new: bool) -> Iterator[None]:
+    """A run that its files, trackers or cluster rule out leaves no folder."""
     try:
-        return prepare_files(config)
+        yield
     except HybridEngineError:
         shutil.rmtree(config.run_folder)
         if runs_are_new:
@@ -146,13 +150,23 @@ def iterate(
         return metrics
 
     @contextlib.contextmanager
-    def failures_kept(step: int) -> Iterator[None]:
-        """What is known of a step or an evaluation that fails is drawn, and counted."""
+    def failures_kept(step: int, known: Mapping[str, float] | None = None) -> Iterator[None]:
+        """What is known of a step or an evaluation that does not end is written and drawn.
+
+        Args:
+            known: the metrics of a step whose evaluation follows.
+        """
         try:
             yield
-        except Exception:
-            with contextlib.suppress(HybridEngineError):  # of ranks that can no longer say
-                output.record_failure(step, roles.take_scorer_metrics(LAST_WORDS_S))
+        except BaseException as error:
+            counts = dict[str, float]()
+            if isinstance(error, Exception):  # who interrupts a run does not want to wait
+                with contextlib.suppress(HybridEngineError):  # of ranks that can no longer say
+                    counts = roles.take_scorer_metrics(LAST_WORDS_S)
+            if known is not None:
+                output.record(step, {**known, **counts})
+            elif counts:
+                output.record_failure(step, counts)
             pools.settle()
             output.draw(step, exchange.take_records())
             raise
@@ -178,7 +192,7 @@ def iterate(
         output.draw(step, records)
         every = config.run.eval_every
         if step == steps or (every and step % every == 0):
-            with failures_kept(step):
+            with failures_kept(step, metrics):
                 metrics |= measure(step)
         output.record(step, metrics | roles.take_scorer_metrics())
 

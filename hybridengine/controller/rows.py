@@ -126,7 +126,15 @@ class Rows:
         return self._sources
 
     def select(self, *names: str) -> Rows:
-        """Only these columns. One that nobody has produced is an error where it is needed."""
+        """Only these columns. One that nobody has produced is an error where it is needed.
+
+        Raises:
+            ProtocolError: a name that is no text.
+        """
+        if wrong := [name for name in names if not isinstance(name, str)]:
+            raise ProtocolError(
+                f"rows.select({wrong[0]!r}): columns are named by texts; write rows.select('a', 'b')"
+            )
         return self.select_as(**{name: name for name in names})
 
     def select_as(self, **names: str) -> Rows:
@@ -169,20 +177,22 @@ class Rows:
         """Every row `times` times, one behind the other: n samples per prompt.
 
         Raises:
-            ProtocolError: `times` is negative.
+            ProtocolError: `times` is no whole number from 0 on.
         """
-        if times < 0:
-            raise ProtocolError(f"rows cannot be repeated {times} times; choose 0 or more")
+        if not _is_whole(times) or times < 0:
+            raise ProtocolError(f"rows cannot be repeated {times} times; choose a whole number from 0 on")
         return self[np.repeat(np.arange(len(self)), times)]
 
     def pad_to_multiple(self, size: int) -> Rows:
         """These rows and, behind them, the first ones again until their number is a multiple of `size`.
 
         Raises:
-            ProtocolError: `size` is less than 1.
+            ProtocolError: `size` is no whole number from 1 on.
         """
-        if size < 1:
-            raise ProtocolError(f"rows cannot be padded to a multiple of {size}; choose 1 or more")
+        if not _is_whole(size) or size < 1:
+            raise ProtocolError(
+                f"rows cannot be padded to a multiple of {size}; choose a whole number from 1 on"
+            )
         return self[np.arange(-(-len(self) // size) * size) % max(1, len(self))]
 
     def request(
@@ -201,8 +211,14 @@ class Rows:
         """
         names = None if columns is None else {*columns, *optional}
         origins = tuple(_origin(source, wanted, names, batches) for source in self._sources)
+        not_sent = () if names is None else tuple(_controller_columns(self._sources) - names)
         return RowsRequest(
-            wanted.start, len(wanted), origins, None if columns is None else tuple(columns), tuple(optional)
+            wanted.start,
+            len(wanted),
+            origins,
+            None if columns is None else tuple(columns),
+            tuple(optional),
+            not_sent,
         )
 
     def wait(self) -> Rows:
@@ -245,6 +261,22 @@ class Rows:
         raise WrongArgumentsError(
             f"{self!r} cannot be sent to a rank inside another value; pass it as an argument of its own"
         )
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int | np.integer) and not isinstance(number, bool)
+
+
+def _controller_columns(sources: Sequence[Source]) -> set[str]:
+    """Columns that the controller has, by the names that they have here."""
+    found = set[str]()
+    for source in sources:
+        if isinstance(source.origin, TensorDict):
+            there = set(columns_of(source.origin))
+            found |= (
+                there if source.names is None else {new for new, old in source.names.items() if old in there}
+            )
+    return found
 
 
 def _row_numbers(index: Index, count: int) -> np.ndarray:

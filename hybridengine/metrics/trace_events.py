@@ -28,6 +28,9 @@ FIRST_PID = 1_000_000_001
 TID_STRIDE = 100_000
 """Thread numbers of rank 3, which viewers show beside its name: 100003, or where that is taken 200003, and so on."""
 
+MAX_LANES = 8
+"""Of a rank that are in order; further ones are beside the last."""
+
 
 @dataclass(frozen=True, order=True)
 class RowKey:
@@ -72,6 +75,7 @@ class RowTable:
         self._pids: dict[str, int] = {}
         self._rows: dict[RowKey, Row] = {}
         self._by_tid: dict[int, Row] = {}
+        self._pools: list[str] = []
 
     def row_of(self, event: Event) -> Row:
         """The row that `event` is in; KeyError where no metadata named it before."""
@@ -100,10 +104,17 @@ class RowTable:
             events.append(_metadata("process_sort_index", pid, tid, {"sort_index": pid - FIRST_PID}))
         place = {"pool": key.pool, "rank": key.rank, "lane": key.lane}
         events.append(_metadata("thread_name", pid, tid, {"name": str(key), **place}))
-        events.append(_metadata("thread_sort_index", pid, tid, {"sort_index": tid}))
-        return self._add(Row(key, pid, tid))
+        row = self._add(Row(key, pid, tid))
+        # Pool by pool in the order of their first bars, and in each of them by rank.
+        order = (self._pools.index(key.pool) * TID_STRIDE + key.rank) * MAX_LANES + min(
+            key.lane, MAX_LANES - 1
+        )
+        events.append(_metadata("thread_sort_index", pid, tid, {"sort_index": order}))
+        return row
 
     def _add(self, row: Row) -> Row:
+        if row.key.pool not in self._pools:
+            self._pools.append(row.key.pool)
         self._rows[row.key] = self._by_tid[row.tid] = row
         return row
 

@@ -108,8 +108,10 @@ class _TrackerThread:
         self._jobs.put((what, job))
 
     def end(self, deadline: float) -> None:
-        """Wait until everything is done, not for long."""
+        """Wait until everything is done, not for long; a tracker that has not opened has nothing to do."""
         self._jobs.put(None)
+        if not self._opened.is_set():
+            return
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive() and self._is_open:
             self._warn(f"was not done {CLOSE_TIMEOUT_S:g} s after the run's end")

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from hybridengine.errors import ConfigError
+from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.runtime.batch import columns_of
 
 SEQUENCE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths")
@@ -37,7 +37,15 @@ def cut_rows(
 
     Raises:
         ConfigError: one row alone exceeds `max_tokens`.
+        ProtocolError: a response-aligned column that has no value for each response token.
     """
+    longest = int(batch["response_lengths"].max()) if len(batch) else 0
+    for name in response_columns:
+        if batch[name].dim() != 2 or batch[name].size(1) < longest:
+            raise ProtocolError(
+                f"column {name!r} has the shape {list(batch[name].shape)}, and {len(batch)} rows with up to {longest}"
+                " response tokens need one for each, [B, R]; spread what holds for a whole row over its tokens"
+            )
     lengths = (batch["prompt_lengths"] + batch["response_lengths"]).view(-1, unit)
     return [
         MicroRows(rows, _columns(batch, rows, response_columns))

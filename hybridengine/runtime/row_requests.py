@@ -49,6 +49,8 @@ class RowsRequest:
     """What is wanted; None for everything."""
     optional: tuple[str, ...] = ()
     """What is wanted besides, where it is there."""
+    not_sent: tuple[str, ...] = ()
+    """What the controller has besides, and nobody wants."""
 
     def fetch(
         self,
@@ -80,7 +82,8 @@ class RowsRequest:
         missing = [name for name in names if name not in found and name != ROW_NUMBERS]
         if missing:
             raise ProtocolError(
-                f"columns {missing} are needed, and nobody has produced them; there are {sorted(found)}: pass rows that"
+                f"columns {missing} are needed, and nobody has produced them; there are"
+                f" {sorted({*found, *self.not_sent})}: pass rows that"
                 " have them, e.g. rows.union(others)"
             )
         result = TensorDict({}, batch_size=[self.num_rows])

@@ -77,7 +77,7 @@ class RowStore:
         threading.Thread(target=self._accept, name="rows", daemon=True).start()
 
     def keep(self, key: int, batch: TensorDictBase) -> StoredRows:
-        """Keep a batch under `key`; the batch belongs to the store from then on.
+        """Keep a batch under `key`, as it is now.
 
         Raises:
             StorageError: `NUM_SLOTS` batches are kept.
@@ -91,10 +91,12 @@ class RowStore:
         descriptors, columns = [], {}
         for name in columns_of(batch):
             if is_tensor_column(batch, name):
-                values, descriptor = batch[name].detach().to("cpu").contiguous(), None
+                values, descriptor = batch[name].detach().to("cpu"), None
                 if values.nbytes >= MAPPED_BYTES and self.owner.host:
-                    values, descriptor = process_memory.shared_copy(values)
+                    values, descriptor = process_memory.shared_copy(values.contiguous())
                     descriptors.append(descriptor)
+                else:  # whoever has made it may go on writing to it
+                    values = values.clone(memory_format=torch.contiguous_format)
                 arrays[name, "values"] = values
                 columns[name] = StoredColumn(_described(values, descriptor))
             else:

@@ -14,6 +14,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from hybridengine.cli import train as train_module
 from hybridengine.cli.prepare import RunFiles, claim_run, prepare_files
 from hybridengine.cli.run_output import RunOutput
 from hybridengine.cli.train import iterate
@@ -25,7 +26,7 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.dataflow import Step, load_step
 from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.roles import Roles, Sampling, Scorers, State
-from hybridengine.errors import ConfigError, StorageError
+from hybridengine.errors import ConfigError, DataError, StorageError
 from hybridengine.metrics import keys
 from hybridengine.metrics.recorder import Row, read_rows
 from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
@@ -152,7 +153,7 @@ def test_rows_of_a_dataflow_that_nobody_has_produced(started: Started, tmp_path:
 
 
 def left_by(
-    started: Started, roles: Roles, step: Step, name: str, error: type[Exception], match: str
+    started: Started, roles: Roles, step: Step, name: str, error: type[BaseException], match: str
 ) -> tuple[list[Row], set[tuple[int | None, str]]]:
     """Rows of metrics and (step, bar) of the timeline that a run leaves which fails with an error."""
     own = started.config.run.model_copy(update={"name": name})
@@ -255,6 +256,34 @@ def test_an_evaluation_that_fails_leaves_what_is_known_of_it(started: Started) -
     assert [row[keys.STEP] for row in rows] == [0]
     assert value(rows[0], "reward/failures") > 0
     assert (0, "actor.generate_sequences") in bars
+
+
+def counts_to_three(roles: Roles, sampling: Sampling, settings: object, state: State) -> dict[str, float]:
+    roles.prompts.training_prompts(sampling.prompts, sampling.step).get("prompt_lengths")
+    return {"counted": 3.0}
+
+
+@pytest.mark.parametrize("error", [DataError("nobody judges"), KeyboardInterrupt()], ids=repr)
+def test_a_step_keeps_its_metrics_when_the_evaluation_after_it_does_not_end(
+    started: Started, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    evaluations = iter([({"eval/score_mean": 0.5}, None), error])
+
+    def evaluate(*_: object) -> Any:
+        result = next(evaluations)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    monkeypatch.setattr(train_module, "evaluate", evaluate)
+    monkeypatch.setattr(RunOutput, "show_samples", lambda *_: None)
+    name = f"unjudged-{type(error).__name__}"
+    rows, bars = left_by(started, started.roles, counts_to_three, name, type(error), ".*")
+    assert [row[keys.STEP] for row in rows] == [0, 1]
+    assert (rows[1]["counted"], keys.SCORE_MEAN in rows[1]) == (3.0, False)
+    assert value(rows[1], keys.STEP_S) > 0
+    assert ("reward/calls" in rows[1]) == isinstance(error, DataError)  # who interrupts waits for nobody
+    assert (1, "prompts.training_prompts") in bars
 
 
 def test_what_needs_the_weights_is_refused_while_the_engine_has_them(

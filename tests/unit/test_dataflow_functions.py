@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from hybridengine.runtime.row_requests import ROW_NUMBERS
 NUM_ROWS, WIDTH, SAMPLES = 8, 5, 4
 LENGTHS = [5, 3, 0, 2, 1, 4, 5, 2]
 DROPPED = [False, True, False, False, False, False, True, False]
+COST_DROPPED = [False, True, False, False, False, True, False, False]
 
 
 def batch() -> TensorDict:
@@ -33,14 +35,14 @@ def batch() -> TensorDict:
             values[row, length:] = math.nan
         return values
 
-    def scores() -> torch.Tensor:
+    def scores(dropped: list[bool]) -> torch.Tensor:
         values = torch.randint(0, 4, (NUM_ROWS,), generator=generator).double()
-        return values.masked_fill(torch.tensor(DROPPED), math.nan)
+        return values.masked_fill(torch.tensor(dropped), math.nan)
 
     columns = {name: tokens() for name in ("log_probs", "ref_log_probs", "rollout_log_probs", "values")}
-    columns |= {"cost_values": tokens(), "scores": scores(), "cost_scores": scores()}
+    columns |= {"cost_values": tokens(), "scores": scores(DROPPED), "cost_scores": scores(COST_DROPPED)}
     columns |= {"baseline_scores": torch.arange(NUM_ROWS).double() / 4}
-    columns |= {"dropped": torch.tensor(DROPPED), "cost_dropped": torch.tensor(DROPPED)}
+    columns |= {"dropped": torch.tensor(DROPPED), "cost_dropped": torch.tensor(COST_DROPPED)}
     columns |= {"baseline_dropped": torch.tensor([row == 4 for row in range(NUM_ROWS)])}
     columns |= {"response_lengths": torch.tensor(LENGTHS), "prompt_lengths": torch.tensor([2] * NUM_ROWS)}
     columns |= {"entropies": tokens(), ROW_NUMBERS: torch.arange(NUM_ROWS)}
@@ -153,6 +155,8 @@ def test_advantages_of_remax() -> None:
 
 
 def test_advantages_of_safe_rlhf() -> None:
+    """A row without a reward or without a cost counts nowhere; the mean cost is that of all rows that have one."""
+    judged = [row for row in KEPT if not COST_DROPPED[row]]
     found = safe_rlhf.advantages(ROWS.clone(), ONE_PROCESS, SETTINGS, 2.0)
     parts = []
     for scores, values, kl_coef in (("scores", "values", 0.05), ("cost_scores", "cost_values", -0.05)):
@@ -160,18 +164,18 @@ def test_advantages_of_safe_rlhf() -> None:
             row: gae_of(
                 rewards_of(row, kl_coef, scores), ROWS[values][row, : LENGTHS[row]].tolist(), 0.9, 0.8
             )
-            for row in KEPT
+            for row in judged
         }
         parts.append(whitened(estimates))
     expected = {
         row: [(one - 2 * two) / 3 for one, two in zip(parts[0][row], parts[1][row], strict=True)]
-        for row in KEPT
+        for row in judged
     }
     assert_rows(found["advantages"], expected)
+    assert found["keep"].tolist() == [row in judged for row in range(NUM_ROWS)]
     costs = safe_rlhf.mean_cost(ROWS, ONE_PROCESS)
-    assert costs["cost/mean"] == pytest.approx(
-        sum(float(ROWS["cost_scores"][row]) for row in KEPT) / len(KEPT)
-    )
+    known = [float(ROWS["cost_scores"][row]) for row in range(NUM_ROWS) if not COST_DROPPED[row]]
+    assert costs["cost/mean"] == pytest.approx(sum(known) / len(known))
 
 
 def test_preferences_are_the_best_and_the_worst() -> None:
@@ -214,10 +218,49 @@ def test_metrics_leave_dropped_rows_out() -> None:
     assert found["rollout/dropped_rows"] == sum(DROPPED)
     kept = [float(ROWS["scores"][row]) for row in KEPT]
     assert found["reward/mean"] == pytest.approx(sum(kept) / len(kept))
+    assert not [name for name in found if name.startswith("correction/")]
     with pytest.raises(DataError, match="none of the 8 responses of this step has a score"):
         rollout_metrics(
             ROWS.clone().update({"dropped": torch.ones(8, dtype=torch.bool)}), ONE_PROCESS, SETTINGS
         )
+
+
+def test_metrics_are_means_over_tokens() -> None:
+    """Of all responses, dropped ones too: how far the policy is and how long it speaks does not depend on scores."""
+    rows = ROWS.clone().update(
+        {"reward/short": torch.tensor([1.0, math.nan, 3.0, 0.0, 0.0, math.nan, 0.0, 2.0])}
+    )
+    found = rollout_metrics(rows, ONE_PROCESS, SETTINGS, ["reward/short", "cost/not_there"])
+    places = [(row, place) for row in range(NUM_ROWS) for place in range(LENGTHS[row])]
+
+    def mean(value: Callable[[tuple[int, int]], float]) -> float:
+        return sum(map(value, places)) / len(places)
+
+    kl = mean(lambda at: float(ROWS["log_probs"][at] - ROWS["ref_log_probs"][at]))
+    assert found["kl/mean"] == pytest.approx(kl)
+    assert found["rollout/entropy_mean"] == pytest.approx(mean(lambda at: float(ROWS["entropies"][at])))
+    differences = [abs(float(ROWS["log_probs"][at] - ROWS["rollout_log_probs"][at])) for at in places]
+    assert found["rollout/log_prob_abs_diff_max"] == pytest.approx(max(differences))
+    assert found["rollout/response_tokens_mean"] == sum(LENGTHS) / NUM_ROWS
+    assert found["rollout/tokens"] == sum(LENGTHS) + 2 * NUM_ROWS
+    assert found["reward/short_mean"] == 6.0 / 6
+    assert "cost/not_there_mean" not in found
+
+
+def test_metrics_of_a_correction() -> None:
+    """Shares and means over the tokens of the rows that have a score."""
+    settings = SETTINGS.model_copy(update={"correction": CorrectionSection(name="token_tis", high=1.5)})
+    found = rollout_metrics(ROWS, ONE_PROCESS, settings)
+    ratios = [
+        math.exp(float(ROWS["log_probs"][row, place] - ROWS["rollout_log_probs"][row, place]))
+        for row in KEPT
+        for place in range(LENGTHS[row])
+    ]
+    cut = [min(ratio, 1.5) for ratio in ratios]
+    assert found["correction/weight_mean"] == pytest.approx(sum(cut) / len(cut))
+    capped = sum(ratio > 1.5 for ratio in ratios)
+    assert 0 < capped < len(ratios)
+    assert found["correction/capped_fraction"] == pytest.approx(capped / len(ratios))
 
 
 def test_a_role_that_the_run_does_not_have_is_named() -> None:

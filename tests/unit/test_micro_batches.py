@@ -5,11 +5,13 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
-from hybridengine.errors import ConfigError
-from hybridengine.runtime.micro_batches import balance_rows
+from hybridengine.errors import ConfigError, ProtocolError
+from hybridengine.runtime.micro_batches import balance_rows, cut_rows
 
 row_counts = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
@@ -97,3 +99,20 @@ def test_a_row_beyond_the_limit_is_refused_with_the_least_limit_that_fits() -> N
         "a row of 17 tokens exceeds micro_batch_tokens=16; raise micro_batch_tokens to at least 17"
     )
     assert balance_rows([3, 17, 5], 17)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 4, 1)])
+def test_a_column_without_a_value_for_each_response_token_is_named(shape: tuple[int, ...]) -> None:
+    columns = {
+        "tokens": torch.zeros(2, 8, dtype=torch.int64),
+        "prompt_lengths": torch.tensor([4, 4]),
+        "response_lengths": torch.tensor([1, 4]),
+        "advantages": torch.zeros(shape),
+        "right": torch.zeros(2, 5),
+    }
+    rows = TensorDict(columns, batch_size=[2])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        ProtocolError, match=rf"column 'advantages' has the shape .{shape[0]}.*up to 4 response tokens"
+    ):
+        cut_rows(rows, 8, ["right", "advantages"])
+    assert len(cut_rows(rows, 8, ["right"])) == 2

@@ -107,6 +107,19 @@ def readers() -> dict[bool, RowReader]:
     return {near: reader(near) for near in (True, False)}
 
 
+def test_rows_stay_as_they_were_kept_whoever_writes_to_the_batch_afterwards() -> None:
+    store, batch = RowStore("127.0.0.1", SECRET), batch_of(0, 2)
+    try:
+        block = Block(0, store.keep(1, batch))
+        for name in ("numbers", "wide", "half", "large", "flags"):
+            batch[name].zero_()
+            found = reader(True).column(name, [block], np.arange(2))
+            assert isinstance(found, torch.Tensor)
+            assert torch.equal(found, WHOLE[name][:2]), name
+    finally:
+        store.close()
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, NUM_ROWS - 1), max_size=20), st.booleans())
 def test_rows_in_any_order_and_number_come_as_they_are(

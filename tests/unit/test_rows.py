@@ -186,6 +186,14 @@ def test_a_column_that_nobody_has_produced_is_named() -> None:
         ProtocolError, match=r"columns \['values'\] are needed.*there are \['scores', 'tokens'\]"
     ):
         fetch(Rows([Source(ONE)], NUM_ROWS), range(2), ("tokens", "values"))
+    here = Rows.of(columns(ids=NUMBERS, other=NUMBERS)).select_as(own="ids", gone="nothing")
+    with pytest.raises(ProtocolError, match=r"columns \['nope'\] are needed.*there are \['own'\]"):
+        fetch(here, range(2), ("nope",))
+
+
+def test_negative_numbers_count_from_the_end() -> None:
+    found = fetch(Rows([Source(ONE)], NUM_ROWS)[[-1, 0, -NUM_ROWS]][[-1, -3]], range(2))
+    assert torch.equal(found["tokens"], FIRST["tokens"][[0, NUM_ROWS - 1]])
 
 
 def test_optional_columns_come_where_they_are_there() -> None:
@@ -218,8 +226,12 @@ def test_columns_by_other_names(here: bool) -> None:
 
 def test_sizes_that_make_no_sense():
     rows = Rows.numbered(4)
-    with pytest.raises(ProtocolError, match="repeated -1 times; choose 0 or more"):
-        rows.repeat(-1)
-    with pytest.raises(ProtocolError, match="a multiple of 0; choose 1 or more"):
-        rows.pad_to_multiple(0)
+    for times in (-1, 1.5, True):
+        with pytest.raises(ProtocolError, match=f"repeated {times} times; choose a whole number from 0 on"):
+            rows.repeat(times)  # type: ignore[arg-type]
+    for size in (0, 2.0):
+        with pytest.raises(ProtocolError, match=f"a multiple of {size}; choose a whole number from 1 on"):
+            rows.pad_to_multiple(size)  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError, match=r"rows\.select\(\['tokens'\]\): columns are named by texts"):
+        rows.select(["tokens"])  # type: ignore[arg-type]
     assert len(rows.repeat(0)) == 0

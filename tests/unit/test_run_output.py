@@ -7,8 +7,10 @@ import json
 import os
 import pty
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,11 @@ from hybridengine.cli.main import main
 from hybridengine.cli.run_output import RunOutput, run_trackers, where_to_look
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import RunSection
-from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.exchange import CallRecord, row_exchange
 from hybridengine.metrics import trackers as trackers_module
 from hybridengine.metrics.console import step_line
 from hybridengine.metrics.recorder import Row, read_rows
+from hybridengine.metrics.timeline import read_timeline
 
 NODES = {"main": ["10.0.0.1", "10.0.0.1"]}
 
@@ -172,6 +175,41 @@ def test_the_view_can_be_switched_off(tmp_path: Path) -> None:
     assert written[0].replace("\r\n", "\n") == "".join(step_line(row, 3) + "\n" for row in rows)
 
 
+def test_every_bar_and_reading_is_drawn_in_its_pool(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    records = [
+        CallRecord(
+            "actor",
+            "update",
+            {0: (1.0, 2.0), 1: (1.0, 3.0)},
+            {0: 0.5, 1: 0.0},
+            Counter(),
+            {0: {"bytes": 7}, 1: {}},
+        ),
+        CallRecord(
+            "reward", "compute_scores", {0: (3.0, 4.0)}, {0: 0.0}, Counter(), {0: {"bytes": 9}}, "judges"
+        ),
+    ]
+    records[0] = replace(records[0], pool="main")
+    nodes = NODES | {"judges": ["10.0.0.2"]}
+    with RunOutput(config, nodes, Letters(), Console(file=io.StringIO())) as output:
+        output.draw(4, records)
+    drawn = read_timeline(config.run_folder / "timeline.json")
+    assert {
+        (span.name, span.phase, span.pool, span.rank, span.start_s, span.end_s, span.step)
+        for span in drawn.spans
+    } == {
+        ("actor.update", "updates", "main", 0, 1.0, 2.0, 4),
+        ("actor.update", "updates", "main", 1, 1.0, 3.0, 4),
+        ("fetch rows", "transfers", "main", 0, 1.0, 1.5, 4),
+        ("reward.compute_scores", "scores", "judges", 0, 3.0, 4.0, 4),
+    }
+    assert [(one.name, one.pool, one.rank, one.value) for one in drawn.readings] == [
+        ("memory/bytes", "main", 0, 7),
+        ("memory/bytes", "judges", 0, 9),
+    ]
+
+
 def test_trackers_get_the_rows_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, dict[str, float]]] = []
     told: list[Any] = []
@@ -191,7 +229,9 @@ def test_trackers_get_the_rows_as_they_were_written(tmp_path: Path, monkeypatch:
     console = Console(file=io.StringIO())
     with run_trackers(config) as trackers, RunOutput(config, NODES, Letters(), console, trackers) as output:
         output.record(1, {"reward/mean": 0.5, "kl/mean": float("inf")})
-    assert seen == [(1, {"reward/mean": 0.5}), (-1, {"failed": False})]
+        output.record_failure(2, {"reward/failures": 1.0})
+    assert seen == [(1, {"reward/mean": 0.5}), (2, {"reward/failures": 1.0}), (-1, {"failed": False})]
+    assert [row["step"] for row in read_rows(config.run_folder)] == [1, 2]
     assert (told[0].name, told[0].folder) == ("demo", config.run_folder)
     assert told[0].config["run"]["steps"] == 3
 

@@ -104,6 +104,18 @@ def test_the_ranks_of_pools_have_rows_of_their_own(tmp_path: Path) -> None:
     assert {bar["tid"] for bar in _bars(events)} == _named(events, "thread_name").keys()
 
 
+def test_pools_are_in_the_order_of_their_first_bars_and_each_by_rank(tmp_path: Path) -> None:
+    ranks = [("main", 1), ("values", 2), ("values", 0), ("main", 0), ("a", 0), ("values", 1), ("values", 1)]
+    spans = [_span(0, 2, rank=rank, pool=pool) for pool, rank in ranks]  # the last two cross: a lane each
+    spans[-1] = _span(1, 3, rank=1, pool="values")
+    _write(tmp_path / "timeline.json", *spans[:4])
+    events = _write(tmp_path / "timeline.json", *spans[4:])  # a run that goes on
+    threads, order = _named(events, "thread_name"), _named(events, "thread_sort_index")
+    values = [f"values rank {name}" for name in ("0", "1", "1 (2)", "2")]
+    found = [threads[tid] for tid in sorted(threads, key=order.__getitem__)]
+    assert found == ["main rank 0", "main rank 1", *values, "a rank 0"]
+
+
 def test_a_clock_that_is_ahead_is_set_right(tmp_path: Path) -> None:
     spans = [_span(1, 2), _span(1.5, 2.5, rank=1)]
     readings = [Reading("memory", 1, "node-a", EPOCH_S + 2.5, 1)]

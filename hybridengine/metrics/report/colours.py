@@ -30,9 +30,16 @@ _PHASES = {
     "update": "#d55e00",
     "update_actor": "#d55e00",
     "update_critic": "#eaaf80",
+    "update_cost_critic": "#b07040",
+    "cost_values": "#aad8f2",
+    "costs": "#e3bcd1",
+    "advantages": "#332288",
+    "prompts": "#7a6a00",
+    "statistics": "#999933",
+    "other": "#5c7c8a",
     "transfers": "#26323a",
 }
-_RESERVE = ("#332288", "#7a6a00", "#882255", "#999933", "#5c7c8a", "#aa4499", "#117733", "#8a5a3c")
+_RESERVE = ("#882255", "#aa4499", "#117733", "#8a5a3c")
 
 
 def phase_colours(phases: Iterable[str]) -> dict[str, str]:

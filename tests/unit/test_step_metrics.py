@@ -1,0 +1,67 @@
+"""What a step's calls amount to, against a clock that is read at every millisecond."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridengine.controller.exchange import CallRecord
+from hybridengine.drivers.step_metrics import call_metrics
+
+EPOCH_S, STEP_MS = 1_700_000_000.0, 60
+
+
+def record(
+    role: str,
+    method: str,
+    spans_ms: dict[int, tuple[int, int]],
+    transferred: dict[str, int] | None = None,
+    held: dict[int, dict[str, int]] | None = None,
+) -> CallRecord:
+    spans = {rank: (EPOCH_S + begin / 1000, EPOCH_S + end / 1000) for rank, (begin, end) in spans_ms.items()}
+    return CallRecord(role, method, spans, dict.fromkeys(spans, 0.0), Counter(transferred), held or {})
+
+
+span = st.tuples(st.integers(-20, STEP_MS + 20), st.integers(0, 40)).map(
+    lambda one: (one[0], one[0] + one[1])
+)
+
+
+@given(st.lists(st.dictionaries(st.integers(0, 3), span, min_size=1), max_size=6))
+def test_overhead_is_the_time_in_which_no_rank_is_in_a_call(calls: list[dict[int, tuple[int, int]]]) -> None:
+    records = [record("actor", "update", spans) for spans in calls]
+    found = call_metrics(records, 0, EPOCH_S, EPOCH_S + STEP_MS / 1000)
+    spans = [one for call in calls for one in call.values()]
+    idle = sum(not any(begin <= moment < end for begin, end in spans) for moment in range(STEP_MS))
+    assert found["controller/overhead_s"] == pytest.approx(idle / 1000, abs=1e-5)
+
+
+def test_seconds_are_those_of_the_slowest_rank_and_memory_is_the_most_after_any_call() -> None:
+    records = [
+        record(
+            "actor",
+            "generate_sequences",
+            {0: (0, 20), 1: (0, 30)},
+            {"prompts.training_prompts": 5},
+            {0: {"resident_bytes": 70}, 1: {"resident_bytes": 90}},
+        ),
+        record(
+            "reward_style",
+            "compute_scores",
+            {0: (30, 35), 1: (30, 32)},
+            {"actor.generate_sequences": 7},
+            {0: {"resident_bytes": 80}, 1: {"resident_bytes": 60}},
+        ),
+        record("reward", "compute_scores", {0: (35, 41), 1: (35, 36)}, {"actor.generate_sequences": 2}),
+    ]
+    found = call_metrics(records, 3, EPOCH_S, EPOCH_S + 0.05)
+    assert found["time/generate_s"] == pytest.approx(0.030, abs=1e-5)
+    assert found["time/scores_s"] == pytest.approx(0.005 + 0.006, abs=1e-5)
+    assert found["memory/resident_bytes"] == 90
+    assert found["transfer/actor.generate_sequences->reward.compute_scores_bytes"] == 2
+    assert found["transfer/actor.generate_sequences->reward_style.compute_scores_bytes"] == 7
+    assert found["transfer/bytes"] == 14
+    assert found["controller/payload_bytes"] == 3
