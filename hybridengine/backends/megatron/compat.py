@@ -21,11 +21,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 
 from hybridengine.backends.megatron.attention import FusedAttention
+from hybridengine.backends.megatron.norm import RootMeanSquareNorm
 from hybridengine.errors import ConfigError
 from hybridengine.reshard.megatron import NameSet
 
@@ -58,9 +58,14 @@ def stage_spec(
         layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)  # type: ignore[arg-type]
     layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+    parts: Any = layer.submodules
+    attention = parts.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RootMeanSquareNorm
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RootMeanSquareNorm
     if fused_attention:
-        layer.submodules.self_attention.submodules.core_attention = FusedAttention  # type: ignore[union-attr]
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=WrappedTorchNorm)  # type: ignore[arg-type]
+        attention.core_attention = FusedAttention
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RootMeanSquareNorm)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
