@@ -14,7 +14,6 @@ from tensordict import TensorDictBase
 from hybridengine.config import RunConfig
 from hybridengine.controller.exchange import CallRecord, row_exchange
 from hybridengine.data.rewards import Decoder, reward_texts
-from hybridengine.drivers.step_metrics import phase_of_call
 from hybridengine.metrics import keys
 from hybridengine.metrics.call_progress import CallProgress
 from hybridengine.metrics.console import RunConsole
@@ -26,6 +25,7 @@ from hybridengine.metrics.step_progress import StepProgress
 from hybridengine.metrics.timeline import TIMELINE_FILE, Reading, Span, TimelineWriter
 from hybridengine.metrics.tracker_packages import TrackedRun
 from hybridengine.metrics.trackers import Trackers
+from hybridengine.planning.dataflows import phase_of_call
 
 BARS = {
     "generate": "generate",

@@ -20,6 +20,7 @@ from hybridengine.drivers.counted import correction_weights
 from hybridengine.drivers.roles import Roles, function_path
 from hybridengine.errors import DataError
 from hybridengine.metrics import keys
+from hybridengine.planning.dataflows import phase_of_call
 from hybridengine.runtime.batch import columns_of
 
 STATISTICS = (
@@ -106,35 +107,6 @@ def switch_metrics(
         keys.PEAK_WEIGHT_BYTES: max(report["peak_weight_bytes"] for report in reports),
         keys.REDUNDANT_BYTES: max(report["redundant_bytes"] for report in reports),
     }
-
-
-PHASES = {
-    "prompts.training_prompts": "prompts",
-    "actor.switch_to_generate": "switch_to_generate",
-    "actor.generate_sequences": "generate",
-    "actor.switch_to_train": "switch_to_train",
-    "actor.compute_log_probs": "log_probs",
-    "reference.compute_log_probs": "ref_log_probs",
-    "critic.compute_values": "values",
-    "cost_critic.compute_values": "cost_values",
-    "reward.compute_scores": "scores",
-    "cost.compute_scores": "costs",
-    "compute.map": "advantages",
-    "critic.update": "update_critic",
-    "cost_critic.update": "update_cost_critic",
-    "actor.update": "update_actor",
-    "actor.update_preferences": "update_actor",
-    "compute.measure": "statistics",
-}
-"""Call -> phase of an iteration; the time of other calls has their own name."""
-
-
-def phase_of_call(role: str, method: str) -> str:
-    """Phase of an iteration that a call belongs to; `reward_NAME` and `cost_NAME` are models among several terms."""
-    call = f"{role}.{method}"
-    if method == "compute_scores":
-        call = f"{role.partition('_')[0]}.{method}"
-    return PHASES.get(call, call)
 
 
 def call_metrics(

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from hybridengine.config.values import Bytes, Section
+from hybridengine.config.values import Bytes, NonNegative, Section, Share
 from hybridengine.config.wording import rule, yaml_fault
 from hybridengine.errors import ConfigError, raise_all, shown
 from hybridengine.topology.links import LinkClass, NodeMap
@@ -28,6 +28,7 @@ Rate = Annotated[float, Field(ge=1, le=1e18)]
 Latency = Annotated[float, Field(ge=0, le=3600)]
 """Seconds, at most an hour."""
 Nodes = Annotated[int, Field(ge=1, le=2**20)]
+Efficiency = Annotated[float, Field(gt=0, le=1)]
 NodeDevices = Annotated[int, Field(ge=1, le=2**12)]
 
 
@@ -51,6 +52,8 @@ class Links(Section):
     """Between two devices of a node."""
     between_nodes: Link | None = None
     """Between devices of two nodes; a cluster of one node has none."""
+    host: Link | None = None
+    """Between a device and the memory of its node, where offloaded states go; left out, nothing can be offloaded."""
 
     def of(self, link: LinkClass) -> Link:
         """Figures of a link class.
@@ -62,6 +65,70 @@ class Links(Section):
         if figures is None:
             raise ConfigError(f"links.{link.value} is missing; add its bytes_per_s and latency_s")
         return figures
+
+
+class FlopRates(Section):
+    """Floating-point operations per second by type; a product and its sum are two."""
+
+    bfloat16: Rate | None = None
+    """Of dense matrices."""
+    float32: Rate | None = None
+    """Of dense matrices."""
+
+
+class Compute(Section):
+    """What a device computes in a second, and what work costs beside its arithmetic.
+
+    `hybridengine calibrate` measures all of it on the machine that it runs on.
+    """
+
+    flops_per_s: FlopRates
+    """Peak rates."""
+    efficiency: Efficiency = 0.6
+    """Share of the peak that large matrix products reach in a model."""
+    half_tokens: NonNegative = 128.0
+    """Tokens of a micro-batch at which a pass over it reaches half of that share."""
+    attention_efficiency: Efficiency = 0.3
+    """Share of the peak that attention over the sequence reaches."""
+    activation_passes: NonNegative = 12.0
+    """How often a layer reads or writes its hidden state, beside its matrix products."""
+    layer_s: Latency = 30e-6
+    """What a layer of a forward pass takes beside that: launches."""
+    micro_batch_s: Latency = 0.5e-3
+    """What each micro-batch of a stage takes beside its layers."""
+    decode_step_s: Latency = 2e-3
+    """What each step of an engine takes beside its layers: scheduling and sampling."""
+    decode_row_s: Latency = 10e-6
+    """What each running response adds to a step."""
+    decode_layer_s: Latency = 20e-6
+    """What each layer of a decoding step takes beside reading its weights: launches."""
+    knee: Annotated[float, Field(ge=1, le=64)] = 4.0
+    """How sharp the bend is between steps bound by memory and steps bound by arithmetic; infinite would be a corner."""
+    parameter_s: Latency = 20e-6
+    """What each parameter tensor of an optimizer step takes beside its bytes."""
+    optimizer_step_s: Latency = 5e-3
+    """What each optimizer step takes beside that."""
+    overlap: Share = 0.0
+    """Share of the exchange of gradients and weights between replicas that is hidden behind the passes."""
+    call_s: Latency = 10e-3
+    """What a group call takes beside its work, from the controller and back."""
+    process_bytes: Bytes | None = None
+    """Memory of a rank's process beside its models: contexts, communicators, libraries; left out, none."""
+    devices_at_once: NodeDevices | None = None
+    """Devices of a node that can work at the same time, where they share something: a CPU's cores."""
+
+    def rate(self, dtype: str) -> float:
+        """Peak operations per second.
+
+        Raises:
+            ConfigError: the cluster has no figure for that type.
+        """
+        found = getattr(self.flops_per_s, dtype, None)
+        if found is None:
+            raise ConfigError(
+                f"compute.flops_per_s.{dtype} is missing; add it, or choose another model.dtype"
+            )
+        return found
 
 
 class Cluster(Section):
@@ -79,6 +146,8 @@ class Cluster(Section):
     """Memory of one device."""
     links: Links
     """Bandwidth and latency of each class of links."""
+    compute: Compute | None = None
+    """What devices compute; plans of whole runs need it, those of a switch alone do not."""
 
     @model_validator(mode="after")
     def _has_links_between_nodes(self) -> Cluster:

@@ -1,0 +1,145 @@
+"""Seconds of generation by one engine of (p_g, t_g): prompts first, then a token of every running response a step.
+
+A step reads the weights and the keys and values of all running responses from memory, and does 2 operations for each
+weight and response. The two overlap: the step takes (memory^k + arithmetic^k)^(1/k), whose slope over the number of
+responses is a sigmoid between 0, where memory binds, and 1, where arithmetic does. Beside that it pays for launches,
+all-reduces and scheduling.
+
+Responses start as soon as there is a place: no more run at once than the engine takes, and than its KV cache holds. The
+last, long ones run almost alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
+from hybridengine.planning.clusters import Cluster
+from hybridengine.planning.fabric import Axis, Fabric
+from hybridengine.planning.lengths import Lengths
+from hybridengine.planning.passes import compute_of, layer_weights
+from hybridengine.planning.shards import generation_holding
+from hybridengine.topology.sizes import GenSizes
+
+GOLDEN = 0.6180339887498949
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One generation engine."""
+
+    shape: ModelShape
+    sizes: GenSizes
+    train_pp_size: int
+    """Stages of training, which decide those of generation."""
+    dtype: str
+    cluster: Cluster
+    num_ranks: int
+    """Of all engines together, which share the links."""
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """KV cache of one token on the rank with the most."""
+        heads = max(1, self.shape.num_kv_heads // self.sizes.tp_size)
+        return 2 * self._num_layers * heads * self.shape.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def _num_layers(self) -> int:
+        """Of the stage with the most."""
+        return max(map(len, self.shape.gen_stage_layers(self.train_pp_size, self.sizes.pp_size)))
+
+    def step_s(self, num_rows: float, context_tokens: float) -> float:
+        """Seconds of a step of `num_rows` responses with `context_tokens` tokens of prompts and responses altogether."""
+        compute, shape, t = compute_of(self.cluster), self.shape, self.sizes.tp_size
+        held = generation_holding(shape, self.train_pp_size, self.sizes.pp_size, t)
+        weights = (
+            held.num_elements - shape.vocab_size * shape.hidden_size // t
+        )  # the embedding's rows are looked up
+        memory = weights * DTYPE_BYTES[self.dtype] + context_tokens * self.kv_token_bytes
+        memory_s = memory / self.cluster.links.same_device.bytes_per_s
+        operations = (
+            2 * num_rows * (self._num_layers * layer_weights(shape) + shape.vocab_size * shape.hidden_size)
+        )
+        arithmetic_s = operations / t / (compute.rate(self.dtype) * compute.efficiency)
+        stage_s = knee(memory_s, arithmetic_s, compute.knee) + self._num_layers * (
+            compute.decode_layer_s + 2 * self._all_reduce_s(num_rows)
+        )
+        stages_s = self.sizes.pp_size * (stage_s + self._send_s(num_rows))
+        return stages_s + compute.decode_step_s + num_rows * compute.decode_row_s
+
+    def prefill_s(self, num_tokens: float) -> float:
+        """Seconds of `num_tokens` tokens of prompts."""
+        compute, shape = compute_of(self.cluster), self.shape
+        operations = 2 * num_tokens * shape.num_layers * layer_weights(shape)
+        rate = compute.rate(self.dtype) * compute.efficiency * self.sizes.tp_size
+        chunks = max(1.0, num_tokens / PREFILL_TOKENS)
+        own = operations / rate * (1 + compute.half_tokens * chunks / max(num_tokens, 1.0))
+        launches = chunks * (shape.num_layers * compute.layer_s + compute.decode_step_s)
+        exchanged = 2 * shape.num_layers * chunks * self._all_reduce_s(num_tokens / chunks)
+        return own + launches + exchanged + chunks * self.sizes.pp_size * self._send_s(num_tokens / chunks)
+
+    def num_running(self, lengths: Lengths, prompt_tokens: float, max_num_seqs: int, kv_bytes: float) -> int:
+        """Responses that can run at once: as many as the cache holds at their mean size while they run."""
+        held = self.kv_token_bytes * (prompt_tokens + lengths.mean_position)
+        return max(1, min(max_num_seqs, int(kv_bytes / held)))
+
+    def generate_s(self, num_rows: int, prompt_tokens: float, lengths: Lengths, num_running: int) -> float:
+        """Seconds until `num_rows` responses are complete, at most `num_running` at once."""
+        steps = running_steps(lengths, num_rows, num_running)
+        counts, contexts, spans = steps[:, 0], steps[:, 1], steps[:, 2]
+        seconds = sum(
+            span * self.step_s(count, count * prompt_tokens + context)
+            for count, context, span in zip(counts, contexts, spans, strict=True)
+        )
+        return float(seconds) + self.prefill_s(num_rows * prompt_tokens)
+
+    def _hidden_bytes(self, num_tokens: float) -> float:
+        return num_tokens * self.shape.hidden_size * DTYPE_BYTES[self.dtype]
+
+    def _all_reduce_s(self, num_tokens: float) -> float:
+        fabric = Fabric(self.cluster, self.num_ranks)
+        return fabric.all_reduce_s(self._hidden_bytes(num_tokens), Axis(self.sizes.tp_size, 1))
+
+    def _send_s(self, num_tokens: float) -> float:
+        fabric = Fabric(self.cluster, self.num_ranks)
+        return fabric.send_s(self._hidden_bytes(num_tokens), Axis(self.sizes.pp_size, self.sizes.tp_size))
+
+
+PREFILL_TOKENS = 8192
+"""Of a chunk of prompts."""
+
+
+def knee(one: float, other: float, sharpness: float) -> float:
+    """Seconds of two things that overlap: about the larger one, and 2^(1/sharpness) of both where they are equal."""
+    largest = max(one, other)
+    if largest == 0.0:
+        return 0.0
+    return largest * ((one / largest) ** sharpness + (other / largest) ** sharpness) ** (1 / sharpness)
+
+
+@lru_cache(maxsize=512)
+def running_steps(lengths: Lengths, num_rows: int, num_running: int) -> np.ndarray:
+    """[spans, 3]: responses that run, their tokens altogether at the middle of the span, and its steps.
+
+    The responses have the distribution's quantiles for lengths, in an order in which long and short ones alternate.
+    """
+    order = np.argsort(np.arange(num_rows) * GOLDEN % 1.0)
+    waiting = lengths.spread(num_rows)[order].tolist()
+    waiting.reverse()
+    ends: list[tuple[int, int]] = []  # step at which a response ends, step at which it began
+    begun_sum, now, spans = 0, 0, []
+    while waiting or ends:
+        while waiting and len(ends) < num_running:
+            heapq.heappush(ends, (now + waiting.pop(), now))
+            begun_sum += now
+        end = ends[0][0]
+        middle = (now + end) / 2
+        spans.append((len(ends), len(ends) * middle - begun_sum, end - now))
+        now = end
+        while ends and ends[0][0] == now:
+            begun_sum -= heapq.heappop(ends)[1]
+    return np.array(spans, dtype=np.float64).reshape(-1, 3)

@@ -1,0 +1,79 @@
+"""Seconds of collectives and messages between the ranks of a grid, from the links of a cluster.
+
+All groups of a grid do the same at the same time: those that have members on a node share what the node's links carry
+together. Collectives are rings, as gloo's and NCCL's are for large messages: each rank receives (g - 1) / g of the
+result, and a ring enters a node once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridengine.planning.clusters import Cluster, Link
+from hybridengine.topology.links import LinkClass
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The groups of a grid along one axis: every `stride`-th rank, `size` of them."""
+
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The links that `num_ranks` consecutive ranks of a cluster have, one rank on each device."""
+
+    cluster: Cluster
+    num_ranks: int
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of a full node."""
+        return min(self.cluster.devices_per_node, self.num_ranks)
+
+    def members_per_node(self, axis: Axis) -> int:
+        """Ranks of one group on a node."""
+        return max(1, min(axis.size, self.node_ranks // axis.stride))
+
+    def all_gather_s(self, num_bytes: float, axis: Axis) -> float:
+        """Seconds until every rank of a group has the `num_bytes` of which each had its part."""
+        if axis.size == 1:
+            return 0.0
+        received = num_bytes * (axis.size - 1) / axis.size
+        members = self.members_per_node(axis)
+        nodes = -(-axis.size // members)
+        inside, seconds, latency = self.cluster.links.same_node, 0.0, 0.0
+        if members > 1:
+            seconds = self._seconds(inside, received, received * self.node_ranks)
+            latency = inside.latency_s * (members - 1) * nodes
+        if nodes > 1:
+            between = self.cluster.links.of(LinkClass.BETWEEN_NODES)
+            rings = self.node_ranks / members
+            seconds = max(seconds, self._seconds(between, received, received * rings))
+            latency += between.latency_s * (nodes - 1)
+        return seconds + latency
+
+    def reduce_scatter_s(self, num_bytes: float, axis: Axis) -> float:
+        """Seconds until every rank of a group has its part of the sum of all `num_bytes`: an all-gather the other way."""
+        return self.all_gather_s(num_bytes, axis)
+
+    def all_reduce_s(self, num_bytes: float, axis: Axis) -> float:
+        """Seconds until every rank of a group has the sum of all `num_bytes`."""
+        return self.reduce_scatter_s(num_bytes, axis) + self.all_gather_s(num_bytes, axis)
+
+    def send_s(self, num_bytes: float, axis: Axis) -> float:
+        """Seconds of a message to the next rank of every group, all at the same time."""
+        if axis.size == 1:
+            return 0.0
+        if self.members_per_node(axis) > 1:
+            link, on_node = self.cluster.links.same_node, self.node_ranks
+        else:
+            link, on_node = self.cluster.links.of(LinkClass.BETWEEN_NODES), self.node_ranks
+        return self._seconds(link, num_bytes, num_bytes * on_node) + link.latency_s
+
+    @staticmethod
+    def _seconds(link: Link, rank_bytes: float, node_bytes: float) -> float:
+        seconds = rank_bytes / link.bytes_per_s
+        return seconds if link.node_bytes_per_s is None else max(seconds, node_bytes / link.node_bytes_per_s)

@@ -1,0 +1,178 @@
+"""How long responses get. The tail decides how long an engine works for its last rows.
+
+Written as KIND:PARAMETERS, lengths in tokens:
+
+    constant:512                      every response
+    uniform:1-1024                    every length of the range as often
+    lognormal:mean=400,cv=0.8         mean and coefficient of variation (standard deviation over mean)
+    samples/lengths.jsonl             as often as in a file: numbers, or objects with `response_length`, one a line
+
+Lengths beyond the longest response that a run allows are cut to it, as generation does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from scipy.stats import lognorm
+
+from hybridengine.errors import ConfigError, shown
+
+FORMS = "constant:N, uniform:LOW-HIGH, lognormal:mean=M,cv=C, or a file with one length a line"
+LENGTH_KEYS = ("response_length", "response_tokens", "length")
+MAX_CV = 20.0
+NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?"
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """A distribution of response lengths in tokens.
+
+    Guarantees: every length is from 1 to `max_tokens`.
+    """
+
+    name: str
+    """As it was asked for."""
+    survival_T: np.ndarray
+    """P(length > i) for i = 0, 1, ..., max_tokens - 1: what runs while token i + 1 is made. The first is 1."""
+
+    @property
+    def max_tokens(self) -> int:
+        return len(self.survival_T)
+
+    @cached_property
+    def mean(self) -> float:
+        return float(self.survival_T.sum())
+
+    @cached_property
+    def mean_square(self) -> float:
+        """E[length^2]."""
+        return float(((2 * np.arange(self.max_tokens) + 1) * self.survival_T).sum())
+
+    @property
+    def mean_position(self) -> float:
+        """Mean number of tokens that a running response has: what an engine full of them holds of each.
+
+        Source: a row found running at a random moment is one of length l with probability in proportion to l.
+        """
+        return self.mean_square / (2 * self.mean)
+
+    def quantiles(self, shares: np.ndarray) -> np.ndarray:
+        """Smallest lengths that at least such a share of the responses does not exceed."""
+        cumulative = (
+            1.0 - self.survival_T[1:]
+        )  # P(length <= 1), P(length <= 2), ..., without the last, which is 1
+        return 1 + np.searchsorted(cumulative, np.asarray(shares) - 1e-12)
+
+    def spread(self, count: int) -> np.ndarray:
+        """`count` lengths that stand for the distribution, ascending: its quantiles at (k + 1/2) / count."""
+        return self.quantiles((np.arange(count) + 0.5) / count)
+
+    def sample(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        """`count` independent lengths."""
+        return self.quantiles(generator.random(count))
+
+    @classmethod
+    def of(cls, text: str, max_tokens: int) -> Lengths:
+        """The distribution that `text` describes, with no length above `max_tokens`.
+
+        Raises:
+            ConfigError: no such form, numbers out of range, or a file without lengths.
+        """
+        kind, colon, values = text.partition(":")
+        if colon and kind in _KINDS:
+            survival = _KINDS[kind](text, values, max_tokens)
+        else:
+            survival = _counted(_read(text), max_tokens)
+        return cls(text, survival)
+
+    @classmethod
+    def counted(cls, name: str, lengths: Sequence[int], max_tokens: int) -> Lengths:
+        """As often as in `lengths`.
+
+        Raises:
+            ConfigError: there is none, or one is less than 0.
+        """
+        if not len(lengths):
+            raise ConfigError(f"{name} has no lengths; give at least one")
+        if min(lengths) < 0:
+            raise ConfigError(f"{name} has the length {min(lengths)}; lengths are 0 or more tokens")
+        return cls(name, _counted(lengths, max_tokens))
+
+
+def _counted(lengths: Sequence[int], max_tokens: int) -> np.ndarray:
+    cut = np.sort(np.clip(np.asarray(lengths, dtype=np.int64), 1, max_tokens))
+    longer = len(cut) - np.searchsorted(cut, np.arange(max_tokens), side="right")
+    return longer / len(cut)
+
+
+def _constant(text: str, values: str, max_tokens: int) -> np.ndarray:
+    if not re.fullmatch(r"[0-9]{1,9}", values) or int(values) < 1:
+        raise ConfigError(f"lengths {text!r} need a whole number of tokens from 1 on, e.g. constant:512")
+    return _counted([int(values)], max_tokens)
+
+
+def _uniform(text: str, values: str, max_tokens: int) -> np.ndarray:
+    match = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", values)
+    low, high = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= low <= high:
+        raise ConfigError(
+            f"lengths {text!r} need two numbers of tokens, the lower one first, e.g. uniform:1-1024"
+        )
+    longer = np.clip((high - np.arange(max_tokens)) / (high - low + 1), 0.0, 1.0)
+    return longer
+
+
+def _lognormal(text: str, values: str, max_tokens: int) -> np.ndarray:
+    """Rounded up: P(length > i) is that of the continuous distribution. The mean is that before the cut."""
+    match = re.fullmatch(rf"mean=({NUMBER}),cv=({NUMBER})", values)
+    mean, variation = (float(match[1]), float(match[2])) if match else (0.0, 0.0)
+    if not (1.0 <= mean <= 1e9 and 0.0 < variation <= MAX_CV):
+        raise ConfigError(
+            f"lengths {text!r} need a mean of at least 1 token and a coefficient of variation above 0 and at most"
+            f" {MAX_CV:g}, e.g. lognormal:mean=400,cv=0.8"
+        )
+    sigma = math.sqrt(math.log1p(variation**2))
+    return lognorm.sf(np.arange(max_tokens), s=sigma, scale=mean * math.exp(-(sigma**2) / 2))
+
+
+_KINDS: dict[str, Callable[[str, str, int], np.ndarray]] = {
+    "constant": _constant,
+    "uniform": _uniform,
+    "lognormal": _lognormal,
+}
+
+
+def _read(path: str) -> list[int]:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError, ValueError):
+        raise ConfigError(
+            f"lengths {shown(path)} are neither one of the forms nor a file; write {FORMS}"
+        ) from None
+    found = [_length(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
+        raise ConfigError(f"lengths {path}: the file has no lengths; write one a line")
+    return found
+
+
+def _length(path: str, number: int, line: str) -> int:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        value = next((value[key] for key in LENGTH_KEYS if key in value), None)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e9:
+        raise ConfigError(
+            f"lengths {path}, line {number}: {shown(line)} is no number of tokens; write a number from 0 on, or an object"
+            f" with {LENGTH_KEYS[0]}"
+        )
+    return math.ceil(value)

@@ -1,0 +1,413 @@
+"""Which sizes a model can have on a number of ranks, how long its calls then take, and what memory it needs.
+
+An option is dominated by another one that is no slower in any call and needs no more memory in any state: only options
+that nothing dominates are kept, which loses no best plan, since an iteration never gets shorter when one of its calls
+gets longer.
+
+What a switch costs comes from its plan, which takes long to make. Until an option is about to be chosen, bounds stand for
+it: an option dominates another one only if it does so with the most that its switch can cost against the least of the
+other's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hybridengine.model_shapes import DTYPE_BYTES
+from hybridengine.planning.clusters import Cluster
+from hybridengine.planning.dataflows import Call, Work
+from hybridengine.planning.decoding import Engine
+from hybridengine.planning.layouts import gen_problems, train_problems
+from hybridengine.planning.memory import TrainingMemory, activation_bytes, sized_memory
+from hybridengine.planning.passes import ModelPasses, compute_of
+from hybridengine.planning.shards import generation_holding
+from hybridengine.planning.switch_cost import SwitchPricer
+from hybridengine.planning.workload import PlannedModel, Workload
+from hybridengine.topology.generation import GenerationGrid
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
+
+MOST_OF_LINE_RATE = 3.0
+"""A switch takes at most so many times what its bytes would take, and a second."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Memory of a model on the rank with the most, by what it is doing."""
+
+    idle: int
+    """While others work. The actor is in training mode then."""
+    infer: int
+    update: int
+
+
+@dataclass(frozen=True)
+class SwitchFigures:
+    """What switching the actor's weights costs."""
+
+    there_s: float
+    back_s: float
+    peak_bytes: int
+    """Of the weights, on the rank with the most."""
+
+
+@dataclass(frozen=True)
+class EngineOption:
+    """How the actor generates."""
+
+    sizes: GenSizes
+    gen_bytes: int
+    """Weights of the engine."""
+    state_bytes: int
+    """Optimizer state that stays while generating."""
+    state_s: float
+    """Of moving optimizer state to host memory, and of moving it back."""
+    kv_bytes: int
+    """KV cache of a rank that generation can use: more would stay empty."""
+    least_kv_bytes: int
+    """That holds one response of the greatest length."""
+    least: SwitchFigures
+    most: SwitchFigures
+    """Bounds of the switch; equal once it has been planned."""
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the switch's figures come from its plan."""
+        return self.least == self.most
+
+
+@dataclass(frozen=True)
+class Option:
+    """Sizes of a model and what follows from them."""
+
+    model: str
+    sizes: TrainSizes
+    works: tuple[Work, ...]
+    """Of its calls."""
+    seconds: tuple[float, ...]
+    """Of its calls, without what a switch's plan says."""
+    memory: StateBytes
+    engine: EngineOption | None = None
+    """Of the actor."""
+
+    def call_seconds(self, *, most: bool = False) -> tuple[float, ...]:
+        """Seconds of its calls: of a switch that has not been planned, the least or the most."""
+        if self.engine is None:
+            return self.seconds
+        bound = self.engine.most if most else self.engine.least
+        switches = iter((bound.there_s, bound.back_s))
+        return tuple(
+            own + next(switches) if work is Work.SWITCH else own
+            for own, work in zip(self.seconds, self.works, strict=True)
+        )
+
+    def extra_bytes(self, *, most: bool = False) -> int:
+        """What it needs at most beyond that."""
+        peak = max(self.memory.infer, self.memory.update)
+        if (engine := self.engine) is not None:
+            bound = engine.most if most else engine.least
+            generating = engine.gen_bytes + engine.least_kv_bytes
+            peak = max(peak, engine.state_bytes + max(generating, bound.peak_bytes))
+        return max(0, peak - self.memory.idle)
+
+    def figures(self, *, most: bool = False) -> list[float]:
+        """What another option must not be better in: times, then bytes.
+
+        Of a switch that has not been planned, the least or the most.
+
+        Switches and what lies between them follow one another on the same ranks: when they end counts, not each.
+        """
+        found, passed = [], 0.0
+        for work, own in zip(self.works, self.call_seconds(most=most), strict=True):
+            passed = passed + own if work in (Work.SWITCH, Work.GENERATE) else 0.0
+            found.append(passed or own)
+        if self.engine is not None:
+            found.pop(0)  # of the first switch: generation follows at once
+        found += [self.memory.idle, self.extra_bytes(most=most)]
+        if (engine := self.engine) is not None:
+            found += [
+                engine.state_bytes + engine.gen_bytes - self.memory.idle,
+                engine.kv_bytes,
+                engine.least_kv_bytes,
+            ]
+        return found
+
+
+class Options:
+    """Options of the models of a workload on a cluster; each is worked out once.
+
+    Args:
+        fixed: sizes that a model must have, by name.
+        fixed_gen: sizes that the engine must have.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        fixed: Mapping[str, TrainSizes] | None = None,
+        fixed_gen: GenSizes | None = None,
+    ) -> None:
+        self.workload, self.cluster, self.compute = workload, cluster, compute_of(cluster)
+        self._fixed, self._fixed_gen = dict(fixed or {}), fixed_gen
+        self._found: dict[tuple[str, int], list[Option]] = {}
+        self._switches: dict[tuple[int, int, int, GenSizes], SwitchFigures] = {}
+        self._generations: dict[tuple[object, ...], float] = {}
+        self._pricer = SwitchPricer(self._actor.shape, workload.dtype, workload.bucket_bytes)
+
+    @property
+    def _actor(self) -> PlannedModel:
+        return self.workload.model("actor")
+
+    def of(self, name: str, num_ranks: int) -> list[Option]:
+        """Options of a model on so many ranks that nothing dominates; none where it cannot be there."""
+        key = (name, num_ranks)
+        if key not in self._found:
+            model = self.workload.model(name)
+            options = [
+                option
+                for sizes in self._train_sizes(model, num_ranks)
+                for option in self._options(model, sizes)
+            ]
+            self._found[key] = undominated(options)
+        return self._found[key]
+
+    def planned(self, option: Option) -> Option:
+        """The option with what its switch's plan says."""
+        engine = option.engine
+        if engine is None or engine.is_planned:
+            return option
+        figures = self._switch(option.sizes, engine.sizes)
+        figures = replace(
+            figures, there_s=figures.there_s + engine.state_s, back_s=figures.back_s + engine.state_s
+        )
+        return replace(option, engine=replace(engine, least=figures, most=figures))
+
+    def generating_seconds(self, option: Option, kv_bytes: int) -> Option:
+        """The option with so much KV cache."""
+        assert option.engine is not None, "the actor has an engine"
+        seconds = [
+            self._generate_s(option.sizes, option.engine.sizes, call, kv_bytes)
+            if call.work is Work.GENERATE
+            else own
+            for call, own in zip(self._calls("actor"), option.seconds, strict=True)
+        ]
+        return replace(option, seconds=tuple(seconds))
+
+    def num_calls(self, name: str) -> int:
+        return len(self._calls(name))
+
+    def _calls(self, name: str) -> list[Call]:
+        return [call for call in self.workload.calls if call.role == name]
+
+    def _train_sizes(self, model: PlannedModel, num_ranks: int) -> Iterator[TrainSizes]:
+        """Sizes that Megatron can have, tensor shards on one node, as many rows on every replica."""
+        fixed = self._fixed.get(model.name)
+        for parts in divisors(num_ranks):
+            for tp_size in divisors(parts):
+                sizes = TrainSizes(parts // tp_size, tp_size, num_ranks // parts)
+                if fixed is not None and sizes != fixed:
+                    continue
+                if tp_size > self.cluster.devices_per_node or not self._splits_evenly(model, sizes):
+                    continue
+                if not train_problems(model.shape, sizes):
+                    yield sizes
+
+    def _splits_evenly(self, model: PlannedModel, sizes: TrainSizes) -> bool:
+        """Whether replicas and their mini-batches have as many rows each, as configurations demand."""
+        for call in self._calls(model.name):
+            parts = sizes.dp_size * (model.mini_batches if call.work is Work.UPDATE else 1)
+            is_pass = call.work in (Work.INFER, Work.UPDATE)
+            # ReMax's greedy responses are fewer, and may be shared out unevenly.
+            if is_pass and call.count.value != "prompts" and self.workload.num_rows(call.count) % parts:
+                return False
+        return True
+
+    def _options(self, model: PlannedModel, sizes: TrainSizes) -> Iterator[Option]:
+        calls = self._calls(model.name)
+        passes = ModelPasses(model.shape, sizes, self.workload.dtype, self.cluster)
+        plain = Option(
+            model.name,
+            sizes,
+            tuple(call.work for call in calls),
+            tuple(self._pass_s(model, passes, call) for call in calls),
+            self._state_bytes(model, sizes),
+        )
+        if model.name != "actor":
+            yield plain
+            return
+        for gen in self._gen_sizes(sizes):
+            yield self._with_engine(plain, gen)
+
+    def _pass_s(self, model: PlannedModel, passes: ModelPasses, call: Call) -> float:
+        if call.work not in (Work.INFER, Work.UPDATE):
+            return self.compute.call_s
+        micro = self.workload.micro_batches(model, call, passes.sizes.dp_size)
+        if call.work is Work.INFER:
+            done = passes.forward(micro)
+        else:
+            done = passes.update(
+                micro, model.mini_batches, recompute=model.recompute, num_passes=model.ppo_epochs
+            )
+        return done.on(self.cluster, passes.sizes.num_ranks) + self.compute.call_s
+
+    def _state_bytes(self, model: PlannedModel, sizes: TrainSizes) -> StateBytes:
+        workload, held = self.workload, self._held(model, sizes)
+        kept = {Work.INFER: 0, Work.UPDATE: 0}
+        for call in self._calls(model.name):
+            if call.work in kept:
+                micro = workload.micro_batches(model, call, sizes.dp_size)
+                own = activation_bytes(
+                    model.shape,
+                    sizes,
+                    workload.dtype,
+                    micro,
+                    trains=call.work is Work.UPDATE,
+                    recompute=model.recompute,
+                )
+                kept[call.work] = max(kept[call.work], own)
+        whole = held.weights_bytes + held.gradients_bytes + held.optimizer_bytes
+        idle = held.weights_bytes
+        if model.name == "actor":
+            idle = whole
+        elif model.trains and not model.offloads:
+            idle += held.optimizer_bytes
+        update = whole + kept[Work.UPDATE] if model.trains else 0
+        return StateBytes(idle, idle + kept[Work.INFER], update)
+
+    def _held(self, model: PlannedModel, sizes: TrainSizes) -> TrainingMemory:
+        return sized_memory(model.shape, sizes, self.workload.dtype)
+
+    def _gen_sizes(self, sizes: TrainSizes) -> Iterator[GenSizes]:
+        """Sizes of engines that nest, with as many rows on each."""
+        rows = [
+            self.workload.num_rows(call.count) for call in self._calls("actor") if call.work is Work.GENERATE
+        ]
+        for pp_size in divisors(sizes.pp_size):
+            for tp_size in divisors(sizes.tp_size):
+                gen = GenSizes(pp_size, tp_size)
+                if self._fixed_gen is not None and gen != self._fixed_gen:
+                    continue
+                if max(rows) % (sizes.num_ranks // gen.num_ranks):
+                    continue
+                if not gen_problems(self._actor.shape, sizes, gen):
+                    yield gen
+
+    def _with_engine(self, plain: Option, gen: GenSizes) -> Option:
+        workload, model, sizes = self.workload, self._actor, plain.sizes
+        held, engine = self._held(model, sizes), self._engine(sizes, gen)
+        elements = generation_holding(model.shape, sizes.pp_size, gen.pp_size, gen.tp_size).num_elements
+        gen_bytes = elements * DTYPE_BYTES[workload.dtype]
+        rows = max(
+            workload.num_rows(call.count) for call in self._calls("actor") if call.work is Work.GENERATE
+        )
+        running = min(-(-rows * gen.num_ranks // sizes.num_ranks), workload.max_num_seqs)
+        mean_bytes = engine.kv_token_bytes * (workload.prompt_tokens + workload.lengths.mean_position)
+        host = self.cluster.links.host
+        moved_s = held.optimizer_bytes / host.bytes_per_s if model.offloads and host is not None else 0.0
+        least_kv = engine.kv_token_bytes * workload.max_tokens
+        least, most = self._switch_bounds(sizes, held.weights_bytes, gen_bytes)
+        option = replace(
+            plain,
+            engine=EngineOption(
+                gen,
+                gen_bytes,
+                state_bytes=0 if model.offloads else held.optimizer_bytes,
+                state_s=moved_s,
+                kv_bytes=max(math.ceil(running * mean_bytes), least_kv),
+                least_kv_bytes=least_kv,
+                least=replace(least, there_s=least.there_s + moved_s, back_s=least.back_s + moved_s),
+                most=replace(most, there_s=most.there_s + moved_s, back_s=most.back_s + moved_s),
+            ),
+        )
+        assert option.engine is not None
+        return self.generating_seconds(option, option.engine.kv_bytes)
+
+    def _engine(self, sizes: TrainSizes, gen: GenSizes) -> Engine:
+        return Engine(
+            self._actor.shape, gen, sizes.pp_size, self.workload.dtype, self.cluster, sizes.num_ranks
+        )
+
+    def _generate_s(self, sizes: TrainSizes, gen: GenSizes, call: Call, kv_bytes: int) -> float:
+        workload, engine = self.workload, self._engine(sizes, gen)
+        rows = -(-workload.num_rows(call.count) * gen.num_ranks // sizes.num_ranks)
+        running = engine.num_running(
+            workload.lengths, workload.prompt_tokens, workload.max_num_seqs, kv_bytes
+        )
+        key = (sizes.pp_size, sizes.num_ranks, gen, rows, running := min(running, rows))
+        if key not in self._generations:
+            self._generations[key] = engine.generate_s(
+                rows, workload.prompt_tokens, workload.lengths, running
+            )
+        return self._generations[key] + self.compute.call_s
+
+    def _switch_bounds(
+        self, sizes: TrainSizes, train_bytes: int, gen_bytes: int
+    ) -> tuple[SwitchFigures, SwitchFigures]:
+        """The least and the most that a switch can cost.
+
+        One copy of the weights, and all links busy all the time; both shards at once, and a multiple of what its bytes
+        take on the slowest links.
+        """
+        links, received = self.cluster.links, max(0, gen_bytes - train_bytes)
+        remote = links.same_node
+        if sizes.model_parallel_size > self.cluster.devices_per_node and links.between_nodes is not None:
+            remote = links.between_nodes
+        ranks = min(self.cluster.devices_per_node, sizes.num_ranks)
+        line_s = received / remote.bytes_per_s
+        if remote.node_bytes_per_s is not None:
+            line_s = max(line_s, received * ranks / remote.node_bytes_per_s)
+        copied_s = 2 * (gen_bytes + train_bytes) / links.same_device.bytes_per_s
+        if links.same_device.node_bytes_per_s is not None:
+            copied_s = max(
+                copied_s, 2 * (gen_bytes + train_bytes) * ranks / links.same_device.node_bytes_per_s
+            )
+        fastest = links.same_node.bytes_per_s + (
+            links.between_nodes.bytes_per_s if links.between_nodes else 0.0
+        )
+        least = SwitchFigures(received / fastest, 0.0, max(train_bytes, gen_bytes))
+        most = SwitchFigures(
+            MOST_OF_LINE_RATE * (line_s + copied_s) + 1.0,
+            MOST_OF_LINE_RATE * copied_s + 1.0,
+            train_bytes + gen_bytes + 2 * self.workload.bucket_bytes,
+        )
+        return least, most
+
+    def _switch(self, sizes: TrainSizes, gen: GenSizes) -> SwitchFigures:
+        """From the plan. Replicas repeat each other wherever they lie on nodes alike: no more of them are planned."""
+        node = self.cluster.devices_per_node
+        replicas = min(sizes.dp_size, node // math.gcd(sizes.model_parallel_size, node))
+        key = (sizes.pp_size, sizes.tp_size, replicas, gen)
+        if key not in self._switches:
+            train = TrainSizes(sizes.pp_size, sizes.tp_size, replicas)
+            cost = self._pricer.price(
+                GenerationGrid(Grid(train), gen), self.cluster.node_map(train.num_ranks)
+            )
+            self._switches[key] = SwitchFigures(
+                cost.seconds_there(self.cluster), cost.seconds_back(self.cluster), cost.peak_bytes
+            )
+        return self._switches[key]
+
+
+def undominated(options: Sequence[Option]) -> list[Option]:
+    """Those that no other one is surely at least as good as in every figure."""
+    least, most = ([option.figures(most=most) for option in options] for most in (False, True))
+    return [options[place] for place in undominated_rows(least, most)]
+
+
+def undominated_rows(least: Sequence[Sequence[float]], most: Sequence[Sequence[float]]) -> list[int]:
+    """Rows whose least figures no other row's most figures are below or equal to; of equal rows, the first."""
+    if not least:
+        return []
+    low, high = np.array(least, dtype=np.float64), np.array(most, dtype=np.float64)
+    scale = np.maximum(high.max(axis=0), 1e-30)
+    kept: list[int] = []
+    # What beats a row comes before it in this order, and what beats that beats the row as well.
+    for place in np.lexsort(((low / scale).sum(axis=1), (high / scale).sum(axis=1))):
+        if not (high[kept] <= low[place]).all(axis=1).any():
+            kept.append(int(place))
+    return sorted(kept)

@@ -1,0 +1,203 @@
+"""Seconds of passes over rows under (p, t, d): forward passes, and updates with their optimizer steps.
+
+A pass over m micro-batches takes the pipeline's m + p - 1 slots, each as long as its slowest stage:
+
+    arithmetic   2 operations for each weight and token, over the rate that matrices of n tokens reach:
+                 peak · efficiency · n / (n + half_tokens)
+    attention    4 · tokens · sequence length · query width operations, at a rate of its own
+    memory       the hidden state is read and written `activation_passes` times
+    launches     for each layer, and for each micro-batch
+    tensor axis  two all-reduces of the hidden state for each layer and direction
+
+Backward passes are two forward ones, and another one where activations are computed again. An optimizer step sums the
+gradients over the replicas (float32, scattered), updates its part, and gathers the weights.
+
+Where the devices of a node are the cores of a CPU, a pass also takes at least the work of the node's ranks over the
+devices that can work at once.
+
+Source: bubbles of the schedule as in Narayanan et al., arXiv 2104.04473, section 2.2; sharded optimizer states as in
+ZeRO, arXiv 1910.02054.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
+from hybridengine.planning.clusters import Cluster, Compute
+from hybridengine.planning.fabric import Axis, Fabric
+from hybridengine.planning.shards import training_holding
+from hybridengine.topology.sizes import TrainSizes
+
+GRADIENT_BYTES = 4
+OPTIMIZER_TRAFFIC_BYTES = 30
+"""That a step reads and writes for each of its weights: a gradient, two moments and a master weight in float32, read,
+and all but the gradient written; the weight itself."""
+GRADIENT_TRAFFIC_BYTES = 8
+"""That a step writes and reads for each weight of the rank: gradients are zeroed, and looked at."""
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """What one replica has to pass over."""
+
+    count: int
+    tokens: float
+    """Of each: prompts and responses."""
+    response_tokens: float
+    """Of each: those whose logits are wanted."""
+    length: float
+    """Mean tokens of a row."""
+
+    @classmethod
+    def of(
+        cls, num_rows: float, prompt_tokens: float, response_tokens: float, max_tokens: int, unit: int = 1
+    ) -> MicroBatches:
+        """As few as hold `num_rows` rows of that mean size; `unit` rows stay together."""
+        length = prompt_tokens + response_tokens
+        together = max(1, int(max_tokens / (length * unit))) * unit
+        count = max(1, math.ceil(num_rows / together))
+        rows = num_rows / count
+        return cls(count, rows * length, rows * response_tokens, length)
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Seconds of a pass."""
+
+    path_s: float
+    """Of its longest chain, if every device works for itself."""
+    work_s: float
+    """That a rank works, waits for others left out; the mean of its stages."""
+
+    def __add__(self, other: PassSeconds) -> PassSeconds:
+        return PassSeconds(self.path_s + other.path_s, self.work_s + other.work_s)
+
+    def __mul__(self, times: float) -> PassSeconds:
+        return PassSeconds(self.path_s * times, self.work_s * times)
+
+    def on(self, cluster: Cluster, num_ranks: int) -> float:
+        """Seconds where the ranks of a node share its devices."""
+        at_once = compute_of(cluster).devices_at_once
+        if at_once is None:
+            return self.path_s
+        return max(self.path_s, self.work_s * min(cluster.devices_per_node, num_ranks) / at_once)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What is done with each micro-batch."""
+
+    passes: int
+    """Forward ones, of which a backward one is worth two."""
+    all_reduces: int
+    """Of the hidden state, for each layer."""
+    sends: int
+    """To the next stage, and back."""
+
+
+_FORWARD, _TRAINED, _RECOMPUTED = _Done(1, 2, 1), _Done(3, 4, 2), _Done(4, 6, 2)
+
+
+def compute_of(cluster: Cluster) -> Compute:
+    """The cluster's compute section; whoever plans has checked that it is there."""
+    assert cluster.compute is not None, "a plan of a whole run needs the section"
+    return cluster.compute
+
+
+def layer_weights(shape: ModelShape) -> int:
+    """Weights of the matrices of a layer."""
+    attention = shape.hidden_size * (2 * shape.q_size + 2 * shape.kv_size)
+    return attention + 3 * shape.hidden_size * shape.ffn_hidden_size
+
+
+@dataclass(frozen=True)
+class ModelPasses:
+    """Passes of one model at (p, t, d) on a cluster."""
+
+    shape: ModelShape
+    sizes: TrainSizes
+    dtype: str
+    cluster: Cluster
+
+    @property
+    def fabric(self) -> Fabric:
+        return Fabric(self.cluster, self.sizes.num_ranks)
+
+    @property
+    def tp_axis(self) -> Axis:
+        return Axis(self.sizes.tp_size, 1)
+
+    @property
+    def pp_axis(self) -> Axis:
+        return Axis(self.sizes.pp_size, self.sizes.tp_size)
+
+    @property
+    def dp_axis(self) -> Axis:
+        return Axis(self.sizes.dp_size, self.sizes.model_parallel_size)
+
+    def forward(self, micro: MicroBatches) -> PassSeconds:
+        """A forward pass over all micro-batches."""
+        return self._pipeline(micro, _FORWARD)
+
+    def update(
+        self, micro: MicroBatches, num_steps: int, *, recompute: bool = False, num_passes: int = 1
+    ) -> PassSeconds:
+        """Optimizer steps, each after forward and backward passes over `micro`.
+
+        Args:
+            num_steps: of each pass over the rows.
+            num_passes: over the rows.
+        """
+        one = self._pipeline(micro, _RECOMPUTED if recompute else _TRAINED) + self._optimizer_step()
+        return one * (num_steps * num_passes)
+
+    def _pipeline(self, micro: MicroBatches, done: _Done) -> PassSeconds:
+        p = self.sizes.pp_size
+        layers = [len(stage) for stage in self.shape.split_layers(p)]
+        inner = {count: self._stage(micro, count, last=False) for count in set(layers)}
+        work = [done.passes * inner[count] for count in layers[:-1]]
+        work.append(done.passes * self._stage(micro, layers[-1], last=True))
+        exchanged = [
+            count * done.all_reduces * self._all_reduce_s(micro) + done.sends * self._send_s(micro)
+            for count in layers
+        ]
+        slot = max(own + beside for own, beside in zip(work, exchanged, strict=True))
+        return PassSeconds((micro.count + p - 1) * slot, micro.count * sum(work) / p)
+
+    def _stage(self, micro: MicroBatches, layers: int, *, last: bool) -> float:
+        """Seconds of a forward pass of one micro-batch over a stage, collectives left out."""
+        compute, shape, t = compute_of(self.cluster), self.shape, self.sizes.tp_size
+        peak = compute.rate(self.dtype)
+        matmul = 2 * micro.tokens * layers * layer_weights(shape) / t
+        if last and not shape.num_labels:
+            matmul += 2 * micro.response_tokens * shape.hidden_size * shape.vocab_size / t
+        arithmetic = matmul / (peak * compute.efficiency) * (1 + compute.half_tokens / max(micro.tokens, 1.0))
+        attention = 4 * micro.tokens * micro.length * shape.q_size * layers / t
+        attention_s = attention / (peak * compute.attention_efficiency)
+        memory = compute.activation_passes * self._hidden_bytes(micro) * layers
+        memory_s = memory / self.cluster.links.same_device.bytes_per_s
+        return arithmetic + attention_s + memory_s + layers * compute.layer_s + compute.micro_batch_s
+
+    def _hidden_bytes(self, micro: MicroBatches) -> float:
+        return micro.tokens * self.shape.hidden_size * DTYPE_BYTES[self.dtype]
+
+    def _all_reduce_s(self, micro: MicroBatches) -> float:
+        return self.fabric.all_reduce_s(self._hidden_bytes(micro), self.tp_axis)
+
+    def _send_s(self, micro: MicroBatches) -> float:
+        return self.fabric.send_s(self._hidden_bytes(micro), self.pp_axis)
+
+    def _optimizer_step(self) -> PassSeconds:
+        compute, d = compute_of(self.cluster), self.sizes.dp_size
+        held = training_holding(self.shape, self.sizes.pp_size, self.sizes.tp_size)
+        memory = held.num_elements * (OPTIMIZER_TRAFFIC_BYTES / d + GRADIENT_TRAFFIC_BYTES)
+        own = (
+            memory / self.cluster.links.same_device.bytes_per_s
+            + held.num_parameters * compute.parameter_s
+            + compute.optimizer_step_s
+        )
+        exchanged = self.fabric.reduce_scatter_s(held.num_elements * GRADIENT_BYTES, self.dp_axis)
+        exchanged += self.fabric.all_gather_s(held.num_elements * DTYPE_BYTES[self.dtype], self.dp_axis)
+        return PassSeconds(own + exchanged * (1 - compute.overlap), own)

@@ -1,0 +1,364 @@
+"""The best placement, numbers of ranks and sizes of a workload on a cluster.
+
+For each placement (which models share a pool) and each allocation (how many ranks each pool has), every model can have
+any of its options. An iteration never gets shorter when one of its calls gets longer, so that the least seconds that each
+call can take bound whatever contains it:
+
+1. All allocations are bounded at once, and looked at in the order of their bounds, until the next bound is no better than
+   the best plan so far.
+2. Within an allocation, models are given their options one after another, the fastest ones first. A branch ends where its
+   models do not fit into memory with the least that the others need, or where the iteration cannot get better than the
+   best plan any more, with the least seconds of the models that have no option yet.
+3. What remains is a plan whose switch is then planned, and whose KV cache is what the rank has left.
+
+Source: the auto-mapping of HybridFlow, arXiv 2409.19256, section 6 and appendix C. Different from there: a pool smaller
+than a node has its sizes too, d is an integer that shares out the rows, and transitions are part of the time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hybridengine.planning.dataflows import HELPERS
+from hybridengine.planning.iteration import Bar, Schedule, phases
+from hybridengine.planning.options import Option, Options
+from hybridengine.planning.passes import compute_of
+from hybridengine.planning.placements import Placement, allocations, placements, pool_sizes
+
+MAX_ALLOCATIONS = 400_000
+"""Of one placement; where there are more, pools get only round sizes, and the search is no longer exact."""
+CHUNK = 50_000
+"""Allocations that are bounded at a time."""
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """A pool of ranks and its models' sizes."""
+
+    num_ranks: int
+    options: tuple[Option, ...]
+    kv_bytes: int
+    """KV cache of a rank; 0 where the actor is elsewhere."""
+    peak_bytes: int
+    """Memory of the rank with the most at any time, processes included."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything goes, and what follows."""
+
+    placement: Placement
+    pools: tuple[PoolPlan, ...]
+    bars: tuple[Bar, ...]
+    device_bytes: int
+
+    @cached_property
+    def step_s(self) -> float:
+        return max(bar.end_s for bar in self.bars)
+
+    @property
+    def phases_s(self) -> Mapping[str, float]:
+        return phases(self.bars)
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(pool.num_ranks for pool in self.pools)
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Memory that the fullest rank has left."""
+        return self.device_bytes - max(pool.peak_bytes for pool in self.pools)
+
+    def option(self, model: str) -> Option:
+        """A model's sizes."""
+        return next(option for pool in self.pools for option in pool.options if option.model == model)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found."""
+
+    plans: tuple[Plan, ...]
+    """The best of each placement that can be, best first."""
+    exact: bool
+    """Whether nothing better exists among all plans of the search space."""
+    num_placements: int
+    num_allocations: int
+    """That were bounded."""
+    num_solved: int
+    """That had to be looked at."""
+
+
+class Search:
+    """A search for the best plans on `num_devices` devices of a cluster.
+
+    Args:
+        only: placements to look at; all, where left out.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        num_devices: int,
+        only: Sequence[Placement] | None = None,
+    ) -> None:
+        self.options, self.workload, self.cluster = options, options.workload, options.cluster
+        self.num_devices, self._only = num_devices, only
+        self._process_bytes = compute_of(self.cluster).process_bytes or 0
+        self._capacity_bytes = self.cluster.device_memory_bytes - self._process_bytes
+        self.sizes = pool_sizes(self.cluster, num_devices)
+        self._least: dict[str, np.ndarray] = {}
+
+    def run(self) -> Found:
+        """The best plan of every placement."""
+        wanted = list(self._only or placements(self.workload.model_names))
+        plans, exact, bounded, solved = list[Plan](), True, 0, 0
+        for placement in wanted:
+            sizes, complete = self._pool_sizes(len(placement))
+            candidates = allocations(sizes, len(placement), self.num_devices, self.cluster.devices_per_node)
+            exact &= complete
+            bounded += len(candidates)
+            best = _PlacementSearch(self, placement, candidates)
+            if (plan := best.run()) is not None:
+                plans.append(plan)
+            solved += best.num_solved
+        plans.sort(key=lambda plan: plan.step_s)
+        return Found(tuple(plans), exact, len(wanted), bounded, solved)
+
+    def _pool_sizes(self, num_pools: int) -> tuple[Sequence[int], bool]:
+        """Sizes of pools to try, and whether they are all."""
+        if math.comb(len(self.sizes), num_pools - 1) <= MAX_ALLOCATIONS:
+            return self.sizes, True
+        coarse = {size for size in self.sizes if _is_round(size)}
+        rest = {self.num_devices - size for size in coarse}
+        return sorted((coarse | rest) & set(self.sizes)), False
+
+    def least_seconds(self, model: str) -> np.ndarray:
+        """[calls, num_devices + 1]: least seconds of a model's calls on so many ranks, infinite where it cannot be."""
+        if model not in self._least:
+            table = np.full((self.options.num_calls(model), self.num_devices + 1), np.inf)
+            for size in self.sizes:
+                fitting = [option.call_seconds() for option in self.fitting(model, size)]
+                if fitting:
+                    table[:, size] = np.min(fitting, axis=0)
+            self._least[model] = table
+        return self._least[model]
+
+    def fitting(self, model: str, size: int) -> list[Option]:
+        """Options of a model that fit on a rank by themselves."""
+        return [
+            option
+            for option in self.options.of(model, size)
+            if option.memory.idle + option.extra_bytes() <= self._capacity_bytes
+        ]
+
+    def fits(self, options: Sequence[Option], others_idle_bytes: int = 0) -> bool:
+        """Whether models fit on a rank together, one of them at work at a time."""
+        idle = sum(option.memory.idle for option in options) + others_idle_bytes
+        return idle + max(option.extra_bytes() for option in options) <= self._capacity_bytes
+
+    def beside(self, option: Option, others_idle_bytes: int) -> Option | None:
+        """The option with as much KV cache as there is room for beside other models; None where that is too little."""
+        if (engine := option.engine) is None:
+            return option
+        room = self._capacity_bytes - others_idle_bytes - engine.state_bytes - engine.gen_bytes
+        if room < engine.least_kv_bytes:
+            return None
+        return option if room >= engine.kv_bytes else self.options.generating_seconds(option, room)
+
+    def pool_plan(self, options: Sequence[Option], size: int) -> PoolPlan | None:
+        """The pool with its switch planned, and as much KV cache as there is room for; None where it does not fit."""
+        found = [self.options.planned(option) for option in options]
+        if not self.fits(found):
+            return None
+        idle = sum(option.memory.idle for option in found)
+        peak, kv_bytes = idle + max(option.extra_bytes() for option in found), 0
+        for place, option in enumerate(found):
+            if (engine := option.engine) is None:
+                continue
+            others = idle - option.memory.idle
+            limited = self.beside(option, others)
+            if limited is None:
+                return None
+            found[place] = limited
+            held = others + engine.state_bytes + engine.gen_bytes
+            kv_bytes = min(engine.kv_bytes, self._capacity_bytes - held)
+            peak = max(peak, held + kv_bytes)
+        return PoolPlan(size, tuple(found), kv_bytes, peak + self._process_bytes)
+
+
+class _PlacementSearch:
+    """The best plan of one placement."""
+
+    def __init__(self, search: Search, placement: Placement, candidates: np.ndarray) -> None:
+        self._search, self._placement, self._candidates = search, placement, candidates
+        workload = search.workload
+        pool_of = {name: place for place, pool in enumerate(placement) for name in pool}
+        self._models = [name for pool in placement for name in pool]
+        self._host_s = compute_of(search.cluster).call_s
+        self._schedule = Schedule(
+            workload.calls,
+            [
+                pool_of.get(call.role, 0) for call in workload.calls
+            ],  # helpers and functions: on the actor's ranks
+            [
+                None if call.role in HELPERS or call.role not in pool_of else call.role
+                for call in workload.calls
+            ],
+            self._host_s,
+        )
+        self._tried: set[tuple[int, ...]] = set()
+        self._best: Plan | None = None
+        self.num_solved = 0
+
+    @property
+    def _best_s(self) -> float:
+        return math.inf if self._best is None else self._best.step_s
+
+    def run(self) -> Plan | None:
+        """The plan; None where no allocation has room for the models."""
+        if not len(self._candidates):
+            return None
+        tables = {name: self._search.least_seconds(name) for name in self._models}
+        reachable = {name: np.minimum.accumulate(table, axis=1) for name, table in tables.items()}
+        bounds = self._bounds(reachable)
+        for row in np.argsort(bounds, kind="stable"):
+            if bounds[row] >= self._best_s or not np.isfinite(bounds[row]):
+                break
+            for sizes in self._smaller(tuple(self._candidates[row].tolist()), tables, reachable):
+                self._solve(sizes)
+        return self._best
+
+    def _bounds(self, reachable: Mapping[str, np.ndarray]) -> np.ndarray:
+        """[A] seconds that no plan on at most so many ranks can be below."""
+        found = []
+        for first in range(0, len(self._candidates), CHUNK):
+            chunk = self._candidates[first : first + CHUNK]
+            seconds = {
+                name: list(reachable[name][:, chunk[:, place]])
+                for place, pool in enumerate(self._placement)
+                for name in pool
+            }
+            found.append(np.broadcast_to(self._schedule.step_s(seconds), (len(chunk),)))
+        return np.concatenate(found)
+
+    def _smaller(
+        self,
+        sizes: tuple[int, ...],
+        tables: Mapping[str, np.ndarray],
+        reachable: Mapping[str, np.ndarray],
+    ) -> Iterator[tuple[int, ...]]:
+        """The allocation, and those with fewer ranks for some pools that may still be better than the best so far."""
+        choices = []
+        for place in range(len(self._placement)):
+            useful = []
+            for size in self._search.sizes:
+                if size > sizes[place]:
+                    break
+                seconds = {
+                    name: [
+                        (tables if other == place else reachable)[name][
+                            call, size if other == place else sizes[other]
+                        ]
+                        for call in range(len(tables[name]))
+                    ]
+                    for other, names in enumerate(self._placement)
+                    for name in names
+                }
+                if float(self._schedule.step_s(seconds)) < self._best_s:
+                    useful.append(size)
+            choices.append(useful[::-1])
+        for one in itertools.product(*choices):
+            if one not in self._tried:
+                self._tried.add(one)
+                yield one
+
+    def _solve(self, sizes: tuple[int, ...]) -> None:
+        """Look at all options of the models on pools of these sizes."""
+        size_of = {name: size for pool, size in zip(self._placement, sizes, strict=True) for name in pool}
+        least = {name: self._search.least_seconds(name)[:, size].tolist() for name, size in size_of.items()}
+        if self._schedule.step_s(least) >= self._best_s:
+            return
+        self.num_solved += 1
+        options = {name: self._search.fitting(name, size) for name, size in size_of.items()}
+        least_idle = {name: min(option.memory.idle for option in options[name]) for name in options}
+        for name, own in options.items():
+            others = (
+                sum(least_idle[other] for pool in self._placement if name in pool for other in pool)
+                - least_idle[name]
+            )
+            beside = [
+                self._search.beside(option, others) for option in own if self._search.fits([option], others)
+            ]
+            options[name] = sorted(
+                (option for option in beside if option is not None),
+                key=lambda option: sum(option.call_seconds()),
+            )
+            if not options[name]:
+                return
+            least[name] = np.min([option.call_seconds() for option in options[name]], axis=0).tolist()
+        self._branch(sizes, options, least_idle, dict(least), {})
+
+    def _branch(
+        self,
+        sizes: tuple[int, ...],
+        options: Mapping[str, Sequence[Option]],
+        least_idle: Mapping[str, int],
+        seconds: dict[str, Sequence[float]],
+        chosen: dict[str, Option],
+    ) -> None:
+        """Give the next model each of its options."""
+        if len(chosen) == len(self._models):
+            self._settle(sizes, chosen)
+            return
+        name = self._models[len(chosen)]
+        pool = next(pool for pool in self._placement if name in pool)
+        before = seconds[name]
+        for option in options[name]:
+            there = [chosen[other] for other in pool if other in chosen]
+            waiting = sum(least_idle[other] for other in pool if other not in chosen and other != name)
+            if not self._search.fits([*there, option], waiting):
+                continue
+            seconds[name] = option.call_seconds()
+            if self._schedule.step_s(seconds) < self._best_s:
+                chosen[name] = option
+                self._branch(sizes, options, least_idle, seconds, chosen)
+                del chosen[name]
+        seconds[name] = before
+
+    def _settle(self, sizes: tuple[int, ...], chosen: Mapping[str, Option]) -> None:
+        pools = []
+        seconds = {name: option.call_seconds() for name, option in chosen.items()}
+        for pool in self._placement:  # what the KV cache allows is known at once, the switch is not
+            if "actor" in pool:
+                others = sum(chosen[name].memory.idle for name in pool if name != "actor")
+                limited = self._search.beside(chosen["actor"], others)
+                if limited is None:
+                    return
+                seconds["actor"] = limited.call_seconds()
+        if self._schedule.step_s(seconds) >= self._best_s:
+            return
+        for names, size in zip(self._placement, sizes, strict=True):
+            pool = self._search.pool_plan([chosen[name] for name in names], size)
+            if pool is None:
+                return
+            pools.append(pool)
+        seconds = {option.model: option.call_seconds() for pool in pools for option in pool.options}
+        if self._schedule.step_s(seconds) < self._best_s:
+            bars = self._schedule.bars(seconds)
+            self._best = Plan(
+                self._placement, tuple(pools), tuple(bars), self._search.cluster.device_memory_bytes
+            )
+
+
+def _is_round(size: int) -> bool:
+    """1, 2, 3, 4, 6, 8, 12, 16, ...: a power of two, or one and a half of it."""
+    while size % 2 == 0:
+        size //= 2
+    return size in (1, 3)

@@ -1,0 +1,377 @@
+"""A deterministic discrete-event simulation of training runs: engines, a queue of responses, a trainer, weight updates.
+
+    synchronous    all devices generate a batch, then all train on it
+    asynchronous   some devices generate all the time, the others train; after each optimizer step new weights go to the
+                   engines, between two tokens of what they are generating (in flight), or once that is complete (drain)
+
+An engine advances all its responses by a token a step, whose seconds depend on how many they are and on how many tokens
+they have. Between two events nothing about an engine changes, so that a span of steps is one event: responses that begin
+or end, weights that arrive. Whose policy a token comes from is known for every token.
+
+A response is begun only while floor((N_r - 1) / B) <= i + eta: what has been begun, N_r, is at most eta batches ahead of
+the trainer's i (AReaL, arXiv 2505.24298, section 5.1).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hybridengine.errors import ConfigError
+from hybridengine.planning.asynchronous import admits
+from hybridengine.planning.lengths import Lengths
+
+StepSeconds = Callable[[float, float], float]
+"""Seconds of an engine's step: responses that run, and tokens that they have altogether, prompts included."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated."""
+
+    num_steps: int
+    """Optimizer steps (of an iteration's batch)."""
+    batch_size: int
+    """Responses of a step."""
+    num_engines: int
+    max_running: int
+    """Responses that an engine advances at once."""
+    prompt_tokens: float
+    lengths: Lengths
+    step_s: StepSeconds
+    prefill_s: float
+    """Of one prompt, which its engine spends before the response begins."""
+    train_s: Callable[[float], float]
+    """Seconds of a step on so many tokens, prompts included."""
+    update_s: float
+    """Seconds for which an engine stops to take new weights; of a synchronous run, of the switch there and back."""
+    max_staleness: float = 1.0
+    """Batches that may be begun ahead of the trainer; infinite for no bound."""
+    drains: bool = False
+    """Engines take new weights only when what they are generating is complete."""
+    synchronous: bool = False
+    seed: int = 0
+
+    def check(self) -> None:
+        """Check that the numbers make sense.
+
+        Raises:
+            ConfigError: one does not.
+        """
+        for name in ("num_steps", "batch_size", "num_engines", "max_running"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; raise it")
+        for name in ("prefill_s", "update_s", "max_staleness"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more; raise it")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulated run amounts to."""
+
+    seconds: float
+    tokens: int
+    """Of the responses that were trained on."""
+    staleness_counts: dict[int, int]
+    """Optimizer steps between the policy of a token and the one that trained on it -> tokens."""
+    train_busy_s: float
+    generate_busy_s: float
+    """Of all engines together."""
+    generate_idle_s: float
+    """Of all engines together: without a response, or with new weights on their way."""
+    queue: list[tuple[float, int]]
+    """(seconds, responses that are complete and wait for the trainer), whenever it changes."""
+    step_ends: list[float]
+    num_engines: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def train_idle_share(self) -> float:
+        """Of the trainer's time, waiting for responses."""
+        return 1.0 - self.train_busy_s / self.seconds
+
+    @property
+    def generate_idle_share(self) -> float:
+        """Of the engines' time."""
+        return self.generate_idle_s / (self.seconds * self.num_engines)
+
+    @property
+    def mean_staleness(self) -> float:
+        """Of a token."""
+        return sum(lag * count for lag, count in self.staleness_counts.items()) / max(1, self.tokens)
+
+    @property
+    def largest_staleness(self) -> int:
+        return max(self.staleness_counts, default=0)
+
+
+@dataclass(order=True)
+class _Running:
+    """A response under way: the engine's step count at which it ends comes first, for a heap."""
+
+    end: int
+    number: int
+    begin: int = field(compare=False)
+    length: int = field(compare=False)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A complete response: which policy each run of its tokens comes from."""
+
+    length: int
+    versions: tuple[tuple[int, int], ...]
+    """(version, tokens)."""
+
+
+class _Engine:
+    """One engine; time advances from event to event."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self.now_s = 0.0
+        self.steps = 0
+        self.running: list[_Running] = []
+        self._begun_sum = 0
+        self._changes, self._versions = [0], [0]
+        self._has_weights_s = 0.0
+        self.busy_s = 0.0
+        self.idle_s = 0.0
+        self.pending_version: int | None = None
+
+    @property
+    def version(self) -> int:
+        return self._versions[-1]
+
+    def begin(self, number: int, length: int) -> None:
+        """Start a response, after its prompt."""
+        heapq.heappush(self.running, _Running(self.steps + length, number, self.steps, length))
+        self._begun_sum += self.steps
+        self.now_s += self._setting.prefill_s
+        self.busy_s += self._setting.prefill_s
+
+    def take_weights(self, version: int, now_s: float) -> None:
+        """Stop for new weights, between two tokens; where weights are still on their way, these come instead."""
+        self.pending_version = None
+        if self._has_weights_s > now_s and self._changes[-1] == self.steps:
+            self._versions[-1] = version
+            return
+        self.now_s += self._setting.update_s
+        self.idle_s += self._setting.update_s
+        self._has_weights_s = self.now_s
+        self._changes.append(self.steps)
+        self._versions.append(version)
+
+    def wait(self, until_s: float) -> None:
+        """Do nothing until a moment, where there is nothing to do."""
+        if not self.running and self.now_s < until_s:
+            self.idle_s += until_s - self.now_s
+            self.now_s = until_s
+
+    def next_end_s(self) -> float:
+        """When the next response ends, if nothing happens before."""
+        if not self.running:
+            return float("inf")
+        return self.now_s + (self.running[0].end - self.steps) * self._step_s(self.running[0].end)
+
+    def advance(self, until_s: float) -> Iterator[_Done]:
+        """Work until a moment, which is no later than the next end by more than a step; complete responses come out."""
+        while self.running and self.now_s < until_s:
+            end = self.running[0].end
+            step_s = self._step_s(end)
+            whole = end - self.steps
+            fit = min(whole, max(1, int((until_s - self.now_s) / step_s + 1e-9)))
+            self.steps += fit
+            self.now_s += fit * step_s
+            self.busy_s += fit * step_s
+            while self.running and self.running[0].end == self.steps:
+                one = heapq.heappop(self.running)
+                self._begun_sum -= one.begin
+                yield _Done(one.length, self._versions_of(one))
+            if fit < whole:
+                return
+        self.wait(until_s)
+
+    def _step_s(self, end: int) -> float:
+        """Seconds of a step until the next end, with the tokens that there are halfway."""
+        count = len(self.running)
+        made = count * (self.steps + end) / 2 - self._begun_sum
+        return self._setting.step_s(count, count * self._setting.prompt_tokens + made)
+
+    def _versions_of(self, one: _Running) -> tuple[tuple[int, int], ...]:
+        first = bisect_right(self._changes, one.begin) - 1
+        found, at = [], one.begin
+        for place in range(first, len(self._changes)):
+            end = self._changes[place + 1] if place + 1 < len(self._changes) else one.end
+            end = min(end, one.end)
+            if end > at:
+                found.append((self._versions[place], end - at))
+                at = end
+        return tuple(found)
+
+
+def simulate(setting: Setting) -> Outcome:
+    """Simulate a run; equal settings give equal outcomes.
+
+    Raises:
+        ConfigError: numbers that make no sense.
+    """
+    setting.check()
+    return _synchronous(setting) if setting.synchronous else _Asynchronous(setting).run()
+
+
+def _lengths(setting: Setting) -> Iterator[int]:
+    generator = np.random.default_rng(setting.seed)
+    while True:
+        yield from setting.lengths.sample(generator, 4096).tolist()
+
+
+def _synchronous(setting: Setting) -> Outcome:
+    """Batches are shared out over the engines; training begins when the last response is complete."""
+    lengths, now, tokens, busy, idle, train_busy = _lengths(setting), 0.0, 0, 0.0, 0.0, 0.0
+    ends: list[float] = []
+    queue: list[tuple[float, int]] = [(0.0, 0)]
+    for _ in range(setting.num_steps):
+        engines = [_Engine(setting) for _ in range(setting.num_engines)]
+        batch = list(itertools.islice(lengths, setting.batch_size))
+        finished: list[float] = []
+        for place, engine in enumerate(engines):
+            waiting = deque(batch[place :: setting.num_engines])
+            while waiting or engine.running:
+                while waiting and len(engine.running) < setting.max_running:
+                    engine.begin(len(waiting), waiting.popleft())
+                for _ in engine.advance(engine.next_end_s()):
+                    finished.append(now + setting.update_s / 2 + engine.now_s)
+        generated = max(engine.now_s for engine in engines)
+        busy += sum(engine.busy_s for engine in engines)
+        idle += sum(generated - engine.busy_s for engine in engines)
+        queue += [(moment, count) for count, moment in enumerate(sorted(finished), start=1)]
+        train_s = setting.train_s(sum(batch) + setting.batch_size * setting.prompt_tokens)
+        now += generated + setting.update_s + train_s
+        idle += setting.num_engines * (setting.update_s + train_s)
+        train_busy += train_s
+        tokens += sum(batch)
+        ends.append(now)
+        queue.append((now - train_s, 0))
+    return Outcome(now, tokens, {0: tokens}, train_busy, busy, idle, queue, ends, setting.num_engines)
+
+
+class _Asynchronous:
+    """Engines and a trainer at the same time."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting, self._lengths = setting, _lengths(setting)
+        self._engines = [_Engine(setting) for _ in range(setting.num_engines)]
+        self._submitted, self._version = 0, 0
+        self._ready: deque[_Done] = deque()
+        self._events: list[tuple[float, int, int]] = []  # seconds, engine (or -1 for the trainer), stamp
+        self._stamps = [0] * setting.num_engines
+        self._training: list[_Done] = []
+        self._training_s = 0.0
+        self._staleness: dict[int, int] = {}
+        self._tokens, self._train_busy_s = 0, 0.0
+        self._queue: list[tuple[float, int]] = [(0.0, 0)]
+        self._step_ends: list[float] = []
+
+    def run(self) -> Outcome:
+        self._fill(range(len(self._engines)), 0.0)
+        now = 0.0
+        while len(self._step_ends) < self._setting.num_steps:
+            now, place, stamp = heapq.heappop(self._events)
+            if place < 0:
+                self._end_step(now)
+            elif stamp == self._stamps[place]:
+                self._advance(place, now)
+        engines = self._engines
+        for engine in engines:
+            for _ in engine.advance(now):
+                pass
+        return Outcome(
+            now,
+            self._tokens,
+            dict(sorted(self._staleness.items())),
+            self._train_busy_s,
+            sum(engine.busy_s for engine in engines),
+            sum(engine.idle_s for engine in engines),
+            self._queue,
+            self._step_ends,
+            len(engines),
+        )
+
+    def _advance(self, place: int, now: float) -> None:
+        """An engine comes to the end of a response."""
+        engine = self._engines[place]
+        for done in engine.advance(now):
+            self._ready.append(done)
+            self._queue.append((engine.now_s, len(self._ready)))
+        if engine.pending_version is not None and not engine.running:
+            engine.take_weights(engine.pending_version, now)
+        self._fill([place], now)
+        self._start_step(max(now, engine.now_s))
+
+    def _fill(self, places: Iterable[int], now: float) -> None:
+        """Begin responses where there is room, those engines first that have the fewest; note when the next ones end."""
+        setting, engines = self._setting, self._engines
+        places = list(places)
+        for place in places:
+            engines[place].wait(now)
+        free = [
+            (len(engines[place].running), place) for place in places if engines[place].pending_version is None
+        ]
+        heapq.heapify(free)
+        while free and admits(self._submitted, setting.batch_size, self._version, setting.max_staleness):
+            count, place = heapq.heappop(free)
+            if count >= setting.max_running:
+                break
+            engines[place].begin(self._submitted, next(self._lengths))
+            self._submitted += 1
+            heapq.heappush(free, (count + 1, place))
+        for place in places:
+            self._stamps[place] += 1
+            if engines[place].running:
+                heapq.heappush(self._events, (engines[place].next_end_s(), place, self._stamps[place]))
+
+    def _start_step(self, now: float) -> None:
+        """Train on the oldest complete responses, where there are enough and nothing is trained on."""
+        setting = self._setting
+        if self._training or len(self._ready) < setting.batch_size:
+            return
+        self._training = [self._ready.popleft() for _ in range(setting.batch_size)]
+        self._queue.append((now, len(self._ready)))
+        tokens = sum(done.length for done in self._training)
+        train_s = setting.train_s(tokens + setting.batch_size * setting.prompt_tokens)
+        self._training_s = train_s
+        heapq.heappush(self._events, (now + train_s, -1, 0))
+
+    def _end_step(self, now: float) -> None:
+        """New weights: engines take them between two tokens, or when they are done with what they have."""
+        self._train_busy_s += self._training_s
+        for done in self._training:
+            self._tokens += done.length
+            for version, count in done.versions:
+                lag = self._version - version
+                self._staleness[lag] = self._staleness.get(lag, 0) + count
+        self._training = []
+        self._version += 1
+        self._step_ends.append(now)
+        for engine in self._engines:
+            for done in engine.advance(now):
+                self._ready.append(done)
+                self._queue.append((engine.now_s, len(self._ready)))
+            if self._setting.drains and engine.running:
+                engine.pending_version = self._version
+            else:
+                engine.wait(now)
+                engine.take_weights(self._version, now)
+        self._fill(range(len(self._engines)), now)
+        self._start_step(now)

@@ -1,0 +1,341 @@
+"""What passes, generation, collectives and memory cost, against sums written out for small cases and against laws."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridengine.config import load_config
+from hybridengine.errors import ConfigError
+from hybridengine.model_presets import resolve_model
+from hybridengine.model_shapes import ModelShape
+from hybridengine.planning.asynchronous import (
+    admits,
+    conventional_generation_time,
+    conventional_rate,
+    largest_lag,
+    pipeline_rate,
+    steady_splits,
+)
+from hybridengine.planning.clusters import Cluster, Compute, load_cluster
+from hybridengine.planning.dataflows import Count, Work
+from hybridengine.planning.decoding import Engine, knee, running_steps
+from hybridengine.planning.fabric import Axis, Fabric
+from hybridengine.planning.lengths import Lengths
+from hybridengine.planning.memory import activation_bytes, sized_memory, training_memory
+from hybridengine.planning.passes import MicroBatches, ModelPasses, layer_weights
+from hybridengine.planning.shards import generation_holding, training_holding
+from hybridengine.planning.workload import workload_of
+from hybridengine.reshard.megatron import megatron_layout
+from hybridengine.reshard.vllm import vllm_layout
+from hybridengine.topology.generation import GenerationGrid
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+
+A100 = load_cluster("configs/clusters/a100-80gb-16x8.yaml")
+SHAPE = ModelShape("llama", 6, 256, 512, 8, 4, 32, 1000, 4096)
+SHAPES = [SHAPE, ModelShape("qwen2", 7, 256, 512, 8, 8, 32, 96, 4096, qkv_bias=True, tied_embeddings=True)]
+
+
+def plain_cluster(**compute: object) -> Cluster:
+    """One operation, one byte a nanosecond; nothing else takes time unless it is said."""
+    zeros = dict.fromkeys(
+        [
+            "half_tokens",
+            "activation_passes",
+            "layer_s",
+            "micro_batch_s",
+            "decode_step_s",
+            "decode_row_s",
+            "decode_layer_s",
+            "parameter_s",
+            "optimizer_step_s",
+            "call_s",
+        ],
+        0.0,
+    )
+    rates = {"flops_per_s": {"bfloat16": 1e9, "float32": 1e9}, "efficiency": 1.0, "attention_efficiency": 1.0}
+    link = {"bytes_per_s": 1e9, "latency_s": 0.0}
+    return Cluster.model_validate(
+        {
+            "name": "plain",
+            "source": "made up",
+            "nodes": 4,
+            "devices_per_node": 4,
+            "device_memory_bytes": 2**40,
+            "links": {"same_device": link, "same_node": link, "between_nodes": link},
+            "compute": zeros | rates | compute,
+        }
+    )
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_collectives_against_rings_laid_out_rank_by_rank(size: int, stride: int) -> None:
+    """Every rank of a ring receives (g - 1) / g of the result from the rank before it; nodes share their link."""
+    cluster = A100.resized(8)
+    num_ranks, num_bytes = 64, 3e9
+    received = num_bytes * (size - 1) / size
+    groups = [
+        [first + block + stride * member for member in range(size)]
+        for block in range(0, num_ranks, size * stride)
+        for first in range(stride)
+    ]
+    inside, entering = dict.fromkeys(range(num_ranks), 0.0), dict.fromkeys(range(8), 0.0)
+    for group in groups:
+        for one, other in zip(group, [*group[1:], group[0]], strict=True):
+            if one == other:
+                continue
+            if one // 8 == other // 8:
+                inside[other] += received
+            else:
+                entering[other // 8] += received
+    within, between = cluster.links.same_node, cluster.links.between_nodes
+    assert between is not None and between.node_bytes_per_s is not None
+    expected = max(
+        max(inside.values()) / within.bytes_per_s, max(entering.values()) / between.node_bytes_per_s
+    )
+    found = Fabric(cluster, num_ranks).all_gather_s(num_bytes, Axis(size, stride))
+    assert found == pytest.approx(expected, abs=20 * 64e-6 if size > 1 else 0.0)
+    assert Fabric(cluster, num_ranks).all_reduce_s(num_bytes, Axis(size, stride)) == pytest.approx(2 * found)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["llama", "qwen2"])
+@pytest.mark.parametrize(("p", "t"), itertools.product([1, 2, 3, 4], [1, 2, 4]))
+def test_holdings_are_those_of_the_layouts(shape: ModelShape, p: int, t: int) -> None:
+    grid = Grid(TrainSizes(p, t, 2))
+    shards = megatron_layout(shape, grid).shards.values()
+    held = training_holding(shape, p, t)
+    assert held.num_elements == max(shard.num_elements for shard in shards)
+    assert held.num_parameters == max(len(shard.parameters) for shard in shards)
+    assert sized_memory(shape, grid.sizes, "bfloat16") == training_memory(shape, grid, "bfloat16")
+    for p_g, t_g in itertools.product(range(1, p + 1), range(1, t + 1)):
+        if p % p_g or t % t_g:
+            continue
+        shards = vllm_layout(shape, GenerationGrid(grid, GenSizes(p_g, t_g))).shards.values()
+        expected = max(shard.num_elements for shard in shards)
+        assert generation_holding(shape, p, p_g, t_g).num_elements == expected
+
+
+def test_a_forward_pass_is_two_operations_for_each_weight_and_token() -> None:
+    """And four for each pair of positions and column of the queries; the head only where logits are wanted."""
+    passes = ModelPasses(SHAPE, TrainSizes(1, 1, 1), "bfloat16", plain_cluster())
+    micro = MicroBatches(3, 200.0, 80.0, 50.0)
+    weights = 6 * (256 * (8 + 4 + 4 + 8) * 32 + 3 * 256 * 512)
+    assert 6 * layer_weights(SHAPE) == weights
+    operations = 2 * 200 * weights + 2 * 80 * 256 * 1000 + 4 * 200 * 50 * 256 * 6
+    found = passes.forward(micro)
+    assert found.path_s == pytest.approx(3 * operations / 1e9)
+    assert found.work_s == pytest.approx(found.path_s)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 6])
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_a_pipeline_has_bubbles_and_its_slowest_stage_sets_the_pace(p: int, count: int) -> None:
+    cluster = plain_cluster(flops_per_s={"bfloat16": 1e18}, layer_s=0.5)
+    passes = ModelPasses(SHAPE, TrainSizes(p, 1, 1), "bfloat16", cluster)
+    micro = MicroBatches(count, 1.0, 1.0, 1.0)
+    slot, messages = 6 / p * 0.5, 256 * 2 / 1e9 * (p > 1)
+    assert passes.forward(micro).path_s == pytest.approx((count + p - 1) * (slot + messages))
+    assert passes.forward(micro).work_s == pytest.approx(count * slot)
+    both = passes.update(micro, num_steps=5, num_passes=2)
+    assert both.path_s == pytest.approx(10 * (count + p - 1) * 3 * slot, rel=0.05)
+    recomputed = passes.update(micro, num_steps=1, recompute=True)
+    assert recomputed.path_s == pytest.approx((count + p - 1) * 4 * slot, rel=0.05)
+
+
+def test_tensor_shards_divide_the_arithmetic_and_pay_for_all_reduces() -> None:
+    micro = MicroBatches(1, 100.0, 10.0, 10.0)
+    one, four = (
+        ModelPasses(SHAPE, TrainSizes(1, t, 1), "bfloat16", plain_cluster()).forward(micro) for t in (1, 4)
+    )
+    assert four.work_s == pytest.approx(one.work_s / 4)
+    hidden_bytes = 100 * 256 * 2
+    assert four.path_s - four.work_s == pytest.approx(6 * 2 * 2 * hidden_bytes * 3 / 4 / 1e9)
+
+
+def test_replicas_exchange_gradients_in_float32_and_weights_in_their_own_type() -> None:
+    micro = MicroBatches(1, 1.0, 1.0, 1.0)
+    cluster = plain_cluster(flops_per_s={"bfloat16": 1e18}, overlap=0.25)
+    held = training_holding(SHAPE, 1, 1).num_elements
+    for d in (1, 4):
+        found = ModelPasses(SHAPE, TrainSizes(1, 1, d), "bfloat16", cluster).update(micro, 1)
+        own = held * (30 / d + 8) / 1e9
+        exchanged = 0.75 * held * (4 + 2) * (d - 1) / d / 1e9
+        assert found.path_s == pytest.approx(own + exchanged, rel=1e-4)
+        assert found.work_s == pytest.approx(own, rel=1e-4)
+
+
+def test_devices_that_are_cores_share_their_work() -> None:
+    """Four ranks on two cores: at least half of their work, however short the longest chain is."""
+    micro = MicroBatches(2, 100.0, 10.0, 10.0)
+    for p, d in ((4, 1), (1, 4)):
+        sizes = TrainSizes(p, 1, d)
+        found = ModelPasses(SHAPE, sizes, "bfloat16", plain_cluster()).forward(micro)
+        shared = found.on(plain_cluster(devices_at_once=2), 4)
+        assert shared == pytest.approx(max(found.path_s, found.work_s * 4 / 2))
+        assert found.on(plain_cluster(), 4) == found.path_s
+
+
+@given(
+    rows=st.integers(1, 500),
+    prompt=st.integers(1, 300),
+    response=st.integers(1, 300),
+    room=st.integers(0, 5000),
+    unit=st.sampled_from([1, 2]),
+)
+def test_micro_batches_are_as_few_as_fit(rows: int, prompt: int, response: int, room: int, unit: int) -> None:
+    length = prompt + response
+    max_tokens = length * unit + room
+    micro = MicroBatches.of(rows * unit, prompt, response, max_tokens, unit)
+    together = max_tokens // (length * unit) * unit
+    assert micro.count == math.ceil(rows * unit / together)
+    assert micro.tokens <= max_tokens
+    assert micro.count * micro.tokens == pytest.approx(rows * unit * length)
+    assert micro.count * micro.response_tokens == pytest.approx(rows * unit * response)
+
+
+@given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3), st.sampled_from([1.0, 3.0, 8.0]))
+def test_the_knee_is_a_roofline_with_a_round_corner(one: float, other: float, sharpness: float) -> None:
+    found = knee(one, other, sharpness)
+    assert max(one, other) <= found <= 2 ** (1 / sharpness) * max(one, other) * (1 + 1e-9)
+    assert found == pytest.approx((one**sharpness + other**sharpness) ** (1 / sharpness))
+
+
+def test_the_slope_of_a_step_over_responses_is_a_sigmoid() -> None:
+    """d ln T / d ln x = x^k / (1 + x^k): flat where memory binds, one where arithmetic does, half where they meet."""
+    for x, slope in ((1e-3, 0.0), (1.0, 0.5), (1e3, 1.0)):
+        step = 1e-6
+        measured = (math.log(knee(1.0, x * (1 + step), 4.0)) - math.log(knee(1.0, x, 4.0))) / math.log1p(step)
+        assert measured == pytest.approx(slope, abs=1e-3)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 12))
+def test_spans_of_an_engine_are_its_steps(lengths: list[int], num_rows: int, num_running: int) -> None:
+    """Against an engine that advances token by token: who runs, and how many tokens they have."""
+    found = running_steps(Lengths.counted("some", lengths, 30), num_rows, num_running)
+    waiting = Lengths.counted("some", lengths, 30).spread(num_rows)
+    order = np.argsort(np.arange(num_rows) * 0.6180339887498949 % 1.0)
+    queue, running, steps, tokens = waiting[order].tolist(), [], [], 0
+    while queue or running:
+        while queue and len(running) < num_running:
+            running.append([0, queue.pop(0)])
+        steps.append((len(running), sum(made for made, _ in running)))
+        tokens += len(running)
+        running = [[made + 1, length] for made, length in running if made + 1 < length]
+    assert found[:, 2].sum() == len(steps)
+    assert (found[:, 0] * found[:, 2]).sum() == tokens == waiting.sum()
+    first = 0
+    for count, context, span in found.tolist():
+        inside = steps[first : first + int(span)]
+        assert {one for one, _ in inside} == {count}
+        # The middle of a span of steps that add one token each to every response that runs.
+        assert np.mean([made for _, made in inside]) + count / 2 == pytest.approx(context)
+        first += int(span)
+
+
+def test_generation_reads_weights_and_keys_and_values_every_step() -> None:
+    """One response at a time, without arithmetic: a sum over its tokens."""
+    engine = Engine(SHAPE, GenSizes(1, 1), 1, "bfloat16", plain_cluster(flops_per_s={"bfloat16": 1e18}), 1)
+    weights = generation_holding(SHAPE, 1, 1, 1).num_elements - 1000 * 256
+    assert engine.kv_token_bytes == 2 * 6 * 4 * 32 * 2
+    expected = sum(2 * weights + (7 + made + 0.5) * engine.kv_token_bytes for made in range(20)) / 1e9
+    found = engine.generate_s(3, 7.0, Lengths.of("constant:20", 64), num_running=1)
+    assert found == pytest.approx(3 * expected, rel=1e-3)
+
+
+def test_the_cache_limits_how_many_run() -> None:
+    engine = Engine(SHAPE, GenSizes(1, 1), 1, "bfloat16", plain_cluster(), 1)
+    lengths = Lengths.of("constant:100", 128)
+    held = engine.kv_token_bytes * (10 + 50)
+    assert engine.num_running(lengths, 10.0, 64, 5.5 * held) == 5
+    assert engine.num_running(lengths, 10.0, 3, 5.5 * held) == 3
+    assert engine.num_running(lengths, 10.0, 64, 1) == 1
+
+
+def test_activations_of_a_layer_are_those_of_its_tensors() -> None:
+    """Norms' and matrices' inputs, queries and keys before and after rotation, attention, gate, up and their product."""
+    micro = MicroBatches(8, 100.0, 40.0, 50.0)
+    tensors = 4 * 256 + (2 * 256 + 2 * 128 + 256 + 3 * 512) / 2
+    sizes = TrainSizes(3, 2, 1)
+    logits = 3 * 4 * 40 * 1000 / 2
+    first, last = 3 * 2 * tensors * 100 * 2, 2 * tensors * 100 * 2 + logits
+    assert activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True) == int(max(first, last))
+    recomputed = 3 * (2 * 256 + tensors) * 100 * 2
+    found = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True, recompute=True)
+    assert found == int(max(recomputed, (2 * 256 + tensors) * 100 * 2 + logits))
+    forward = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=False)
+    assert forward == int(tensors * 100 * 2 + logits * 2 / 3)
+
+
+def test_the_vector_of_pipeline_rl() -> None:
+    """N=128, B=128, uniform lengths, H=192, I=44: g_max 132; r_pipe 16.9, which is 1.58 of r_conv 10.7.
+
+    Source: PipelineRL, arXiv 2509.19128, appendix A. U(192) and tau are what r_pipe leaves where both sides keep pace.
+    """
+    lengths = Lengths.of("uniform:1-4096", 4096)
+    assert largest_lag(192, 44, lengths, 128) == 132
+    rate = pipeline_rate(lambda running: 0.384, 192, 44, 128, 4.97)
+    assert rate == pytest.approx(16.9, abs=0.05)
+    assert rate / 10.7 == pytest.approx(1.58, abs=0.005)
+
+
+def test_a_conventional_iteration_pays_for_its_tail() -> None:
+    lengths = Lengths.of("uniform:1-4", 4)
+
+    def use(running: float) -> float:
+        return min(1.0, running / 8)
+
+    expected = sum((16 * left / 2) / use(16 * left / 2) for left in (1.0, 0.75, 0.5, 0.25))
+    assert conventional_generation_time(lengths, 16, 2, use) == pytest.approx(expected)
+    assert conventional_rate(16, expected, 2, 0.5) == pytest.approx(16 / (expected + 16 * 0.5 / 2))
+
+
+@given(st.integers(1, 50), st.integers(1, 9), st.integers(0, 9), st.integers(0, 4))
+def test_what_is_begun_stays_within_the_bound(submitted: int, batch: int, version: int, bound: int) -> None:
+    """floor((N_r - 1) / B) <= i + eta, where N_r counts the one that asks."""
+    number = submitted + 1
+    assert admits(submitted, batch, version, bound) == ((number - 1) // batch <= version + bound)
+
+
+def test_splits_keep_pace_or_say_how_far_the_engines_are_behind() -> None:
+    lengths = Lengths.of("constant:100", 100)
+    splits = steady_splits(32, 8, lambda running: 0.01 + 1e-4 * running, 50.0, 64, lengths, 16)
+    assert [split.num_training for split in splits] == [8, 16, 24]
+    for split in splits:
+        engines = split.num_generating // 8
+        made = engines * split.running / (0.01 + 1e-4 * split.running)
+        wanted = split.num_training * 50.0
+        assert split.tokens_per_s == pytest.approx(min(made, wanted))
+        if made >= wanted and split.running > 1:
+            fewer = split.running - 1
+            assert engines * fewer / (0.01 + 1e-4 * fewer) < wanted
+        step_duration = 16 * 100 / split.tokens_per_s
+        assert split.staleness == pytest.approx(100 * (0.01 + 1e-4 * split.running) / step_duration)
+
+
+def test_the_workload_of_a_configuration() -> None:
+    config = load_config("configs/llama3-70b-16nodes.yaml", [], dry_run=True)
+    found = workload_of(config, Lengths.of("constant:512", config.rollout.max_response_tokens))
+    assert found.model_names == ("actor", "critic", "reference")
+    actor = found.model("actor")
+    assert actor.shape == resolve_model("llama3-70b")
+    assert (actor.trains, actor.offloads, actor.recompute, actor.mini_batches) == (True, True, True, 8)
+    assert (found.model("reference").trains, found.num_rows(Count.ROWS)) == (False, 1024)
+    assert found.num_tokens == 1024 * (1024 + 512)
+    update = next(call for call in found.calls if call.work is Work.UPDATE and call.role == "actor")
+    micro = found.micro_batches(actor, update, dp_size=4)
+    assert micro.count * micro.tokens == pytest.approx(1024 / 8 / 4 * (1024 + 512))
+
+
+def test_types_without_a_rate_are_named() -> None:
+    compute = Compute.model_validate({"flops_per_s": {"bfloat16": 1e12}})
+    assert compute.rate("bfloat16") == 1e12
+    with pytest.raises(ConfigError, match=r"compute\.flops_per_s\.float32 is missing; add it"):
+        compute.rate("float32")

@@ -1,0 +1,245 @@
+"""The search against trying everything on small clusters, and its parts against definitions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hybridengine.model_presets import resolve_model
+from hybridengine.model_shapes import ModelShape
+from hybridengine.planning.clusters import Cluster, load_cluster
+from hybridengine.planning.dataflows import DATAFLOWS, HELPERS, Call, Work, calls_of
+from hybridengine.planning.iteration import Schedule, phases
+from hybridengine.planning.lengths import Lengths
+from hybridengine.planning.options import Options, undominated_rows
+from hybridengine.planning.placements import allocations, placements, pool_sizes
+from hybridengine.planning.search import Plan, Search
+from hybridengine.planning.workload import PlannedModel, Workload
+
+A100 = load_cluster("configs/clusters/a100-80gb-16x8.yaml")
+SMALL = ModelShape("llama", 4, 512, 1024, 8, 8, 64, 1024, 4096)
+
+
+def cluster_of(nodes: int, devices: int, memory_bytes: int) -> Cluster:
+    assert A100.compute is not None
+    compute = A100.compute.model_dump() | {"process_bytes": 2**20}
+    sizes = {"nodes": nodes, "devices_per_node": devices, "device_memory_bytes": memory_bytes}
+    return Cluster.model_validate(A100.model_dump() | sizes | {"compute": compute})
+
+
+def workload_of(algorithm: str, shape: ModelShape = SMALL, rows: int = 16, offloads: bool = True) -> Workload:
+    """All roles with models of one shape; rewards and costs are models too."""
+    calls = calls_of(algorithm)
+    roles = list(dict.fromkeys(call.role for call in calls if call.role not in HELPERS))
+    judges = replace(shape, num_labels=1)
+    models = tuple(
+        PlannedModel(
+            role,
+            role,  # type: ignore[arg-type]
+            shape if role in ("actor", "reference") else judges,
+            4096,
+            trains=role in ("actor", "critic", "cost_critic"),
+            mini_batches=2 if role in ("actor", "critic") else 1,
+            offloads=offloads,
+        )
+        for role in sorted(roles, key=lambda role: role != "actor")
+    )
+    samples = 1 if algorithm in ("ppo", "safe_rlhf") else 2
+    lengths = Lengths.of("uniform:1-512", 512)
+    return Workload(
+        algorithm, calls, models, rows // samples, samples, 256.0, lengths, 1024, 64, "bfloat16", 2**24
+    )
+
+
+@pytest.mark.parametrize(("count", "bell"), [(1, 1), (2, 2), (3, 5), (4, 15), (5, 52), (6, 203)])
+def test_every_partition_of_the_models_once(count: int, bell: int) -> None:
+    names = [f"m{number}" for number in range(count)]
+    found = list(placements(names))
+    assert len(found) == bell
+    assert len({frozenset(map(frozenset, one)) for one in found}) == bell
+    for one in found:
+        assert sorted(itertools.chain(*one)) == names
+        assert one[0][0] == "m0"
+
+
+@pytest.mark.parametrize(("nodes", "node"), [(1, 8), (2, 4), (3, 2), (4, 1)])
+@pytest.mark.parametrize("num_pools", [1, 2, 3])
+def test_allocations_are_all_that_fill_the_devices(nodes: int, node: int, num_pools: int) -> None:
+    cluster = cluster_of(nodes, node, 2**30)
+    devices = nodes * node
+    sizes = pool_sizes(cluster, devices)
+    assert all(size % node == 0 or node % size == 0 for size in sizes)
+    expected = {
+        one
+        for one in itertools.product(sizes, repeat=num_pools)
+        if sum(one) == devices and sum(size for size in one if size < node) % node == 0
+    }
+    found = [tuple(one) for one in allocations(sizes, num_pools, devices, node).tolist()]
+    assert set(found) == expected
+    assert len(found) == len(expected)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.floats(0, 10, width=32)), min_size=1, max_size=7),
+    st.data(),
+)
+def test_calls_begin_when_their_rows_and_their_ranks_are_there(
+    made: list[tuple[int, float]], data: st.DataObject
+) -> None:
+    """Against the longest path over both kinds of dependencies, path by path."""
+    calls, seconds = [], {}
+    for place, (_, own) in enumerate(made):
+        reads = data.draw(st.sets(st.integers(0, place - 1))) if place else set()
+        calls.append(Call(f"m{place}", "update", tuple(sorted(reads))))
+        seconds[f"m{place}"] = [own]
+    pools = [pool for pool, _ in made]
+
+    def end(place: int) -> float:
+        before = [
+            other for other in range(place) if other in calls[place].reads or pools[other] == pools[place]
+        ]
+        return made[place][1] + max((end(other) for other in before), default=0.0)
+
+    schedule = Schedule(calls, pools, [call.role for call in calls], 1.0)
+    bars = schedule.bars(seconds)
+    assert [bar.end_s for bar in bars] == pytest.approx([end(place) for place in range(len(calls))])
+    assert schedule.step_s(seconds) == pytest.approx(max(end(place) for place in range(len(calls))))
+    arrays = {name: [np.array([own[0], 2 * own[0]])] for name, own in seconds.items()}
+    once = schedule.step_s(seconds)
+    assert schedule.step_s(arrays).tolist() == pytest.approx([once, 2 * once])
+
+
+@given(st.lists(st.tuples(*[st.tuples(st.integers(0, 3), st.integers(0, 1))] * 3), min_size=0, max_size=12))
+def test_rows_that_stay_are_those_that_nothing_surely_beats(rows: list[tuple[tuple[int, int], ...]]) -> None:
+    least = [[low for low, _ in row] for row in rows]
+    most = [[low + more for low, more in row] for row in rows]
+    kept = undominated_rows(least, most)
+    for place in range(len(rows)):
+        beaten = [
+            other
+            for other in range(len(rows))
+            if other != place and all(a <= b for a, b in zip(most[other], least[place], strict=True))
+        ]
+        if place in kept:  # by none but equal rows, of which the first stays
+            assert all(most[other] == least[other] == most[place] for other in beaten)
+        else:
+            assert any(other in kept for other in beaten)
+
+
+def everything(options: Options, num_devices: int) -> dict[tuple, float]:
+    """The least step of every placement, over all sizes of pools and all sizes of models, whatever beats them."""
+    workload, cluster = options.workload, options.cluster
+    assert cluster.compute is not None
+    capacity = cluster.device_memory_bytes - (cluster.compute.process_bytes or 0)
+    sizes = pool_sizes(cluster, num_devices)
+    found: dict[tuple, float] = {}
+    for placement in placements(workload.model_names):
+        pool_of = {name: place for place, pool in enumerate(placement) for name in pool}
+        schedule = Schedule(
+            workload.calls,
+            [pool_of.get(call.role, 0) for call in workload.calls],
+            [call.role if call.role in pool_of else None for call in workload.calls],
+            cluster.compute.call_s,
+        )
+        for ranks in itertools.product(sizes, repeat=len(placement)):
+            whole = sum(size for size in ranks if size >= cluster.devices_per_node)
+            parts = sum(size for size in ranks if size < cluster.devices_per_node)
+            if whole - (-parts // cluster.devices_per_node * cluster.devices_per_node) > max(
+                num_devices, parts
+            ):
+                continue
+            if sum(ranks) > num_devices:
+                continue
+            names = [name for pool in placement for name in pool]
+            choices = [
+                [
+                    options.planned(option)
+                    for sizes_ in options._train_sizes(workload.model(name), ranks[pool_of[name]])
+                    for option in options._options(workload.model(name), sizes_)
+                ]
+                for name in names
+            ]
+            for chosen in itertools.product(*choices):
+                seconds = {}
+                for place in range(len(placement)):
+                    here = [option for option in chosen if pool_of[option.model] == place]
+                    idle = sum(option.memory.idle for option in here)
+                    if idle + max(option.extra_bytes() for option in here) > capacity:
+                        break
+                    for option in here:
+                        if option.engine is not None:
+                            others = (
+                                idle
+                                - option.memory.idle
+                                + option.engine.state_bytes
+                                + option.engine.gen_bytes
+                            )
+                            kv_bytes = min(option.engine.kv_bytes, capacity - others)
+                            option = options.generating_seconds(option, kv_bytes)
+                        seconds[option.model] = option.call_seconds()
+                else:
+                    step_s = float(schedule.step_s(seconds))
+                    found[placement] = min(step_s, found.get(placement, math.inf))
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "remax", "online_dpo"])
+@pytest.mark.parametrize("memory_mib", [64, 160, 4096])
+def test_nothing_is_better_than_what_the_search_finds(algorithm: str, memory_mib: int) -> None:
+    """From too little memory for any plan, over plans that it decides, to plenty."""
+    cluster = cluster_of(2, 2, memory_mib * 2**20)
+    options = Options(workload_of(algorithm, offloads=memory_mib != 160), cluster)
+    found = Search(options, 4).run()
+    assert found.exact
+    expected = everything(options, 4)
+    assert {plan.placement: plan.step_s for plan in found.plans} == pytest.approx(expected)
+    assert [plan.step_s for plan in found.plans] == sorted(plan.step_s for plan in found.plans)
+    for plan in found.plans:
+        assert plan.headroom_bytes >= 0
+        assert plan.num_ranks <= 4
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from(sorted(DATAFLOWS)), st.integers(0, 3))
+def test_a_plan_says_what_its_models_say(algorithm: str, which: int) -> None:
+    options = Options(workload_of(algorithm), cluster_of(2, 2, 2**32))
+    only = [list(placements(options.workload.model_names))[which]]
+    plans = Search(options, 4, only).run().plans
+    assume(plans)
+    (plan,) = plans
+    assert isinstance(plan, Plan)
+    for call, bar in zip(options.workload.calls, plan.bars, strict=True):
+        assert bar.call is call
+        if call.role not in HELPERS:
+            calls = [other for other in options.workload.calls if other.role == call.role]
+            place = next(place for place, other in enumerate(calls) if other is call)
+            assert bar.seconds == pytest.approx(plan.option(call.role).call_seconds()[place])
+    assert sum(plan.phases_s.values()) == pytest.approx(sum(bar.seconds for bar in plan.bars))
+    assert phases(plan.bars) == plan.phases_s
+    engine = plan.option("actor").engine
+    assert engine is not None and engine.is_planned
+    assert any(call.work is Work.GENERATE for call in options.workload.calls)
+
+
+def test_bounds_of_switches_hold() -> None:
+    """What a switch's plan says lies between the bounds that stand for it."""
+    workload = workload_of("grpo", resolve_model("llama2-7b"), rows=512)
+    options = Options(workload, A100)
+    actor = workload.model("actor")
+    for num_ranks in (8, 16):
+        for sizes in options._train_sizes(actor, num_ranks):
+            if sizes.dp_size > 2 or sizes.pp_size > 4:
+                continue
+            for option in options._options(actor, sizes):
+                planned = options.planned(option).engine
+                assert option.engine is not None and planned is not None
+                least, most = option.engine.least, option.engine.most
+                for name in ("there_s", "back_s", "peak_bytes"):
+                    low, value, high = (getattr(one, name) for one in (least, planned.least, most))
+                    assert low <= value <= high, (sizes, option.engine.sizes, name)
