@@ -56,12 +56,13 @@ def train(config: RunConfig) -> None:
     config = claim_run(config)
     say(f"run {_shown(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
     with contextlib.ExitStack() as ends:
-        with _nothing_left_behind(config, runs_are_new):
+        with _nothing_left_behind(config, runs_are_new), contextlib.ExitStack() as begun:
             files = prepare_files(config)
             for line in layout_lines(config, cost_of(config)):
                 say(line)
-            trackers = ends.enter_context(run_trackers(config))
-            pools = ends.enter_context(RunPools(config))
+            trackers = begun.enter_context(run_trackers(config))
+            pools = begun.enter_context(RunPools(config))
+            ends.push(begun.pop_all())
         say(
             f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process (about a minute on a CPU)"
         )
@@ -122,9 +123,10 @@ def _nothing_left_behind(config: RunConfig, runs_are_new: bool) -> Iterator[None
     try:
         yield
     except HybridEngineError:
-        shutil.rmtree(config.run_folder)
+        shutil.rmtree(config.run_folder, ignore_errors=True)
         if runs_are_new:
-            Path(config.run.folder).rmdir()
+            with contextlib.suppress(OSError):  # a tracker has files of its own there
+                Path(config.run.folder).rmdir()
         raise
 
 
@@ -160,21 +162,24 @@ def iterate(
             yield
         except BaseException as error:
             counts = dict[str, float]()
-            if isinstance(error, Exception):  # who interrupts a run does not want to wait
-                with contextlib.suppress(HybridEngineError):  # of ranks that can no longer say
-                    counts = roles.take_scorer_metrics(LAST_WORDS_S)
-            if known is not None:
-                output.record(step, {**known, **counts})
-            elif counts:
-                output.record_failure(step, counts)
-            pools.settle()
-            output.draw(step, exchange.take_records())
+            try:
+                if isinstance(error, Exception):  # who interrupts a run does not want to wait
+                    with contextlib.suppress(HybridEngineError):  # of ranks that can no longer say
+                        counts = roles.take_scorer_metrics(LAST_WORDS_S)
+            finally:
+                if known is not None:
+                    output.record(step, {**known, **counts})
+                elif counts:
+                    output.record_failure(step, counts)
+                pools.settle()
+                output.draw(step, exchange.take_records())
             raise
 
     exchange.take_records()  # of the start
     with failures_kept(0):
         metrics = measure(0)
-    output.record(0, metrics | roles.take_scorer_metrics())
+        counts = roles.take_scorer_metrics()
+    output.record(0, metrics | counts)
     for step in range(1, steps + 1):
         pools.wait()
         exchange.take_records()  # what was asked between two steps is part of neither
@@ -191,10 +196,11 @@ def iterate(
             metrics[keys.TOKENS_PER_S] = metrics[keys.TOKENS] / seconds
         output.draw(step, records)
         every = config.run.eval_every
-        if step == steps or (every and step % every == 0):
-            with failures_kept(step, metrics):
+        with failures_kept(step, metrics):
+            if step == steps or (every and step % every == 0):
                 metrics |= measure(step)
-        output.record(step, metrics | roles.take_scorer_metrics())
+            counts = roles.take_scorer_metrics()
+        output.record(step, metrics | counts)
 
 
 def _checked(metrics: object, config: RunConfig, step: int) -> dict[str, float]:

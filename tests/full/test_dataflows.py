@@ -286,6 +286,26 @@ def test_a_step_keeps_its_metrics_when_the_evaluation_after_it_does_not_end(
     assert (1, "prompts.training_prompts") in bars
 
 
+def test_a_step_keeps_its_metrics_when_nobody_can_say_what_the_functions_did(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one that asks finds a rank gone, and the one that asks for last words is interrupted."""
+    monkeypatch.setattr(train_module, "evaluate", lambda *_: ({"eval/score_mean": 0.5}, None))
+    monkeypatch.setattr(RunOutput, "show_samples", lambda *_: None)
+    answers = iter([{}, DataError("a rank is gone"), KeyboardInterrupt()])
+
+    def take(*_: object) -> Any:
+        answer = next(answers)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Roles, "take_scorer_metrics", take)
+    rows, _ = left_by(started, started.roles, counts_to_three, "unasked", KeyboardInterrupt, ".*")
+    assert [row[keys.STEP] for row in rows] == [0, 1]
+    assert (rows[1]["counted"], rows[1][keys.SCORE_MEAN]) == (3.0, 0.5)
+
+
 def test_what_needs_the_weights_is_refused_while_the_engine_has_them(
     started: Started, tmp_path: Path
 ) -> None:

@@ -38,12 +38,13 @@ def test_values_and_gradients(shape: list[int], size: int, scale: float, eps: fl
     expected.backward(gradient.double())
     assert x.grad is not None and exact_x.grad is not None
     assert norm.weight.grad is not None and exact_weight.grad is not None
-    # The gradient of x is a difference: it is as exact as what is subtracted.
+    # The gradient of x is a difference and that of the weight a sum: they are as exact as what they are made of.
     subtracted = exact_weight * gradient / torch.sqrt((exact_x**2).mean(-1, keepdim=True) + eps)
+    summed = (gradient * plain(exact_x, torch.ones(size), eps)).abs().reshape(-1, size).sum(0)
     for one, other, size_of in (
         (found, expected, expected),
         (x.grad, exact_x.grad, subtracted),
-        (norm.weight.grad, exact_weight.grad, exact_weight.grad),
+        (norm.weight.grad, exact_weight.grad, summed),
     ):
         largest = float(size_of.detach().abs().max())
         assert torch.allclose(one.double(), other, rtol=1e-5, atol=2e-6 * largest)

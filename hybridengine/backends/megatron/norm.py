@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 class RootMeanSquareNorm(nn.RMSNorm):
@@ -43,6 +44,7 @@ class _RootMeanSquareNorm(torch.autograd.Function):
         return normed * weight
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         normed, inverse_rms, weight = ctx.saved_tensors
         products = (gradient * normed).reshape(-1, weight.size(0))
