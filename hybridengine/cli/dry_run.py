@@ -109,7 +109,7 @@ def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[s
     for holder in model_holders(config):
         if config.pool_of(holder.role) != pool:
             continue
-        memory = training_memory(holder_shape(config, holder), holder.grid, config.model.dtype)
+        memory = training_memory(holder_shape(config, holder), holder.sizes, config.model.dtype)
         trains = holder.role in TRAINED
         own = memory.weights_bytes + (memory.gradients_bytes + memory.optimizer_bytes if trains else 0)
         resident["train"] += own

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.passes import MicroBatches
 from hybridengine.planning.shards import training_holding
-from hybridengine.reshard.megatron import megatron_layout
-from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
 
 GRADIENT_BYTES = 4
@@ -35,27 +33,14 @@ class TrainingMemory:
     """Moments, and float32 master weights where the weights are not float32; sharded over d."""
 
 
-def training_memory(shape: ModelShape, grid: Grid, dtype: str) -> TrainingMemory:
-    """Memory of training `shape` on `grid` under the distributed optimizer."""
-    layout = megatron_layout(shape, grid)
-    elements = max(shard.num_elements for shard in layout.shards.values())
-    return held_memory(elements, grid.sizes.dp_size, dtype)
-
-
-def sized_memory(shape: ModelShape, sizes: TrainSizes, dtype: str) -> TrainingMemory:
-    """As `training_memory`, for searches: only the stages that can have the most are looked at."""
-    return held_memory(
-        training_holding(shape, sizes.pp_size, sizes.tp_size).num_elements, sizes.dp_size, dtype
-    )
-
-
-def held_memory(num_elements: int, dp_size: int, dtype: str) -> TrainingMemory:
-    """Memory of a rank that trains `num_elements` weights."""
+def training_memory(shape: ModelShape, sizes: TrainSizes, dtype: str) -> TrainingMemory:
+    """Memory of training `shape` at (p, t, d) under the distributed optimizer."""
+    num_elements = training_holding(shape, sizes.pp_size, sizes.tp_size).num_elements
     per_weight = MOMENT_BYTES + (4 if dtype != "float32" else 0)
     return TrainingMemory(
         weights_bytes=num_elements * DTYPE_BYTES[dtype],
         gradients_bytes=num_elements * GRADIENT_BYTES,
-        optimizer_bytes=-(-num_elements * per_weight // dp_size),
+        optimizer_bytes=-(-num_elements * per_weight // sizes.dp_size),
     )
 
 

@@ -27,7 +27,8 @@ import numpy as np
 
 from hybridengine.planning.dataflows import HELPERS
 from hybridengine.planning.iteration import Bar, Schedule, phases
-from hybridengine.planning.options import Option, Options
+from hybridengine.planning.option import Option
+from hybridengine.planning.options import Options
 from hybridengine.planning.passes import compute_of
 from hybridengine.planning.placements import Placement, allocations, placements, pool_sizes
 
@@ -204,9 +205,8 @@ class _PlacementSearch:
         self._host_s = compute_of(search.cluster).call_s
         self._schedule = Schedule(
             workload.calls,
-            [
-                pool_of.get(call.role, 0) for call in workload.calls
-            ],  # helpers and functions: on the actor's ranks
+            # Helpers and functions are on the actor's ranks.
+            [pool_of.get(call.role, 0) for call in workload.calls],
             [
                 None if call.role in HELPERS or call.role not in pool_of else call.role
                 for call in workload.calls

@@ -27,7 +27,7 @@ from hybridengine.planning.dataflows import Count, Work
 from hybridengine.planning.decoding import Engine, knee, running_steps
 from hybridengine.planning.fabric import Axis, Fabric
 from hybridengine.planning.lengths import Lengths
-from hybridengine.planning.memory import activation_bytes, sized_memory, training_memory
+from hybridengine.planning.memory import activation_bytes, training_memory
 from hybridengine.planning.passes import MicroBatches, ModelPasses, layer_weights
 from hybridengine.planning.shards import generation_holding, training_holding
 from hybridengine.planning.workload import workload_of
@@ -113,7 +113,9 @@ def test_holdings_are_those_of_the_layouts(shape: ModelShape, p: int, t: int) ->
     held = training_holding(shape, p, t)
     assert held.num_elements == max(shard.num_elements for shard in shards)
     assert held.num_parameters == max(len(shard.parameters) for shard in shards)
-    assert sized_memory(shape, grid.sizes, "bfloat16") == training_memory(shape, grid, "bfloat16")
+    memory = training_memory(shape, grid.sizes, "bfloat16")
+    assert (memory.weights_bytes, memory.gradients_bytes) == (2 * held.num_elements, 4 * held.num_elements)
+    assert memory.optimizer_bytes == 12 * held.num_elements / 2
     for p_g, t_g in itertools.product(range(1, p + 1), range(1, t + 1)):
         if p % p_g or t % t_g:
             continue

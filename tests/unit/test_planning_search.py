@@ -17,7 +17,8 @@ from hybridengine.planning.clusters import Cluster, load_cluster
 from hybridengine.planning.dataflows import DATAFLOWS, HELPERS, Call, Work, calls_of
 from hybridengine.planning.iteration import Schedule, phases
 from hybridengine.planning.lengths import Lengths
-from hybridengine.planning.options import Options, undominated_rows
+from hybridengine.planning.option import undominated_rows
+from hybridengine.planning.options import Options
 from hybridengine.planning.placements import allocations, placements, pool_sizes
 from hybridengine.planning.search import Plan, Search
 from hybridengine.planning.workload import PlannedModel, Workload

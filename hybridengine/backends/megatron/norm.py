@@ -25,9 +25,8 @@ class RootMeanSquareNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] of [..., H]."""
-        if (
-            x.device.type != "cpu" or x.dtype != torch.float32
-        ):  # elsewhere torch's own is fused, or more exact
+        # Elsewhere torch's own is fused, or more exact.
+        if x.device.type != "cpu" or x.dtype != torch.float32:
             return super().forward(x)
         return _RootMeanSquareNorm.apply(x, self.weight, self.eps)  # type: ignore[return-value]
 
