@@ -93,6 +93,15 @@ class Source:
     names: Mapping[str, str] | None = None
     """Columns that count, by the names that they have here -> those that they were produced with; None for all."""
 
+    @property
+    def here(self) -> dict[str, str]:
+        """Columns of a batch that the controller has, as `names`; of a call nobody knows them yet."""
+        if isinstance(self.origin, Produced):
+            return {}
+        there = columns_of(self.origin)
+        names = {name: name for name in there} if self.names is None else self.names
+        return {new: old for new, old in names.items() if old in there}
+
     def take(self, rows: np.ndarray) -> Source:
         return replace(self, rows=rows if self.rows is None else self.rows[rows])
 
@@ -211,14 +220,14 @@ class Rows:
         """
         names = None if columns is None else {*columns, *optional}
         origins = tuple(_origin(source, wanted, names, batches) for source in self._sources)
-        not_sent = () if names is None else tuple(_controller_columns(self._sources) - names)
+        not_sent = () if names is None else {name for source in self._sources for name in source.here} - names
         return RowsRequest(
             wanted.start,
             len(wanted),
             origins,
             None if columns is None else tuple(columns),
             tuple(optional),
-            not_sent,
+            tuple(not_sent),
         )
 
     def wait(self) -> Rows:
@@ -267,18 +276,6 @@ def _is_whole(number: object) -> bool:
     return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
-def _controller_columns(sources: Sequence[Source]) -> set[str]:
-    """Columns that the controller has, by the names that they have here."""
-    found = set[str]()
-    for source in sources:
-        if isinstance(source.origin, TensorDict):
-            there = set(columns_of(source.origin))
-            found |= (
-                there if source.names is None else {new for new, old in source.names.items() if old in there}
-            )
-    return found
-
-
 def _row_numbers(index: Index, count: int) -> np.ndarray:
     if isinstance(index, slice):
         return np.arange(count)[index].copy()  # torch knows no negative strides
@@ -308,11 +305,7 @@ def _origin(
     if isinstance(origin, Produced):
         blocks = batches.blocks(origin, rows)
         return RowsOrigin(str(origin.future.operation), blocks, origin.key, rows, source.names)
-    there = columns_of(origin)
-    named = source.names if source.names is not None else {name: name for name in there}
-    wanted_names = {
-        new: old for new, old in named.items() if old in there and (columns is None or new in columns)
-    }
+    wanted_names = {new: old for new, old in source.here.items() if columns is None or new in columns}
     # In storage of its own: a view would send the whole batch.
     chosen = origin.select(*set(wanted_names.values()))[torch.from_numpy(rows)]
     return TensorDict({new: chosen.get(old) for new, old in wanted_names.items()}, batch_size=[len(rows)])
