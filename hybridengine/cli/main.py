@@ -13,9 +13,11 @@ from collections.abc import Sequence
 
 from hybridengine import __version__
 from hybridengine.cli.dispatch_bench import add_dispatch_command
+from hybridengine.cli.plan import add_planner_command
 from hybridengine.cli.report import add_report_command
 from hybridengine.cli.reshard_bench import add_bench_command
 from hybridengine.cli.reshard_plan import add_plan_command
+from hybridengine.cli.simulate import add_simulate_command
 from hybridengine.cli.step_bench import add_step_command
 from hybridengine.errors import CheckpointError, ConfigError, DataError, HybridEngineError, TopologyError
 
@@ -25,6 +27,8 @@ EXAMPLES = """examples:
   hybridengine train configs/arithmetic.yaml actor.generate=1-2    another generation layout, p_g-t_g
   hybridengine train configs/llama3-70b-16nodes.yaml --dry-run     groups, plan and memory; starts nothing
   hybridengine report runs/arithmetic                              curves, timeline and samples as one HTML page
+  hybridengine plan --help                                         where models go, with which sizes; starts nothing
+  hybridengine simulate --help                                     synchronous beside asynchronous; starts nothing
   hybridengine reshard plan --help                                 what a switch costs on a cluster; starts nothing
   hybridengine reshard bench --help                                what a switch costs here, measured on real ranks
   hybridengine bench dispatch --help                               what handing rows from group to group costs
@@ -122,7 +126,9 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="print groups, plan and memory estimate, and start nothing"
     )
     train.set_defaults(run=_train)
+    add_planner_command(commands)
     add_report_command(commands)
+    add_simulate_command(commands)
     reshard = commands.add_parser(
         "reshard",
         help="plan or measure the switch between training and generation",

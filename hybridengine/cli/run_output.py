@@ -18,8 +18,9 @@ from hybridengine.metrics import keys
 from hybridengine.metrics.call_progress import CallProgress
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.live import LiveView, can_show_live
-from hybridengine.metrics.recorder import METRICS_FILE, TENSORBOARD_FOLDER, MetricsRecorder, Row
+from hybridengine.metrics.recorder import TENSORBOARD_FOLDER, MetricsRecorder
 from hybridengine.metrics.report.run_record import SAMPLES_FOLDER, Sample
+from hybridengine.metrics.rows import METRICS_FILE, Row
 from hybridengine.metrics.samples import write_samples
 from hybridengine.metrics.step_progress import StepProgress
 from hybridengine.metrics.timeline import TIMELINE_FILE, Reading, Span, TimelineWriter

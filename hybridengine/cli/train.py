@@ -27,7 +27,7 @@ from hybridengine.errors import ConfigError, HybridEngineError, raise_all, shown
 from hybridengine.metrics import keys
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.formatting import format_bytes
-from hybridengine.metrics.recorder import read_rows
+from hybridengine.metrics.rows import read_rows
 from hybridengine.metrics.trackers import missing_trackers
 
 RANK_BYTES = 2**30

@@ -7,11 +7,18 @@ already in question.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from hybridengine.config.algorithm_checks import algorithm_conflicts
 from hybridengine.config.algorithm_sections import Role
-from hybridengine.config.conflicts import Conflict, checkpoint_conflicts, paths_hint
+from hybridengine.config.conflicts import (
+    Conflict,
+    checkpoint_conflicts,
+    described_model,
+    own_checkpoint_conflicts,
+    paths_hint,
+)
 from hybridengine.config.holders import ModelHolder, model_holders
 from hybridengine.config.pool_checks import pool_conflicts, size_conflicts
 from hybridengine.config.reward_checks import reward_model_conflicts, reward_sections, scorer_conflicts
@@ -39,7 +46,7 @@ def find_conflicts(config: RunConfig, *, dry_run: bool = False) -> list[Conflict
         conflicts += _files(config)
     conflicts += _models(config, dry_run)
     for holder in model_holders(config):
-        shape = _shape_or_none(config, holder.path)
+        shape = _shape_or_none(config, holder.path, holder.hf_config)
         if shape is not None:
             conflicts += [*_sharding(holder, shape), *_positions(config, holder, shape)]
     shape = _shape_or_none(config)
@@ -55,32 +62,38 @@ def model_shape(config: RunConfig, role: Role = "actor") -> ModelShape:
     Raises:
         ConfigError, CheckpointError: the model is not described, or cannot be used.
     """
-    return _shape(config, getattr(getattr(config, role), "path", None))
+    section = getattr(config, role)
+    return _shape(config, getattr(section, "path", None), getattr(section, "hf_config", None))
 
 
 def holder_shape(config: RunConfig, holder: ModelHolder) -> ModelShape:
-    """As `model_shape`, of anything with weights."""
-    return _shape(config, holder.path)
+    """As `model_shape`, of anything with weights; with a score head where it has one."""
+    shape = _shape(config, holder.path, holder.hf_config)
+    return replace(shape, num_labels=1, tied_embeddings=False) if holder.has_score_head else shape
 
 
-def _shape(config: RunConfig, path: str | None) -> ModelShape:
-    """Shape of the checkpoint at `path`; without one, of the actor's model."""
+def _shape(config: RunConfig, path: str | None, hf_config: str | None = None) -> ModelShape:
+    """Shape of the checkpoint at `path`, which `hf_config` describes where it is elsewhere; without one, of the actor's
+    model."""
     if path is None and config.model.build is not None:
         return config.model.build.shape()
     folder = path or config.model.path
     if folder is not None and (Path(folder) / "config.json").exists():
         return ModelShape.from_folder(folder)
-    if path is None and config.model.hf_config is not None:
-        return resolve_model(config.model.hf_config)
+    described = config.model.hf_config if path is None else hf_config
+    if described is not None:
+        return resolve_model(described)
     if folder is None:
         raise ConfigError("model is given by none of path, gguf and build; add one")
     return ModelShape.from_folder(folder)
 
 
-def _shape_or_none(config: RunConfig, path: str | None = None) -> ModelShape | None:
+def _shape_or_none(
+    config: RunConfig, path: str | None = None, hf_config: str | None = None
+) -> ModelShape | None:
     """As `_shape`; None where there is none to check, which `_models` then says."""
     try:
-        return _shape(config, path)
+        return _shape(config, path, hf_config)
     except (ConfigError, CheckpointError):
         return None
 
@@ -322,12 +335,8 @@ def _files(config: RunConfig) -> Iterator[Conflict]:
 def _models(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
     """Every checkpoint, and every description of a model, that the configuration names."""
     model = config.model
-    described = None
-    try:
-        if model.hf_config is not None:
-            described = resolve_model(model.hf_config)
-    except ConfigError as error:
-        yield Conflict(f"model.hf_config: {error}", ("model.hf_config",))
+    described, problems = described_model("model", model.hf_config)
+    yield from problems
     try:
         if model.build is not None:
             model.build.shape()
@@ -345,7 +354,7 @@ def _models(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
                 ("model.hf_config", "model.path"),
             )
     for role in ("critic", "cost_critic"):
-        path = getattr(config, role).path
-        if path is not None and role in config.model_roles:
-            yield from checkpoint_conflicts(f"{role}.path", path)
-    yield from reward_model_conflicts(config)
+        section = getattr(config, role)
+        if role in config.model_roles:
+            yield from own_checkpoint_conflicts(role, section.path, section.hf_config, dry_run=dry_run)
+    yield from reward_model_conflicts(config, dry_run=dry_run)

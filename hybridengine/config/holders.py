@@ -38,6 +38,16 @@ class ModelHolder(NamedTuple):
         """Checkpoint of its own."""
         return getattr(self.section, "path", None)
 
+    @property
+    def hf_config(self) -> str | None:
+        """Shapes of that checkpoint, where it is elsewhere."""
+        return getattr(self.section, "hf_config", None)
+
+    @property
+    def has_score_head(self) -> bool:
+        """Whether it gives scores or values in place of log-probs."""
+        return self.role not in ("actor", "reference")
+
 
 def model_holders(config: RunConfig) -> list[ModelHolder]:
     """All of them, the roles first; functions have no weights."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridengine.config.algorithm_sections import Role
-from hybridengine.config.conflicts import Conflict, checkpoint_conflicts
+from hybridengine.config.conflicts import Conflict, own_checkpoint_conflicts
 from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
 from hybridengine.config.run_config import SCORERS, RunConfig
 from hybridengine.errors import CheckpointError, ConfigError
@@ -31,15 +31,15 @@ def scorer_conflicts(config: RunConfig) -> Iterator[Conflict]:
         yield from _failures(config, name, section)
 
 
-def reward_model_conflicts(config: RunConfig) -> Iterator[Conflict]:
+def reward_model_conflicts(config: RunConfig, *, dry_run: bool) -> Iterator[Conflict]:
     """Every checkpoint that scores responses, and its head."""
     for name, section in reward_sections(config).items():
         for term, scorer in section.models.items():
             if scorer.path is None:
                 continue
-            key = f"{scorer_key(name, term)}.path"
-            yield from checkpoint_conflicts(key, scorer.path)
-            yield from _head(key, scorer.path)
+            key = scorer_key(name, term)
+            yield from own_checkpoint_conflicts(key, scorer.path, scorer.hf_config, dry_run=dry_run)
+            yield from _head(f"{key}.path", scorer.path)
 
 
 def _scorer(key: str, scorer: ScorerSection, *, is_reward: bool) -> Iterator[Conflict]:

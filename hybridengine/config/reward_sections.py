@@ -32,6 +32,8 @@ class ScorerSection(Section):
     further parameters name."""
     path: PathText | None = None
     """The model's checkpoint folder."""
+    hf_config: PathText | None = None
+    """Shapes of that checkpoint for --dry-run and planning where it is elsewhere: a preset, or a config.json."""
     parallel: TrainSizesText | None = None
     """Sizes p-t-d of the model; the actor's where left out."""
     micro_batch_tokens: Count = 4096

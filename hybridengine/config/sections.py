@@ -173,8 +173,8 @@ class ModelSection(Section):
     build: BuildSection | None = None
     """Small model to build into the run's folder."""
     hf_config: PathText | None = None
-    """Shapes for --dry-run where the checkpoint is elsewhere: a preset such as llama3-70b, or a config.json, which
-    `gguf` needs."""
+    """Shapes for --dry-run and planning where the checkpoint is elsewhere: a preset such as llama3-70b, or a
+    config.json, which `gguf` needs."""
     tokenizer: PathText | None = None
     """Tokenizer folder; the checkpoint's own where it is left out."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -272,6 +272,8 @@ class CriticSection(TrainedSection):
     """Training sizes p-t-d; the actor's where left out."""
     path: PathText | None = None
     """Checkpoint to start from; the actor's where left out, with a new value head."""
+    hf_config: PathText | None = None
+    """Shapes of that checkpoint for --dry-run and planning where it is elsewhere: a preset, or a config.json."""
     value_clip: NonNegative = 0.2
     """A new value moves at most this far from the old one in the loss; 0 does not clip."""
 

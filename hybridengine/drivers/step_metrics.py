@@ -79,7 +79,8 @@ def rollout_metrics(
         keys.REWARD_MEAN: scores / num_scored,
         "rollout/dropped_rows": num_rows - num_scored,
         keys.KL_MEAN: kl_sum / max(1.0, num_tokens),
-        "rollout/response_tokens_mean": num_tokens / num_rows,
+        keys.RESPONSE_TOKENS_MEAN: num_tokens / num_rows,
+        **_length_quantiles(rows, across),
         keys.TOKENS: prompts + num_tokens,
     }
     for name in (name for name in term_columns if name in columns_of(rows)):
@@ -94,6 +95,19 @@ def rollout_metrics(
     if (weights := correction_weights(rows, mask & keep[:, None], settings)) is not None:
         metrics |= correction_metrics(weights, across)
     return metrics
+
+
+def _length_quantiles(rows: TensorDictBase, across: Across) -> dict[str, float]:
+    """Shortest and longest response, and quantiles between, of all ranks' rows: what a planner needs of lengths."""
+    counts = torch.bincount(rows["response_lengths"], minlength=rows["log_probs"].size(1) + 1)
+    running = across.sum(counts.double()).cumsum(0)
+    total = running[-1].item()
+    wanted = torch.tensor([max(1.0, percent / 100 * total) for percent in keys.LENGTH_SHARES]).double()
+    lengths = torch.searchsorted(running, wanted.ceil())
+    return {
+        keys.response_tokens_key(percent): float(length)
+        for percent, length in zip(keys.LENGTH_SHARES, lengths.tolist(), strict=True)
+    }
 
 
 def switch_metrics(

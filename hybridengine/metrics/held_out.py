@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hybridengine.metrics import keys
-from hybridengine.metrics.recorder import Row
+from hybridengine.metrics.rows import Row
 
 
 @dataclass(frozen=True)

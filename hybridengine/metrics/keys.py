@@ -26,6 +26,10 @@ PEAK_WEIGHT_BYTES = "switch/peak_weight_bytes"
 REDUNDANT_BYTES = "switch/redundant_bytes"
 LOG_PROB_ABS_DIFF_MAX = "rollout/log_prob_abs_diff_max"
 """Largest |log-prob by the engine - log-prob by the training model| of a sampled token."""
+RESPONSE_TOKENS_MEAN = "rollout/response_tokens_mean"
+"""Mean length of the step's responses; `response_tokens_key` has its quantiles."""
+LENGTH_SHARES = (0, 10, 25, 50, 75, 90, 95, 99, 100)
+"""Percentages of the responses whose greatest length is a metric."""
 TOKENS = "rollout/tokens"
 """Prompt and response tokens of the step."""
 TOKENS_PER_S = "throughput/tokens_per_s"
@@ -62,6 +66,11 @@ TRAINING_STEP_KEYS = (
 def mean_key(column: str) -> str:
     """The metric of a column's mean, e.g. of one of a reward's terms: "reward/style" -> "reward/style_mean"."""
     return f"{column}_mean"
+
+
+def response_tokens_key(percent: int) -> str:
+    """The metric of the length that `percent` of the step's responses do not exceed; 0 and 100 are the extremes."""
+    return f"rollout/response_tokens_p{percent}"
 
 
 def time_key(phase: str) -> str:

@@ -17,14 +17,11 @@ from torch.utils.tensorboard import SummaryWriter
 
 from hybridengine.errors import DataError
 from hybridengine.metrics.keys import STEP
+from hybridengine.metrics.rows import METRICS_FILE, Row, parse_row
 
-METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 TORN_FILE = "metrics.torn.txt"
 """Where the unfinished last line of a killed run goes, so that every line of metrics.jsonl is a row."""
-
-Row = dict[str, float | int | None]
-"""Metric -> value; None where the value was not finite. `step` is always there."""
 
 _logger = logging.getLogger(__name__)
 
@@ -86,45 +83,6 @@ class MetricsRecorder:
         self.close()
 
 
-def read_rows(folder: str | Path) -> list[Row]:
-    """All rows of FOLDER/metrics.jsonl in the order written; none where there is no file.
-
-    The unfinished last line of a killed or still running process is left out.
-
-    Raises:
-        DataError: another line is not a JSON object with a `step`; names the line.
-    """
-    path = Path(folder) / METRICS_FILE
-    if not path.exists():
-        return []
-    rows: list[Row] = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        row = _parse_row(line)
-        if row is None and not line.endswith(b"\n"):
-            break
-        if row is None:
-            raise DataError(
-                f"{path}:{number}: {line[:80]!r} is not a row, a JSON object with an integer {STEP!r};"
-                " remove or repair the line"
-            )
-        rows.append(row)
-    return rows
-
-
-def latest_rows(rows: list[Row]) -> list[Row]:
-    """One row per step, the last one written, in order of steps."""
-    by_step = {row[STEP]: row for row in rows}
-    return [by_step[step] for step in sorted(by_step, key=lambda step: step or 0)]
-
-
-def _parse_row(line: bytes) -> Row | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get(STEP), int) else None
-
-
 def _finite_number(key: str, value: Any, step: int) -> float | int | None:
     if isinstance(value, Integral):
         return int(value)
@@ -149,7 +107,7 @@ def _end_last_line(folder: Path) -> None:
     tail = content[content.rfind(b"\n") + 1 :]
     if not tail:
         return
-    if _parse_row(tail) is not None:
+    if parse_row(tail) is not None:
         with open(path, "ab") as file:
             file.write(b"\n")
         return

@@ -12,7 +12,7 @@ from enum import Enum
 
 from hybridengine.metrics import keys
 from hybridengine.metrics.held_out import HeldOutResult
-from hybridengine.metrics.recorder import Row
+from hybridengine.metrics.rows import Row
 
 
 class Stage(Enum):

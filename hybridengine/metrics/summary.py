@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hybridengine.metrics import keys
 from hybridengine.metrics.held_out import HeldOutResult
-from hybridengine.metrics.recorder import Row, latest_rows
+from hybridengine.metrics.rows import Row, latest_rows
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from types import TracebackType
 
 from hybridengine.errors import ConfigError, raise_all
 from hybridengine.metrics.keys import STEP
-from hybridengine.metrics.recorder import Row
+from hybridengine.metrics.rows import Row
 from hybridengine.metrics.tracker_packages import OPENERS, TrackedRun, Tracker
 
 OPEN_TIMEOUT_S = 120.0

@@ -10,7 +10,7 @@ Sources: PipelineRL, arXiv 2509.19128, appendix A; AReaL, arXiv 2505.24298, sect
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,30 +76,29 @@ class Split:
 
 def steady_splits(
     num_devices: int,
-    unit: int,
+    engine_devices: int,
     step_s: Callable[[float], float],
-    train_tokens_per_s: float,
+    train_tokens_per_s: Mapping[int, float],
     max_running: int,
     lengths: Lengths,
     batch_size: int,
 ) -> list[Split]:
-    """Every division in units of `unit` devices, in its steady state.
+    """Every division of the devices, in its steady state.
 
     The engines run the fewest responses with which they make what the trainers take, N_train·thr = N_sample·B /
     latency(B), or as many as make the most where that is not enough.
 
     Args:
-        unit: devices of an engine, and of the least training replica.
+        engine_devices: of each engine.
         step_s: seconds of an engine's step with so many responses.
-        train_tokens_per_s: of one device.
+        train_tokens_per_s: number of training devices -> tokens of responses that they take in.
         max_running: responses that the KV cache holds.
     """
     counts = np.arange(1, max_running + 1)
     rates = counts / np.array([step_s(float(count)) for count in counts])
     found = []
-    for num_training in range(unit, num_devices, unit):
-        engines = (num_devices - num_training) // unit
-        wanted = num_training * train_tokens_per_s
+    for num_training, wanted in train_tokens_per_s.items():
+        engines = (num_devices - num_training) // engine_devices
         enough = np.flatnonzero(engines * rates >= wanted)
         running = int(counts[enough[0]] if len(enough) else counts[int(np.argmax(rates))])
         made = engines * running / step_s(float(running))

@@ -76,6 +76,28 @@ class FlopRates(Section):
     """Of dense matrices."""
 
 
+class HostCall(Section):
+    """What a call without a model takes: reading prompts, advantages, statistics, reward functions."""
+
+    call_s: Latency = 0.0
+    """Of a call, waits for slower ranks included."""
+    row_s: Latency = 0.0
+    """Of each row that a rank has."""
+
+
+class HostCalls(Section):
+    """Calls without a model, by what they do."""
+
+    training_prompts: HostCall = HostCall()
+    """Reading prompts."""
+    compute_scores: HostCall = HostCall()
+    """A reward function."""
+    map: HostCall = HostCall()
+    """Advantages."""
+    measure: HostCall = HostCall()
+    """Statistics."""
+
+
 class Compute(Section):
     """What a device computes in a second, and what work costs beside its arithmetic.
 
@@ -112,6 +134,8 @@ class Compute(Section):
     """Share of the exchange of gradients and weights between replicas that is hidden behind the passes."""
     call_s: Latency = 10e-3
     """What a group call takes beside its work, from the controller and back."""
+    host: HostCalls = HostCalls()
+    """Calls without a model."""
     process_bytes: Bytes | None = None
     """Memory of a rank's process beside its models: contexts, communicators, libraries; left out, none."""
     devices_at_once: NodeDevices | None = None
@@ -189,6 +213,22 @@ class Cluster(Section):
                 f" {self.num_devices}"
             )
         return NodeMap.uniform(num_ranks, self.devices_per_node)
+
+
+def load_planned_cluster(path: str | Path, dtype: str) -> Cluster:
+    """As `load_cluster`, with what plans of whole runs need.
+
+    Raises:
+        ConfigError: the file says nothing about what devices compute, or not in that type.
+    """
+    cluster = load_cluster(path)
+    if cluster.compute is None:
+        raise ConfigError(
+            f"{path} has no section compute, which a plan of a whole run needs; add it as in"
+            " configs/clusters/a100-80gb-16x8.yaml, or measure it with hybridengine calibrate"
+        )
+    cluster.compute.rate(dtype)
+    return cluster
 
 
 def load_cluster(path: str | Path) -> Cluster:

@@ -82,6 +82,36 @@ WORK: Mapping[str, Work] = {
 
 
 @dataclass(frozen=True)
+class RowColumns:
+    """What a call fetches of each row: columns of a token for every place, and of a number for every place."""
+
+    tokens: int = 0
+    """Columns as wide as prompt and response, 8 bytes a token."""
+    prompts: int = 0
+    """Columns as wide as the prompt, 8 bytes a token."""
+    numbers: int = 0
+    """Columns as wide as the response, 4 bytes a token."""
+
+    def num_bytes(self, prompt_width: int, response_width: int) -> int:
+        """Of a row whose columns are so wide."""
+        tokens = self.tokens * (prompt_width + response_width) + self.prompts * prompt_width
+        return 8 * tokens + 4 * self.numbers * response_width
+
+
+COLUMNS: Mapping[str, RowColumns] = {
+    "generate_sequences": RowColumns(prompts=1),
+    "compute_log_probs": RowColumns(tokens=1),
+    "compute_values": RowColumns(tokens=1),
+    "compute_scores": RowColumns(tokens=1),
+    "map": RowColumns(numbers=3),
+    "measure": RowColumns(numbers=4),
+    "update": RowColumns(tokens=1, numbers=2),
+    "update_preferences": RowColumns(tokens=1, numbers=1),
+}
+"""Of each method; a column of one number a row is left out."""
+
+
+@dataclass(frozen=True)
 class Call:
     """One group call."""
 
@@ -99,6 +129,10 @@ class Call:
     @property
     def phase(self) -> str:
         return phase_of_call(self.role, self.method)
+
+    @property
+    def columns(self) -> RowColumns:
+        return COLUMNS.get(self.method, RowColumns())
 
     def __str__(self) -> str:
         return f"{self.role}.{self.method}"

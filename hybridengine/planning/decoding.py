@@ -21,11 +21,9 @@ from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.clusters import Cluster
 from hybridengine.planning.fabric import Axis, Fabric
 from hybridengine.planning.lengths import Lengths
-from hybridengine.planning.passes import compute_of, layer_weights
+from hybridengine.planning.passes import GOLDEN, compute_of, layer_weights
 from hybridengine.planning.shards import generation_holding
 from hybridengine.topology.sizes import GenSizes
-
-GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True)
@@ -65,11 +63,18 @@ class Engine:
             2 * num_rows * (self._num_layers * layer_weights(shape) + shape.vocab_size * shape.hidden_size)
         )
         arithmetic_s = operations / t / (compute.rate(self.dtype) * compute.efficiency)
-        stage_s = knee(memory_s, arithmetic_s, compute.knee) + self._num_layers * (
-            compute.decode_layer_s + 2 * self._all_reduce_s(num_rows)
-        )
-        stages_s = self.sizes.pp_size * (stage_s + self._send_s(num_rows))
-        return stages_s + compute.decode_step_s + num_rows * compute.decode_row_s
+        own_s = knee(memory_s, arithmetic_s, compute.knee) + self._num_layers * compute.decode_layer_s
+        own_s += (compute.decode_step_s + num_rows * compute.decode_row_s) / self.sizes.pp_size
+        exchanged_s = self._num_layers * 2 * self._all_reduce_s(num_rows) + self._send_s(num_rows)
+        return self.sizes.pp_size * (own_s * self._waiting + exchanged_s)
+
+    @property
+    def _waiting(self) -> float:
+        """How many times as long work takes where the ranks of a node share its devices."""
+        at_once = compute_of(self.cluster).devices_at_once
+        ranks = min(self.cluster.devices_per_node, self.num_ranks)
+        # Stages take turns.
+        return 1.0 if at_once is None else max(1.0, ranks / self.sizes.pp_size / at_once)
 
     def prefill_s(self, num_tokens: float) -> float:
         """Seconds of `num_tokens` tokens of prompts."""
@@ -80,7 +85,11 @@ class Engine:
         own = operations / rate * (1 + compute.half_tokens * chunks / max(num_tokens, 1.0))
         launches = chunks * (shape.num_layers * compute.layer_s + compute.decode_step_s)
         exchanged = 2 * shape.num_layers * chunks * self._all_reduce_s(num_tokens / chunks)
-        return own + launches + exchanged + chunks * self.sizes.pp_size * self._send_s(num_tokens / chunks)
+        return (
+            (own + launches) * self._waiting
+            + exchanged
+            + chunks * self.sizes.pp_size * self._send_s(num_tokens / chunks)
+        )
 
     def num_running(self, lengths: Lengths, prompt_tokens: float, max_num_seqs: int, kv_bytes: float) -> int:
         """Responses that can run at once: as many as the cache holds at their mean size while they run."""

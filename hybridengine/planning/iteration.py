@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from hybridengine.planning.dataflows import Call
+from hybridengine.planning.clusters import Compute
+from hybridengine.planning.dataflows import HELPERS, Call
+from hybridengine.planning.placements import Placement
+from hybridengine.planning.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -31,18 +34,40 @@ class Bar:
         return self.end_s - self.begin_s
 
 
+def schedule_of(
+    workload: Workload, compute: Compute, placement: Placement, num_ranks: Sequence[int]
+) -> Schedule:
+    """The calls of a workload on the pools of a placement, which have so many ranks."""
+    pool_of = {name: place for place, pool in enumerate(placement) for name in pool}
+    calls = workload.calls
+    # Helpers and functions are on the actor's ranks.
+    pools = [pool_of.get(call.role, 0) for call in calls]
+    models = [None if call.role in HELPERS or call.role not in pool_of else call.role for call in calls]
+    host_seconds = []
+    for call, pool in zip(calls, pools, strict=True):
+        figures = getattr(compute.host, call.method, None)
+        rows = workload.num_rows(call.count) / num_ranks[pool]
+        own = figures.call_s + figures.row_s * rows if figures else 0.0
+        host_seconds.append(compute.call_s + own)
+    return Schedule(calls, pools, models, host_seconds)
+
+
 class Schedule:
     """The calls of an iteration on their pools.
 
     Args:
         pools: of each call.
-        models: of each call; None for helpers and functions, which take `host_s`.
+        models: of each call; None for helpers and functions, which take what `host_seconds` says.
     """
 
     def __init__(
-        self, calls: Sequence[Call], pools: Sequence[int], models: Sequence[str | None], host_s: float
+        self,
+        calls: Sequence[Call],
+        pools: Sequence[int],
+        models: Sequence[str | None],
+        host_seconds: Sequence[float],
     ) -> None:
-        self._calls, self._pools, self._host_s = tuple(calls), tuple(pools), host_s
+        self._calls, self._pools, self._host_seconds = tuple(calls), tuple(pools), tuple(host_seconds)
         made: dict[str | None, int] = {}
         self._places: list[tuple[str, int] | None] = []
         for model in models:
@@ -55,34 +80,34 @@ class Schedule:
         Args:
             seconds: of each model's calls in their order: numbers, or arrays of equal length for as many timelines.
         """
-        ends = self._ends(seconds)
-        last = ends[0]
-        for end in ends[1:]:
+        spans = self._spans(seconds)
+        last = spans[0][1]
+        for _, end in spans[1:]:
             last = _later(last, end)
         return last
 
     def bars(self, seconds: Mapping[str, Sequence[float]]) -> list[Bar]:
         """The timeline, in the order of the calls."""
+        spans = self._spans(seconds)
         return [
-            Bar(call, pool, end - self._seconds(place, seconds), end)
-            for call, pool, place, end in zip(
-                self._calls, self._pools, self._places, self._ends(seconds), strict=True
-            )
+            Bar(call, pool, *span) for call, pool, span in zip(self._calls, self._pools, spans, strict=True)
         ]
 
-    def _seconds(self, place: tuple[str, int] | None, seconds: Mapping[str, Sequence[Any]]) -> Any:
-        return self._host_s if place is None else seconds[place[0]][place[1]]
+    def _seconds(self, number: int, seconds: Mapping[str, Sequence[Any]]) -> Any:
+        place = self._places[number]
+        return self._host_seconds[number] if place is None else seconds[place[0]][place[1]]
 
-    def _ends(self, seconds: Mapping[str, Sequence[Any]]) -> list[Any]:
+    def _spans(self, seconds: Mapping[str, Sequence[Any]]) -> list[tuple[Any, Any]]:
+        """When each call begins and ends."""
         free: dict[int, Any] = {}
-        ends: list[Any] = []
-        for call, pool, place in zip(self._calls, self._pools, self._places, strict=True):
+        spans: list[tuple[Any, Any]] = []
+        for number, (call, pool) in enumerate(zip(self._calls, self._pools, strict=True)):
             begin = free.get(pool, 0.0)
             for read in call.reads:
-                begin = _later(begin, ends[read])
-            ends.append(begin + self._seconds(place, seconds))
-            free[pool] = ends[-1]
-        return ends
+                begin = _later(begin, spans[read][1])
+            free[pool] = begin + self._seconds(number, seconds)
+            spans.append((begin, free[pool]))
+        return spans
 
 
 def _later(one: Any, other: Any) -> Any:

@@ -106,6 +106,27 @@ class Lengths:
             raise ConfigError(f"{name} has the length {min(lengths)}; lengths are 0 or more tokens")
         return cls(name, _counted(lengths, max_tokens))
 
+    @classmethod
+    def between(
+        cls, name: str, shares: Sequence[float], quantiles: Sequence[Sequence[float]], max_tokens: int
+    ) -> Lengths:
+        """Lengths of which some quantiles are known, as often between two of them as on average.
+
+        Args:
+            shares: ascending, from 0 to 1.
+            quantiles: for each of several samples that count as much, the lengths at these shares.
+        """
+        positions = np.arange(max_tokens)
+        survivals = []
+        for known in quantiles:
+            # P(length > i) for a whole number i: lengths fill (low - 1, high] between two quantiles.
+            lengths = np.array([known[0] - 1.0, *known[1:]])
+            steps = np.maximum.accumulate(lengths + 1e-9 * np.arange(len(lengths)))
+            survivals.append(1.0 - np.interp(positions, steps, shares, left=0.0, right=1.0))
+        survival = np.mean(survivals, axis=0)
+        survival[0] = 1.0
+        return cls(name, survival)
+
 
 def _counted(lengths: Sequence[int], max_tokens: int) -> np.ndarray:
     cut = np.sort(np.clip(np.asarray(lengths, dtype=np.int64), 1, max_tokens))

@@ -38,6 +38,8 @@ class SwitchFigures:
     back_s: float
     peak_bytes: int
     """Of the weights, on the rank with the most."""
+    received_bytes: int = 0
+    """That the rank with the most receives on the way there; 0 in bounds."""
 
 
 @dataclass(frozen=True)

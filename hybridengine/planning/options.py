@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hybridengine.model_shapes import DTYPE_BYTES
 from hybridengine.planning.clusters import Cluster
-from hybridengine.planning.dataflows import Call, Work
+from hybridengine.planning.dataflows import Call, Count, Work
 from hybridengine.planning.decoding import Engine
 from hybridengine.planning.layouts import gen_problems, train_problems
 from hybridengine.planning.memory import TrainingMemory, activation_bytes, training_memory
@@ -41,7 +41,7 @@ class Options:
         fixed_gen: GenSizes | None = None,
     ) -> None:
         self.workload, self.cluster, self.compute = workload, cluster, compute_of(cluster)
-        self._fixed, self._fixed_gen = dict(fixed or {}), fixed_gen
+        self.fixed, self.fixed_gen = dict(fixed or {}), fixed_gen
         self._found: dict[tuple[str, int], list[Option]] = {}
         self._switches: dict[tuple[int, int, int, GenSizes], SwitchFigures] = {}
         self._generations: dict[tuple[object, ...], float] = {}
@@ -94,10 +94,12 @@ class Options:
 
     def _train_sizes(self, model: PlannedModel, num_ranks: int) -> Iterator[TrainSizes]:
         """Sizes that Megatron can have, tensor shards on one node, as many rows on every replica."""
-        fixed = self._fixed.get(model.name)
+        fixed = self.fixed.get(model.name)
         for parts in divisors(num_ranks):
             for tp_size in divisors(parts):
                 sizes = TrainSizes(parts // tp_size, tp_size, num_ranks // parts)
+                if model.name == "actor" and num_ranks > self.workload.num_rows(Count.ROWS):
+                    continue  # every rank of its pool computes on rows of its own
                 if fixed is not None and sizes != fixed:
                     continue
                 if tp_size > self.cluster.devices_per_node or not self._splits_evenly(model, sizes):
@@ -111,7 +113,7 @@ class Options:
             parts = sizes.dp_size * (model.mini_batches if call.work is Work.UPDATE else 1)
             is_pass = call.work in (Work.INFER, Work.UPDATE)
             # ReMax's greedy responses are fewer, and may be shared out unevenly.
-            if is_pass and call.count.value != "prompts" and self.workload.num_rows(call.count) % parts:
+            if is_pass and call.count is not Count.PROMPTS and self.workload.num_rows(call.count) % parts:
                 return False
         return True
 
@@ -125,15 +127,16 @@ class Options:
             tuple(self._pass_s(model, passes, call) for call in calls),
             self._state_bytes(model, sizes),
         )
-        if model.name != "actor":
+        if Work.GENERATE not in plain.works:
             yield plain
             return
         for gen in self._gen_sizes(sizes):
             yield self._with_engine(plain, gen)
 
     def _pass_s(self, model: PlannedModel, passes: ModelPasses, call: Call) -> float:
+        fetched_s = self._fetch_s(call, passes.sizes)
         if call.work not in (Work.INFER, Work.UPDATE):
-            return self.compute.call_s
+            return self.compute.call_s + fetched_s
         micro = self.workload.micro_batches(model, call, passes.sizes.dp_size)
         if call.work is Work.INFER:
             done = passes.forward(micro)
@@ -141,7 +144,18 @@ class Options:
             done = passes.update(
                 micro, model.mini_batches, recompute=model.recompute, num_passes=model.ppo_epochs
             )
-        return done.on(self.cluster, passes.sizes.num_ranks) + self.compute.call_s
+        return done.on(self.cluster, passes.sizes.num_ranks) + self.compute.call_s + fetched_s
+
+    def _fetch_s(self, call: Call, sizes: TrainSizes) -> float:
+        """Until a rank has its replica's rows, which other ranks have: at most, since where producer and consumer are
+        alike nothing moves."""
+        links, ranks = self.cluster.links, min(self.cluster.devices_per_node, sizes.num_ranks)
+        link = links.same_node if links.between_nodes is None else links.between_nodes
+        num_bytes = self.workload.row_bytes(call) * self.workload.num_rows(call.count) / sizes.dp_size
+        seconds = num_bytes / link.bytes_per_s
+        if link.node_bytes_per_s is not None:
+            seconds = max(seconds, num_bytes * ranks / link.node_bytes_per_s)
+        return seconds + link.latency_s if num_bytes else 0.0
 
     def _state_bytes(self, model: PlannedModel, sizes: TrainSizes) -> StateBytes:
         workload, held = self.workload, self._held(model, sizes)
@@ -178,7 +192,7 @@ class Options:
         for pp_size in divisors(sizes.pp_size):
             for tp_size in divisors(sizes.tp_size):
                 gen = GenSizes(pp_size, tp_size)
-                if self._fixed_gen is not None and gen != self._fixed_gen:
+                if self.fixed_gen is not None and gen != self.fixed_gen:
                     continue
                 if max(rows) % (sizes.num_ranks // gen.num_ranks):
                     continue
@@ -276,6 +290,9 @@ class Options:
                 GenerationGrid(Grid(train), gen), self.cluster.node_map(train.num_ranks)
             )
             self._switches[key] = SwitchFigures(
-                cost.seconds_there(self.cluster), cost.seconds_back(self.cluster), cost.peak_bytes
+                cost.seconds_there(self.cluster),
+                cost.seconds_back(self.cluster),
+                cost.peak_bytes,
+                cost.received_bytes,
             )
         return self._switches[key]

@@ -21,15 +21,21 @@ ZeRO, arXiv 1910.02054.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.clusters import Cluster, Compute
 from hybridengine.planning.fabric import Axis, Fabric
+from hybridengine.planning.lengths import Lengths
+from hybridengine.planning.packing import balance_rows
 from hybridengine.planning.shards import training_holding
 from hybridengine.topology.sizes import TrainSizes
 
+GOLDEN = 0.6180339887498949
+"""Multiples of it, without their whole parts, are evenly spread in whatever order they come."""
 GRADIENT_BYTES = 4
 OPTIMIZER_TRAFFIC_BYTES = 30
 """That a step reads and writes for each of its weights: a gradient, two moments and a master weight in float32, read,
@@ -40,26 +46,38 @@ GRADIENT_TRAFFIC_BYTES = 8
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """What one replica has to pass over."""
+    """What one replica has to pass over; padding counts, since every row is as long as the longest one beside it."""
 
     count: int
     tokens: float
-    """Of each: prompts and responses."""
+    """Mean of each: prompts and responses."""
     response_tokens: float
-    """Of each: those whose logits are wanted."""
+    """Mean of each: those whose logits are wanted."""
     length: float
-    """Mean tokens of a row."""
+    """Tokens of a row, as a mean over tokens."""
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def of(
-        cls, num_rows: float, prompt_tokens: float, response_tokens: float, max_tokens: int, unit: int = 1
+        cls, num_rows: int, prompt_tokens: float, lengths: Lengths, max_tokens: int, unit: int = 1
     ) -> MicroBatches:
-        """As few as hold `num_rows` rows of that mean size; `unit` rows stay together."""
-        length = prompt_tokens + response_tokens
-        together = max(1, int(max_tokens / (length * unit))) * unit
-        count = max(1, math.ceil(num_rows / together))
-        rows = num_rows / count
-        return cls(count, rows * length, rows * response_tokens, length)
+        """Those that a run makes of rows whose responses have the quantiles of `lengths`; `unit` rows stay together."""
+        prompt, responses = round(prompt_tokens), lengths.spread(num_rows)
+        # Rows that stay together are no more alike than any others.
+        responses = responses[np.argsort(np.arange(num_rows) * GOLDEN % 1.0)] if unit > 1 else responses
+        longest = np.resize(responses, -(-num_rows // unit) * unit).reshape(-1, unit).max(axis=1)
+        runs = balance_rows(
+            ((prompt + longest) * unit).tolist(), max(max_tokens, (prompt + longest.max()) * unit)
+        )
+        rows = np.array([len(run) * unit for run in runs], dtype=np.float64)
+        padded = np.array([longest[run].max() for run in runs], dtype=np.float64)
+        tokens = rows * (prompt + padded)
+        return cls(
+            len(runs),
+            float(tokens.mean()),
+            float((rows * padded).mean()),
+            float((tokens * (prompt + padded)).sum() / tokens.sum()),
+        )
 
 
 @dataclass(frozen=True)

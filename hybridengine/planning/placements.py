@@ -11,7 +11,7 @@ from hybridengine.planning.clusters import Cluster
 from hybridengine.topology.sizes import divisors
 
 Placement = tuple[tuple[str, ...], ...]
-"""Names of the models of each pool; the pool of the first model, the actor's, comes first."""
+"""Names of the roles, or of their models, of each pool; the pool of the first, the actor's, comes first."""
 
 
 def placements(names: Sequence[str]) -> Iterator[Placement]:

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from hybridengine.planning.dataflows import HELPERS
-from hybridengine.planning.iteration import Bar, Schedule, phases
+from hybridengine.planning.iteration import Bar, phases, schedule_of
 from hybridengine.planning.option import Option
 from hybridengine.planning.options import Options
 from hybridengine.planning.passes import compute_of
@@ -100,7 +99,8 @@ class Search:
     """A search for the best plans on `num_devices` devices of a cluster.
 
     Args:
-        only: placements to look at; all, where left out.
+        only: placements of roles to look at; all, where left out.
+        progress: told of how many placements have been searched, and of how many there are.
     """
 
     def __init__(
@@ -108,19 +108,26 @@ class Search:
         options: Options,
         num_devices: int,
         only: Sequence[Placement] | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
+        self._progress = progress
         self.options, self.workload, self.cluster = options, options.workload, options.cluster
         self.num_devices, self._only = num_devices, only
-        self._process_bytes = compute_of(self.cluster).process_bytes or 0
-        self._capacity_bytes = self.cluster.device_memory_bytes - self._process_bytes
+        self.process_bytes = compute_of(self.cluster).process_bytes or 0
+        self.capacity_bytes = self.cluster.device_memory_bytes - self.process_bytes
         self.sizes = pool_sizes(self.cluster, num_devices)
         self._least: dict[str, np.ndarray] = {}
 
     def run(self) -> Found:
         """The best plan of every placement."""
-        wanted = list(self._only or placements(self.workload.model_names))
+        roles = self.workload.roles
+        wanted = [
+            tuple(tuple(name for role in pool for name in roles[role]) for pool in placement)
+            for placement in (self._only or placements(tuple(roles)))
+        ]
         plans, exact, bounded, solved = list[Plan](), True, 0, 0
-        for placement in wanted:
+        for number, placement in enumerate(wanted):
+            self._progress(number, len(wanted))
             sizes, complete = self._pool_sizes(len(placement))
             candidates = allocations(sizes, len(placement), self.num_devices, self.cluster.devices_per_node)
             exact &= complete
@@ -156,19 +163,19 @@ class Search:
         return [
             option
             for option in self.options.of(model, size)
-            if option.memory.idle + option.extra_bytes() <= self._capacity_bytes
+            if option.memory.idle + option.extra_bytes() <= self.capacity_bytes
         ]
 
     def fits(self, options: Sequence[Option], others_idle_bytes: int = 0) -> bool:
         """Whether models fit on a rank together, one of them at work at a time."""
         idle = sum(option.memory.idle for option in options) + others_idle_bytes
-        return idle + max(option.extra_bytes() for option in options) <= self._capacity_bytes
+        return idle + max(option.extra_bytes() for option in options) <= self.capacity_bytes
 
     def beside(self, option: Option, others_idle_bytes: int) -> Option | None:
         """The option with as much KV cache as there is room for beside other models; None where that is too little."""
         if (engine := option.engine) is None:
             return option
-        room = self._capacity_bytes - others_idle_bytes - engine.state_bytes - engine.gen_bytes
+        room = self.capacity_bytes - others_idle_bytes - engine.state_bytes - engine.gen_bytes
         if room < engine.least_kv_bytes:
             return None
         return option if room >= engine.kv_bytes else self.options.generating_seconds(option, room)
@@ -189,9 +196,9 @@ class Search:
                 return None
             found[place] = limited
             held = others + engine.state_bytes + engine.gen_bytes
-            kv_bytes = min(engine.kv_bytes, self._capacity_bytes - held)
+            kv_bytes = min(engine.kv_bytes, self.capacity_bytes - held)
             peak = max(peak, held + kv_bytes)
-        return PoolPlan(size, tuple(found), kv_bytes, peak + self._process_bytes)
+        return PoolPlan(size, tuple(found), kv_bytes, peak + self.process_bytes)
 
 
 class _PlacementSearch:
@@ -199,20 +206,10 @@ class _PlacementSearch:
 
     def __init__(self, search: Search, placement: Placement, candidates: np.ndarray) -> None:
         self._search, self._placement, self._candidates = search, placement, candidates
-        workload = search.workload
-        pool_of = {name: place for place, pool in enumerate(placement) for name in pool}
         self._models = [name for pool in placement for name in pool]
-        self._host_s = compute_of(search.cluster).call_s
-        self._schedule = Schedule(
-            workload.calls,
-            # Helpers and functions are on the actor's ranks.
-            [pool_of.get(call.role, 0) for call in workload.calls],
-            [
-                None if call.role in HELPERS or call.role not in pool_of else call.role
-                for call in workload.calls
-            ],
-            self._host_s,
-        )
+        # Calls without a model are short: they count as if their pool had all devices.
+        ranks = [search.num_devices] * len(placement)
+        self._schedule = schedule_of(search.workload, compute_of(search.cluster), placement, ranks)
         self._tried: set[tuple[int, ...]] = set()
         self._best: Plan | None = None
         self.num_solved = 0

@@ -110,6 +110,15 @@ class Outcome:
         """Of a token."""
         return sum(lag * count for lag, count in self.staleness_counts.items()) / max(1, self.tokens)
 
+    def staleness_quantile(self, share: float) -> int:
+        """Least number of steps that at least such a share of the tokens is not older than."""
+        passed = 0
+        for lag, count in sorted(self.staleness_counts.items()):
+            passed += count
+            if passed >= share * self.tokens:
+                return lag
+        return self.largest_staleness
+
     @property
     def largest_staleness(self) -> int:
         return max(self.staleness_counts, default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridengine.config import RunConfig, holder_shape, model_holders
 from hybridengine.config.algorithm_sections import Role
@@ -56,14 +56,35 @@ class Workload:
         each = {Count.ROWS: self.samples_per_prompt, Count.PROMPTS: 1, Count.PAIRS: 2}
         return self.num_prompts * each[count]
 
+    def row_bytes(self, call: Call) -> int:
+        """Bytes of a row that a call fetches."""
+        response_width = self.lengths.max_tokens
+        return call.columns.num_bytes(self.max_tokens - response_width, response_width)
+
     @property
     def num_tokens(self) -> float:
         """Of an iteration: prompts and responses."""
         return self.num_rows(Count.ROWS) * (self.prompt_tokens + self.lengths.mean)
 
+    def without_generation(self) -> Workload:
+        """What those do that only train: every call but the switches and generation."""
+        kept = [
+            place for place, call in enumerate(self.calls) if call.work not in (Work.SWITCH, Work.GENERATE)
+        ]
+        place_of = {old: new for new, old in enumerate(kept)}
+        calls = [
+            replace(call, reads=tuple(place_of[read] for read in call.reads if read in place_of))
+            for call in (self.calls[place] for place in kept)
+        ]
+        return replace(self, calls=tuple(calls))
+
     @property
-    def model_names(self) -> tuple[str, ...]:
-        return tuple(model.name for model in self.models)
+    def roles(self) -> dict[str, tuple[str, ...]]:
+        """Role -> names of its models, which share a pool; the actor first."""
+        found: dict[str, tuple[str, ...]] = {}
+        for model in self.models:
+            found[model.role] = (*found.get(model.role, ()), model.name)
+        return found
 
     def model(self, name: str) -> PlannedModel:
         """The model of a group."""
@@ -71,11 +92,10 @@ class Workload:
 
     def micro_batches(self, model: PlannedModel, call: Call, dp_size: int) -> MicroBatches:
         """What one replica passes over: of an update, for one optimizer step."""
-        rows = self.num_rows(call.count) / dp_size
-        if call.work is Work.UPDATE:
-            rows /= model.mini_batches
+        parts = dp_size * (model.mini_batches if call.work is Work.UPDATE else 1)
+        rows = -(-self.num_rows(call.count) // parts)
         unit = 2 if call.count is Count.PAIRS else 1
-        return MicroBatches.of(rows, self.prompt_tokens, self.lengths.mean, model.micro_batch_tokens, unit)
+        return MicroBatches.of(rows, self.prompt_tokens, self.lengths, model.micro_batch_tokens, unit)
 
 
 def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None = None) -> Workload:

@@ -28,7 +28,7 @@ from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.roles import Roles, Sampling, Scorers, State
 from hybridengine.errors import ConfigError, DataError, StorageError
 from hybridengine.metrics import keys
-from hybridengine.metrics.recorder import Row, read_rows
+from hybridengine.metrics.rows import Row, read_rows
 from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
 from tests.full.tiny_runs import SECTIONS, value
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from hybridengine.cli.main import main
 from hybridengine.config import model_shape
 from hybridengine.metrics import keys
-from hybridengine.metrics.recorder import Row
 from hybridengine.metrics.report.blocks import ChartGroup
 from hybridengine.metrics.report.curves import memory_section
 from hybridengine.metrics.report.run_record import read_run
+from hybridengine.metrics.rows import Row
 from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
 from hybridengine.planning.switch_cost import SwitchPricer
 from hybridengine.topology.links import NodeMap

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from hybridengine.metrics import keys
-from hybridengine.metrics.recorder import Row, read_rows
+from hybridengine.metrics.rows import Row, read_rows
 from hybridengine.metrics.timeline import TIMELINE_FILE, Span, read_timeline
 from tests.full.several_nodes import NUM_ROWS
 from tests.full.tiny_runs import SECTIONS, Run, value

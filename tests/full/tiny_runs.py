@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.config import RunConfig
-from hybridengine.metrics.recorder import Row
+from hybridengine.metrics.rows import Row
 
 STEPS = 3
 SECTIONS: dict[str, Any] = {

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hybridengine.metrics.console import RunConsole, step_line, summary_table
 from hybridengine.metrics.held_out import HeldOutResult
-from hybridengine.metrics.recorder import Row
+from hybridengine.metrics.rows import Row
 from hybridengine.metrics.summary import PhaseTime, RunSummary, summarise
 
 MIB = 2**20

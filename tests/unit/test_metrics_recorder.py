@@ -15,14 +15,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hybridengine.errors import DataError
-from hybridengine.metrics.recorder import (
-    METRICS_FILE,
-    TENSORBOARD_FOLDER,
-    TORN_FILE,
-    MetricsRecorder,
-    latest_rows,
-    read_rows,
-)
+from hybridengine.metrics.recorder import TENSORBOARD_FOLDER, TORN_FILE, MetricsRecorder
+from hybridengine.metrics.rows import METRICS_FILE, latest_rows, read_rows
 
 
 def _tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -7,8 +7,10 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from hybridengine.config import load_config
 from hybridengine.errors import ConfigError
@@ -33,6 +35,7 @@ from hybridengine.planning.shards import generation_holding, training_holding
 from hybridengine.planning.workload import workload_of
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.vllm import vllm_layout
+from hybridengine.runtime.micro_batches import cut_rows
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes
@@ -185,21 +188,47 @@ def test_devices_that_are_cores_share_their_work() -> None:
 
 
 @given(
-    rows=st.integers(1, 500),
+    rows=st.integers(1, 300),
     prompt=st.integers(1, 300),
     response=st.integers(1, 300),
     room=st.integers(0, 5000),
     unit=st.sampled_from([1, 2]),
 )
-def test_micro_batches_are_as_few_as_fit(rows: int, prompt: int, response: int, room: int, unit: int) -> None:
+def test_micro_batches_of_equal_rows_are_as_few_as_fit(
+    rows: int, prompt: int, response: int, room: int, unit: int
+) -> None:
     length = prompt + response
     max_tokens = length * unit + room
-    micro = MicroBatches.of(rows * unit, prompt, response, max_tokens, unit)
+    lengths = Lengths.of(f"constant:{response}", 300)
+    micro = MicroBatches.of(rows * unit, prompt, lengths, max_tokens, unit)
     together = max_tokens // (length * unit) * unit
     assert micro.count == math.ceil(rows * unit / together)
     assert micro.tokens <= max_tokens
     assert micro.count * micro.tokens == pytest.approx(rows * unit * length)
     assert micro.count * micro.response_tokens == pytest.approx(rows * unit * response)
+    assert micro.length == pytest.approx(length)
+
+
+@pytest.mark.parametrize("max_tokens", [120, 333, 1000, 10**6])
+def test_micro_batches_are_those_of_a_run_padding_included(max_tokens: int) -> None:
+    """Against the cutting of a real batch with the same lengths."""
+    lengths = Lengths.of("uniform:1-100", 100)
+    responses = torch.tensor(lengths.spread(200))[torch.randperm(200)]
+    batch = TensorDict(
+        {
+            "tokens": torch.zeros(200, 120, dtype=torch.long),
+            "prompt_lengths": torch.full((200,), 20),
+            "response_lengths": responses,
+        },
+        batch_size=[200],
+    )
+    cut = [part.columns for part in cut_rows(batch, max_tokens)]
+    micro = MicroBatches.of(200, 20.0, lengths, max_tokens)
+    tokens = [part["tokens"].numel() for part in cut]
+    assert (micro.count, micro.tokens) == (len(cut), pytest.approx(sum(tokens) / len(cut)))
+    assert micro.response_tokens * len(cut) == pytest.approx(sum(part["mask"].numel() for part in cut))
+    squares = sum(count * part["tokens"].size(1) for count, part in zip(tokens, cut, strict=True))
+    assert micro.length == pytest.approx(squares / sum(tokens))
 
 
 @given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3), st.sampled_from([1.0, 3.0, 8.0]))
@@ -308,7 +337,9 @@ def test_what_is_begun_stays_within_the_bound(submitted: int, batch: int, versio
 
 def test_splits_keep_pace_or_say_how_far_the_engines_are_behind() -> None:
     lengths = Lengths.of("constant:100", 100)
-    splits = steady_splits(32, 8, lambda running: 0.01 + 1e-4 * running, 50.0, 64, lengths, 16)
+    splits = steady_splits(
+        32, 8, lambda running: 0.01 + 1e-4 * running, {8: 400.0, 16: 800.0, 24: 1200.0}, 64, lengths, 16
+    )
     assert [split.num_training for split in splits] == [8, 16, 24]
     for split in splits:
         engines = split.num_generating // 8
@@ -325,7 +356,7 @@ def test_splits_keep_pace_or_say_how_far_the_engines_are_behind() -> None:
 def test_the_workload_of_a_configuration() -> None:
     config = load_config("configs/llama3-70b-16nodes.yaml", [], dry_run=True)
     found = workload_of(config, Lengths.of("constant:512", config.rollout.max_response_tokens))
-    assert found.model_names == ("actor", "critic", "reference")
+    assert tuple(model.name for model in found.models) == ("actor", "critic", "reference")
     actor = found.model("actor")
     assert actor.shape == resolve_model("llama3-70b")
     assert (actor.trains, actor.offloads, actor.recompute, actor.mini_batches) == (True, True, True, 8)

@@ -107,7 +107,7 @@ def test_calls_begin_when_their_rows_and_their_ranks_are_there(
         ]
         return made[place][1] + max((end(other) for other in before), default=0.0)
 
-    schedule = Schedule(calls, pools, [call.role for call in calls], 1.0)
+    schedule = Schedule(calls, pools, [call.role for call in calls], [1.0] * len(calls))
     bars = schedule.bars(seconds)
     assert [bar.end_s for bar in bars] == pytest.approx([end(place) for place in range(len(calls))])
     assert schedule.step_s(seconds) == pytest.approx(max(end(place) for place in range(len(calls))))
@@ -140,13 +140,13 @@ def everything(options: Options, num_devices: int) -> dict[tuple, float]:
     capacity = cluster.device_memory_bytes - (cluster.compute.process_bytes or 0)
     sizes = pool_sizes(cluster, num_devices)
     found: dict[tuple, float] = {}
-    for placement in placements(workload.model_names):
+    for placement in placements(tuple(workload.roles)):
         pool_of = {name: place for place, pool in enumerate(placement) for name in pool}
         schedule = Schedule(
             workload.calls,
             [pool_of.get(call.role, 0) for call in workload.calls],
             [call.role if call.role in pool_of else None for call in workload.calls],
-            cluster.compute.call_s,
+            [cluster.compute.call_s] * len(workload.calls),
         )
         for ranks in itertools.product(sizes, repeat=len(placement)):
             whole = sum(size for size in ranks if size >= cluster.devices_per_node)
@@ -210,7 +210,7 @@ def test_nothing_is_better_than_what_the_search_finds(algorithm: str, memory_mib
 @given(st.sampled_from(sorted(DATAFLOWS)), st.integers(0, 3))
 def test_a_plan_says_what_its_models_say(algorithm: str, which: int) -> None:
     options = Options(workload_of(algorithm), cluster_of(2, 2, 2**32))
-    only = [list(placements(options.workload.model_names))[which]]
+    only = [list(placements(tuple(options.workload.roles)))[which]]
     plans = Search(options, 4, only).run().plans
     assume(plans)
     (plan,) = plans

@@ -26,7 +26,7 @@ from hybridengine.config.sections import RunSection
 from hybridengine.controller.exchange import CallRecord, row_exchange
 from hybridengine.metrics import trackers as trackers_module
 from hybridengine.metrics.console import step_line
-from hybridengine.metrics.recorder import Row, read_rows
+from hybridengine.metrics.rows import Row, read_rows
 from hybridengine.metrics.timeline import read_timeline
 
 NODES = {"main": ["10.0.0.1", "10.0.0.1"]}

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from hybridengine.metrics import keys
-from hybridengine.metrics.recorder import METRICS_FILE, Row
 from hybridengine.metrics.report.blocks import Chart, ChartGroup, Section, unit_of
 from hybridengine.metrics.report.charts import curve, curves
 from hybridengine.metrics.report.colours import PALETTE
 from hybridengine.metrics.report.run_record import RunRecord
+from hybridengine.metrics.rows import METRICS_FILE, Row
 from hybridengine.metrics.timeline import Reading
 
 EVALUATION = "eval"

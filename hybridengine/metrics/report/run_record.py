@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from hybridengine.errors import DataError, shown
 from hybridengine.metrics.keys import STEP
-from hybridengine.metrics.recorder import METRICS_FILE, Row, latest_rows, read_rows
+from hybridengine.metrics.rows import METRICS_FILE, Row, latest_rows, read_rows
 from hybridengine.metrics.timeline import TIMELINE_FILE, Timeline, read_timeline
 
 SAMPLES_FOLDER = "samples"

@@ -1,0 +1,337 @@
+"""`hybridengine plan`: which models go where, with which sizes, and how long a step then takes. Starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from hybridengine.cli.options import Once
+from hybridengine.cli.output_files import check_output_files, check_picture, output, write_output
+from hybridengine.cli.plan_tables import plan_lines
+from hybridengine.config import RunConfig, load_config
+from hybridengine.errors import ConfigError, raise_all
+from hybridengine.planning.clusters import Cluster, load_planned_cluster
+from hybridengine.planning.comparison import idle_shares
+from hybridengine.planning.constraints import Constraints
+from hybridengine.planning.lengths import FORMS, Lengths
+from hybridengine.planning.options import Options
+from hybridengine.planning.run_settings import run_settings
+from hybridengine.planning.search import Found, Plan, Search
+from hybridengine.planning.shortage import shortage
+from hybridengine.planning.workload import Workload, workload_of
+
+STDOUT = "-"
+MOST_PLANS = 1000
+
+DESCRIPTION = """Choose placement and parallel sizes for a run: which models share devices, how many devices each pool
+has, (p, t, d) of every model and (p_g, t_g) of generation. Searches all placements (15 for PPO's four models), all
+allocations of devices to pools, and all sizes that can be; prunes by memory and by lower bounds, and says whether what
+it has found is exact.
+
+Nothing is started and no GPU is needed. Seconds and bytes are predicted from the figures of the cluster file
+(configs/clusters/; `hybridengine calibrate` measures those of the machine it runs on)."""
+
+EPILOG = """examples:
+  # the best plans for PPO of a 70B model on 128 A100s, and a configuration for `hybridengine train`
+  hybridengine plan configs/llama3-70b-16nodes.yaml --cluster configs/clusters/a100-80gb-16x8.yaml --out planned.yaml
+  # another number of nodes, and responses with a long tail
+  hybridengine plan configs/llama3-70b-16nodes.yaml --cluster configs/clusters/h100-80gb.yaml --nodes 32 \\
+      --lengths lognormal:mean=400,cv=0.8 --plot plans.svg
+  # the best with everything on the same devices, and with sizes that are given
+  hybridengine plan CONFIG --cluster FILE --placement colocate --fix actor=4-8-4 --fix generate=1-8
+  # one figure for a program: JSON alone on stdout
+  hybridengine plan CONFIG --cluster FILE --json | jq '.plans[0].step_s'
+
+reading it: every plan is the best one of its placement. Time goes where pools wait for each other (idle) or where a
+model has too few devices; "memory left" is of the fullest device at any moment. The sizes in CONFIG are not used."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the options ask for, checked."""
+
+    config: RunConfig
+    cluster: Cluster
+    num_devices: int
+    workload: Workload
+    constraints: Constraints
+
+
+def add_planner_command(subparsers: Any) -> None:
+    """Add `plan` to the commands of `hybridengine`."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="choose placement and parallel sizes for a run on a cluster; starts nothing",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def option(*names: str, **settings: Any) -> None:
+        parser.add_argument(*names, **{"action": Once} | settings)
+
+    add_run_options(parser)
+    option(
+        "--placement",
+        metavar="POOLS",
+        help="only this placement: colocate, standalone, split (actor and reference apart from the others), or pools"
+        " such as 'actor,reference | critic,reward'",
+    )
+    option(
+        "--top", type=int, default=5, metavar="N", help="plans to show, of different placements (default 5)"
+    )
+    option("--json", nargs="?", const=STDOUT, metavar="FILE", help="as JSON: to FILE, or alone on stdout")
+    option("--out", type=Path, metavar="FILE", help="write the best plan as a configuration for train")
+    option("--plot", type=Path, metavar="FILE", help="draw the timelines (.png, .svg, .pdf)")
+    parser.set_defaults(run=run_planner)
+
+
+def add_run_options(parser: Any) -> None:
+    """Options that say which run is planned or simulated, and on what."""
+    parser.add_argument(
+        "config", metavar="CONFIG", help="YAML file of the run, e.g. configs/llama3-70b-16nodes.yaml"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="values that replace those of the file"
+    )
+
+    def option(*names: str, **settings: Any) -> None:
+        parser.add_argument(*names, **{"action": Once} | settings)
+
+    option("--cluster", required=True, metavar="FILE", help="YAML file of nodes, devices and links")
+    option("--nodes", type=int, metavar="N", help="number of nodes, instead of the cluster file's")
+    option("--devices", type=int, metavar="N", help="devices to use: part of a node, or whole nodes")
+    option(
+        "--lengths",
+        metavar="LENGTHS",
+        help=f"lengths of responses: {FORMS}, or the folder of a run (default: all of rollout.max_response_tokens)",
+    )
+    option(
+        "--prompt-tokens",
+        type=float,
+        metavar="MEAN",
+        help="mean length of prompts (default: rollout.max_prompt_tokens)",
+    )
+    parser.add_argument(
+        "--fix",
+        action="append",
+        default=[],
+        metavar="NAME=SIZES",
+        help="sizes that a model must have, e.g. actor=1-8-16 (p-t-d) or generate=1-2 (p_g-t_g); can be repeated",
+    )
+
+
+def request_of(options: argparse.Namespace) -> Request:
+    """What the options ask for.
+
+    Raises:
+        ConfigError: everything about them that cannot be.
+    """
+    config = load_config(options.config, options.overrides, dry_run=True)
+    cluster = load_planned_cluster(options.cluster, config.model.dtype)
+    if options.nodes is not None:
+        cluster = cluster.resized(options.nodes)
+    num_devices = devices_of(cluster, options.devices)
+    limit = config.rollout.max_response_tokens
+    lengths = Lengths.of(options.lengths or f"constant:{limit}", limit)
+    prompt_tokens = options.prompt_tokens
+    if prompt_tokens is not None and not 1 <= prompt_tokens <= config.rollout.max_prompt_tokens:
+        raise ConfigError(
+            f"--prompt-tokens {prompt_tokens:g} must be from 1 to rollout.max_prompt_tokens="
+            f"{config.rollout.max_prompt_tokens}; correct the one or the other"
+        )
+    workload = workload_of(config, lengths, prompt_tokens)
+    constraints = Constraints.of(options.fix, options.placement, workload, num_devices)
+    return Request(config, cluster, num_devices, workload, constraints)
+
+
+def devices_of(cluster: Cluster, wanted: int | None) -> int:
+    """Devices to use: all, or as many as are wanted.
+
+    Raises:
+        ConfigError: there are not so many, or they are neither a part of a node nor whole nodes.
+    """
+    if wanted is None:
+        return cluster.num_devices
+    node = cluster.devices_per_node
+    if not 1 <= wanted <= cluster.num_devices or (wanted % node if wanted > node else node % wanted):
+        raise ConfigError(
+            f"--devices {wanted} must be a divisor of the {node} devices of a node or whole nodes, at most"
+            f" {cluster.num_devices} (cluster {cluster.name}); choose another number, or give --nodes"
+        )
+    return wanted
+
+
+def run_planner(options: argparse.Namespace) -> int:
+    """Carry out the command; returns the exit status."""
+    if not 1 <= options.top <= MOST_PLANS:
+        raise ConfigError(f"--top {options.top} must be from 1 to {MOST_PLANS}; choose another number")
+    json_file = None if options.json in (None, STDOUT) else Path(options.json)
+    request = request_of(options)
+    check_picture("--plot", options.plot)
+    check_output_files(
+        {"--json": json_file, "--out": options.out, "--plot": options.plot},
+        {"CONFIG": options.config, "--cluster": options.cluster},
+    )
+    begin = time.perf_counter()
+    search = Search(
+        Options(request.workload, request.cluster, request.constraints.sizes, request.constraints.gen_sizes),
+        request.num_devices,
+        request.constraints.placements,
+        _say_progress if sys.stderr.isatty() else lambda done, total: None,
+    )
+    found = search.run()
+    search_s = time.perf_counter() - begin
+    if not found.plans:
+        raise ConfigError(shortage(search))
+    shown = found.plans[: options.top]
+    text = json.dumps(as_json(request, found, shown, search_s), indent=2)
+    try:
+        _write(request, shown, text, json_file, options)
+    finally:
+        if options.json == STDOUT:
+            print(text)
+        else:
+            _print(request, found, shown, search_s, options)
+    return 0
+
+
+def _say_progress(done: int, total: int) -> None:
+    print(
+        f"\rplacement {done + 1} of {total} ...",
+        end="\n" if done + 1 == total else "",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _print(
+    request: Request, found: Found, shown: tuple[Plan, ...], search_s: float, options: argparse.Namespace
+) -> None:
+    console = Console(highlight=False)
+    workload = request.workload
+    models = ", ".join(f"{model.name} {model.shape.num_parameters / 1e9:.3g}B" for model in workload.models)
+    exact = (
+        "nothing better exists in the search space"
+        if found.exact
+        else "NOT exact: too many allocations to enumerate, so pools have round numbers of nodes"
+    )
+    for line in (
+        f"run: {workload.algorithm} of {models}; {workload.num_prompts} prompts x {workload.samples_per_prompt},"
+        f" {workload.prompt_tokens:g} tokens each, responses {workload.lengths.name} (mean {workload.lengths.mean:.0f})",
+        f"cluster: {request.num_devices} devices of {request.cluster.name}",
+        f"search: {found.num_placements} placements, {found.num_allocations:,} allocations bounded, {found.num_solved:,}"
+        f" looked into, {search_s:.1f} s; {exact}",
+        *plan_lines(shown),
+    ):
+        console.print(line, markup=False, soft_wrap=True)
+    if options.out is not None:
+        console.print(f"plan 1 is written: hybridengine train {options.out}", markup=False, soft_wrap=True)
+
+
+def _write(
+    request: Request, shown: tuple[Plan, ...], text: str, json_file: Path | None, options: argparse.Namespace
+) -> None:
+    """Write the files that are asked for; one that fails does not keep the others from being written."""
+    problems = []
+
+    def attempt(option: str, file: Path | None, content: str) -> None:
+        if file is not None:
+            try:
+                write_output(option, file, content)
+            except ConfigError as error:
+                problems.append(str(error))
+
+    attempt("--json", json_file, text + "\n")
+    attempt("--out", options.out, train_config(request, shown[0]))
+    if options.plot is not None:
+        from hybridengine.cli.plan_chart import draw_plans
+
+        title = f"{request.workload.algorithm} on {request.num_devices} devices of {request.cluster.name}"
+        try:
+            with output("--plot", options.plot) as place:
+                draw_plans(title, shown, place)
+        except ConfigError as error:
+            problems.append(str(error))
+    raise_all(problems)
+
+
+def train_config(request: Request, plan: Plan) -> str:
+    """The plan as a configuration file for train."""
+    values = run_settings(request.config, plan, request.workload, request.cluster)
+    head = (
+        f"# Planned by `hybridengine plan` for {request.num_devices} devices of {request.cluster.name}: predicted\n"
+        f"# {plan.step_s:.2f} s a step, {plan.headroom_bytes / 2**30:.1f} GiB left on the fullest device.\n"
+    )
+    return head + yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110)
+
+
+def as_json(request: Request, found: Found, shown: tuple[Plan, ...], search_s: float) -> dict[str, Any]:
+    """Figures for programs. Units: bytes and seconds."""
+    workload = request.workload
+    return {
+        "algorithm": workload.algorithm,
+        "cluster": request.cluster.name,
+        "num_devices": request.num_devices,
+        "lengths": workload.lengths.name,
+        "search_s": search_s,
+        "exact": found.exact,
+        "num_placements": found.num_placements,
+        "num_allocations": found.num_allocations,
+        "num_solved": found.num_solved,
+        "plans": [plan_json(plan) for plan in shown],
+    }
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """One plan. Phases are sums of their calls' seconds, which may overlap."""
+    shares = idle_shares(plan)
+    roles: dict[str, Any] = {}
+    for place, pool in enumerate(plan.pools):
+        for option in pool.options:
+            roles[option.model] = {
+                "pool": place,
+                "num_ranks": pool.num_ranks,
+                "parallel": str(option.sizes),
+                "calls_s": sum(option.call_seconds()),
+            }
+            if (engine := option.engine) is not None:
+                roles[option.model] |= {
+                    "generate": str(engine.sizes),
+                    "kv_cache_bytes": pool.kv_bytes,
+                    "switch_received_bytes_max": engine.least.received_bytes,
+                    "switch_peak_weight_bytes_max": engine.least.peak_bytes,
+                }
+    return {
+        "step_s": plan.step_s,
+        "phases_s": dict(plan.phases_s),
+        "placement": [
+            {
+                "models": [option.model for option in pool.options],
+                "num_ranks": pool.num_ranks,
+                "memory_bytes_max": pool.peak_bytes,
+                "idle_share": share,
+            }
+            for pool, share in zip(plan.pools, shares, strict=True)
+        ],
+        "roles": roles,
+        "memory_headroom_bytes_min": plan.headroom_bytes,
+        "timeline": [
+            {
+                "call": str(bar.call),
+                "phase": bar.call.phase,
+                "pool": bar.pool,
+                "begin_s": bar.begin_s,
+                "end_s": bar.end_s,
+            }
+            for bar in plan.bars
+        ],
+    }

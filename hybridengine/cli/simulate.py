@@ -1,0 +1,368 @@
+"""`hybridengine simulate`: synchronous and asynchronous training, event by event. Starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from hybridengine.cli.options import Once
+from hybridengine.cli.output_files import check_output_files, check_picture, output, write_output
+from hybridengine.cli.plan import STDOUT, Request, add_run_options, request_of
+from hybridengine.cli.switch_tables import aligned
+from hybridengine.errors import ConfigError, raise_all
+from hybridengine.metrics.formatting import format_seconds
+from hybridengine.planning.asynchronous import Split
+from hybridengine.planning.scenarios import Run, Scenarios
+from hybridengine.planning.simulation import Outcome, simulate
+
+MOST_SIMULATED = 16
+"""Divisions of a sweep; of more, evenly spaced ones."""
+MOST_STEPS = 100_000
+
+Divided = tuple[Split, Run, Outcome]
+
+DESCRIPTION = """Simulate training, event by event: engines with continuous batching, the queue of complete responses, the
+trainer, and new weights for the engines. Synchronous, where all devices generate and then train, beside asynchronous,
+where some devices generate all the time and the others train; new weights arrive between two tokens, and no response is
+begun that would be more than --staleness batches ahead of the trainer. Whose policy every token is from is known.
+
+The same command gives the same run. Nothing is started; seconds come from the cluster file, as those of `plan`."""
+
+EPILOG = """examples:
+  # synchronous beside the best division of 128 devices between training and generation
+  hybridengine simulate configs/llama3-70b-16nodes.yaml --cluster configs/clusters/a100-80gb-16x8.yaml \\
+      --lengths lognormal:mean=400,cv=0.8 --plot runs.svg
+  # every division, simulated beside the analytical model
+  hybridengine simulate CONFIG --cluster FILE --staleness 4 --sweep --plot sweep.png
+  # one division, engines that finish what they are generating before they take new weights
+  hybridengine simulate CONFIG --cluster FILE --train-devices 48 --fix generate=1-4 --drain
+
+reading it: tokens a second count responses that have been trained on. Idle engines wait for permission to begin (a tight
+--staleness) or for weights; an idle trainer waits for responses. Staleness is counted in optimizer steps of whole
+batches, from the policy that made a token to the one that trains on it."""
+
+
+def add_simulate_command(subparsers: Any) -> None:
+    """Add `simulate` to the commands of `hybridengine`."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="simulate synchronous and asynchronous training on a cluster; starts nothing",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def option(*names: str, **settings: Any) -> None:
+        parser.add_argument(*names, **{"action": Once} | settings)
+
+    add_run_options(parser)
+    option("--steps", type=int, default=100, metavar="N", help="training steps to simulate (default 100)")
+    option(
+        "--staleness",
+        type=float,
+        default=4.0,
+        metavar="ETA",
+        help="batches that may be begun ahead of the trainer (default 4; inf for no bound)",
+    )
+    option("--train-devices", type=int, metavar="N", help="devices that train (default: the best division)")
+    parser.add_argument("--sweep", action="store_true", help="simulate every division")
+    parser.add_argument(
+        "--drain", action="store_true", help="engines take new weights only between responses"
+    )
+    option("--seed", type=int, default=0, metavar="N", help="of the lengths (default 0)")
+    option("--json", nargs="?", const=STDOUT, metavar="FILE", help="as JSON: to FILE, or alone on stdout")
+    option("--plot", type=Path, metavar="FILE", help="draw the runs (.png, .svg, .pdf)")
+    parser.set_defaults(run=run_simulate, placement=None)
+
+
+def run_simulate(options: argparse.Namespace) -> int:
+    """Carry out the command; returns the exit status."""
+    json_file = None if options.json in (None, STDOUT) else Path(options.json)
+    request = request_of(options)
+    scenarios = _scenarios(request, options)
+    check_picture("--plot", options.plot)
+    check_output_files(
+        {"--json": json_file, "--plot": options.plot},
+        {"CONFIG": options.config, "--cluster": options.cluster},
+    )
+    begin = time.perf_counter()
+    synchronous = scenarios.synchronous()
+    outcomes = {"synchronous": simulate(synchronous.setting)}
+    sweep = list(_divided(scenarios, options))
+    best = _best(sweep, options.staleness)
+    outcomes["asynchronous"] = best[2]
+    seconds = time.perf_counter() - begin
+    text = json.dumps(_as_json(request, synchronous, outcomes, sweep, best, seconds), indent=2)
+    try:
+        _write(request, outcomes, sweep, text, json_file, options)
+    finally:
+        if options.json == STDOUT:
+            print(text)
+        else:
+            console = Console(highlight=False)
+            for line in _lines(request, synchronous, outcomes, sweep, best, seconds, options):
+                console.print(line, markup=False, soft_wrap=True)
+    return 0
+
+
+def _scenarios(request: Request, options: argparse.Namespace) -> Scenarios:
+    if not 1 <= options.steps <= MOST_STEPS:
+        raise ConfigError(f"--steps {options.steps} must be from 1 to {MOST_STEPS:,}; choose another number")
+    if not options.staleness >= 0:
+        raise ConfigError(
+            f"--staleness {options.staleness:g} must be 0 or more batches; write for instance 4, or inf for no bound"
+        )
+    if options.seed < 0:
+        raise ConfigError(f"--seed {options.seed} must be 0 or more; choose another number")
+    if options.sweep and options.train_devices is not None:
+        raise ConfigError("--sweep simulates every division and --train-devices one; leave one of them out")
+    if request.num_devices < 2:
+        raise ConfigError(
+            "one device cannot be divided between training and generation; give --devices or --nodes for more"
+        )
+    return Scenarios(
+        request.workload,
+        request.cluster,
+        request.num_devices,
+        request.constraints,
+        num_steps=options.steps,
+        max_staleness=options.staleness,
+        drains=options.drain,
+        seed=options.seed,
+    )
+
+
+def _divided(scenarios: Scenarios, options: argparse.Namespace) -> Iterator[Divided]:
+    """The divisions that are asked for, each in its steady state and simulated."""
+    divisions = list(scenarios.divisions())
+    wanted = options.train_devices
+    if wanted is not None and wanted not in divisions:
+        raise ConfigError(
+            f"--train-devices {wanted} does not leave whole engines of {scenarios.engines.engine.sizes} (p_g-t_g) on the"
+            f" other devices; choose from {_some(divisions)}"
+        )
+    runs = [
+        run
+        for number in (divisions if wanted is None else [wanted])
+        if (run := scenarios.asynchronous(number))
+    ]
+    if not runs:
+        tried = f"--train-devices {wanted}" if wanted is not None else f"any of {_some(divisions)} devices"
+        raise ConfigError(
+            f"the models do not fit on {tried} that train beside engines; give more devices, or offload and recompute"
+        )
+    splits = scenarios.steady_states(runs)
+    if not options.sweep:
+        place = splits.index(_best_split(splits, options.staleness))
+        runs, splits = [runs[place]], [splits[place]]
+    chosen = sorted({round(place) for place in np.linspace(0, len(runs) - 1, min(len(runs), MOST_SIMULATED))})
+    for done, place in enumerate(chosen, start=1):
+        if sys.stderr.isatty():
+            end = "\n" if done == len(chosen) else ""
+            print(f"\rsimulating division {done} of {len(chosen)} ...", end=end, file=sys.stderr, flush=True)
+        yield splits[place], runs[place], simulate(runs[place].setting)
+
+
+def _some(numbers: Sequence[int]) -> str:
+    shown = [str(number) for number in numbers]
+    return ", ".join(shown if len(shown) <= 12 else [*shown[:6], "...", *shown[-5:]])
+
+
+def _best_split(splits: Sequence[Split], max_staleness: float) -> Split:
+    """The fastest one under the bound; without any, the one with the youngest data."""
+    young = [split for split in splits if split.staleness <= max_staleness]
+    if not young:
+        return min(splits, key=lambda split: split.staleness)
+    return max(young, key=lambda split: split.tokens_per_s)
+
+
+def _best(sweep: Sequence[Divided], max_staleness: float) -> Divided:
+    """As `_best_split`, by what has been simulated."""
+    young = [one for one in sweep if one[2].mean_staleness <= max_staleness]
+    return max(young or sweep, key=lambda one: one[2].tokens_per_s)
+
+
+def _lines(
+    request: Request,
+    synchronous: Run,
+    outcomes: dict[str, Outcome],
+    sweep: Sequence[Divided],
+    best: Divided,
+    seconds: float,
+    options: argparse.Namespace,
+) -> Iterator[str]:
+    workload = request.workload
+    split, run, outcome = best
+    yield (
+        f"run: {workload.algorithm}, {run.setting.batch_size} responses a step, {workload.prompt_tokens:g} tokens of"
+        f" prompt, responses {workload.lengths.name} (mean {workload.lengths.mean:.0f}, longest"
+        f" {workload.lengths.max_tokens})"
+    )
+    yield (
+        f"cluster: {request.num_devices} devices of {request.cluster.name}; {options.steps} steps, simulated in"
+        f" {seconds:.1f} s"
+    )
+    yield ""
+    rows = [
+        [
+            "",
+            "tokens/s",
+            "step",
+            "trainer idle",
+            "engines idle",
+            "staleness mean",
+            "99 %",
+            "most",
+            "queue most",
+        ]
+    ]
+    for name, one in outcomes.items():
+        rows.append(
+            [
+                name,
+                f"{one.tokens_per_s:,.0f}",
+                format_seconds(one.seconds / len(one.step_ends)),
+                f"{one.train_idle_share:.0%}",
+                f"{one.generate_idle_share:.0%}",
+                f"{one.mean_staleness:.2f}",
+                str(one.staleness_quantile(0.99)),
+                str(one.largest_staleness),
+                str(max(count for _, count in one.queue)),
+            ]
+        )
+    yield from aligned(rows)
+    yield ""
+    yield f"synchronous: {_engines(synchronous)}, all models on the same {synchronous.num_training} devices"
+    yield (
+        f"asynchronous: {run.num_training} devices train, {run.num_generating} generate: {_engines(run)}; new weights in"
+        f" {format_seconds(run.setting.update_s)}, {'between responses' if options.drain else 'between two tokens'};"
+        f" {outcome.tokens_per_s / outcomes['synchronous'].tokens_per_s:.2f} times synchronous"
+    )
+    if len(sweep) > 1:
+        yield ""
+        yield from aligned(list(_sweep_rows(sweep, split, options.staleness)))
+    else:
+        yield (
+            f"analytical model of this division: {split.tokens_per_s:,.0f} tokens/s, {split.running:.0f} responses an"
+            f" engine, staleness at most {split.staleness:.2f}"
+        )
+
+
+def _engines(run: Run) -> str:
+    setting = run.setting
+    sizes = run.engines.engine.sizes
+    return f"{setting.num_engines} engines of {sizes} (p_g-t_g), up to {setting.max_running} responses each"
+
+
+def _sweep_rows(sweep: Sequence[Divided], best: Split, max_staleness: float) -> Iterator[list[str]]:
+    yield [
+        "train",
+        "generate",
+        "tokens/s: model",
+        "simulated",
+        "staleness: model",
+        "simulated mean",
+        "most",
+        "trainer idle",
+        "engines idle",
+        "",
+    ]
+    for split, run, outcome in sweep:
+        mark = "best" if split is best else "too old" if split.staleness > max_staleness else ""
+        yield [
+            str(run.num_training),
+            str(run.num_generating),
+            f"{split.tokens_per_s:,.0f}",
+            f"{outcome.tokens_per_s:,.0f}",
+            f"{split.staleness:.2f}",
+            f"{outcome.mean_staleness:.2f}",
+            str(outcome.largest_staleness),
+            f"{outcome.train_idle_share:.0%}",
+            f"{outcome.generate_idle_share:.0%}",
+            mark,
+        ]
+
+
+def _write(
+    request: Request,
+    outcomes: dict[str, Outcome],
+    sweep: Sequence[Divided],
+    text: str,
+    json_file: Path | None,
+    options: argparse.Namespace,
+) -> None:
+    problems = []
+    if json_file is not None:
+        try:
+            write_output("--json", json_file, text + "\n")
+        except ConfigError as error:
+            problems.append(str(error))
+    if options.plot is not None:
+        from hybridengine.cli.simulate_chart import draw_runs
+
+        title = f"{request.workload.algorithm} on {request.num_devices} devices of {request.cluster.name}, simulated"
+        try:
+            with output("--plot", options.plot) as place:
+                draw_runs(title, outcomes, sweep, options.staleness, place)
+        except ConfigError as error:
+            problems.append(str(error))
+    raise_all(problems)
+
+
+def _as_json(
+    request: Request,
+    synchronous: Run,
+    outcomes: dict[str, Outcome],
+    sweep: Sequence[Divided],
+    best: Divided,
+    seconds: float,
+) -> dict[str, Any]:
+    """Figures for programs. Units: seconds, tokens of responses, optimizer steps."""
+    return {
+        "algorithm": request.workload.algorithm,
+        "cluster": request.cluster.name,
+        "num_devices": request.num_devices,
+        "lengths": request.workload.lengths.name,
+        "simulation_s": seconds,
+        "synchronous": _run_json(synchronous, outcomes["synchronous"]),
+        "asynchronous": _run_json(best[1], best[2]) | {"model": _split_json(best[0])},
+        "sweep": [_run_json(run, outcome) | {"model": _split_json(split)} for split, run, outcome in sweep],
+    }
+
+
+def _run_json(run: Run, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "num_training": run.num_training,
+        "num_generating": run.num_generating,
+        "num_engines": run.setting.num_engines,
+        "generate": str(run.engines.engine.sizes),
+        "max_running": run.setting.max_running,
+        "parallel": {option.model: str(option.sizes) for option in run.plan.pools[0].options},
+        "seconds": outcome.seconds,
+        "step_s": outcome.seconds / len(outcome.step_ends),
+        "tokens_per_s": outcome.tokens_per_s,
+        "train_idle_share": outcome.train_idle_share,
+        "generate_idle_share": outcome.generate_idle_share,
+        "staleness_mean": outcome.mean_staleness,
+        "staleness_max": outcome.largest_staleness,
+        "staleness_tokens": {str(age): count for age, count in outcome.staleness_counts.items()},
+        "queue_max": max(count for _, count in outcome.queue),
+    }
+
+
+def _split_json(split: Split) -> dict[str, Any]:
+    rate, age = split.tokens_per_s, split.staleness
+    return {
+        "running": split.running,
+        "tokens_per_s": rate,
+        "staleness_max": age if math.isfinite(age) else None,
+    }

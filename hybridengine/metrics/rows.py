@@ -1,0 +1,54 @@
+"""Rows of metrics.jsonl as a run has written them: one per step. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hybridengine.errors import DataError
+from hybridengine.metrics.keys import STEP
+
+METRICS_FILE = "metrics.jsonl"
+
+Row = dict[str, float | int | None]
+"""Metric -> value; None where the value was not finite. `step` is always there."""
+
+
+def read_rows(folder: str | Path) -> list[Row]:
+    """All rows of FOLDER/metrics.jsonl in the order written; none where there is no file.
+
+    The unfinished last line of a killed or still running process is left out.
+
+    Raises:
+        DataError: another line is not a JSON object with a `step`; names the line.
+    """
+    path = Path(folder) / METRICS_FILE
+    if not path.exists():
+        return []
+    rows: list[Row] = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        row = parse_row(line)
+        if row is None and not line.endswith(b"\n"):
+            break
+        if row is None:
+            raise DataError(
+                f"{path}:{number}: {line[:80]!r} is not a row, a JSON object with an integer {STEP!r};"
+                " remove or repair the line"
+            )
+        rows.append(row)
+    return rows
+
+
+def latest_rows(rows: list[Row]) -> list[Row]:
+    """One row per step, the last one written, in order of steps."""
+    by_step = {row[STEP]: row for row in rows}
+    return [by_step[step] for step in sorted(by_step, key=lambda step: step or 0)]
+
+
+def parse_row(line: bytes) -> Row | None:
+    """The row that a line holds; None where it holds none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get(STEP), int) else None

@@ -1,0 +1,56 @@
+"""Micro-batches of about equal work: rows are dealt out by their token counts. What runs do and what plans count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridengine.errors import ConfigError
+
+
+def balance_rows(token_counts: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Row indices of each micro-batch: as few as fit `max_tokens` of padded work, their token counts evened out.
+
+    Rows of similar length are put together, because a micro-batch is padded to its longest row. Every row is in exactly
+    one micro-batch; each list is ascending.
+
+    Guarantees: among all ways to cut the rows, sorted by length, into that few runs, the largest has the fewest tokens.
+
+    Raises:
+        ConfigError: one row alone exceeds `max_tokens`.
+    """
+    if not token_counts:
+        return []
+    longest = max(token_counts)
+    if longest > max_tokens:
+        raise ConfigError(
+            f"a row of {longest} tokens exceeds micro_batch_tokens={max_tokens}; raise micro_batch_tokens to at"
+            f" least {longest}"
+        )
+    by_length = sorted(range(len(token_counts)), key=lambda row: (-token_counts[row], row))
+    fewest = len(_cut_runs(by_length, token_counts, max_tokens, sum(token_counts)))
+    low, high = longest, sum(token_counts)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_cut_runs(by_length, token_counts, max_tokens, middle)) <= fewest:
+            high = middle
+        else:
+            low = middle + 1
+    return [sorted(rows) for rows in _cut_runs(by_length, token_counts, max_tokens, high)]
+
+
+def _cut_runs(
+    by_length: Sequence[int], token_counts: Sequence[int], max_padded: int, max_sum: int
+) -> list[list[int]]:
+    """Consecutive runs of `by_length`, each as long as its padded work and its token count allow."""
+    runs: list[list[int]] = []
+    tokens = 0
+    for row in by_length:
+        if runs:
+            padded = (len(runs[-1]) + 1) * token_counts[runs[-1][0]]
+            if padded <= max_padded and tokens + token_counts[row] <= max_sum:
+                runs[-1].append(row)
+                tokens += token_counts[row]
+                continue
+        runs.append([row])
+        tokens = token_counts[row]
+    return runs

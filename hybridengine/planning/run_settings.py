@@ -1,0 +1,58 @@
+"""A plan as the settings of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridengine.config import RunConfig
+from hybridengine.planning.clusters import Cluster
+from hybridengine.planning.option import Option
+from hybridengine.planning.search import Plan, PoolPlan
+from hybridengine.planning.workload import Workload
+
+
+def run_settings(config: RunConfig, plan: Plan, workload: Workload, cluster: Cluster) -> dict[str, Any]:
+    """What `config` has set, with the plan's ranks, pools and sizes; nothing that it has left at a default."""
+    values = config.model_dump(mode="json", exclude_unset=True)
+    node = cluster.devices_per_node
+    main, *others = plan.pools
+    section = values.setdefault("cluster", {})
+    section["ranks_per_node"] = _ranks_per_node(main, node)
+    section.pop("pools", None)
+    if others:
+        section["pools"] = {
+            _pool_name(pool, workload): {
+                "roles": _roles(pool, workload),
+                "ranks_per_node": _ranks_per_node(pool, node),
+            }
+            for pool in others
+        }
+    for pool in plan.pools:
+        for option in pool.options:
+            _set_sizes(values, option, pool)
+    return values
+
+
+def _ranks_per_node(pool: PoolPlan, node: int) -> list[int]:
+    whole, rest = divmod(pool.num_ranks, node)
+    return [node] * whole + ([rest] if rest else [])
+
+
+def _roles(pool: PoolPlan, workload: Workload) -> list[str]:
+    return list(dict.fromkeys(workload.model(option.model).role for option in pool.options))
+
+
+def _pool_name(pool: PoolPlan, workload: Workload) -> str:
+    return "_".join(_roles(pool, workload))
+
+
+def _set_sizes(values: dict[str, Any], option: Option, pool: PoolPlan) -> None:
+    role, _, term = option.model.partition("_")
+    is_term = role in ("reward", "cost") and term and option.model != "cost_critic"
+    section = values.setdefault(role if is_term else option.model, {})
+    if is_term:
+        section = section["terms"][term]
+    section["parallel"] = str(option.sizes)
+    if option.engine is not None:
+        section["generate"] = str(option.engine.sizes)
+        values.setdefault("rollout", {})["kv_cache_bytes"] = pool.kv_bytes

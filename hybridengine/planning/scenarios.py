@@ -1,0 +1,253 @@
+"""Runs to simulate, from a workload on a cluster: everything on all devices, or some devices for each of two sides.
+
+    synchronous    the best plan with every model on all devices: generation, then all the rest
+    asynchronous   engines on their own devices, which hold nothing but weights and KV cache; actor and all other models
+                   train and infer on the others, with the sizes that are best there
+
+New weights reach engines of their own over the links between nodes: each of their devices receives its shard, all at the
+same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from hybridengine.errors import ConfigError
+from hybridengine.model_shapes import DTYPE_BYTES
+from hybridengine.planning.asynchronous import Split, steady_splits
+from hybridengine.planning.clusters import Cluster
+from hybridengine.planning.constraints import Constraints
+from hybridengine.planning.dataflows import Count, Work
+from hybridengine.planning.decoding import Engine
+from hybridengine.planning.options import Options
+from hybridengine.planning.passes import compute_of
+from hybridengine.planning.placements import Placement, pool_sizes
+from hybridengine.planning.search import Plan, Search
+from hybridengine.planning.shards import generation_holding
+from hybridengine.planning.shortage import shortage
+from hybridengine.planning.simulation import Setting
+from hybridengine.planning.workload import Workload
+from hybridengine.topology.sizes import GenSizes, divisors
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Engines of one kind, and what decides how fast they are."""
+
+    engine: Engine
+    max_running: int
+    """Responses that one advances at once."""
+    gen_bytes: int
+    """Weights of a device."""
+
+    @property
+    def num_devices(self) -> int:
+        """Of each."""
+        return self.engine.sizes.num_ranks
+
+    def step_s(self, workload: Workload, running: float) -> float:
+        """Seconds of a step in a steady state, prompts included."""
+        held = running * (workload.prompt_tokens + workload.lengths.mean_position)
+        prompts = running / workload.lengths.mean * self.prefill_s(workload)
+        return self.engine.step_s(running, held) + prompts
+
+    def prefill_s(self, workload: Workload) -> float:
+        """Of one prompt, among others."""
+        batch = max(1, self.max_running)
+        return self.engine.prefill_s(batch * workload.prompt_tokens) / batch
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a simulation needs of the two sides."""
+
+    setting: Setting
+    plan: Plan
+    """Of the side that trains; of a synchronous run, of everything."""
+    engines: Engines
+    num_training: int
+    """Devices."""
+    num_generating: int
+
+
+class Scenarios:
+    """Runs of a workload on `num_devices` devices of a cluster.
+
+    Args:
+        num_steps: of every simulated run.
+        max_staleness: batches that may be begun ahead of the trainer.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        num_devices: int,
+        constraints: Constraints,
+        *,
+        num_steps: int,
+        max_staleness: float,
+        drains: bool,
+        seed: int,
+    ) -> None:
+        if any(call.work is Work.GENERATE and call.count is not Count.ROWS for call in workload.calls):
+            raise ConfigError(
+                f"algorithm.name={workload.algorithm} generates twice in an iteration, which the simulation does not"
+                " model; simulate one that generates once"
+            )
+        self.workload, self.cluster, self.num_devices = workload, cluster, num_devices
+        self._constraints = constraints
+        self._num_steps, self._max_staleness = num_steps, max_staleness
+        self._drains, self._seed = drains, seed
+        self._everything: list[Placement] = [(tuple(workload.roles),)]
+        self._training = Options(workload.without_generation(), cluster, constraints.sizes)
+
+    def synchronous(self) -> Run:
+        """The best colocated plan.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        options = Options(self.workload, self.cluster, self._constraints.sizes, self._constraints.gen_sizes)
+        search = Search(options, self.num_devices, self._everything)
+        plan = next(iter(search.run().plans), None)
+        if plan is None:
+            raise ConfigError(shortage(search))
+        pool, actor = plan.pools[0], plan.option("actor")
+        assert actor.engine is not None, "an actor generates"
+        gen = actor.engine.sizes
+        engine = self._engine(gen, actor.sizes.pp_size, pool.num_ranks)
+        engines = Engines(engine, self._num_running(engine, pool.kv_bytes), actor.engine.gen_bytes)
+        switch_s = sum(bar.seconds for bar in plan.bars if bar.call.work is Work.SWITCH)
+        generate_s = sum(bar.seconds for bar in plan.bars if bar.call.work is Work.GENERATE)
+        others_s = plan.step_s - switch_s - generate_s
+        num_engines = pool.num_ranks // gen.num_ranks
+        setting = self._setting(engines, num_engines, others_s, switch_s, synchronous=True)
+        return Run(setting, plan, engines, pool.num_ranks, pool.num_ranks)
+
+    def asynchronous(self, num_training: int) -> Run | None:
+        """A division of the devices; None where what trains does not fit.
+
+        Raises:
+            ConfigError: no engine fits.
+        """
+        search = Search(self._training, num_training, self._everything)
+        plan = next(iter(search.run().plans), None)
+        if plan is None:
+            return None
+        num_generating = self.num_devices - num_training
+        engines = self.engines
+        setting = self._setting(
+            engines, num_generating // engines.num_devices, plan.step_s, self.update_s(engines)
+        )
+        return Run(setting, plan, engines, num_training, num_generating)
+
+    def divisions(self) -> Iterator[int]:
+        """Numbers of training devices that leave whole engines on the others."""
+        unit = self.engines.num_devices
+        for num_training in pool_sizes(self.cluster, self.num_devices):
+            rest = self.num_devices - num_training
+            if rest and rest % unit == 0:
+                yield num_training
+
+    def steady_states(self, runs: list[Run]) -> list[Split]:
+        """What the analytical model says of the same divisions."""
+        rate = {run.num_training: self.train_tokens_per_s(run) for run in runs}
+        engines = self.engines
+        return steady_splits(
+            self.num_devices,
+            engines.num_devices,
+            lambda running: engines.step_s(self.workload, running),
+            rate,
+            engines.max_running,
+            self.workload.lengths,
+            self.workload.num_rows(Count.ROWS),
+        )
+
+    def train_tokens_per_s(self, run: Run) -> float:
+        """Tokens of responses that the trainer takes in."""
+        return self.workload.num_rows(Count.ROWS) * self.workload.lengths.mean / run.plan.step_s
+
+    @cached_property
+    def engines(self) -> Engines:
+        """Engines of their own, of the sizes that make the most tokens for each device.
+
+        Raises:
+            ConfigError: none holds the weights and one response.
+        """
+        wanted = self._constraints.gen_sizes
+        choices = (
+            [wanted] if wanted else [GenSizes(1, size) for size in divisors(self.cluster.devices_per_node)]
+        )
+        capacity = self.cluster.device_memory_bytes - (compute_of(self.cluster).process_bytes or 0)
+        found, shape = [], self.workload.model("actor").shape
+        for gen in choices:
+            if shape.gen_tp_problems(gen.tp_size, gen.tp_size) or shape.gen_pp_problems(gen.pp_size):
+                continue
+            engine = self._engine(gen, gen.pp_size, self.num_devices)
+            elements = generation_holding(shape, gen.pp_size, gen.pp_size, gen.tp_size).num_elements
+            weights = elements * DTYPE_BYTES[self.workload.dtype]
+            room = capacity - weights
+            if room >= engine.kv_token_bytes * self.workload.max_tokens and gen.num_ranks < self.num_devices:
+                found.append(Engines(engine, self._num_running(engine, room), weights))
+        if not found:
+            raise ConfigError(
+                f"no engine of {', '.join(map(str, choices))} (p_g-t_g) fits on fewer than {self.num_devices} devices"
+                f" with {capacity / 2**30:.1f} GiB for weights and one response; take more devices, or others"
+            )
+        return max(found, key=self._tokens_per_device)
+
+    def _tokens_per_device(self, engines: Engines) -> float:
+        running = float(engines.max_running)
+        return running / engines.step_s(self.workload, running) / engines.num_devices
+
+    def _engine(self, gen: GenSizes, train_pp_size: int, num_ranks: int) -> Engine:
+        shape = self.workload.model("actor").shape
+        return Engine(shape, gen, train_pp_size, self.workload.dtype, self.cluster, num_ranks)
+
+    def _num_running(self, engine: Engine, kv_bytes: int) -> int:
+        workload = self.workload
+        return engine.num_running(workload.lengths, workload.prompt_tokens, workload.max_num_seqs, kv_bytes)
+
+    def update_s(self, engines: Engines) -> float:
+        """Seconds in which every device of the engines receives its shard from the trainers."""
+        links, node = self.cluster.links, self.cluster.devices_per_node
+        link = links.between_nodes if self.num_devices > node and links.between_nodes else links.same_node
+        seconds = engines.gen_bytes / link.bytes_per_s
+        if link.node_bytes_per_s is not None:
+            seconds = max(seconds, engines.gen_bytes * min(node, self.num_devices) / link.node_bytes_per_s)
+        return seconds + link.latency_s
+
+    def _setting(
+        self,
+        engines: Engines,
+        num_engines: int,
+        train_s: float,
+        update_s: float,
+        *,
+        synchronous: bool = False,
+    ) -> Setting:
+        workload = self.workload
+        rows = workload.num_rows(Count.ROWS)
+        return Setting(
+            num_steps=self._num_steps,
+            batch_size=rows,
+            num_engines=num_engines,
+            max_running=engines.max_running,
+            prompt_tokens=workload.prompt_tokens,
+            lengths=workload.lengths,
+            step_s=engines.engine.step_s,
+            prefill_s=engines.prefill_s(workload),
+            train_s=_in_proportion(train_s, workload.num_tokens),
+            update_s=update_s,
+            max_staleness=self._max_staleness,
+            drains=self._drains,
+            synchronous=synchronous,
+            seed=self._seed,
+        )
+
+
+def _in_proportion(seconds: float, tokens: float) -> Callable[[float], float]:
+    return lambda batch_tokens: seconds * batch_tokens / tokens

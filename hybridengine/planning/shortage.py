@@ -1,0 +1,138 @@
+"""Why no plan fits: which model misses by how much, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hybridengine.planning.option import Option
+from hybridengine.planning.options import Options
+from hybridengine.planning.placements import pool_sizes
+from hybridengine.planning.search import Search
+
+GIB = 2**30
+MOST_DEVICES = 2**14
+"""Beyond that nobody is told to rent more."""
+
+
+@dataclass(frozen=True)
+class _Need:
+    """The least that a rank must have for some models together."""
+
+    names: tuple[str, ...]
+    options: tuple[Option, ...]
+    num_bytes: int
+
+
+def shortage(search: Search) -> str:
+    """Why `search` has found nothing, as value, rule and remedy."""
+    cluster, names = search.cluster, [model.name for model in search.workload.models]
+    capacity = search.capacity_bytes
+    alone = []
+    for name in names:
+        need = _least(search, (name,), search.sizes)
+        if need is None:
+            return _no_sizes(search, name)
+        if need.num_bytes > capacity:
+            alone.append(need)
+    needs = alone or [need for need in [_least(search, tuple(names), search.sizes[-1:])] if need is not None]
+    where = f"on {search.num_devices} devices of {cluster.name}"
+    if not needs:
+        return (
+            f"no plan of {', '.join(names)} exists {where}: each model can have sizes by itself, and no pools can have"
+            " them together; relax --fix and --placement, or give another number of devices"
+        )
+    told = "; ".join(_told(need, capacity) for need in needs)
+    together = "" if alone else " together, on all devices,"
+    return (
+        f"nothing fits {where} ({capacity / GIB:.1f} GiB of each are for models):{together} {told}; "
+        + _remedy(search, needs)
+    )
+
+
+def _told(need: _Need, capacity: int) -> str:
+    missing = (need.num_bytes - capacity) / GIB
+    sizes = ", ".join(f"{option.model} {_sizes(option)}" for option in need.options)
+    return (
+        f"{' + '.join(need.names)} needs {need.num_bytes / GIB:.1f} GiB a rank at best ({sizes}) and misses by"
+        f" {missing:.1f} GiB"
+    )
+
+
+def _sizes(option: Option) -> str:
+    return str(option.sizes) if option.engine is None else f"{option.sizes} with {option.engine.sizes}"
+
+
+def _no_sizes(search: Search, name: str) -> str:
+    model, workload = search.workload.model(name), search.workload
+    fixed = search.options.fixed.get(name)
+    asked = f"the fixed sizes {fixed}" if fixed else f"any number of ranks up to {search.num_devices}"
+    parts = "replicas and engines"
+    if model.trains:
+        parts = f"replicas, {model.mini_batches} mini-batches and engines"
+    return (
+        f"{name} cannot have {asked}: tensor shards must divide its {model.shape.num_heads} heads and lie on a node,"
+        f" stages its {model.shape.num_layers} layers, and {workload.num_prompts} prompts of"
+        f" {workload.samples_per_prompt} responses must split evenly over {parts}; choose other sizes, or another"
+        " data.batch_size"
+    )
+
+
+def _least(search: Search, names: tuple[str, ...], sizes: tuple[int, ...]) -> _Need | None:
+    """The options with which models that share a rank need the least; None where one has no options."""
+    best: _Need | None = None
+    for size in sizes:
+        of = {name: search.options.of(name, size) for name in names}
+        if not all(of.values()):
+            continue
+        for leader in names:  # whose work is the peak; the others are idle
+            idle = {
+                name: min(of[name], key=lambda option: option.memory.idle) for name in names if name != leader
+            }
+            chosen = min(of[leader], key=lambda option: option.memory.idle + option.extra_bytes())
+            options = tuple(chosen if name == leader else idle[name] for name in names)
+            num_bytes = sum(option.memory.idle for option in options)
+            num_bytes += max(option.extra_bytes() for option in options)
+            if best is None or num_bytes < best.num_bytes:
+                best = _Need(names, options, num_bytes)
+    return best
+
+
+def _remedy(search: Search, needs: list[_Need]) -> str:
+    found = list(_settings(search, needs))
+    if (devices := _enough_devices(search, needs)) is not None:
+        found.append(f"{devices} devices would do")
+    most = max(need.num_bytes for need in needs) + search.process_bytes
+    found.append(f"or devices with {most / GIB:.1f} GiB")
+    return ", ".join(found)
+
+
+def _settings(search: Search, needs: list[_Need]) -> Iterator[str]:
+    names = {name for need in needs for name in need.names}
+    models = [model for model in search.workload.models if model.name in names and model.trains]
+    for what, value, wanted in (
+        ("offload", "optimizer", [model.name for model in models if not model.offloads]),
+        ("recompute", "full", [model.name for model in models if not model.recompute]),
+    ):
+        if wanted:
+            yield "try " + " ".join(f"{name}.{what}={value}" for name in wanted)
+
+
+def _enough_devices(search: Search, needs: list[_Need]) -> int | None:
+    """Devices with which the models fit, from twice as many on."""
+    node, devices = search.cluster.devices_per_node, search.num_devices
+    fixed = any(name in search.options.fixed for need in needs for name in need.names)
+    while not fixed and devices * 2 <= MOST_DEVICES:
+        devices *= 2
+        cluster = search.cluster
+        if devices > cluster.num_devices:
+            if cluster.links.between_nodes is None:
+                return None
+            cluster = cluster.resized(-(-devices // node))
+        options = Options(search.workload, cluster, search.options.fixed, search.options.fixed_gen)
+        larger = Search(options, devices)
+        sizes = pool_sizes(cluster, devices)[-1:]
+        enough = [_least(larger, need.names, sizes) for need in needs]
+        if all(need is not None and need.num_bytes <= larger.capacity_bytes for need in enough):
+            return devices
+    return None
