@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 
 from hybridengine import __version__
+from hybridengine.cli.calibrate import add_calibrate_command
 from hybridengine.cli.dispatch_bench import add_dispatch_command
 from hybridengine.cli.plan import add_planner_command
 from hybridengine.cli.report import add_report_command
@@ -28,6 +29,7 @@ EXAMPLES = """examples:
   hybridengine train configs/llama3-70b-16nodes.yaml --dry-run     groups, plan and memory; starts nothing
   hybridengine report runs/arithmetic                              curves, timeline and samples as one HTML page
   hybridengine plan --help                                         where models go, with which sizes; starts nothing
+  hybridengine calibrate --help                                    measure this machine for plan and simulate
   hybridengine simulate --help                                     synchronous beside asynchronous; starts nothing
   hybridengine reshard plan --help                                 what a switch costs on a cluster; starts nothing
   hybridengine reshard bench --help                                what a switch costs here, measured on real ranks
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.suppress(ValueError):  # signals are a main thread's business
         signal.signal(signal.SIGTERM, _terminate)
     try:
-        options = _parser().parse_args(arguments)
+        options = parse(arguments)
         status = options.run(options)
         sys.stdout.flush()
         return status
@@ -72,6 +74,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("hybridengine: interrupted; what has been written so far is kept", file=sys.stderr)
         return 130
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a command; `key=value` overrides may stand anywhere among them."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    overrides = getattr(options, "overrides", None)
+    if rest and (overrides is None or any(word.startswith("-") or "=" not in word for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if (
+        rest and overrides is not None
+    ):  # argparse gives a command its positional arguments only up to the first option
+        options.overrides = [*overrides, *rest]
+    return options
 
 
 def _terminate(number: int, frame: object) -> None:
@@ -126,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="print groups, plan and memory estimate, and start nothing"
     )
     train.set_defaults(run=_train)
+    add_calibrate_command(commands)
     add_planner_command(commands)
     add_report_command(commands)
     add_simulate_command(commands)

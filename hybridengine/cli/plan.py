@@ -29,7 +29,10 @@ from hybridengine.planning.shortage import shortage
 from hybridengine.planning.workload import Workload, workload_of
 
 STDOUT = "-"
+CALIBRATED = "calibrated.yaml"
+"""Where `calibrate` writes, and what is read, unless another file is named."""
 MOST_PLANS = 1000
+MOST_DEVICES = 4096
 
 DESCRIPTION = """Choose placement and parallel sizes for a run: which models share devices, how many devices each pool
 has, (p, t, d) of every model and (p_g, t_g) of generation. Searches all placements (15 for PPO's four models), all
@@ -47,6 +50,8 @@ EPILOG = """examples:
       --lengths lognormal:mean=400,cv=0.8 --plot plans.svg
   # the best with everything on the same devices, and with sizes that are given
   hybridengine plan CONFIG --cluster FILE --placement colocate --fix actor=4-8-4 --fix generate=1-8
+  # how well the model predicts runs of this machine
+  hybridengine calibrate && hybridengine plan --check runs/arithmetic
   # one figure for a program: JSON alone on stdout
   hybridengine plan CONFIG --cluster FILE --json | jq '.plans[0].step_s'
 
@@ -91,13 +96,22 @@ def add_planner_command(subparsers: Any) -> None:
     option("--json", nargs="?", const=STDOUT, metavar="FILE", help="as JSON: to FILE, or alone on stdout")
     option("--out", type=Path, metavar="FILE", help="write the best plan as a configuration for train")
     option("--plot", type=Path, metavar="FILE", help="draw the timelines (.png, .svg, .pdf)")
+    parser.add_argument(
+        "--check",
+        nargs="+",
+        metavar="FOLDER",
+        help="no search: compare what the model says of these runs with what they have taken",
+    )
     parser.set_defaults(run=run_planner)
 
 
 def add_run_options(parser: Any) -> None:
     """Options that say which run is planned or simulated, and on what."""
     parser.add_argument(
-        "config", metavar="CONFIG", help="YAML file of the run, e.g. configs/llama3-70b-16nodes.yaml"
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help="YAML file of the run, e.g. configs/llama3-70b-16nodes.yaml",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="values that replace those of the file"
@@ -106,7 +120,11 @@ def add_run_options(parser: Any) -> None:
     def option(*names: str, **settings: Any) -> None:
         parser.add_argument(*names, **{"action": Once} | settings)
 
-    option("--cluster", required=True, metavar="FILE", help="YAML file of nodes, devices and links")
+    option(
+        "--cluster",
+        metavar="FILE",
+        help=f"YAML file of nodes, devices and links (default: {CALIBRATED}, which calibrate writes)",
+    )
     option("--nodes", type=int, metavar="N", help="number of nodes, instead of the cluster file's")
     option("--devices", type=int, metavar="N", help="devices to use: part of a node, or whole nodes")
     option(
@@ -135,13 +153,15 @@ def request_of(options: argparse.Namespace) -> Request:
     Raises:
         ConfigError: everything about them that cannot be.
     """
+    if options.config is None:
+        raise ConfigError(
+            "CONFIG is missing; name the YAML file of a run, e.g. configs/llama3-70b-16nodes.yaml"
+        )
     config = load_config(options.config, options.overrides, dry_run=True)
-    cluster = load_planned_cluster(options.cluster, config.model.dtype)
-    if options.nodes is not None:
-        cluster = cluster.resized(options.nodes)
+    cluster = cluster_of(options, config.model.dtype)
     num_devices = devices_of(cluster, options.devices)
     limit = config.rollout.max_response_tokens
-    lengths = Lengths.of(options.lengths or f"constant:{limit}", limit)
+    lengths = _lengths(options.lengths or f"constant:{limit}", limit)
     prompt_tokens = options.prompt_tokens
     if prompt_tokens is not None and not 1 <= prompt_tokens <= config.rollout.max_prompt_tokens:
         raise ConfigError(
@@ -153,6 +173,31 @@ def request_of(options: argparse.Namespace) -> Request:
     return Request(config, cluster, num_devices, workload, constraints)
 
 
+def _lengths(text: str, limit: int) -> Lengths:
+    """Lengths as they are written, or those of a run."""
+    if Path(text).is_dir():
+        from hybridengine.metrics.measured_run import run_lengths
+
+        return run_lengths(text, limit)
+    return Lengths.of(text, limit)
+
+
+def cluster_of(options: argparse.Namespace, dtype: str) -> Cluster:
+    """The cluster that the options name, or the calibrated one.
+
+    Raises:
+        ConfigError: there is none, or something is wrong with it.
+    """
+    file = options.cluster or CALIBRATED
+    if options.cluster is None and not Path(CALIBRATED).exists():
+        raise ConfigError(
+            f"--cluster is missing, and there is no {CALIBRATED} here; name a file of configs/clusters/, or measure this"
+            " machine with hybridengine calibrate"
+        )
+    cluster = load_planned_cluster(file, dtype)
+    return cluster if options.nodes is None else cluster.resized(options.nodes)
+
+
 def devices_of(cluster: Cluster, wanted: int | None) -> int:
     """Devices to use: all, or as many as are wanted.
 
@@ -160,12 +205,18 @@ def devices_of(cluster: Cluster, wanted: int | None) -> int:
         ConfigError: there are not so many, or they are neither a part of a node nor whole nodes.
     """
     if wanted is None:
+        if cluster.num_devices > MOST_DEVICES:
+            raise ConfigError(
+                f"cluster {cluster.name} has {cluster.num_devices:,} devices, and a search is made for up to"
+                f" {MOST_DEVICES:,}; give --nodes or --devices"
+            )
         return cluster.num_devices
     node = cluster.devices_per_node
-    if not 1 <= wanted <= cluster.num_devices or (wanted % node if wanted > node else node % wanted):
+    most = min(cluster.num_devices, MOST_DEVICES)
+    if not 1 <= wanted <= most or (wanted % node if wanted > node else node % wanted):
         raise ConfigError(
             f"--devices {wanted} must be a divisor of the {node} devices of a node or whole nodes, at most"
-            f" {cluster.num_devices} (cluster {cluster.name}); choose another number, or give --nodes"
+            f" {most} (cluster {cluster.name}); choose another number, or give --nodes"
         )
     return wanted
 
@@ -175,6 +226,8 @@ def run_planner(options: argparse.Namespace) -> int:
     if not 1 <= options.top <= MOST_PLANS:
         raise ConfigError(f"--top {options.top} must be from 1 to {MOST_PLANS}; choose another number")
     json_file = None if options.json in (None, STDOUT) else Path(options.json)
+    if options.check:
+        return _check(options, json_file)
     request = request_of(options)
     check_picture("--plot", options.plot)
     check_output_files(
@@ -202,6 +255,44 @@ def run_planner(options: argparse.Namespace) -> int:
         else:
             _print(request, found, shown, search_s, options)
     return 0
+
+
+def _check(options: argparse.Namespace, json_file: Path | None) -> int:
+    """Compare runs with their predictions; 1 where one is beyond its tolerance."""
+    from hybridengine.cli.plan_check import check_json, check_lines, check_run
+    from hybridengine.metrics.measured_run import read_run
+
+    unread = {
+        "CONFIG": options.config,
+        "--nodes": options.nodes,
+        "--devices": options.devices,
+        "--lengths": options.lengths,
+        "--prompt-tokens": options.prompt_tokens,
+        "--fix": options.fix or None,
+        "--placement": options.placement,
+        "--out": options.out,
+        "--plot": options.plot,
+    }
+    given = [name for name, value in unread.items() if value is not None]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} and --check exclude each other: a run is checked as it was; leave the one or the other"
+            " out"
+        )
+    runs = [read_run(folder) for folder in options.check]
+    cluster = cluster_of(options, runs[0].config.model.dtype)
+    check_output_files({"--json": json_file}, {"--cluster": options.cluster})
+    checks = [check_run(run, cluster) for run in runs]
+    text = json.dumps({"cluster": cluster.name, "runs": [check_json(check) for check in checks]}, indent=2)
+    if json_file is not None:
+        write_output("--json", json_file, text + "\n")
+    if options.json == STDOUT:
+        print(text)
+    else:
+        console = Console(highlight=False)
+        for line in check_lines(checks, cluster):
+            console.print(line, markup=False, soft_wrap=True)
+    return 1 if any(check.beyond for check in checks) else 0
 
 
 def _say_progress(done: int, total: int) -> None:

@@ -1,9 +1,10 @@
 """What a run has taken, as plans count it: lengths from its metrics, seconds of each call from its timeline.
 
-A call's seconds are those by which it moves the end of its pool's work: from when the last rank could begin it (the
-call before it on the pool and the calls whose rows it reads have ended everywhere) until the last rank has ended it.
-Ranks that are early begin the next call early and then wait in it, so that what each rank itself spends in a call
-(`time/PHASE_s` in the metrics) adds up to more than the step.
+A call's seconds are the mean of what its ranks spend in it. Where all ranks meet in a call, to put statistics together,
+those that are early wait there for what the calls before it have left uneven: the rank that comes last says what the call
+itself takes, and the others' waits count as part of the calls with a model before it, in proportion. The metrics'
+`time/PHASE_s` is the slowest rank's: ranks that are early begin the next call early, and then wait in it, so that the sum
+of the slowest ranks' seconds is more than the step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hybridengine.errors import ConfigError, DataError
 from hybridengine.metrics import keys
 from hybridengine.metrics.rows import METRICS_FILE, Row, latest_rows, read_rows
 from hybridengine.metrics.timeline import TIMELINE_FILE, Span, read_timeline
-from hybridengine.planning.dataflows import Call
+from hybridengine.planning.dataflows import Call, Work
 from hybridengine.planning.lengths import Lengths
 from hybridengine.planning.workload import Workload, workload_of
 
@@ -27,6 +28,8 @@ CONFIG_FILE = "config.yaml"
 WARM_STEPS = 2
 """First steps of a run, whose first requests and allocations take longer."""
 FEWEST_STEPS = 3
+MEETINGS = ("map", "measure")
+"""Methods that put together what all ranks have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,21 +69,13 @@ def read_run(folder: str | Path) -> MeasuredRun:
             f"{folder} has {len(rows)} steps after the first {WARM_STEPS} of training, which warm up; let it run for at"
             f" least {WARM_STEPS + FEWEST_STEPS}"
         )
-    workload = workload_of(config, _lengths(folder, config, rows), _prompt_tokens(config, rows))
+    lengths = lengths_of(str(folder), config.rollout.max_response_tokens, rows)
+    workload = workload_of(config, lengths, prompt_tokens_of(config, rows))
     spans = defaultdict[int, list[Span]](list)
     for span in read_timeline(folder / TIMELINE_FILE).spans:
         if span.step is not None:
             spans[span.step].append(span)
-    steps = [call_seconds(workload.calls, spans[int(row[keys.STEP] or 0)]) for row in rows]
-    phases: dict[str, float] = {}
-    for place, call in enumerate(workload.calls):
-        found = [step[place] for step in steps if step[place] is not None]
-        if not found:
-            raise DataError(
-                f"{folder / TIMELINE_FILE} has no {call}, which {config.algorithm.name} calls in each step"
-            )
-        seconds = statistics.median(value for value in found if value is not None)
-        phases[call.phase] = phases.get(call.phase, 0.0) + seconds
+    phases = phase_seconds(workload.calls, [spans[int(row[keys.STEP] or 0)] for row in rows])
     return MeasuredRun(
         folder,
         config,
@@ -93,6 +88,24 @@ def read_run(folder: str | Path) -> MeasuredRun:
     )
 
 
+def phase_seconds(calls: Sequence[Call], steps: Sequence[Sequence[Span]]) -> dict[str, float]:
+    """Phase -> seconds of a step, medians of the steps.
+
+    Raises:
+        DataError: no step has one of the calls.
+    """
+    seconds = [call_seconds(calls, spans) for spans in steps]
+    phases: dict[str, float] = {}
+    for place, call in enumerate(calls):
+        found = [value for step in seconds if (value := step[place]) is not None]
+        if not found:
+            raise DataError(
+                f"the timeline has no {call}, which the dataflow calls in each step; run it again"
+            )
+        phases[call.phase] = phases.get(call.phase, 0.0) + statistics.median(found)
+    return phases
+
+
 def call_seconds(calls: Sequence[Call], spans: Sequence[Span]) -> list[float | None]:
     """Of each call of a step, as above; None where the step has no such call.
 
@@ -100,28 +113,35 @@ def call_seconds(calls: Sequence[Call], spans: Sequence[Span]) -> list[float | N
         spans: of one step; where a call is made more often than the dataflow does, as for an evaluation, the first ones
             count.
     """
-    by_name = defaultdict[str, dict[tuple[str, str], list[Span]]](dict)
+    by_name = defaultdict[str, dict[tuple[str, str], list[float]]](dict)
     for span in sorted(spans, key=lambda span: span.start_s):
-        by_name[span.name].setdefault((span.pool, span.row), []).append(span)
-    begun = min((span.start_s for span in spans), default=0.0)
-    free: dict[str, float] = {}
-    ends: list[float] = []
+        by_name[span.name].setdefault((span.pool, span.row), []).append(span.end_s - span.start_s)
     made: dict[str, int] = defaultdict(int)
+    before: list[int] = []  # calls with a model since the last meeting
     found: list[float | None] = []
     for call in calls:
         number = made[str(call)]
         made[str(call)] += 1
-        own = [ranks[number] for ranks in by_name[str(call)].values() if len(ranks) > number]
+        own = [seconds[number] for seconds in by_name[str(call)].values() if len(seconds) > number]
         if not own:
             found.append(None)
-            ends.append(begun)
             continue
-        pool, end = own[0].pool, max(span.end_s for span in own)
-        could = max(free.get(pool, begun), *(ends[read] for read in call.reads), begun)
-        found.append(max(0.0, end - could))
-        ends.append(end)
-        free[pool] = max(end, free.get(pool, begun))
+        found.append(statistics.fmean(own))
+        if call.method in MEETINGS:
+            found[-1] = min(own)
+            _share_out(found, before, statistics.fmean(own) - min(own))
+            before = []
+        elif call.work is not Work.HOST:
+            before.append(len(found) - 1)
     return found
+
+
+def _share_out(found: list[float | None], places: Sequence[int], waited_s: float) -> None:
+    """Add what ranks have waited in a meeting to the calls before it, in proportion."""
+    seconds = {place: found[place] or 0.0 for place in places}
+    total = sum(seconds.values())
+    for place, own in seconds.items():
+        found[place] = own + waited_s * own / total if total else own
 
 
 def _counts(row: Row) -> bool:
@@ -129,21 +149,40 @@ def _counts(row: Row) -> bool:
     return row.get(keys.STEP_S) is not None and row.get(keys.SCORE_MEAN) is None
 
 
-def _lengths(folder: Path, config: RunConfig, rows: Sequence[Row]) -> Lengths:
+def run_lengths(folder: str | Path, max_tokens: int) -> Lengths:
+    """Lengths that the responses of a run had, cut to `max_tokens`.
+
+    Raises:
+        DataError: the folder has no steps, or they do not say.
+    """
+    rows = [row for row in latest_rows(read_rows(folder)) if _counts(row)]
+    if not rows:
+        raise DataError(
+            f"lengths {folder}: {METRICS_FILE} has no steps; name a run that has trained, or a file"
+        )
+    return lengths_of(str(folder), max_tokens, rows)
+
+
+def lengths_of(name: str, max_tokens: int, rows: Sequence[Row]) -> Lengths:
+    """Lengths that the responses of some steps had, cut to `max_tokens`.
+
+    Raises:
+        DataError: the metrics do not say.
+    """
     names = [keys.response_tokens_key(percent) for percent in keys.LENGTH_SHARES]
     if any(row.get(name) is None for row in rows for name in names):
         raise DataError(
-            f"{folder / METRICS_FILE} has no {names[0]} to {names[-1]}; it is of an older version: run it again"
+            f"{name}: the metrics have no {names[0]} to {names[-1]}; they are of an older version: run it again"
         )
     return Lengths.between(
-        str(folder),
+        name,
         [percent / 100 for percent in keys.LENGTH_SHARES],
         [[float(row[name] or 0.0) for name in names] for row in rows],
-        config.rollout.max_response_tokens,
+        max_tokens,
     )
 
 
-def _prompt_tokens(config: RunConfig, rows: Sequence[Row]) -> float:
+def prompt_tokens_of(config: RunConfig, rows: Sequence[Row]) -> float:
     """Mean length of the prompts."""
     means = [
         float(row.get(keys.TOKENS) or 0.0) / config.rows_per_step

@@ -118,6 +118,8 @@ class Compute(Section):
     """What a layer of a forward pass takes beside that: launches."""
     micro_batch_s: Latency = 0.5e-3
     """What each micro-batch of a stage takes beside its layers."""
+    decode_efficiency: Efficiency = 0.6
+    """Share of the peak that matrix products reach where each response has one token, as far as arithmetic binds."""
     decode_step_s: Latency = 2e-3
     """What each step of an engine takes beside its layers: scheduling and sampling."""
     decode_row_s: Latency = 10e-6
@@ -126,10 +128,23 @@ class Compute(Section):
     """What each layer of a decoding step takes beside reading its weights: launches."""
     knee: Annotated[float, Field(ge=1, le=64)] = 4.0
     """How sharp the bend is between steps bound by memory and steps bound by arithmetic; infinite would be a corner."""
+    kv_block_tokens: NodeDevices = 16
+    """Tokens of a block of KV cache, of which a response holds whole ones."""
+    in_waves: bool = False
+    """Engines take as many responses as there is room for at their longest, and the next ones when all have ended, as
+    those of a CPU do; else a response begins as soon as there is a place."""
+    fill_bytes_per_s: Rate | None = None
+    """Rate at which a device takes memory that it had given back, page by page; left out, it takes no time."""
     parameter_s: Latency = 20e-6
     """What each parameter tensor of an optimizer step takes beside its bytes."""
+    exchange_s: Latency = 0.0
+    """What each parameter tensor takes beside its bytes where replicas exchange gradients and weights."""
     optimizer_step_s: Latency = 5e-3
     """What each optimizer step takes beside that."""
+    collective_s: Latency = 0.0
+    """What a collective or a message of a pass takes beside what the link says: its ranks are never quite together."""
+    switch_bucket_s: Latency = 0.0
+    """What a bucket of a switch takes beside what the links say, for each other rank that it meets."""
     overlap: Share = 0.0
     """Share of the exchange of gradients and weights between replicas that is hidden behind the passes."""
     call_s: Latency = 10e-3

@@ -12,6 +12,7 @@ last, long ones run almost alone.
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -58,15 +59,27 @@ class Engine:
             held.num_elements - shape.vocab_size * shape.hidden_size // t
         )  # the embedding's rows are looked up
         memory = weights * DTYPE_BYTES[self.dtype] + context_tokens * self.kv_token_bytes
-        memory_s = memory / self.cluster.links.same_device.bytes_per_s
         operations = (
             2 * num_rows * (self._num_layers * layer_weights(shape) + shape.vocab_size * shape.hidden_size)
         )
-        arithmetic_s = operations / t / (compute.rate(self.dtype) * compute.efficiency)
-        own_s = knee(memory_s, arithmetic_s, compute.knee) + self._num_layers * compute.decode_layer_s
-        own_s += (compute.decode_step_s + num_rows * compute.decode_row_s) / self.sizes.pp_size
-        exchanged_s = self._num_layers * 2 * self._all_reduce_s(num_rows) + self._send_s(num_rows)
-        return self.sizes.pp_size * (own_s * self._waiting + exchanged_s)
+        arithmetic_s = operations / t / (compute.rate(self.dtype) * compute.decode_efficiency)
+        beside_s = self._num_layers * (compute.decode_layer_s + 2 * self._all_reduce_s(num_rows))
+        beside_s += self._send_s(num_rows)
+        beside_s += (compute.decode_step_s + num_rows * compute.decode_row_s) / self.sizes.pp_size
+        waiting = self._waiting
+        read_s = knee(self._read_s(memory), arithmetic_s * waiting, compute.knee)
+        return self.sizes.pp_size * (read_s + beside_s * waiting)
+
+    def _read_s(self, num_bytes: float) -> float:
+        """Of bytes that every rank reads from its memory, while all stages but one of an engine wait."""
+        memory = self.cluster.links.same_device
+        ranks = min(self.cluster.devices_per_node, self.num_ranks) / self.sizes.pp_size
+        seconds = num_bytes / memory.bytes_per_s
+        return (
+            seconds
+            if memory.node_bytes_per_s is None
+            else max(seconds, num_bytes * ranks / memory.node_bytes_per_s)
+        )
 
     @property
     def _waiting(self) -> float:
@@ -91,14 +104,29 @@ class Engine:
             + chunks * self.sizes.pp_size * self._send_s(num_tokens / chunks)
         )
 
+    @property
+    def block_bytes(self) -> int:
+        """A block of KV cache on a rank."""
+        return self.kv_token_bytes * compute_of(self.cluster).kv_block_tokens
+
+    def row_bytes(self, lengths: Lengths, prompt_tokens: float) -> float:
+        """KV cache that a running response takes of a rank: its mean over time; in waves, at its longest."""
+        compute = compute_of(self.cluster)
+        block = compute.kv_block_tokens
+        if compute.in_waves:
+            held = math.ceil((prompt_tokens + lengths.max_tokens) / block) * block
+        else:
+            held = prompt_tokens + lengths.mean_position + (block - 1) / 2
+        return self.kv_token_bytes * held
+
     def num_running(self, lengths: Lengths, prompt_tokens: float, max_num_seqs: int, kv_bytes: float) -> int:
-        """Responses that can run at once: as many as the cache holds at their mean size while they run."""
-        held = self.kv_token_bytes * (prompt_tokens + lengths.mean_position)
-        return max(1, min(max_num_seqs, int(kv_bytes / held)))
+        """Responses that can run at once: as many as the cache holds beside its first block, which stands for none."""
+        room = kv_bytes - self.block_bytes
+        return max(1, min(max_num_seqs, int(room / self.row_bytes(lengths, prompt_tokens) + 1e-9)))
 
     def generate_s(self, num_rows: int, prompt_tokens: float, lengths: Lengths, num_running: int) -> float:
         """Seconds until `num_rows` responses are complete, at most `num_running` at once."""
-        steps = running_steps(lengths, num_rows, num_running)
+        steps = running_steps(lengths, num_rows, num_running, compute_of(self.cluster).in_waves)
         counts, contexts, spans = steps[:, 0], steps[:, 1], steps[:, 2]
         seconds = sum(
             span * self.step_s(count, count * prompt_tokens + context)
@@ -111,11 +139,19 @@ class Engine:
 
     def _all_reduce_s(self, num_tokens: float) -> float:
         fabric = Fabric(self.cluster, self.num_ranks)
-        return fabric.all_reduce_s(self._hidden_bytes(num_tokens), Axis(self.sizes.tp_size, 1))
+        return self._with_others(
+            fabric.all_reduce_s(self._hidden_bytes(num_tokens), Axis(self.sizes.tp_size, 1))
+        )
 
     def _send_s(self, num_tokens: float) -> float:
         fabric = Fabric(self.cluster, self.num_ranks)
-        return fabric.send_s(self._hidden_bytes(num_tokens), Axis(self.sizes.pp_size, self.sizes.tp_size))
+        return self._with_others(
+            fabric.send_s(self._hidden_bytes(num_tokens), Axis(self.sizes.pp_size, self.sizes.tp_size))
+        )
+
+    def _with_others(self, seconds: float) -> float:
+        """Of a collective or a message, if there is one."""
+        return seconds + compute_of(self.cluster).collective_s if seconds else 0.0
 
 
 PREFILL_TOKENS = 8192
@@ -131,7 +167,7 @@ def knee(one: float, other: float, sharpness: float) -> float:
 
 
 @lru_cache(maxsize=512)
-def running_steps(lengths: Lengths, num_rows: int, num_running: int) -> np.ndarray:
+def running_steps(lengths: Lengths, num_rows: int, num_running: int, in_waves: bool = False) -> np.ndarray:
     """[spans, 3]: responses that run, their tokens altogether at the middle of the span, and its steps.
 
     The responses have the distribution's quantiles for lengths, in an order in which long and short ones alternate.
@@ -142,7 +178,8 @@ def running_steps(lengths: Lengths, num_rows: int, num_running: int) -> np.ndarr
     ends: list[tuple[int, int]] = []  # step at which a response ends, step at which it began
     begun_sum, now, spans = 0, 0, []
     while waiting or ends:
-        while waiting and len(ends) < num_running:
+        begins = not (in_waves and ends)
+        while begins and waiting and len(ends) < num_running:
             heapq.heappush(ends, (now + waiting.pop(), now))
             begun_sum += now
         end = ends[0][0]

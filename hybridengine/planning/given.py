@@ -12,11 +12,17 @@ from hybridengine.planning.option import Option
 from hybridengine.planning.options import Options
 from hybridengine.planning.passes import compute_of
 from hybridengine.planning.search import Plan, PoolPlan
+from hybridengine.planning.switch_cost import SwitchPricer
 from hybridengine.planning.workload import Workload
 
 
-def given_plan(config: RunConfig, workload: Workload, cluster: Cluster) -> Plan:
+def given_plan(
+    config: RunConfig, workload: Workload, cluster: Cluster, pricer: SwitchPricer | None = None
+) -> Plan:
     """The plan that `config` is, whether it fits or not.
+
+    Args:
+        pricer: what knows the run's switches already.
 
     Raises:
         TopologyError: generation sizes that do not nest, which the planner has no costs for.
@@ -26,6 +32,7 @@ def given_plan(config: RunConfig, workload: Workload, cluster: Cluster) -> Plan:
         cluster,
         {holder.name: holder.sizes for holder in model_holders(config)},
         config.actor.gen_sizes,
+        pricer,
     )
     process_bytes = compute_of(cluster).process_bytes or 0
     pools, placement = [], []

@@ -23,6 +23,13 @@ from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 
 MOST_OF_LINE_RATE = 3.0
 """A switch takes at most so many times what its bytes would take, and a second."""
+MOST_BUCKETS = 1000
+"""Of a switch, beside those that its bytes fill."""
+
+
+def pricer_of(workload: Workload) -> SwitchPricer:
+    """What prices switches of the workload's actor."""
+    return SwitchPricer(workload.model("actor").shape, workload.dtype, workload.bucket_bytes)
 
 
 class Options:
@@ -31,6 +38,7 @@ class Options:
     Args:
         fixed: sizes that a model must have, by name.
         fixed_gen: sizes that the engine must have.
+        pricer: what knows switches already; from `pricer_of` the same workload.
     """
 
     def __init__(
@@ -39,13 +47,14 @@ class Options:
         cluster: Cluster,
         fixed: Mapping[str, TrainSizes] | None = None,
         fixed_gen: GenSizes | None = None,
+        pricer: SwitchPricer | None = None,
     ) -> None:
         self.workload, self.cluster, self.compute = workload, cluster, compute_of(cluster)
         self.fixed, self.fixed_gen = dict(fixed or {}), fixed_gen
         self._found: dict[tuple[str, int], list[Option]] = {}
         self._switches: dict[tuple[int, int, int, GenSizes], SwitchFigures] = {}
         self._generations: dict[tuple[object, ...], float] = {}
-        self._pricer = SwitchPricer(self._actor.shape, workload.dtype, workload.bucket_bytes)
+        self._pricer = pricer or pricer_of(workload)
 
     @property
     def _actor(self) -> PlannedModel:
@@ -78,13 +87,22 @@ class Options:
     def generating_seconds(self, option: Option, kv_bytes: int) -> Option:
         """The option with so much KV cache."""
         assert option.engine is not None, "the actor has an engine"
-        seconds = [
-            self._generate_s(option.sizes, option.engine.sizes, call, kv_bytes)
-            if call.work is Work.GENERATE
-            else own
-            for call, own in zip(self._calls("actor"), option.seconds, strict=True)
-        ]
+        seconds = list(option.seconds)
+        for place, call in enumerate(self._calls("actor")):
+            if call.work is Work.GENERATE:
+                seconds[place] = self._generate_s(option.sizes, option.engine.sizes, call, kv_bytes)
+            elif call.method == "switch_to_generate":
+                filled_s = self._fill_s(kv_bytes, option.sizes.num_ranks)
+                seconds[place] = self.compute.call_s + filled_s
         return replace(option, seconds=tuple(seconds))
+
+    def _fill_s(self, num_bytes: int, num_ranks: int) -> float:
+        """Until every rank has taken so much memory, where that takes time."""
+        if self.compute.fill_bytes_per_s is None:
+            return 0.0
+        at_once = self.compute.devices_at_once or self.cluster.devices_per_node
+        ranks = min(self.cluster.devices_per_node, num_ranks)
+        return num_bytes / self.compute.fill_bytes_per_s * max(1.0, ranks / at_once)
 
     def num_calls(self, name: str) -> int:
         return len(self._calls(name))
@@ -208,10 +226,11 @@ class Options:
             workload.num_rows(call.count) for call in self._calls("actor") if call.work is Work.GENERATE
         )
         running = min(-(-rows * gen.num_ranks // sizes.num_ranks), workload.max_num_seqs)
-        mean_bytes = engine.kv_token_bytes * (workload.prompt_tokens + workload.lengths.mean_position)
+        row_bytes = engine.row_bytes(workload.lengths, workload.prompt_tokens)
         host = self.cluster.links.host
         moved_s = held.optimizer_bytes / host.bytes_per_s if model.offloads and host is not None else 0.0
-        least_kv = engine.kv_token_bytes * workload.max_tokens
+        blocks = 1 + math.ceil(workload.max_tokens / self.compute.kv_block_tokens)
+        least_kv = blocks * engine.block_bytes
         least, most = self._switch_bounds(sizes, held.weights_bytes, gen_bytes)
         option = replace(
             plain,
@@ -220,7 +239,7 @@ class Options:
                 gen_bytes,
                 state_bytes=0 if model.offloads else held.optimizer_bytes,
                 state_s=moved_s,
-                kv_bytes=max(math.ceil(running * mean_bytes), least_kv),
+                kv_bytes=max(math.ceil(running * row_bytes) + engine.block_bytes, least_kv),
                 least_kv_bytes=least_kv,
                 least=replace(least, there_s=least.there_s + moved_s, back_s=least.back_s + moved_s),
                 most=replace(most, there_s=most.there_s + moved_s, back_s=most.back_s + moved_s),
@@ -272,8 +291,10 @@ class Options:
             links.between_nodes.bytes_per_s if links.between_nodes else 0.0
         )
         least = SwitchFigures(received / fastest, 0.0, max(train_bytes, gen_bytes))
+        buckets = gen_bytes / self.workload.bucket_bytes + MOST_BUCKETS
+        beside_s = buckets * sizes.model_parallel_size * self.compute.switch_bucket_s
         most = SwitchFigures(
-            MOST_OF_LINE_RATE * (line_s + copied_s) + 1.0,
+            MOST_OF_LINE_RATE * (line_s + copied_s) + beside_s + 1.0,
             MOST_OF_LINE_RATE * copied_s + 1.0,
             train_bytes + gen_bytes + 2 * self.workload.bucket_bytes,
         )
@@ -289,8 +310,9 @@ class Options:
             cost = self._pricer.price(
                 GenerationGrid(Grid(train), gen), self.cluster.node_map(train.num_ranks)
             )
+            beside_s = cost.num_meetings * self.compute.switch_bucket_s
             self._switches[key] = SwitchFigures(
-                cost.seconds_there(self.cluster),
+                cost.seconds_there(self.cluster) + beside_s,
                 cost.seconds_back(self.cluster),
                 cost.peak_bytes,
                 cost.received_bytes,

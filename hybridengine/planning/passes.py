@@ -13,7 +13,7 @@ Backward passes are two forward ones, and another one where activations are comp
 gradients over the replicas (float32, scattered), updates its part, and gathers the weights.
 
 Where the devices of a node are the cores of a CPU, a pass also takes at least the work of the node's ranks over the
-devices that can work at once.
+devices that can work at once; exchanging is work too, since the links are the memory.
 
 Source: bubbles of the schedule as in Narayanan et al., arXiv 2104.04473, section 2.2; sharded optimizer states as in
 ZeRO, arXiv 1910.02054.
@@ -87,7 +87,7 @@ class PassSeconds:
     path_s: float
     """Of its longest chain, if every device works for itself."""
     work_s: float
-    """That a rank works, waits for others left out; the mean of its stages."""
+    """That a rank works and exchanges, bubbles left out; the mean of its stages."""
 
     def __add__(self, other: PassSeconds) -> PassSeconds:
         return PassSeconds(self.path_s + other.path_s, self.work_s + other.work_s)
@@ -182,7 +182,7 @@ class ModelPasses:
             for count in layers
         ]
         slot = max(own + beside for own, beside in zip(work, exchanged, strict=True))
-        return PassSeconds((micro.count + p - 1) * slot, micro.count * sum(work) / p)
+        return PassSeconds((micro.count + p - 1) * slot, micro.count * (sum(work) + sum(exchanged)) / p)
 
     def _stage(self, micro: MicroBatches, layers: int, *, last: bool) -> float:
         """Seconds of a forward pass of one micro-batch over a stage, collectives left out."""
@@ -202,10 +202,14 @@ class ModelPasses:
         return micro.tokens * self.shape.hidden_size * DTYPE_BYTES[self.dtype]
 
     def _all_reduce_s(self, micro: MicroBatches) -> float:
-        return self.fabric.all_reduce_s(self._hidden_bytes(micro), self.tp_axis)
+        return self._with_others(self.fabric.all_reduce_s(self._hidden_bytes(micro), self.tp_axis))
 
     def _send_s(self, micro: MicroBatches) -> float:
-        return self.fabric.send_s(self._hidden_bytes(micro), self.pp_axis)
+        return self._with_others(self.fabric.send_s(self._hidden_bytes(micro), self.pp_axis))
+
+    def _with_others(self, seconds: float) -> float:
+        """Of a collective or a message, if there is one."""
+        return seconds + compute_of(self.cluster).collective_s if seconds else 0.0
 
     def _optimizer_step(self) -> PassSeconds:
         compute, d = compute_of(self.cluster), self.sizes.dp_size
@@ -218,4 +222,7 @@ class ModelPasses:
         )
         exchanged = self.fabric.reduce_scatter_s(held.num_elements * GRADIENT_BYTES, self.dp_axis)
         exchanged += self.fabric.all_gather_s(held.num_elements * DTYPE_BYTES[self.dtype], self.dp_axis)
-        return PassSeconds(own + exchanged * (1 - compute.overlap), own)
+        exchanged *= 1 - compute.overlap
+        if d > 1:
+            exchanged += held.num_parameters * compute.exchange_s
+        return PassSeconds(own + exchanged, own + exchanged)

@@ -119,7 +119,7 @@ def _settings(search: Search, needs: list[_Need]) -> Iterator[str]:
 
 
 def _enough_devices(search: Search, needs: list[_Need]) -> int | None:
-    """Devices with which the models fit, from twice as many on."""
+    """Devices on which all models fit together, from twice as many on."""
     node, devices = search.cluster.devices_per_node, search.num_devices
     fixed = any(name in search.options.fixed for need in needs for name in need.names)
     while not fixed and devices * 2 <= MOST_DEVICES:
@@ -132,7 +132,7 @@ def _enough_devices(search: Search, needs: list[_Need]) -> int | None:
         options = Options(search.workload, cluster, search.options.fixed, search.options.fixed_gen)
         larger = Search(options, devices)
         sizes = pool_sizes(cluster, devices)[-1:]
-        enough = [_least(larger, need.names, sizes) for need in needs]
-        if all(need is not None and need.num_bytes <= larger.capacity_bytes for need in enough):
+        together = _least(larger, tuple(model.name for model in search.workload.models), sizes)
+        if together is not None and together.num_bytes <= larger.capacity_bytes:
             return devices
     return None

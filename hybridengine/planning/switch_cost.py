@@ -168,6 +168,11 @@ class SwitchCost:
         return max(cost.peak_bytes for cost in self.busiest_memory)
 
     @property
+    def num_meetings(self) -> int:
+        """Buckets times the ranks that each rank of the domain meets, of the plan with the most."""
+        return max(len(plan.buckets) * (len(plan.ranks) - 1) for plan in self.plans)
+
+    @property
     def redundant_bytes(self) -> int:
         """Training weights that stay in memory while generating."""
         return self._most(lambda cost: cost.redundant_bytes)
@@ -222,6 +227,7 @@ class SwitchPricer:
     def __init__(self, shape: ModelShape, dtype: str, bucket_bytes: int) -> None:
         self.shape, self.dtype, self.bucket_bytes = shape, dtype, bucket_bytes
         self._plans: dict[Hashable, DomainPlan] = {}
+        self._costs: dict[Hashable, SwitchCost] = {}
 
     def price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool = True) -> SwitchCost:
         """Cost of switching to `generation` and back.
@@ -232,6 +238,12 @@ class SwitchPricer:
         Raises:
             PlanError: the engines cannot hold the model, or a domain lacks some of it.
         """
+        asked = (generation, nodes, two_step)
+        if asked not in self._costs:
+            self._costs[asked] = self._price(generation, nodes, two_step)
+        return self._costs[asked]
+
+    def _price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool) -> SwitchCost:
         source, destination = (
             megatron_layout(self.shape, generation.train),
             vllm_layout(self.shape, generation),

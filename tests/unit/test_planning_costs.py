@@ -30,7 +30,7 @@ from hybridengine.planning.decoding import Engine, knee, running_steps
 from hybridengine.planning.fabric import Axis, Fabric
 from hybridengine.planning.lengths import Lengths
 from hybridengine.planning.memory import activation_bytes, training_memory
-from hybridengine.planning.passes import MicroBatches, ModelPasses, layer_weights
+from hybridengine.planning.passes import GOLDEN, MicroBatches, ModelPasses, layer_weights
 from hybridengine.planning.shards import generation_holding, training_holding
 from hybridengine.planning.workload import workload_of
 from hybridengine.reshard.megatron import megatron_layout
@@ -147,7 +147,7 @@ def test_a_pipeline_has_bubbles_and_its_slowest_stage_sets_the_pace(p: int, coun
     micro = MicroBatches(count, 1.0, 1.0, 1.0)
     slot, messages = 6 / p * 0.5, 256 * 2 / 1e9 * (p > 1)
     assert passes.forward(micro).path_s == pytest.approx((count + p - 1) * (slot + messages))
-    assert passes.forward(micro).work_s == pytest.approx(count * slot)
+    assert passes.forward(micro).work_s == pytest.approx(count * (slot + messages))
     both = passes.update(micro, num_steps=5, num_passes=2)
     assert both.path_s == pytest.approx(10 * (count + p - 1) * 3 * slot, rel=0.05)
     recomputed = passes.update(micro, num_steps=1, recompute=True)
@@ -159,9 +159,12 @@ def test_tensor_shards_divide_the_arithmetic_and_pay_for_all_reduces() -> None:
     one, four = (
         ModelPasses(SHAPE, TrainSizes(1, t, 1), "bfloat16", plain_cluster()).forward(micro) for t in (1, 4)
     )
-    assert four.work_s == pytest.approx(one.work_s / 4)
     hidden_bytes = 100 * 256 * 2
-    assert four.path_s - four.work_s == pytest.approx(6 * 2 * 2 * hidden_bytes * 3 / 4 / 1e9)
+    exchanged = 6 * 2 * 2 * hidden_bytes * 3 / 4 / 1e9
+    assert four.path_s == four.work_s == pytest.approx(one.work_s / 4 + exchanged)
+    late = plain_cluster(collective_s=0.125)
+    waiting = ModelPasses(SHAPE, TrainSizes(1, 4, 1), "bfloat16", late).forward(micro)
+    assert waiting.path_s == pytest.approx(four.path_s + 6 * 2 * 0.125)
 
 
 def test_replicas_exchange_gradients_in_float32_and_weights_in_their_own_type() -> None:
@@ -172,8 +175,10 @@ def test_replicas_exchange_gradients_in_float32_and_weights_in_their_own_type() 
         found = ModelPasses(SHAPE, TrainSizes(1, 1, d), "bfloat16", cluster).update(micro, 1)
         own = held * (30 / d + 8) / 1e9
         exchanged = 0.75 * held * (4 + 2) * (d - 1) / d / 1e9
-        assert found.path_s == pytest.approx(own + exchanged, rel=1e-4)
-        assert found.work_s == pytest.approx(own, rel=1e-4)
+        assert found.path_s == found.work_s == pytest.approx(own + exchanged, rel=1e-4)
+    costly = plain_cluster(flops_per_s={"bfloat16": 1e18}, overlap=0.25, exchange_s=0.5)
+    beside = ModelPasses(SHAPE, TrainSizes(1, 1, 4), "bfloat16", costly).update(micro, 1)
+    assert beside.path_s - found.path_s == pytest.approx(0.5 * training_holding(SHAPE, 1, 1).num_parameters)
 
 
 def test_devices_that_are_cores_share_their_work() -> None:
@@ -284,10 +289,29 @@ def test_generation_reads_weights_and_keys_and_values_every_step() -> None:
 def test_the_cache_limits_how_many_run() -> None:
     engine = Engine(SHAPE, GenSizes(1, 1), 1, "bfloat16", plain_cluster(), 1)
     lengths = Lengths.of("constant:100", 128)
-    held = engine.kv_token_bytes * (10 + 50)
-    assert engine.num_running(lengths, 10.0, 64, 5.5 * held) == 5
-    assert engine.num_running(lengths, 10.0, 3, 5.5 * held) == 3
+    # Half of the last block of 16 is empty; the first block of a cache holds nothing.
+    held, first = engine.kv_token_bytes * (10 + 50 + 7.5), engine.kv_token_bytes * 16
+    assert engine.num_running(lengths, 10.0, 64, first + 5.5 * held) == 5
+    assert engine.num_running(lengths, 10.0, 3, first + 5.5 * held) == 3
     assert engine.num_running(lengths, 10.0, 64, 1) == 1
+
+
+def test_waves_take_as_many_as_fit_at_their_longest_and_wait_for_the_last() -> None:
+    engine = Engine(
+        SHAPE, GenSizes(1, 1), 1, "bfloat16", plain_cluster(in_waves=True, kv_block_tokens=128), 1
+    )
+    lengths = Lengths.of("uniform:1-100", 150)
+    block = engine.kv_token_bytes * 128
+    assert engine.row_bytes(lengths, 10.0) == 2 * block  # 10 and 150 tokens
+    assert engine.num_running(lengths, 10.0, 64, 8 * block) == 3
+    waves, refilled = (running_steps(lengths, 40, 10, in_waves) for in_waves in (True, False))
+    for steps in (waves, refilled):
+        assert (steps[:, 0] * steps[:, 2]).sum() == lengths.spread(40).sum()
+    longest = [
+        wave.max() for wave in lengths.spread(40)[np.argsort(np.arange(40) * GOLDEN % 1.0)].reshape(4, 10)
+    ]
+    assert waves[:, 2].sum() == sum(longest)
+    assert refilled[:, 2].sum() < waves[:, 2].sum()
 
 
 def test_activations_of_a_layer_are_those_of_its_tensors() -> None:

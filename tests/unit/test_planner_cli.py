@@ -1,0 +1,311 @@
+"""`hybridengine plan`: what it prints, draws and writes, and how it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybridengine.cli.main import main
+from hybridengine.config import load_config, model_holders
+
+ROOT = Path(__file__).parents[2]
+A100 = str(ROOT / "configs" / "clusters" / "a100-80gb-16x8.yaml")
+CONFIG = str(ROOT / "configs" / "llama3-70b-16nodes.yaml")
+
+Planned = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def planned(capsys: pytest.CaptureFixture[str]) -> Planned:
+    """Runs the command; (exit code, stdout, stderr)."""
+
+    def run(
+        *arguments: str, command: str = "plan", config: str = CONFIG, cluster: str = A100
+    ) -> tuple[int, str, str]:
+        code = main([command, config, "--cluster", cluster, *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+SMALL = ("model.hf_config=llama2-7b", "rollout.kv_cache_bytes=4GiB", "--nodes", "2")
+"""A search of a second."""
+
+
+def test_figures_for_programs(planned: Planned) -> None:
+    code, out, err = planned(*SMALL, "--json")
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert found["exact"] is True
+    assert found["num_placements"] == 5
+    assert 0 < found["search_s"] < 60
+    steps = [plan["step_s"] for plan in found["plans"]]
+    assert steps == sorted(steps)
+    for plan in found["plans"]:
+        assert plan["memory_headroom_bytes_min"] >= 0
+        assert sum(pool["num_ranks"] for pool in plan["placement"]) <= 16
+        assert sorted(name for pool in plan["placement"] for name in pool["models"]) == [
+            "actor",
+            "critic",
+            "reference",
+        ]
+        for role in plan["roles"].values():
+            p, t, d = map(int, role["parallel"].split("-"))
+            assert p * t * d == role["num_ranks"] == plan["placement"][role["pool"]]["num_ranks"]
+        assert max(bar["end_s"] for bar in plan["timeline"]) == plan["step_s"]
+        assert plan["phases_s"]["generate"] > 0
+        if len(plan["placement"]) == 1:
+            assert sum(plan["phases_s"].values()) == pytest.approx(plan["step_s"])
+
+
+def test_text_shows_plans_sizes_the_timeline_and_why_the_next_one_lost(planned: Planned) -> None:
+    code, out, _ = planned(*SMALL)
+    assert code == 0
+    for part in (
+        "16 devices of A100-80GB",
+        "5 placements",
+        "nothing better exists in the search space",
+        "sizes of plan 1",
+        "timeline of plan 1",
+        "plan 2 takes",
+        "on its longest path",
+    ):
+        assert part in out
+    assert "ggg" in out and "UUU" in out
+    assert max(map(len, out.splitlines())) < 260
+
+
+def test_differences_add_up_to_what_the_runner_up_takes_longer(planned: Planned) -> None:
+    from hybridengine.cli.main import parse
+    from hybridengine.cli.plan import request_of
+    from hybridengine.planning.comparison import _path_seconds, compare, longest_path
+    from hybridengine.planning.options import Options
+    from hybridengine.planning.search import Search
+
+    request = request_of(parse(["plan", CONFIG, "--cluster", A100, *SMALL]))
+    plans = Search(Options(request.workload, request.cluster), 16).run().plans
+    for plan in plans:
+        path = longest_path(plan.bars)
+        assert path[0].begin_s == 0 and path[-1].end_s == plan.step_s
+        assert all(one.end_s == other.begin_s for one, other in itertools.pairwise(path))
+        assert sum(_path_seconds(plan).values()) == pytest.approx(plan.step_s)
+    for other in plans[1:]:
+        found = compare(other, plans[0])
+        small = 0.005 * plans[0].step_s * len(plans[0].phases_s)
+        assert sum(one.seconds for one in found.differences) == pytest.approx(found.seconds, abs=small)
+
+
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        ("llama3-70b-16nodes.yaml", ["--nodes", "8"]),
+        ("llama3-70b-16nodes.yaml", [*SMALL, "--placement", "actor | critic, reference"]),
+        ("safe-rlhf.yaml", ["--devices", "4", "--placement", "standalone", "model.dtype=bfloat16"]),
+    ],
+)
+def test_a_plan_is_a_configuration_that_can_be_trained(
+    planned: Planned, tmp_path: Path, config: str, more: list[str]
+) -> None:
+    file, figures = tmp_path / "planned.yaml", tmp_path / "plan.json"
+    arguments = ("--out", str(file), "--json", str(figures), *more)
+    code, _, err = planned(*arguments, config=str(ROOT / "configs" / config))
+    assert (code, err) == (0, "")
+    best = json.loads(figures.read_text())["plans"][0]
+    run = load_config(file, dry_run=True)
+    holders = {holder.name: holder for holder in model_holders(run)}
+    assert {name: str(holder.sizes) for name, holder in holders.items()} == {
+        name: role["parallel"] for name, role in best["roles"].items()
+    }
+    assert str(run.actor.gen_sizes) == best["roles"]["actor"]["generate"]
+    assert run.rollout.kv_cache_bytes == best["roles"]["actor"]["kv_cache_bytes"]
+    assert run.num_ranks == sum(pool["num_ranks"] for pool in best["placement"])
+    pools = list(run.pools.values())
+    for name, role in best["roles"].items():
+        assert pools[role["pool"]].num_ranks == role["num_ranks"]
+        assert holders[name].role in pools[role["pool"]].roles
+    assert main(["train", str(file), "--dry-run"]) == 0
+
+
+def test_models_of_one_role_share_a_pool(planned: Planned, tmp_path: Path) -> None:
+    """A reward of two models is one role, which has one pool."""
+    values = yaml.safe_load(Path(CONFIG).read_text())
+    values["model"]["hf_config"] = "llama2-7b"
+    model = {"kind": "model", "hf_config": "llama2-7b"}
+    values["reward"] = {
+        "terms": {
+            "helpful": model | {"path": "models/helpful", "weight": 1.0},
+            "short": model | {"path": "models/short", "weight": 0.5},
+        }
+    }
+    file, out = tmp_path / "terms.yaml", tmp_path / "planned.yaml"
+    file.write_text(yaml.safe_dump(values))
+    code, text, err = planned("--nodes", "4", "--json", "--top", "20", "--out", str(out), config=str(file))
+    assert (code, err) == (0, "")
+    found = json.loads(text)
+    assert found["num_placements"] == 15
+    for plan in found["plans"]:
+        assert plan["roles"]["reward_helpful"]["pool"] == plan["roles"]["reward_short"]["pool"]
+    sizes = {name: role["parallel"] for name, role in found["plans"][0]["roles"].items()}
+    terms = load_config(out, dry_run=True).reward.terms
+    assert {f"reward_{name}": term.parallel for name, term in terms.items()} == {
+        name: value for name, value in sizes.items() if name.startswith("reward_")
+    }
+
+
+def test_timelines_are_drawn_and_equal_plans_are_equal_pictures(planned: Planned, tmp_path: Path) -> None:
+    files = [tmp_path / f"{number}.svg" for number in range(2)]
+    for file in files:
+        assert planned(*SMALL, "--plot", str(file))[0] == 0
+    texts = [file.read_text() for file in files]
+    assert texts[0] == texts[1]
+    assert "update_actor" in texts[0] or "<path" in texts[0]
+
+
+def test_planning_imports_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from hybridengine.cli.main import main;"
+        f"status = main(['plan', {CONFIG!r}, '--cluster', {A100!r}, *{SMALL!r}, '--json', {str(tmp_path / 'p.json')!r}]);"
+        "heavy = [name for name in ('torch', 'ray', 'megatron', 'vllm', 'transformers') if name in sys.modules];"
+        "assert not heavy, heavy; sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- Bad input -------------------------------------------------------------------------------------------------------
+
+
+def refuse(planned: Planned, *arguments: str, **settings: Any) -> str:
+    code, out, err = planned(*arguments, **settings)
+    assert (code, out) == (2, "")
+    assert err.startswith("hybridengine: ") and "Traceback" not in err
+    return " ".join(err.split())
+
+
+def test_a_cluster_that_is_too_small(planned: Planned) -> None:
+    """Which model misses by how much, and what would do."""
+    text = refuse(planned, "--nodes", "1")
+    for part in (
+        "nothing fits on 8 devices of A100-80GB",
+        "actor needs",
+        "critic needs",
+        "GiB a rank at best",
+        "and misses by",
+        "devices would do",
+        "or devices with",
+    ):
+        assert part in text
+    enough = int(text.split(" devices would do")[0].rpartition(" ")[2])
+    assert planned("--nodes", str(enough // 8), "--json")[0] == 0
+
+
+def test_models_that_fit_only_by_themselves(planned: Planned) -> None:
+    text = refuse(planned, *SMALL[:2], "--devices", "2", "--placement", "colocate", "actor.offload=none")
+    assert "together, on all devices, actor + critic + reference needs" in text
+    assert "try actor.offload=optimizer" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--fix", "actor=1-8-32"], ["--fix actor=1-8-32 takes p·t·d = 256 ranks", "128 devices"]),
+        (["--fix", "actor=1-3-2"], ["--fix actor=1-3-2", "t=3 does not divide"]),
+        (
+            ["--fix", "actor=1-8-2", "--fix", "generate=1-3"],
+            ["generation 1-3", "choose p_g-t_g from 1-2, 1-4, 1-1"],
+        ),
+        (["--fix", "acter=1-8-2"], ["did you mean actor?"]),
+        (["--fix", "actor"], ["must be NAME=SIZES"]),
+        (["--fix", "actor=1-8-2", "--fix", "actor=1-8-4"], ["--fix actor is given twice"]),
+        (["--fix", "actor=8"], ["p-t-d"]),
+        (
+            ["--fix", "actor=1-8-2", "--fix", "critic=1-8-4", "--placement", "colocate"],
+            ["actor=1-8-2 and critic=1-8-4 have [16, 32] ranks", "share a pool"],
+        ),
+        (
+            ["--fix", "actor=1-8-8", "--fix", "critic=1-8-16"],
+            ["actor=1-8-8", "critic=1-8-16"],
+        ),
+        (["--placement", "actor,critic"], ["reference is in no pool"]),
+        (["--placement", "actor,actor | critic | reference"], ["actor is twice"]),
+        (["--placement", "colocated"], ["did you mean colocate?"]),
+        (["--devices", "12"], ["--devices 12 must be a divisor of the 8 devices of a node or whole nodes"]),
+        (["--devices", "0"], ["--devices 0"]),
+        (["--nodes", "-1"], ["nodes=-1"]),
+        (["--top", "0"], ["--top 0"]),
+        (["--lengths", "constant:0"], ["need a whole number of tokens from 1 on"]),
+        (["--lengths", "lognormal:mean=-4,cv=1"], ["need a mean of at least 1 token"]),
+        (["--lengths", "nowhere.jsonl"], ["neither one of the forms nor a file"]),
+        (["--prompt-tokens", "-3"], ["--prompt-tokens -3 must be from 1 to"]),
+        (["--prompt-tokens", "nan"], ["--prompt-tokens nan must be from 1 to"]),
+        (["algorithm.name=my.dataflow"], ["algorithm.name"]),
+        (["model.dtype=float16"], ["model.dtype"]),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_message(
+    planned: Planned, arguments: list[str], parts: list[str]
+) -> None:
+    text = refuse(planned, *arguments)
+    for part in parts:
+        assert part in text
+
+
+def test_empty_length_samples(planned: Planned, tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n\n")
+    assert "has no lengths" in refuse(planned, "--lengths", str(file))
+    file.write_text("3\n-5\n")
+    assert 'line 2: "-5" is no number of tokens' in refuse(planned, "--lengths", str(file))
+
+
+def test_unknown_and_impossible_hardware(planned: Planned, tmp_path: Path) -> None:
+    assert "does not exist; name a cluster file" in refuse(planned, cluster="configs/clusters/b200.yaml")
+    values = yaml.safe_load(Path(A100).read_text())
+    for key, value, part in (
+        ("efficiency", -0.5, "compute.efficiency=-0.5"),
+        ("decode_row_s", -1e-6, "compute.decode_row_s"),
+        ("effciency", 0.5, "did you mean compute.efficiency?"),
+    ):
+        file = tmp_path / "cluster.yaml"
+        file.write_text(yaml.safe_dump({**values, "compute": {**values["compute"], key: value}}))
+        assert part in refuse(planned, cluster=str(file))
+    file.write_text(
+        yaml.safe_dump(
+            {**values, "links": {**values["links"], "same_node": {"bytes_per_s": -3, "latency_s": 0}}}
+        )
+    )
+    assert "links.same_node.bytes_per_s=-3" in refuse(planned, cluster=str(file))
+    del values["compute"]
+    file.write_text(yaml.safe_dump(values))
+    assert "has no section compute" in refuse(planned, cluster=str(file))
+    values["compute"] = {"flops_per_s": {"float32": 1e12}}
+    file.write_text(yaml.safe_dump(values))
+    assert "compute.flops_per_s.bfloat16 is missing" in refuse(planned, cluster=str(file))
+
+
+def test_without_a_cluster_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", CONFIG]) == 2
+    assert "--cluster is missing, and there is no calibrated.yaml here" in capsys.readouterr().err
+    (tmp_path / "calibrated.yaml").write_text(Path(A100).read_text())
+    assert main(["plan", CONFIG, *SMALL, "--json"]) == 0
+    assert main(["plan"]) == 2
+    assert "CONFIG is missing" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_are_refused_first(planned: Planned, tmp_path: Path) -> None:
+    assert "--out" in refuse(planned, *SMALL, "--out", str(tmp_path / "none" / "a.yaml"))
+    assert "same file" in refuse(planned, *SMALL, "--out", str(tmp_path / "a"), "--json", str(tmp_path / "a"))
+    assert "what CONFIG reads" in refuse(planned, *SMALL, "--out", CONFIG)
+    assert ".png" in refuse(planned, *SMALL, "--plot", str(tmp_path / "a.txt"))

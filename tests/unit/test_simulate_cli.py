@@ -1,0 +1,109 @@
+"""`hybridengine simulate`: what it prints, draws and writes, what holds of its figures, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hybridengine.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+A100 = str(ROOT / "configs" / "clusters" / "a100-80gb-16x8.yaml")
+CONFIG = str(ROOT / "configs" / "llama3-70b-16nodes.yaml")
+SMALL = (
+    "model.hf_config=llama2-7b",
+    "data.batch_size=256",
+    "--nodes",
+    "4",
+    "--steps",
+    "6",
+    "--lengths",
+    "lognormal:mean=300,cv=0.8",
+)
+
+Simulated = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def simulated(capsys: pytest.CaptureFixture[str]) -> Simulated:
+    """Runs the command; (exit code, stdout, stderr)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(["simulate", CONFIG, "--cluster", A100, *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_a_sweep_shows_every_division_beside_the_analytical_model(
+    simulated: Simulated, tmp_path: Path
+) -> None:
+    picture = tmp_path / "sweep.png"
+    code, out, err = simulated(*SMALL, "--sweep", "--json", "--plot", str(picture))
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert picture.stat().st_size > 10_000
+    divisions = [one["num_training"] for one in found["sweep"]]
+    assert divisions == sorted(set(divisions)) and len(divisions) > 1
+    for one in (found["synchronous"], *found["sweep"]):
+        assert sum(one["staleness_tokens"].values()) > 0
+        assert 0 <= one["train_idle_share"] <= 1
+        assert 0 <= one["generate_idle_share"] <= 1
+        assert one["tokens_per_s"] == pytest.approx(sum(one["staleness_tokens"].values()) / one["seconds"])
+    assert found["synchronous"]["staleness_max"] == 0
+    for one in found["sweep"]:
+        assert one["num_training"] + one["num_generating"] == 32
+        # Where the trainer never waits in the steady state, the whole run is about as fast.
+        if one["train_idle_share"] < 0.1:
+            assert one["tokens_per_s"] == pytest.approx(one["model"]["tokens_per_s"], rel=0.25)
+
+
+def test_equal_commands_are_equal_runs_and_seeds_are_not(simulated: Simulated) -> None:
+    texts = [json.loads(simulated(*SMALL, "--json", "--seed", seed)[1]) for seed in ("3", "3", "4")]
+    for text in texts:
+        text.pop("simulation_s")
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+def test_a_tight_bound_keeps_the_data_young(simulated: Simulated) -> None:
+    def mean_age(*arguments: str) -> float:
+        return json.loads(simulated(*SMALL, *arguments, "--json")[1])["asynchronous"]["staleness_mean"]
+
+    divided = ("--train-devices", "16")
+    assert mean_age(*divided, "--staleness", "0") <= mean_age(*divided, "--staleness", "2")
+    assert mean_age(*divided, "--staleness", "2") <= mean_age(*divided, "--staleness", "inf")
+
+
+def test_text_compares_both_kinds_of_training(simulated: Simulated) -> None:
+    code, out, _ = simulated(*SMALL)
+    assert code == 0
+    for part in ("synchronous", "asynchronous", "times synchronous", "analytical model of this division"):
+        assert part in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--steps", "0"), "--steps 0 must be from 1"),
+        (("--staleness", "-1"), "--staleness -1 must be 0 or more"),
+        (("--staleness", "nan"), "--staleness nan must be 0 or more"),
+        (("--seed", "-1"), "--seed -1"),
+        (("--train-devices", "31"), "does not leave whole engines"),
+        (("--train-devices", "8", "--sweep"), "leave one of them out"),
+        (("--devices", "1"), "one device cannot be divided"),
+        (("algorithm.name=remax",), "generates twice"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_message(
+    simulated: Simulated, arguments: tuple[str, ...], part: str
+) -> None:
+    kept = SMALL if "--steps" not in arguments else tuple(one for one in SMALL if one not in ("--steps", "6"))
+    kept = kept if "--devices" not in arguments else tuple(one for one in kept if one not in ("--nodes", "4"))
+    code, out, err = simulated(*kept, *arguments)
+    assert (code, out) == (2, "")
+    assert part in " ".join(err.split())
