@@ -1,7 +1,8 @@
 """The paper's placements in shape: HybridFlow, arXiv 2409.19256, section 8.3.
 
-Its workload is configs/hybridflow-ppo.yaml, its cluster configs/clusters/a100-80gb-16x8.yaml, whose rates are data sheets and
-whose other coefficients are assumptions; docs/planner.md shows the figures beside the paper's, also where they differ.
+Its workload is configs/hybridflow-ppo.yaml, its cluster configs/clusters/a100-80gb-16x8.yaml, whose rates are data
+sheets and whose other coefficients are assumptions; docs/planner.md shows the figures beside the paper's, also where they
+differ.
 """
 
 from __future__ import annotations
