@@ -22,7 +22,7 @@ from rich.console import Console
 from hybridengine.bench.machine import num_gpus
 from hybridengine.cli.options import Once
 from hybridengine.cli.output_files import check_output_files, write_output
-from hybridengine.cli.plan import CALIBRATED
+from hybridengine.cli.run_request import CALIBRATED
 from hybridengine.cli.switch_tables import aligned
 from hybridengine.config.values import parse_bytes
 from hybridengine.errors import ConfigError

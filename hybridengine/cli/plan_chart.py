@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -13,6 +12,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from hybridengine.cli.chart_style import STYLE
 from hybridengine.cli.plan_tables import pool_text
 from hybridengine.metrics.formatting import format_seconds
 from hybridengine.planning.dataflows import Work
@@ -32,13 +32,6 @@ NAMES = {
     Work.UPDATE: "update",
     Work.HOST: "prompts, advantages, statistics",
 }
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.hashsalt": "hybridengine",
-}
-"""The salt makes equal plans equal SVG files."""
 LETTER_SHARE = 0.006
 """Of the axis, that a letter of a label takes; bars without room for it have none."""
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from hybridengine.cli.options import Once
 from hybridengine.cli.output_files import check_output_files, check_picture, output, write_output
-from hybridengine.cli.plan import STDOUT, Request, add_run_options, request_of
+from hybridengine.cli.run_request import Request, add_run_options, request_of
 from hybridengine.cli.switch_tables import aligned
 from hybridengine.errors import ConfigError, raise_all
 from hybridengine.metrics.formatting import format_seconds
@@ -24,6 +24,7 @@ from hybridengine.planning.asynchronous import Split
 from hybridengine.planning.scenarios import Run, Scenarios
 from hybridengine.planning.simulation import Outcome, simulate
 
+STDOUT = "-"
 MOST_SIMULATED = 16
 """Divisions of a sweep; of more, evenly spaced ones."""
 MOST_STEPS = 100_000

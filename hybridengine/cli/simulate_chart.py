@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -13,17 +12,11 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from hybridengine.cli.chart_style import STYLE
 from hybridengine.planning.asynchronous import Split
 from hybridengine.planning.scenarios import Run
 from hybridengine.planning.simulation import Outcome
 
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.hashsalt": "hybridengine",
-}
-"""The salt makes equal runs equal SVG files."""
 BUSY, IDLE, OTHER, INK = "#56B4E9", "#DDDDDD", "#D55E00", "#333333"
 
 

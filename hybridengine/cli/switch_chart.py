@@ -12,6 +12,7 @@ matplotlib.use("agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
+from hybridengine.cli.chart_style import STYLE
 from hybridengine.cli.switch_tables import layout_name
 from hybridengine.metrics.formatting import format_seconds
 from hybridengine.planning.clusters import Cluster
@@ -21,13 +22,6 @@ from hybridengine.topology.links import LinkClass
 GIB = 2**30
 COLOURS = {LinkClass.SAME_NODE: "#56B4E9", LinkClass.BETWEEN_NODES: "#D55E00"}
 INK = "#333333"
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.hashsalt": "hybridengine",
-}
-"""The salt makes equal plans equal SVG files."""
 MAX_CURVES = 6
 """Layouts whose memory is drawn; more curves cannot be told apart."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import comb
 
 import numpy as np
 
@@ -58,8 +57,3 @@ def allocations(sizes: Sequence[int], num_pools: int, num_devices: int, node: in
         one for one in found if sum(size for size in one if size < node) % node == 0 or num_devices < node
     ]
     return np.array(whole, dtype=np.int64).reshape(-1, num_pools)
-
-
-def num_allocations(num_sizes: int, num_pools: int) -> int:
-    """About how many allocations there are: compositions of the units into pools."""
-    return comb(max(num_sizes - 1, 0), num_pools - 1)

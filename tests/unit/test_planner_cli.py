@@ -86,7 +86,7 @@ def test_text_shows_plans_sizes_the_timeline_and_why_the_next_one_lost(planned: 
 
 def test_differences_add_up_to_what_the_runner_up_takes_longer(planned: Planned) -> None:
     from hybridengine.cli.main import parse
-    from hybridengine.cli.plan import request_of
+    from hybridengine.cli.run_request import request_of
     from hybridengine.planning.comparison import _path_seconds, compare, longest_path
     from hybridengine.planning.options import Options
     from hybridengine.planning.search import Search

@@ -1,0 +1,147 @@
+"""Which run is planned or simulated, and on what: the options that both commands have, checked."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridengine.cli.options import Once
+from hybridengine.config import RunConfig, load_config
+from hybridengine.errors import ConfigError
+from hybridengine.planning.clusters import Cluster, load_planned_cluster
+from hybridengine.planning.constraints import Constraints
+from hybridengine.planning.lengths import FORMS, Lengths
+from hybridengine.planning.workload import Workload, workload_of
+
+CALIBRATED = "calibrated.yaml"
+"""Where `calibrate` writes, and what is read, unless another file is named."""
+MOST_DEVICES = 4096
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the options ask for, checked."""
+
+    config: RunConfig
+    cluster: Cluster
+    num_devices: int
+    workload: Workload
+    constraints: Constraints
+
+
+def add_run_options(parser: Any) -> None:
+    """Options that say which run is planned or simulated, and on what."""
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help="YAML file of the run, e.g. configs/llama3-70b-16nodes.yaml",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="values that replace those of the file"
+    )
+
+    def option(*names: str, **settings: Any) -> None:
+        parser.add_argument(*names, **{"action": Once} | settings)
+
+    option(
+        "--cluster",
+        metavar="FILE",
+        help=f"YAML file of nodes, devices and links (default: {CALIBRATED}, which calibrate writes)",
+    )
+    option("--nodes", type=int, metavar="N", help="number of nodes, instead of the cluster file's")
+    option("--devices", type=int, metavar="N", help="devices to use: part of a node, or whole nodes")
+    option(
+        "--lengths",
+        metavar="LENGTHS",
+        help=f"lengths of responses: {FORMS}, or the folder of a run (default: all of rollout.max_response_tokens)",
+    )
+    option(
+        "--prompt-tokens",
+        type=float,
+        metavar="MEAN",
+        help="mean length of prompts (default: rollout.max_prompt_tokens)",
+    )
+    parser.add_argument(
+        "--fix",
+        action="append",
+        default=[],
+        metavar="NAME=SIZES",
+        help="sizes that a model must have, e.g. actor=1-8-16 (p-t-d) or generate=1-2 (p_g-t_g); can be repeated",
+    )
+
+
+def request_of(options: argparse.Namespace) -> Request:
+    """What the options ask for.
+
+    Raises:
+        ConfigError: everything about them that cannot be.
+    """
+    if options.config is None:
+        raise ConfigError(
+            "CONFIG is missing; name the YAML file of a run, e.g. configs/llama3-70b-16nodes.yaml"
+        )
+    config = load_config(options.config, options.overrides, dry_run=True)
+    cluster = cluster_of(options, config.model.dtype)
+    num_devices = devices_of(cluster, options.devices)
+    limit = config.rollout.max_response_tokens
+    lengths = _lengths(options.lengths or f"constant:{limit}", limit)
+    prompt_tokens = options.prompt_tokens
+    if prompt_tokens is not None and not 1 <= prompt_tokens <= config.rollout.max_prompt_tokens:
+        raise ConfigError(
+            f"--prompt-tokens {prompt_tokens:g} must be from 1 to rollout.max_prompt_tokens="
+            f"{config.rollout.max_prompt_tokens}; correct the one or the other"
+        )
+    workload = workload_of(config, lengths, prompt_tokens)
+    constraints = Constraints.of(options.fix, options.placement, workload, num_devices)
+    return Request(config, cluster, num_devices, workload, constraints)
+
+
+def _lengths(text: str, limit: int) -> Lengths:
+    """Lengths as they are written, or those of a run."""
+    if Path(text).is_dir():
+        from hybridengine.metrics.measured_run import run_lengths
+
+        return run_lengths(text, limit)
+    return Lengths.of(text, limit)
+
+
+def cluster_of(options: argparse.Namespace, dtype: str) -> Cluster:
+    """The cluster that the options name, or the calibrated one.
+
+    Raises:
+        ConfigError: there is none, or something is wrong with it.
+    """
+    file = options.cluster or CALIBRATED
+    if options.cluster is None and not Path(CALIBRATED).exists():
+        raise ConfigError(
+            f"--cluster is missing, and there is no {CALIBRATED} here; name a file of configs/clusters/, or measure this"
+            " machine with hybridengine calibrate"
+        )
+    cluster = load_planned_cluster(file, dtype)
+    return cluster if options.nodes is None else cluster.resized(options.nodes)
+
+
+def devices_of(cluster: Cluster, wanted: int | None) -> int:
+    """Devices to use: all, or as many as are wanted.
+
+    Raises:
+        ConfigError: there are not so many, or they are neither a part of a node nor whole nodes.
+    """
+    if wanted is None:
+        if cluster.num_devices > MOST_DEVICES:
+            raise ConfigError(
+                f"cluster {cluster.name} has {cluster.num_devices:,} devices, and a search is made for up to"
+                f" {MOST_DEVICES:,}; give --nodes or --devices"
+            )
+        return cluster.num_devices
+    node = cluster.devices_per_node
+    most = min(cluster.num_devices, MOST_DEVICES)
+    if not 1 <= wanted <= most or (wanted % node if wanted > node else node % wanted):
+        raise ConfigError(
+            f"--devices {wanted} must be a divisor of the {node} devices of a node or whole nodes, at most"
+            f" {most} (cluster {cluster.name}); choose another number, or give --nodes"
+        )
+    return wanted
