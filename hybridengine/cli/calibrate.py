@@ -20,7 +20,7 @@ import yaml
 from rich.console import Console
 
 from hybridengine.bench.machine import num_gpus
-from hybridengine.cli.options import Once
+from hybridengine.cli.options import once
 from hybridengine.cli.output_files import check_output_files, write_output
 from hybridengine.cli.run_request import CALIBRATED
 from hybridengine.cli.switch_tables import aligned
@@ -62,8 +62,7 @@ def add_calibrate_command(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def option(*names: str, **settings: Any) -> None:
-        parser.add_argument(*names, **{"action": Once} | settings)
+    option = once(parser)
 
     option(
         "--out",

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from hybridengine.bench.dispatch import DispatchResult, DispatchSpec, measure_dispatch
 from hybridengine.bench.machine import available_bytes
-from hybridengine.cli.options import Once
+from hybridengine.cli.options import once
 from hybridengine.cli.output_files import check_output_files, write_output
 from hybridengine.config.values import parse_bytes
 from hybridengine.errors import TopologyError
@@ -49,8 +49,7 @@ def add_dispatch_command(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def option(name: str, **settings: Any) -> None:
-        parser.add_argument(name, **{"action": Once} | settings)
+    option = once(parser)
 
     option(
         "--from", dest="producer", default="1-4-2", metavar="P-T-D", help="sizes that produce (default 1-4-2)"

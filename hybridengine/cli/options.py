@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hybridengine.errors import ConfigError
+
+STDOUT = "-"
+"""What `--json` without a file stands for: figures alone on stdout."""
 
 
 class Once(argparse.Action):
@@ -34,3 +39,25 @@ class Once(argparse.Action):
             )
         given.add(self.dest)
         setattr(namespace, self.dest, values)
+
+
+def once(parser: argparse.ArgumentParser) -> Callable[..., None]:
+    """`parser.add_argument` for options that may be given once."""
+
+    def option(*names: str, **settings: Any) -> None:
+        settings.setdefault("action", Once)
+        parser.add_argument(*names, **settings)
+
+    return option
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--json` with a file, or with none for stdout."""
+    once(parser)(
+        "--json", nargs="?", const=STDOUT, metavar="FILE", help="figures as JSON: to FILE, or alone on stdout"
+    )
+
+
+def json_file(options: argparse.Namespace) -> Path | None:
+    """The file that `--json` names, if it names one."""
+    return None if options.json in (None, STDOUT) else Path(options.json)

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
@@ -102,6 +102,30 @@ def write_output(option: str, file: Path, text: str) -> None:
     """
     with output(option, file) as place, place.open("a" if is_stream(file) else "w") as stream:
         stream.write(text)
+
+
+def write_outputs(files: Mapping[str, tuple[Path | None, str | Callable[[Path], None]]]) -> None:
+    """Write files; one that fails does not keep the others from being written.
+
+    Args:
+        files: option -> the file that it names, None where it is not given, and a text or what writes into a path.
+
+    Raises:
+        ConfigError: all that failed, in one list.
+    """
+    problems = list[str]()
+    for option, (file, content) in files.items():
+        if file is None:
+            continue
+        try:
+            if isinstance(content, str):
+                write_output(option, file, content)
+            else:
+                with output(option, file) as place:
+                    content(place)
+        except ConfigError as error:
+            problems.append(str(error))
+    raise_all(problems)
 
 
 def check_picture(option: str, file: Path | None) -> None:

@@ -12,18 +12,17 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from hybridengine.cli.options import Once
-from hybridengine.cli.output_files import check_output_files, check_picture, output, write_output
+from hybridengine.cli.options import STDOUT, add_json_option, json_file, once
+from hybridengine.cli.output_files import check_output_files, check_picture, write_outputs
 from hybridengine.cli.plan_tables import plan_lines
 from hybridengine.cli.run_request import Request, add_run_options, cluster_of, request_of
-from hybridengine.errors import ConfigError, raise_all
+from hybridengine.errors import ConfigError
 from hybridengine.planning.comparison import idle_shares
 from hybridengine.planning.options import Options
 from hybridengine.planning.run_settings import run_settings
 from hybridengine.planning.search import Found, Plan, Search
 from hybridengine.planning.shortage import shortage
 
-STDOUT = "-"
 MOST_PLANS = 1000
 
 DESCRIPTION = """Choose placement and parallel sizes for a run: which models share devices, how many devices each pool
@@ -61,8 +60,7 @@ def add_planner_command(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def option(*names: str, **settings: Any) -> None:
-        parser.add_argument(*names, **{"action": Once} | settings)
+    option = once(parser)
 
     add_run_options(parser)
     option(
@@ -74,7 +72,7 @@ def add_planner_command(subparsers: Any) -> None:
     option(
         "--top", type=int, default=5, metavar="N", help="plans to show, of different placements (default 5)"
     )
-    option("--json", nargs="?", const=STDOUT, metavar="FILE", help="as JSON: to FILE, or alone on stdout")
+    add_json_option(parser)
     option("--out", type=Path, metavar="FILE", help="write the best plan as a configuration for train")
     option("--plot", type=Path, metavar="FILE", help="draw the timelines (.png, .svg, .pdf)")
     parser.add_argument(
@@ -90,13 +88,12 @@ def run_planner(options: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status."""
     if not 1 <= options.top <= MOST_PLANS:
         raise ConfigError(f"--top {options.top} must be from 1 to {MOST_PLANS}; choose another number")
-    json_file = None if options.json in (None, STDOUT) else Path(options.json)
     if options.check:
-        return _check(options, json_file)
+        return _check(options)
     request = request_of(options)
     check_picture("--plot", options.plot)
     check_output_files(
-        {"--json": json_file, "--out": options.out, "--plot": options.plot},
+        {"--json": json_file(options), "--out": options.out, "--plot": options.plot},
         {"CONFIG": options.config, "--cluster": options.cluster},
     )
     begin = time.perf_counter()
@@ -113,7 +110,7 @@ def run_planner(options: argparse.Namespace) -> int:
     shown = found.plans[: options.top]
     text = json.dumps(as_json(request, found, shown, search_s), indent=2)
     try:
-        _write(request, shown, text, json_file, options)
+        _write(request, shown, text, options)
     finally:
         if options.json == STDOUT:
             print(text)
@@ -122,7 +119,7 @@ def run_planner(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace, json_file: Path | None) -> int:
+def _check(options: argparse.Namespace) -> int:
     """Compare runs with their predictions; 1 where one is beyond its tolerance."""
     from hybridengine.cli.plan_check import check_json, check_lines, check_run
     from hybridengine.metrics.measured_run import read_run
@@ -146,11 +143,10 @@ def _check(options: argparse.Namespace, json_file: Path | None) -> int:
         )
     runs = [read_run(folder) for folder in options.check]
     cluster = cluster_of(options, runs[0].config.model.dtype)
-    check_output_files({"--json": json_file}, {"--cluster": options.cluster})
+    check_output_files({"--json": json_file(options)}, {"--cluster": options.cluster})
     checks = [check_run(run, cluster) for run in runs]
     text = json.dumps({"cluster": cluster.name, "runs": [check_json(check) for check in checks]}, indent=2)
-    if json_file is not None:
-        write_output("--json", json_file, text + "\n")
+    write_outputs({"--json": (json_file(options), text + "\n")})
     if options.json == STDOUT:
         print(text)
     else:
@@ -193,31 +189,20 @@ def _print(
         console.print(f"plan 1 is written: hybridengine train {options.out}", markup=False, soft_wrap=True)
 
 
-def _write(
-    request: Request, shown: tuple[Plan, ...], text: str, json_file: Path | None, options: argparse.Namespace
-) -> None:
-    """Write the files that are asked for; one that fails does not keep the others from being written."""
-    problems = []
-
-    def attempt(option: str, file: Path | None, content: str) -> None:
-        if file is not None:
-            try:
-                write_output(option, file, content)
-            except ConfigError as error:
-                problems.append(str(error))
-
-    attempt("--json", json_file, text + "\n")
-    attempt("--out", options.out, train_config(request, shown[0]))
-    if options.plot is not None:
+def _write(request: Request, shown: tuple[Plan, ...], text: str, options: argparse.Namespace) -> None:
+    def draw(place: Path) -> None:
         from hybridengine.cli.plan_chart import draw_plans
 
         title = f"{request.workload.algorithm} on {request.num_devices} devices of {request.cluster.name}"
-        try:
-            with output("--plot", options.plot) as place:
-                draw_plans(title, shown, place)
-        except ConfigError as error:
-            problems.append(str(error))
-    raise_all(problems)
+        draw_plans(title, shown, place)
+
+    write_outputs(
+        {
+            "--json": (json_file(options), text + "\n"),
+            "--out": (options.out, train_config(request, shown[0])),
+            "--plot": (options.plot, draw),
+        }
+    )
 
 
 def train_config(request: Request, plan: Plan) -> str:

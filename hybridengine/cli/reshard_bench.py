@@ -30,7 +30,7 @@ from hybridengine.bench.spec import (
     MethodName,
     parse_choices,
 )
-from hybridengine.cli.options import Once
+from hybridengine.cli.options import once
 from hybridengine.cli.output_files import check_output_files, check_picture, output, write_output
 from hybridengine.config.values import parse_bytes
 from hybridengine.metrics.formatting import format_bytes, format_seconds
@@ -80,8 +80,7 @@ def add_bench_command(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def option(name: str, **settings: Any) -> None:
-        parser.add_argument(name, **{"action": Once} | settings)
+    option = once(parser)
 
     option("--train", metavar="P-T-D", help="training sizes: stages, tensor shards, replicas (default 1-4-2)")
     option("--gen", metavar="PG-TG", help="generation sizes: stages, tensor shards (default 1-2)")

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridengine.cli.options import Once
-from hybridengine.cli.output_files import check_output_files, check_picture, output, write_output
+from hybridengine.cli.options import STDOUT, add_json_option, json_file, once
+from hybridengine.cli.output_files import check_output_files, check_picture, write_outputs
 from hybridengine.cli.switch_tables import diff_lines, layout_name, plan_lines, sweep_lines
 from hybridengine.config.values import parse_bytes
-from hybridengine.errors import ConfigError, TopologyError, raise_all
+from hybridengine.errors import ConfigError, TopologyError
 from hybridengine.model_presets import PRESETS, resolve_model
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.clusters import Cluster, load_cluster
@@ -25,7 +25,6 @@ from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
-STDOUT = "-"
 PRACTICAL, ALL = "practical", "all"
 """Which generation layouts a sweep lists."""
 
@@ -93,8 +92,7 @@ def add_plan_command(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def option(*names: str, **settings: Any) -> None:
-        parser.add_argument(*names, **{"action": Once} | settings)
+    option = once(parser)
 
     option(
         "--model", required=True, metavar="PRESET_OR_HF_CONFIG", help="a preset, a config.json, or its folder"
@@ -112,9 +110,7 @@ def add_plan_command(subparsers: Any) -> None:
     option("--grouping", default="interval", metavar="NAME", help="engines: interval (default) or vanilla")
     option("--dtype", default="bfloat16", metavar="TYPE", help="of the weights (default bfloat16)")
     option("--bucket-bytes", default="1GiB", metavar="BYTES", help="weights in flight at once (default 1GiB)")
-    option(
-        "--json", nargs="?", const=STDOUT, metavar="FILE", help="figures as JSON: to FILE, or alone on stdout"
-    )
+    add_json_option(parser)
     option(
         "--plot", type=Path, metavar="FILE", help="draw bytes by link and memory over time (.png, .svg, .pdf)"
     )
@@ -132,11 +128,10 @@ def add_plan_command(subparsers: Any) -> None:
 
 def run_plan(options: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status."""
-    json_file = None if options.json in (None, STDOUT) else Path(options.json)
     request = request_of(options)
     check_picture("--plot", options.plot)
     check_output_files(
-        {"--json": json_file, "--plot": options.plot},
+        {"--json": json_file(options), "--plot": options.plot},
         {"--model": options.model, "--cluster": options.cluster},
     )
     if options.sweep is not None:
@@ -153,31 +148,19 @@ def run_plan(options: argparse.Namespace) -> int:
         figures = as_json(request, plans[0])
     text = json.dumps(figures, indent=2)
     try:
-        _write(request, plans, text, json_file, options.plot)
+        _write(request, plans, text, options)
     finally:
         print(text if options.json == STDOUT else "\n".join(lines))
     return 0
 
 
-def _write(
-    request: Request, plans: list[SwitchPlan], text: str, json_file: Path | None, picture: Path | None
-) -> None:
-    """Write the files that are asked for; one that fails does not keep the other from being written."""
-    problems = []
-    if json_file is not None:
-        try:
-            write_output("--json", json_file, text + "\n")
-        except ConfigError as error:
-            problems.append(str(error))
-    if picture is not None:
+def _write(request: Request, plans: list[SwitchPlan], text: str, options: argparse.Namespace) -> None:
+    def draw(place: Path) -> None:
         from hybridengine.cli.switch_chart import draw_switches
 
-        try:
-            with output("--plot", picture) as place:
-                draw_switches(request.model_name, request.cluster, plans, place)
-        except ConfigError as error:
-            problems.append(str(error))
-    raise_all(problems)
+        draw_switches(request.model_name, request.cluster, plans, place)
+
+    write_outputs({"--json": (json_file(options), text + "\n"), "--plot": (options.plot, draw)})
 
 
 def request_of(options: argparse.Namespace) -> Request:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridengine.cli.options import Once
+from hybridengine.cli.options import once
 from hybridengine.config import RunConfig, load_config
 from hybridengine.errors import ConfigError
 from hybridengine.planning.clusters import Cluster, load_planned_cluster
@@ -43,8 +43,7 @@ def add_run_options(parser: Any) -> None:
         "overrides", nargs="*", metavar="KEY=VALUE", help="values that replace those of the file"
     )
 
-    def option(*names: str, **settings: Any) -> None:
-        parser.add_argument(*names, **{"action": Once} | settings)
+    option = once(parser)
 
     option(
         "--cluster",

@@ -14,17 +14,16 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from hybridengine.cli.options import Once
-from hybridengine.cli.output_files import check_output_files, check_picture, output, write_output
+from hybridengine.cli.options import STDOUT, add_json_option, json_file, once
+from hybridengine.cli.output_files import check_output_files, check_picture, write_outputs
 from hybridengine.cli.run_request import Request, add_run_options, request_of
 from hybridengine.cli.switch_tables import aligned
-from hybridengine.errors import ConfigError, raise_all
+from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_seconds
 from hybridengine.planning.asynchronous import Split
 from hybridengine.planning.scenarios import Run, Scenarios
 from hybridengine.planning.simulation import Outcome, simulate
 
-STDOUT = "-"
 MOST_SIMULATED = 16
 """Divisions of a sweep; of more, evenly spaced ones."""
 MOST_STEPS = 100_000
@@ -62,8 +61,7 @@ def add_simulate_command(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def option(*names: str, **settings: Any) -> None:
-        parser.add_argument(*names, **{"action": Once} | settings)
+    option = once(parser)
 
     add_run_options(parser)
     option("--steps", type=int, default=100, metavar="N", help="training steps to simulate (default 100)")
@@ -80,19 +78,18 @@ def add_simulate_command(subparsers: Any) -> None:
         "--drain", action="store_true", help="engines take new weights only between responses"
     )
     option("--seed", type=int, default=0, metavar="N", help="of the lengths (default 0)")
-    option("--json", nargs="?", const=STDOUT, metavar="FILE", help="as JSON: to FILE, or alone on stdout")
+    add_json_option(parser)
     option("--plot", type=Path, metavar="FILE", help="draw the runs (.png, .svg, .pdf)")
     parser.set_defaults(run=run_simulate, placement=None)
 
 
 def run_simulate(options: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status."""
-    json_file = None if options.json in (None, STDOUT) else Path(options.json)
     request = request_of(options)
     scenarios = _scenarios(request, options)
     check_picture("--plot", options.plot)
     check_output_files(
-        {"--json": json_file, "--plot": options.plot},
+        {"--json": json_file(options), "--plot": options.plot},
         {"CONFIG": options.config, "--cluster": options.cluster},
     )
     begin = time.perf_counter()
@@ -104,7 +101,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     seconds = time.perf_counter() - begin
     text = json.dumps(_as_json(request, synchronous, outcomes, sweep, best, seconds), indent=2)
     try:
-        _write(request, outcomes, sweep, text, json_file, options)
+        _write(request, outcomes, sweep, text, options)
     finally:
         if options.json == STDOUT:
             print(text)
@@ -298,25 +295,15 @@ def _write(
     outcomes: dict[str, Outcome],
     sweep: Sequence[Divided],
     text: str,
-    json_file: Path | None,
     options: argparse.Namespace,
 ) -> None:
-    problems = []
-    if json_file is not None:
-        try:
-            write_output("--json", json_file, text + "\n")
-        except ConfigError as error:
-            problems.append(str(error))
-    if options.plot is not None:
+    def draw(place: Path) -> None:
         from hybridengine.cli.simulate_chart import draw_runs
 
         title = f"{request.workload.algorithm} on {request.num_devices} devices of {request.cluster.name}, simulated"
-        try:
-            with output("--plot", options.plot) as place:
-                draw_runs(title, outcomes, sweep, options.staleness, place)
-        except ConfigError as error:
-            problems.append(str(error))
-    raise_all(problems)
+        draw_runs(title, outcomes, sweep, options.staleness, place)
+
+    write_outputs({"--json": (json_file(options), text + "\n"), "--plot": (options.plot, draw)})
 
 
 def _as_json(

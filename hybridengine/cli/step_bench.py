@@ -20,7 +20,7 @@ from hybridengine.bench.machine import num_gpus
 from hybridengine.bench.step_environment import make_environment, requirements
 from hybridengine.bench.step_result import CONTROLLER, Side, StepResult
 from hybridengine.bench.step_spec import DTYPES, PRECISIONS, OwnWay, StepSpec, TrlWay, own_ways, trl_ways
-from hybridengine.cli.options import Once
+from hybridengine.cli.options import once
 from hybridengine.cli.output_files import check_output_files, write_output
 from hybridengine.errors import ConfigError, raise_all
 from hybridengine.metrics.formatting import format_seconds
@@ -62,8 +62,7 @@ def add_step_command(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def option(name: str, **settings: Any) -> None:
-        parser.add_argument(name, **{"action": Once} | settings)
+    option = once(parser)
 
     parser.add_argument("config", metavar="CONFIG", help="configuration with the model and the prompts")
     option("--prompts", type=int, default=16, metavar="N", help="prompts of a step (default 16)")
