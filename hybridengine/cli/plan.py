@@ -101,21 +101,21 @@ def run_planner(options: argparse.Namespace) -> int:
         Options(request.workload, request.cluster, request.constraints.sizes, request.constraints.gen_sizes),
         request.num_devices,
         request.constraints.placements,
+        options.top,
         _say_progress if sys.stderr.isatty() else lambda done, total: None,
     )
     found = search.run()
     search_s = time.perf_counter() - begin
     if not found.plans:
         raise ConfigError(shortage(search))
-    shown = found.plans[: options.top]
-    text = json.dumps(as_json(request, found, shown, search_s), indent=2)
+    text = json.dumps(as_json(request, found, search_s), indent=2)
     try:
-        _write(request, shown, text, options)
+        _write(request, found.plans, text, options)
     finally:
         if options.json == STDOUT:
             print(text)
         else:
-            _print(request, found, shown, search_s, options)
+            _print(request, found, search_s, options)
     return 0
 
 
@@ -165,9 +165,7 @@ def _say_progress(done: int, total: int) -> None:
     )
 
 
-def _print(
-    request: Request, found: Found, shown: tuple[Plan, ...], search_s: float, options: argparse.Namespace
-) -> None:
+def _print(request: Request, found: Found, search_s: float, options: argparse.Namespace) -> None:
     console = Console(highlight=False)
     workload = request.workload
     models = ", ".join(f"{model.name} {model.shape.num_parameters / 1e9:.3g}B" for model in workload.models)
@@ -182,24 +180,24 @@ def _print(
         f"cluster: {request.num_devices} devices of {request.cluster.name}",
         f"search: {found.num_placements} placements, {found.num_allocations:,} allocations bounded, {found.num_solved:,}"
         f" looked into, {search_s:.1f} s; {exact}",
-        *plan_lines(shown),
+        *plan_lines(found.plans),
     ):
         console.print(line, markup=False, soft_wrap=True)
     if options.out is not None:
         console.print(f"plan 1 is written: hybridengine train {options.out}", markup=False, soft_wrap=True)
 
 
-def _write(request: Request, shown: tuple[Plan, ...], text: str, options: argparse.Namespace) -> None:
+def _write(request: Request, plans: tuple[Plan, ...], text: str, options: argparse.Namespace) -> None:
     def draw(place: Path) -> None:
         from hybridengine.cli.plan_chart import draw_plans
 
         title = f"{request.workload.algorithm} on {request.num_devices} devices of {request.cluster.name}"
-        draw_plans(title, shown, place)
+        draw_plans(title, plans, place)
 
     write_outputs(
         {
             "--json": (json_file(options), text + "\n"),
-            "--out": (options.out, train_config(request, shown[0])),
+            "--out": (options.out, train_config(request, plans[0])),
             "--plot": (options.plot, draw),
         }
     )
@@ -215,7 +213,7 @@ def train_config(request: Request, plan: Plan) -> str:
     return head + yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110)
 
 
-def as_json(request: Request, found: Found, shown: tuple[Plan, ...], search_s: float) -> dict[str, Any]:
+def as_json(request: Request, found: Found, search_s: float) -> dict[str, Any]:
     """Figures for programs. Units: bytes and seconds."""
     workload = request.workload
     return {
@@ -228,7 +226,7 @@ def as_json(request: Request, found: Found, shown: tuple[Plan, ...], search_s: f
         "num_placements": found.num_placements,
         "num_allocations": found.num_allocations,
         "num_solved": found.num_solved,
-        "plans": [plan_json(plan) for plan in shown],
+        "plans": [plan_json(plan) for plan in found.plans],
     }
 
 

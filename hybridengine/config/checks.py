@@ -222,26 +222,30 @@ def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
 
 
 def _rows(config: RunConfig) -> Iterator[Conflict]:
-    """Rows of an iteration against the replicas that share them, one row against a micro-batch."""
+    """Rows of an iteration against the replicas that share them, one row against a micro-batch.
+
+    Optimizer steps need as many rows on every replica, since their losses are means over rows of replicas. Engines and
+    models that only compute need not.
+    """
     rows, row_keys = config.rows_per_step, ("data.batch_size", "rollout.samples_per_prompt")
     rows_text = (
         f"data.batch_size={config.data.batch_size} · rollout.samples_per_prompt="
         f"{config.rollout.samples_per_prompt} = {rows} rows"
     )
-    if not config.actor.gen_sizes.problems_over(config.actor.train_sizes):
-        engines = config.generation_grid.num_replicas
-        if rows % engines:
-            yield Conflict(
-                f"{rows_text} must split evenly over the p·t·d / (p_g·t_g) = {engines} engines of actor.parallel="
-                f"{config.actor.parallel}, actor.generate={config.actor.generate}; choose a multiple of {engines}",
-                (*row_keys, "actor.parallel", "actor.generate"),
-            )
     yield from _rows_for_every_rank(config)
     for holder in model_holders(config):
         role, section, sizes, key = holder.key, holder.section, holder.sizes, holder.sizes_key
-        replicas, mini_batches = sizes.dp_size, getattr(section, "mini_batches", 1)
-        parts = replicas * mini_batches
-        if rows % parts:
+        replicas, mini_batches = sizes.dp_size, getattr(section, "mini_batches", None)
+        if (
+            mini_batches is None
+        ):  # computes only: replicas may have different numbers of rows, but each needs some
+            if rows < replicas:
+                yield Conflict(
+                    f"{rows_text} leave nothing for some of the d = {replicas} replicas of {key}={sizes}; choose at"
+                    f" least {replicas}, or fewer replicas",
+                    (*row_keys, key),
+                )
+        elif rows % (parts := replicas * mini_batches):
             among = f"{mini_batches} mini-batches of {role} and " if mini_batches > 1 else ""
             yield Conflict(
                 f"{rows_text} must split evenly over {among}the d = {replicas} replicas of {key}={sizes}; choose a"

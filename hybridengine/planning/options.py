@@ -23,6 +23,8 @@ from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 
 MOST_OF_LINE_RATE = 3.0
 """A switch takes at most so many times what its bytes would take, and a second."""
+NOT_REPLICATED = 0.98
+"""Share of a generation shard that tensor parallelism divides, at least: norms are on every rank."""
 MOST_BUCKETS = 1000
 """Of a switch, beside those that its bytes fill."""
 
@@ -111,7 +113,7 @@ class Options:
         return [call for call in self.workload.calls if call.role == name]
 
     def _train_sizes(self, model: PlannedModel, num_ranks: int) -> Iterator[TrainSizes]:
-        """Sizes that Megatron can have, tensor shards on one node, as many rows on every replica."""
+        """Sizes that Megatron can have, tensor shards on one node, rows for every replica."""
         fixed = self.fixed.get(model.name)
         for parts in divisors(num_ranks):
             for tp_size in divisors(parts):
@@ -126,12 +128,13 @@ class Options:
                     yield sizes
 
     def _splits_evenly(self, model: PlannedModel, sizes: TrainSizes) -> bool:
-        """Whether replicas and their mini-batches have as many rows each, as configurations demand."""
+        """Whether replicas have as many rows each in a mini-batch, as configurations demand; else some rows at all."""
         for call in self._calls(model.name):
-            parts = sizes.dp_size * (model.mini_batches if call.work is Work.UPDATE else 1)
-            is_pass = call.work in (Work.INFER, Work.UPDATE)
-            # ReMax's greedy responses are fewer, and may be shared out unevenly.
-            if is_pass and call.count is not Count.PROMPTS and self.workload.num_rows(call.count) % parts:
+            rows = self.workload.num_rows(call.count)
+            if call.work is Work.UPDATE and rows % (sizes.dp_size * model.mini_batches):
+                return False
+            # ReMax's greedy responses are fewer, and some replicas may have none.
+            if call.work is Work.INFER and call.count is not Count.PROMPTS and rows < sizes.dp_size:
                 return False
         return True
 
@@ -203,16 +206,11 @@ class Options:
         return training_memory(model.shape, sizes, self.workload.dtype)
 
     def _gen_sizes(self, sizes: TrainSizes) -> Iterator[GenSizes]:
-        """Sizes of engines that nest, with as many rows on each."""
-        rows = [
-            self.workload.num_rows(call.count) for call in self._calls("actor") if call.work is Work.GENERATE
-        ]
+        """Sizes of engines that nest."""
         for pp_size in divisors(sizes.pp_size):
             for tp_size in divisors(sizes.tp_size):
                 gen = GenSizes(pp_size, tp_size)
                 if self.fixed_gen is not None and gen != self.fixed_gen:
-                    continue
-                if max(rows) % (sizes.num_ranks // gen.num_ranks):
                     continue
                 if not gen_problems(self._actor.shape, sizes, gen):
                     yield gen
@@ -231,7 +229,7 @@ class Options:
         moved_s = held.optimizer_bytes / host.bytes_per_s if model.offloads and host is not None else 0.0
         blocks = 1 + math.ceil(workload.max_tokens / self.compute.kv_block_tokens)
         least_kv = blocks * engine.block_bytes
-        least, most = self._switch_bounds(sizes, held.weights_bytes, gen_bytes)
+        least, most = self._switch_bounds(sizes, gen, held.weights_bytes, gen_bytes)
         option = replace(
             plain,
             engine=EngineOption(
@@ -267,12 +265,12 @@ class Options:
         return self._generations[key] + self.compute.call_s
 
     def _switch_bounds(
-        self, sizes: TrainSizes, train_bytes: int, gen_bytes: int
+        self, sizes: TrainSizes, gen: GenSizes, train_bytes: int, gen_bytes: int
     ) -> tuple[SwitchFigures, SwitchFigures]:
         """The least and the most that a switch can cost.
 
-        One copy of the weights, and all links busy all the time; both shards at once, and a multiple of what its bytes
-        take on the slowest links.
+        One copy of the weights, and all links busy all the time, those of a node with what none of its ranks holds; both
+        shards at once, and a multiple of what its bytes take on the slowest links.
         """
         links, received = self.cluster.links, max(0, gen_bytes - train_bytes)
         remote = links.same_node
@@ -281,7 +279,10 @@ class Options:
         ranks = min(self.cluster.devices_per_node, sizes.num_ranks)
         line_s = received / remote.bytes_per_s
         if remote.node_bytes_per_s is not None:
-            line_s = max(line_s, received * ranks / remote.node_bytes_per_s)
+            # At worst nodes take turns, each sending what it holds to every other one.
+            other_nodes = math.ceil(sizes.model_parallel_size / self.cluster.devices_per_node) - 1
+            sent = max(received * ranks, train_bytes * sizes.model_parallel_size * other_nodes)
+            line_s = max(line_s, sent / remote.node_bytes_per_s)
         copied_s = 2 * (gen_bytes + train_bytes) / links.same_device.bytes_per_s
         if links.same_device.node_bytes_per_s is not None:
             copied_s = max(
@@ -290,7 +291,12 @@ class Options:
         fastest = links.same_node.bytes_per_s + (
             links.between_nodes.bytes_per_s if links.between_nodes else 0.0
         )
-        least = SwitchFigures(received / fastest, 0.0, max(train_bytes, gen_bytes))
+        least_s = received / fastest
+        if (between := links.between_nodes) is not None:
+            # A tensor-parallel group lies on a node, which therefore needs all t_g shards of some generation stage.
+            entering = max(0.0, NOT_REPLICATED * gen.tp_size * gen_bytes - ranks * train_bytes)
+            least_s = max(least_s, entering / (between.node_bytes_per_s or ranks * between.bytes_per_s))
+        least = SwitchFigures(least_s, 0.0, max(train_bytes, gen_bytes))
         buckets = gen_bytes / self.workload.bucket_bytes + MOST_BUCKETS
         beside_s = buckets * sizes.model_parallel_size * self.compute.switch_bucket_s
         most = SwitchFigures(

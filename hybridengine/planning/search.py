@@ -85,7 +85,7 @@ class Found:
     """What a search has found."""
 
     plans: tuple[Plan, ...]
-    """The best of each placement that can be, best first."""
+    """The best of each placement that can be, best first; of as many placements as were wanted."""
     exact: bool
     """Whether nothing better exists among all plans of the search space."""
     num_placements: int
@@ -100,6 +100,7 @@ class Search:
 
     Args:
         only: placements of roles to look at; all, where left out.
+        num_best: placements whose best plans are wanted; all, where left out.
         progress: told of how many placements have been searched, and of how many there are.
     """
 
@@ -108,36 +109,51 @@ class Search:
         options: Options,
         num_devices: int,
         only: Sequence[Placement] | None = None,
+        num_best: int | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self._progress = progress
+        self._num_best, self._progress = num_best, progress
         self.options, self.workload, self.cluster = options, options.workload, options.cluster
         self.num_devices, self._only = num_devices, only
         self.process_bytes = compute_of(self.cluster).process_bytes or 0
         self.capacity_bytes = self.cluster.device_memory_bytes - self.process_bytes
         self.sizes = pool_sizes(self.cluster, num_devices)
         self._least: dict[str, np.ndarray] = {}
+        self._allocations: dict[int, tuple[np.ndarray, bool]] = {}
 
     def run(self) -> Found:
-        """The best plan of every placement."""
+        """The best plans, each of another placement."""
         roles = self.workload.roles
         wanted = [
             tuple(tuple(name for role in pool for name in roles[role]) for pool in placement)
             for placement in (self._only or placements(tuple(roles)))
         ]
-        plans, exact, bounded, solved = list[Plan](), True, 0, 0
-        for number, placement in enumerate(wanted):
-            self._progress(number, len(wanted))
-            sizes, complete = self._pool_sizes(len(placement))
-            candidates = allocations(sizes, len(placement), self.num_devices, self.cluster.devices_per_node)
-            exact &= complete
-            bounded += len(candidates)
-            best = _PlacementSearch(self, placement, candidates)
-            if (plan := best.run()) is not None:
-                plans.append(plan)
-            solved += best.num_solved
-        plans.sort(key=lambda plan: plan.step_s)
-        return Found(tuple(plans), exact, len(wanted), bounded, solved)
+        searches = [_PlacementSearch(self, placement) for placement in wanted]
+        searches.sort(
+            key=lambda search: search.least_s
+        )  # the sooner a good plan is found, the more it rules out
+        plans = list[Plan]()
+        for number, search in enumerate(searches):
+            self._progress(number, len(searches))
+            enough = self._num_best is not None and len(plans) >= self._num_best
+            plan = search.run(plans[-1].step_s if enough else math.inf)
+            if plan is not None:
+                plans = sorted([*plans, plan], key=lambda plan: plan.step_s)[: self._num_best]
+        return Found(
+            tuple(plans),
+            all(search.is_complete for search in searches),
+            len(searches),
+            sum(search.num_allocations for search in searches),
+            sum(search.num_solved for search in searches),
+        )
+
+    def allocations(self, num_pools: int) -> tuple[np.ndarray, bool]:
+        """[A, pools] ranks of each pool, and whether they are all that can be."""
+        if num_pools not in self._allocations:
+            sizes, complete = self._pool_sizes(num_pools)
+            found = allocations(sizes, num_pools, self.num_devices, self.cluster.devices_per_node)
+            self._allocations[num_pools] = found, complete
+        return self._allocations[num_pools]
 
     def _pool_sizes(self, num_pools: int) -> tuple[Sequence[int], bool]:
         """Sizes of pools to try, and whether they are all."""
@@ -204,39 +220,61 @@ class Search:
 class _PlacementSearch:
     """The best plan of one placement."""
 
-    def __init__(self, search: Search, placement: Placement, candidates: np.ndarray) -> None:
-        self._search, self._placement, self._candidates = search, placement, candidates
+    least_s: float
+    """That no plan is below; infinite where none can be."""
+    num_allocations: int
+    is_complete: bool
+    """Whether these are all."""
+    num_solved: int
+    """Allocations that had to be looked at."""
+
+    def __init__(self, search: Search, placement: Placement) -> None:
+        self._search, self._placement = search, placement
         self._models = [name for pool in placement for name in pool]
         # Calls without a model are short: they count as if their pool had all devices.
         ranks = [search.num_devices] * len(placement)
         self._schedule = schedule_of(search.workload, compute_of(search.cluster), placement, ranks)
         self._tried: set[tuple[int, ...]] = set()
         self._best: Plan | None = None
+        self._limit_s = math.inf
         self.num_solved = 0
+        candidates, self.is_complete = search.allocations(len(placement))
+        self.num_allocations = len(candidates)
+        self.least_s = float(self._bounds(candidates).min(initial=math.inf))
 
     @property
     def _best_s(self) -> float:
-        return math.inf if self._best is None else self._best.step_s
+        return self._limit_s if self._best is None else self._best.step_s
 
-    def run(self) -> Plan | None:
-        """The plan; None where no allocation has room for the models."""
-        if not len(self._candidates):
+    @property
+    def _tables(self) -> Mapping[str, np.ndarray]:
+        return {name: self._search.least_seconds(name) for name in self._models}
+
+    @property
+    def _reachable(self) -> Mapping[str, np.ndarray]:
+        """As the tables, with at most so many ranks."""
+        return {name: np.minimum.accumulate(table, axis=1) for name, table in self._tables.items()}
+
+    def run(self, limit_s: float) -> Plan | None:
+        """The plan; None where no allocation has room for the models, or none takes less than `limit_s`."""
+        self._limit_s = limit_s
+        if self.least_s >= limit_s:
             return None
-        tables = {name: self._search.least_seconds(name) for name in self._models}
-        reachable = {name: np.minimum.accumulate(table, axis=1) for name, table in tables.items()}
-        bounds = self._bounds(reachable)
+        candidates, _ = self._search.allocations(len(self._placement))
+        # Found again rather than kept: few placements get here, and the bounds of all of them take much memory.
+        tables, reachable, bounds = self._tables, self._reachable, self._bounds(candidates)
         for row in np.argsort(bounds, kind="stable"):
             if bounds[row] >= self._best_s or not np.isfinite(bounds[row]):
                 break
-            for sizes in self._smaller(tuple(self._candidates[row].tolist()), tables, reachable):
+            for sizes in self._smaller(tuple(candidates[row].tolist()), tables, reachable):
                 self._solve(sizes)
         return self._best
 
-    def _bounds(self, reachable: Mapping[str, np.ndarray]) -> np.ndarray:
+    def _bounds(self, candidates: np.ndarray) -> np.ndarray:
         """[A] seconds that no plan on at most so many ranks can be below."""
-        found = []
-        for first in range(0, len(self._candidates), CHUNK):
-            chunk = self._candidates[first : first + CHUNK]
+        reachable, found = self._reachable, [np.empty(0)]
+        for first in range(0, len(candidates), CHUNK):
+            chunk = candidates[first : first + CHUNK]
             seconds = {
                 name: list(reachable[name][:, chunk[:, place]])
                 for place, pool in enumerate(self._placement)

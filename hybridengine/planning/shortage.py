@@ -67,13 +67,13 @@ def _no_sizes(search: Search, name: str) -> str:
     model, workload = search.workload.model(name), search.workload
     fixed = search.options.fixed.get(name)
     asked = f"the fixed sizes {fixed}" if fixed else f"any number of ranks up to {search.num_devices}"
-    parts = "replicas and engines"
+    shared = "be enough for its replicas"
     if model.trains:
-        parts = f"replicas, {model.mini_batches} mini-batches and engines"
+        shared = f"split evenly over its replicas and {model.mini_batches} mini-batches"
     return (
         f"{name} cannot have {asked}: tensor shards must divide its {model.shape.num_heads} heads and lie on a node,"
         f" stages its {model.shape.num_layers} layers, and {workload.num_prompts} prompts of"
-        f" {workload.samples_per_prompt} responses must split evenly over {parts}; choose other sizes, or another"
+        f" {workload.samples_per_prompt} responses must {shared}; choose other sizes, or another"
         " data.batch_size"
     )
 

@@ -5,7 +5,7 @@ The formulas of the paper's table 2 (HybridFlow, arXiv 2409.19256) are tests of 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -100,24 +100,24 @@ def plan_traffic(plan: Plan, nodes: NodeMap | None = None) -> Iterator[list[dict
 
 
 def _bucket_traffic(bucket: Bucket, nodes: NodeMap | None) -> list[dict[int, Traffic]]:
-    steps: list[dict[int, Traffic]] = [{} for _ in range(bucket.num_steps)]
+    steps = [defaultdict[int, Traffic](Traffic) for _ in range(bucket.num_steps)]
     for move in bucket.moves:
         if move.is_local:
-            steps[0].setdefault(move.source.rank, Traffic()).copied += move.num_elements
+            steps[0][move.source.rank].copied += move.num_elements
     for pack in bucket.packs:
         step, size = steps[pack.step], pack.num_elements
-        sender = step.setdefault(pack.source_rank, Traffic())
+        sender = step[pack.source_rank]
         if not pack.sent_in_place:
             sender.gathered += size
         for rank, in_place in zip(pack.receivers, pack.received_in_place, strict=True):
             link = nodes.link(pack.source_rank, rank) if nodes else LinkClass.SAME_NODE
-            receiver = step.setdefault(rank, Traffic())
+            receiver = step[rank]
             receiver.received[link] += size
             receiver.messages[link] += 1
             receiver.spread += 0 if in_place else size
             sender.sent[link] += size
             sender.messages[link] += 1
-    return steps
+    return [dict(step) for step in steps]
 
 
 def _rank_cost(plan: Plan, rank: int, traffic: Traffic, element_bytes: int) -> RankCost:

@@ -17,6 +17,8 @@ from hybridengine.reshard.layout import Layout, Piece
 from hybridengine.reshard.plan import Move, Place
 from hybridengine.topology.links import NodeMap
 
+_Parts = list[tuple[Box, Box]]
+
 
 class _Holding(NamedTuple):
     """A piece of a logical tensor in a parameter of a rank."""
@@ -58,6 +60,9 @@ class Gather:
         self._two_step = two_step
         self._sent = dict.fromkeys(ranks, 0)
         self._entered = dict.fromkeys(ranks, 0)
+        # Layers are alike: what is cut for one of them is cut for all.
+        self._cuts: dict[tuple[int, Box], _Parts] = {}
+        self._owner_sets: dict[tuple[Box, ...], int] = {}
 
     def moves(self, tensor: str) -> list[Move]:
         """Moves that fill every piece of `tensor` in the destination layout.
@@ -70,6 +75,7 @@ class Gather:
         for holding in self._held.get(tensor, ()):
             owners.setdefault(holding.piece.box, []).append(holding)
             own.setdefault(holding.rank, []).append(holding)
+        owner_set = self._owner_sets.setdefault(tuple(owners), len(self._owner_sets))
         moves: list[Move] = []
         demands: dict[tuple[Box, Box], list[_Holding]] = {}
         for need in self._needed.get(tensor, ()):
@@ -85,17 +91,18 @@ class Gather:
                     if part != box:
                         rest += subtract(box, part)
                 missing = rest
-            for part, box in self._cut(tensor, need, missing, owners):
-                demands.setdefault((part, box), []).append(need)
+            for wanted in reversed(missing):
+                if (owner_set, wanted) not in self._cuts:
+                    self._cuts[owner_set, wanted] = self._cut(tensor, need, wanted, owners)
+                for part in self._cuts[owner_set, wanted]:
+                    demands.setdefault(part, []).append(need)
         for (part, box), needs in demands.items():
             moves += self._deliver(tensor, part, owners[box], needs)
         return moves
 
-    def _cut(
-        self, tensor: str, need: _Holding, missing: list[Box], owners: dict[Box, list[_Holding]]
-    ) -> list[tuple[Box, Box]]:
-        """What a rank must fetch, cut so that each part lies in one held box: (part, held box)."""
-        parts = []
+    def _cut(self, tensor: str, need: _Holding, wanted: Box, owners: Iterable[Box]) -> _Parts:
+        """A box that a rank must fetch, cut so that each part lies in one held box: (part, held box)."""
+        parts, missing = [], [wanted]
         while missing:
             box = missing.pop()
             found = [(part, held) for held in owners if (part := intersect(held, box)) is not None]

@@ -141,14 +141,17 @@ def test_the_configurations_of_these_tests_are_valid(built: Path, from_checkpoin
             ["head_dim=16 is not a multiple of 32, which vLLM needs on a CPU; use another model, or"],
         ),
         (["model.build.head_dim=16", "cluster.device=cuda"], []),
-        (  # rows
-            ["data.batch_size=6"],
+        (["data.batch_size=6"], []),  # rows: engines may have different numbers of them
+        (["data.batch_size=6", "reference.parallel=1-1-4"], []),
+        (
+            ["data.batch_size=2", "reference.parallel=1-1-4"],
             [
-                "data.batch_size=6 · rollout.samples_per_prompt=1 = 6 rows must split evenly over the"
-                " p·t·d / (p_g·t_g) = 4 engines of actor.parallel=2-2-1, actor.generate=1-1; choose a multiple of 4"
+                "each of the 4 ranks of cluster.ranks_per_node=[4] computes on",
+                "each of the 4 ranks of cluster.ranks_per_node=[4] calls",
+                "data.batch_size=2 · rollout.samples_per_prompt=1 = 2 rows leave nothing for some of the d = 4 replicas"
+                " of reference.parallel=1-1-4; choose at least 4, or fewer replicas",
             ],
         ),
-        (["data.batch_size=6", "rollout.samples_per_prompt=2"], []),
         (
             ["data.batch_size=4", "critic.mini_batches=4"],
             [
