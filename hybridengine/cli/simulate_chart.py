@@ -57,25 +57,25 @@ def _draw_use(axes: Axes, outcomes: Mapping[str, Outcome]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("% of the run")
     axes.set_title("use of each side", loc="left", fontsize=9)
-    axes.legend(frameon=False, fontsize=7, loc="lower right")
+    axes.legend(frameon=False, fontsize=7, loc="lower right", bbox_to_anchor=(1, 0.99), ncols=2)
 
 
 def _draw_queue(axes: Axes, outcome: Outcome) -> None:
     moments, counts = zip(*outcome.queue, strict=True)
     axes.step(moments, counts, where="post", color=INK, linewidth=0.6)
     axes.set_xlabel("seconds")
-    axes.set_ylabel("responses that wait")
+    axes.set_ylabel("complete responses")
     axes.set_ylim(bottom=0)
-    axes.set_title("complete responses before the trainer", loc="left", fontsize=9)
+    axes.set_title("queue of the asynchronous run", loc="left", fontsize=9)
 
 
 def _draw_staleness(axes: Axes, outcome: Outcome) -> None:
     ages = sorted(outcome.staleness_counts)
     axes.bar(ages, [100 * outcome.staleness_counts[age] / outcome.tokens for age in ages], color=BUSY)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("optimizer steps between a token and its training")
+    axes.set_xlabel("steps from a token to its training")
     axes.set_ylabel("% of tokens")
-    axes.set_title("staleness", loc="left", fontsize=9)
+    axes.set_title("staleness of the asynchronous run", loc="left", fontsize=9)
 
 
 def _draw_rates(

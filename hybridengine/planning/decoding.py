@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -40,35 +40,45 @@ class Engine:
     num_ranks: int
     """Of all engines together, which share the links."""
 
-    @property
+    @cached_property
     def kv_token_bytes(self) -> int:
         """KV cache of one token on the rank with the most."""
         heads = max(1, self.shape.num_kv_heads // self.sizes.tp_size)
         return 2 * self._num_layers * heads * self.shape.head_dim * DTYPE_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def _num_layers(self) -> int:
         """Of the stage with the most."""
         return max(map(len, self.shape.gen_stage_layers(self.train_pp_size, self.sizes.pp_size)))
 
     def step_s(self, num_rows: float, context_tokens: float) -> float:
         """Seconds of a step of `num_rows` responses with `context_tokens` tokens of prompts and responses altogether."""
-        compute, shape, t = compute_of(self.cluster), self.shape, self.sizes.tp_size
-        held = generation_holding(shape, self.train_pp_size, self.sizes.pp_size, t)
-        weights = (
-            held.num_elements - shape.vocab_size * shape.hidden_size // t
-        )  # the embedding's rows are looked up
-        memory = weights * DTYPE_BYTES[self.dtype] + context_tokens * self.kv_token_bytes
-        operations = (
-            2 * num_rows * (self._num_layers * layer_weights(shape) + shape.vocab_size * shape.hidden_size)
-        )
-        arithmetic_s = operations / t / (compute.rate(self.dtype) * compute.decode_efficiency)
+        compute = compute_of(self.cluster)
+        memory = self._read_bytes + context_tokens * self.kv_token_bytes
+        arithmetic_s = num_rows * self._row_s
         beside_s = self._num_layers * (compute.decode_layer_s + 2 * self._all_reduce_s(num_rows))
         beside_s += self._send_s(num_rows)
         beside_s += (compute.decode_step_s + num_rows * compute.decode_row_s) / self.sizes.pp_size
         waiting = self._waiting
         read_s = knee(self._read_s(memory), arithmetic_s * waiting, compute.knee)
         return self.sizes.pp_size * (read_s + beside_s * waiting)
+
+    @cached_property
+    def _read_bytes(self) -> int:
+        """Weights that a step reads."""
+        shape, t = self.shape, self.sizes.tp_size
+        held = generation_holding(shape, self.train_pp_size, self.sizes.pp_size, t)
+        looked_up = (
+            shape.vocab_size * shape.hidden_size // t
+        )  # the embedding, of which a step reads a few rows
+        return (held.num_elements - looked_up) * DTYPE_BYTES[self.dtype]
+
+    @cached_property
+    def _row_s(self) -> float:
+        """Seconds of a row's arithmetic."""
+        compute, shape = compute_of(self.cluster), self.shape
+        weights = self._num_layers * layer_weights(shape) + shape.vocab_size * shape.hidden_size
+        return 2 * weights / self.sizes.tp_size / (compute.rate(self.dtype) * compute.decode_efficiency)
 
     def _read_s(self, num_bytes: float) -> float:
         """Of bytes that every rank reads from its memory, while all stages but one of an engine wait."""
@@ -81,7 +91,7 @@ class Engine:
             else max(seconds, num_bytes * ranks / memory.node_bytes_per_s)
         )
 
-    @property
+    @cached_property
     def _waiting(self) -> float:
         """How many times as long work takes where the ranks of a node share its devices."""
         at_once = compute_of(self.cluster).devices_at_once
