@@ -236,9 +236,7 @@ def _rows(config: RunConfig) -> Iterator[Conflict]:
     for holder in model_holders(config):
         role, section, sizes, key = holder.key, holder.section, holder.sizes, holder.sizes_key
         replicas, mini_batches = sizes.dp_size, getattr(section, "mini_batches", None)
-        if (
-            mini_batches is None
-        ):  # computes only: replicas may have different numbers of rows, but each needs some
+        if mini_batches is None:
             if rows < replicas:
                 yield Conflict(
                     f"{rows_text} leave nothing for some of the d = {replicas} replicas of {key}={sizes}; choose at"

@@ -68,9 +68,7 @@ class Engine:
         """Weights that a step reads."""
         shape, t = self.shape, self.sizes.tp_size
         held = generation_holding(shape, self.train_pp_size, self.sizes.pp_size, t)
-        looked_up = (
-            shape.vocab_size * shape.hidden_size // t
-        )  # the embedding, of which a step reads a few rows
+        looked_up = shape.vocab_size * shape.hidden_size // t  # rows of the embedding
         return (held.num_elements - looked_up) * DTYPE_BYTES[self.dtype]
 
     @cached_property

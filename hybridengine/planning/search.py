@@ -129,9 +129,7 @@ class Search:
             for placement in (self._only or placements(tuple(roles)))
         ]
         searches = [_PlacementSearch(self, placement) for placement in wanted]
-        searches.sort(
-            key=lambda search: search.least_s
-        )  # the sooner a good plan is found, the more it rules out
+        searches.sort(key=lambda search: search.least_s)  # a good plan that is found early rules out more
         plans = list[Plan]()
         for number, search in enumerate(searches):
             self._progress(number, len(searches))
