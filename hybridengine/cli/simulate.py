@@ -72,7 +72,12 @@ def add_simulate_command(subparsers: Any) -> None:
         metavar="ETA",
         help="batches that may be begun ahead of the trainer (default 4; inf for no bound)",
     )
-    option("--train-devices", type=int, metavar="N", help="devices that train (default: the best division)")
+    option(
+        "--train-devices",
+        type=int,
+        metavar="N",
+        help="devices that train (default: the analytical model's best)",
+    )
     parser.add_argument("--sweep", action="store_true", help="simulate every division")
     parser.add_argument(
         "--drain", action="store_true", help="engines take new weights only between responses"
@@ -176,11 +181,9 @@ def _some(numbers: Sequence[int]) -> str:
 
 
 def _best_split(splits: Sequence[Split], max_staleness: float) -> Split:
-    """The fastest one under the bound; without any, the one with the youngest data."""
+    """The fastest one under the bound; without any, the fastest one, whose engines will often wait."""
     young = [split for split in splits if split.staleness <= max_staleness]
-    if not young:
-        return min(splits, key=lambda split: split.staleness)
-    return max(young, key=lambda split: split.tokens_per_s)
+    return max(young or splits, key=lambda split: split.tokens_per_s)
 
 
 def _best(sweep: Sequence[Divided], max_staleness: float) -> Divided:
@@ -275,7 +278,7 @@ def _sweep_rows(sweep: Sequence[Divided], best: Split, max_staleness: float) -> 
         "",
     ]
     for split, run, outcome in sweep:
-        mark = "best" if split is best else "too old" if split.staleness > max_staleness else ""
+        mark = "best" if split is best else "too old" if outcome.mean_staleness > max_staleness else ""
         yield [
             str(run.num_training),
             str(run.num_generating),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from hybridengine.planning.option import Option
 from hybridengine.planning.options import Options
-from hybridengine.planning.placements import pool_sizes
 from hybridengine.planning.search import Search
 
 GIB = 2**30
@@ -36,7 +35,8 @@ def shortage(search: Search) -> str:
         if need.num_bytes > capacity:
             alone.append(need)
     needs = alone or [need for need in [_least(search, tuple(names), search.sizes[-1:])] if need is not None]
-    where = f"on {search.num_devices} devices of {cluster.name}"
+    plural = "" if search.num_devices == 1 else "s"
+    where = f"on {search.num_devices} device{plural} of {cluster.name}"
     if not needs:
         return (
             f"no plan of {', '.join(names)} exists {where}: each model can have sizes by itself, and no pools can have"
@@ -44,10 +44,8 @@ def shortage(search: Search) -> str:
         )
     told = "; ".join(_told(need, capacity) for need in needs)
     together = "" if alone else " together, on all devices,"
-    return (
-        f"nothing fits {where} ({capacity / GIB:.1f} GiB of each are for models):{together} {told}; "
-        + _remedy(search, needs)
-    )
+    room = f"{max(0, capacity) / GIB:.1f} GiB of each are for models"
+    return f"nothing fits {where} ({room}):{together} {told}; " + _remedy(search, needs)
 
 
 def _told(need: _Need, capacity: int) -> str:
@@ -99,23 +97,45 @@ def _least(search: Search, names: tuple[str, ...], sizes: tuple[int, ...]) -> _N
 
 
 def _remedy(search: Search, needs: list[_Need]) -> str:
-    found = list(_settings(search, needs))
+    """What has been tried and would do."""
+    found = []
+    if (settings := _settings(search, needs)) is not None:
+        found.append(settings)
     if (devices := _enough_devices(search, needs)) is not None:
-        found.append(f"{devices} devices would do")
-    most = max(need.num_bytes for need in needs) + search.process_bytes
-    found.append(f"or devices with {most / GIB:.1f} GiB")
-    return ", ".join(found)
+        found.append(f"{devices} devices")
+    if (together := _together(search)) is not None:
+        needed = math.ceil((together.num_bytes + search.process_bytes) / GIB * 10) / 10
+        found.append(f"devices with {needed:.1f} GiB")
+    if not found:
+        return "take a smaller model, or relax --fix"
+    return " or ".join(found) + " would do"
 
 
-def _settings(search: Search, needs: list[_Need]) -> Iterator[str]:
+def _together(search: Search) -> _Need | None:
+    """The least with which all models fit on all devices together."""
+    return _least(search, tuple(model.name for model in search.workload.models), search.sizes[-1:])
+
+
+def _settings(search: Search, needs: list[_Need]) -> str | None:
+    """Fewest settings of the models that miss with which everything fits."""
     names = {name for need in needs for name in need.names}
-    models = [model for model in search.workload.models if model.name in names and model.trains]
-    for what, value, wanted in (
-        ("offload", "optimizer", [model.name for model in models if not model.offloads]),
-        ("recompute", "full", [model.name for model in models if not model.recompute]),
-    ):
-        if wanted:
-            yield "try " + " ".join(f"{name}.{what}={value}" for name in wanted)
+    wanted = [model.name for model in search.workload.models if model.name in names and model.trains]
+    for offloads, recompute in ((True, False), (False, True), (True, True)):
+        models, settings = [], []
+        for model in search.workload.models:
+            if model.name in wanted and offloads and not model.offloads:
+                model = replace(model, offloads=True)
+                settings.append(f"{model.name}.offload=optimizer")
+            if model.name in wanted and recompute and not model.recompute:
+                model = replace(model, recompute=True)
+                settings.append(f"{model.name}.recompute=full")
+            models.append(model)
+        workload = replace(search.workload, models=tuple(models))
+        options = Options(workload, search.cluster, search.options.fixed, search.options.fixed_gen)
+        together = _together(Search(options, search.num_devices))
+        if settings and together is not None and together.num_bytes <= search.capacity_bytes:
+            return " ".join(settings)
+    return None
 
 
 def _enough_devices(search: Search, needs: list[_Need]) -> int | None:
@@ -131,8 +151,7 @@ def _enough_devices(search: Search, needs: list[_Need]) -> int | None:
             cluster = cluster.resized(-(-devices // node))
         options = Options(search.workload, cluster, search.options.fixed, search.options.fixed_gen)
         larger = Search(options, devices)
-        sizes = pool_sizes(cluster, devices)[-1:]
-        together = _least(larger, tuple(model.name for model in search.workload.models), sizes)
+        together = _together(larger)
         if together is not None and together.num_bytes <= larger.capacity_bytes:
             return devices
     return None
