@@ -19,6 +19,7 @@ from hybridengine.cli.run_request import Request, add_run_options, cluster_of, r
 from hybridengine.errors import ConfigError
 from hybridengine.planning.comparison import idle_shares
 from hybridengine.planning.options import Options
+from hybridengine.planning.passes import compute_of
 from hybridengine.planning.run_settings import run_settings
 from hybridengine.planning.search import Found, Plan, Search
 from hybridengine.planning.shortage import shortage
@@ -208,7 +209,9 @@ def train_config(request: Request, plan: Plan) -> str:
     values = run_settings(request.config, plan, request.workload, request.cluster)
     head = (
         f"# Planned by `hybridengine plan` for {request.num_devices} devices of {request.cluster.name}: predicted\n"
-        f"# {plan.step_s:.2f} s a step, {plan.headroom_bytes / 2**30:.1f} GiB left on the fullest device.\n"
+        f"# {plan.step_s:.2f} s a step, {plan.headroom_bytes / 2**30:.1f} GiB left on the fullest device,\n"
+        f"# beside {(compute_of(request.cluster).process_bytes or 0) / 2**30:.1f} GiB for processes (the cluster file's"
+        " process_bytes).\n"
     )
     return head + yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110)
 

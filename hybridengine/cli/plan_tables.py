@@ -59,7 +59,8 @@ def plan_table(plans: Sequence[Plan]) -> list[str]:
     return [
         *aligned(rows),
         "(seconds of each kind are sums of calls, which overlap where pools work at the same time; received: by a rank in"
-        " the switch to generation; left: memory of the fullest device)",
+        " the switch to generation; left: memory of the fullest device, beside the"
+        " process_bytes of the cluster file; KV caches take what they can use)",
     ]
 
 

@@ -150,8 +150,8 @@ def _divided(scenarios: Scenarios, options: argparse.Namespace) -> Iterator[Divi
     wanted = options.train_devices
     if wanted is not None and wanted not in divisions:
         raise ConfigError(
-            f"--train-devices {wanted} does not leave whole engines of {scenarios.engines.engine.sizes} (p_g-t_g) on the"
-            f" other devices; choose from {_some(divisions)}"
+            f"--train-devices {wanted} must be a divisor of a node's devices or whole nodes, and leave whole engines of"
+            f" {scenarios.engines.engine.sizes} (p_g-t_g) on the other devices; choose from {_some(divisions)}"
         )
     runs = [
         run
@@ -159,10 +159,12 @@ def _divided(scenarios: Scenarios, options: argparse.Namespace) -> Iterator[Divi
         if (run := scenarios.asynchronous(number))
     ]
     if not runs:
-        tried = f"--train-devices {wanted}" if wanted is not None else f"any of {_some(divisions)} devices"
-        raise ConfigError(
-            f"the models do not fit on {tried} that train beside engines; give more devices, or offload and recompute"
-        )
+        tried = f"{wanted} devices" if wanted is not None else f"any of {_some(divisions)} devices"
+        remedy = "give more devices, or offload and recompute"
+        if scenarios.fixed:
+            sizes = ", ".join(f"{name}={sizes}" for name, sizes in scenarios.fixed.items())
+            remedy = f"relax --fix {sizes}, which must leave devices to engines, or give more devices"
+        raise ConfigError(f"the models cannot have {tried} to train on beside engines; {remedy}")
     splits = scenarios.steady_states(runs)
     if not options.sweep:
         place = splits.index(_best_split(splits, options.staleness))

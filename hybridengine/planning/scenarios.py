@@ -10,7 +10,7 @@ same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,7 +29,7 @@ from hybridengine.planning.shards import generation_holding
 from hybridengine.planning.shortage import shortage
 from hybridengine.planning.simulation import Setting
 from hybridengine.planning.workload import Workload
-from hybridengine.topology.sizes import GenSizes, divisors
+from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,11 @@ class Scenarios:
         self._drains, self._seed = drains, seed
         self._everything: list[Placement] = [(tuple(workload.roles),)]
         self._training = Options(workload.without_generation(), cluster, constraints.sizes)
+
+    @property
+    def fixed(self) -> Mapping[str, TrainSizes]:
+        """Sizes that models must have."""
+        return self._constraints.sizes
 
     def synchronous(self) -> Run:
         """The best colocated plan.

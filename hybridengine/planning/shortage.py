@@ -63,7 +63,16 @@ def _sizes(option: Option) -> str:
 
 def _no_sizes(search: Search, name: str) -> str:
     model, workload = search.workload.model(name), search.workload
-    fixed = search.options.fixed.get(name)
+    fixed, gen = search.options.fixed.get(name), search.options.fixed_gen
+    if name == "actor" and gen is not None:
+        free = Options(workload, search.cluster, search.options.fixed)
+        if any(free.of(name, size) for size in search.sizes):
+            beside = "" if fixed is None else f" with actor={fixed}"
+            return (
+                f"--fix generate={gen}{beside} cannot be on {search.num_devices} devices: engines nest in training shards,"
+                " so that p_g divides p and t_g divides t, which is at most the"
+                f" {search.cluster.devices_per_node} devices of a node and divides the heads; choose other sizes"
+            )
     asked = f"the fixed sizes {fixed}" if fixed else f"any number of ranks up to {search.num_devices}"
     shared = "be enough for its replicas"
     if model.trains:

@@ -240,6 +240,7 @@ def test_no_setting_is_named_that_would_not_do(planned: Planned) -> None:
             ["--fix", "actor=1-8-2", "--fix", "generate=1-3"],
             ["generation 1-3", "choose p_g-t_g from 1-2, 1-4, 1-1"],
         ),
+        (["--fix", "generate=1-16"], ["--fix generate=1-16 cannot be", "t_g divides t"]),
         (["--fix", "acter=1-8-2"], ["did you mean actor?"]),
         (["--fix", "actor"], ["must be NAME=SIZES"]),
         (["--fix", "actor=1-8-2", "--fix", "actor=1-8-4"], ["--fix actor is given twice"]),

@@ -93,7 +93,7 @@ def test_text_compares_both_kinds_of_training(simulated: Simulated) -> None:
         (("--staleness", "-1"), "--staleness -1 must be 0 or more"),
         (("--staleness", "nan"), "--staleness nan must be 0 or more"),
         (("--seed", "-1"), "--seed -1"),
-        (("--train-devices", "31"), "does not leave whole engines"),
+        (("--train-devices", "31"), "leave whole engines"),
         (("--train-devices", "8", "--sweep"), "leave one of them out"),
         (("--devices", "1"), "one device cannot be divided"),
         (("algorithm.name=remax",), "generates twice"),
