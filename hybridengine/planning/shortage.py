@@ -69,8 +69,8 @@ def _no_sizes(search: Search, name: str) -> str:
         if any(free.of(name, size) for size in search.sizes):
             beside = "" if fixed is None else f" with actor={fixed}"
             return (
-                f"--fix generate={gen}{beside} cannot be on {search.num_devices} devices: engines nest in training shards,"
-                " so that p_g divides p and t_g divides t, which is at most the"
+                f"--fix generate={gen}{beside} cannot be on {search.num_devices} devices: engines nest in training"
+                " shards, so that p_g divides p and t_g divides t, which is at most the"
                 f" {search.cluster.devices_per_node} devices of a node and divides the heads; choose other sizes"
             )
     asked = f"the fixed sizes {fixed}" if fixed else f"any number of ranks up to {search.num_devices}"
