@@ -116,7 +116,9 @@ def run_planner(options: argparse.Namespace) -> int:
         if options.json == STDOUT:
             print(text)
         else:
-            _print(request, found, search_s, options)
+            _print(request, found, search_s)
+    if options.out is not None and options.json != STDOUT:
+        print(f"plan 1 is written: hybridengine train {options.out}")
     return 0
 
 
@@ -166,7 +168,7 @@ def _say_progress(done: int, total: int) -> None:
     )
 
 
-def _print(request: Request, found: Found, search_s: float, options: argparse.Namespace) -> None:
+def _print(request: Request, found: Found, search_s: float) -> None:
     console = Console(highlight=False)
     workload = request.workload
     models = ", ".join(f"{model.name} {model.shape.num_parameters / 1e9:.3g}B" for model in workload.models)
@@ -177,15 +179,17 @@ def _print(request: Request, found: Found, search_s: float, options: argparse.Na
     )
     for line in (
         f"run: {workload.algorithm} of {models}; {workload.num_prompts} prompts x {workload.samples_per_prompt},"
-        f" {workload.prompt_tokens:g} tokens each, responses {workload.lengths.name} (mean {workload.lengths.mean:.0f})",
+        f" {workload.prompt_tokens:g} tokens each, responses {workload.lengths}",
         f"cluster: {request.num_devices} devices of {request.cluster.name}",
-        f"search: {found.num_placements} placements, {found.num_allocations:,} allocations bounded, {found.num_solved:,}"
-        f" looked into, {search_s:.1f} s; {exact}",
-        *plan_lines(found.plans),
+        f"search: {_counted(found.num_placements, 'placement')}, {_counted(found.num_allocations, 'allocation')} bounded,"
+        f" {found.num_solved:,} looked into, {search_s:.1f} s; {exact}",
+        *plan_lines(found.plans, request.num_devices),
     ):
         console.print(line, markup=False, soft_wrap=True)
-    if options.out is not None:
-        console.print(f"plan 1 is written: hybridengine train {options.out}", markup=False, soft_wrap=True)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _write(request: Request, plans: tuple[Plan, ...], text: str, options: argparse.Namespace) -> None:
@@ -198,7 +202,7 @@ def _write(request: Request, plans: tuple[Plan, ...], text: str, options: argpar
     write_outputs(
         {
             "--json": (json_file(options), text + "\n"),
-            "--out": (options.out, train_config(request, plans[0])),
+            "--out": (options.out, train_config(request, plans[0]) if options.out else ""),
             "--plot": (options.plot, draw),
         }
     )

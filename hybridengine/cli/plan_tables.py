@@ -21,10 +21,16 @@ COLUMNS: dict[str, tuple[Work, ...]] = {
 LETTERS = {Work.SWITCH: "s", Work.GENERATE: "g", Work.INFER: "i", Work.UPDATE: "U", Work.HOST: "h"}
 
 
-def plan_lines(plans: Sequence[Plan]) -> list[str]:
-    """Everything that a person wants to see of plans, best first."""
+def plan_lines(plans: Sequence[Plan], num_devices: int) -> list[str]:
+    """Everything that a person wants to see of plans on so many devices, best first."""
     best = plans[0]
-    lines = ["", *plan_table(plans), "", "sizes of plan 1", *role_table(best), "", *timeline(best)]
+    used = sum(pool.num_ranks for pool in best.pools)
+    rest = (
+        f", on {used} of {num_devices} devices: none with more that can be is faster"
+        if used < num_devices
+        else ""
+    )
+    lines = ["", *plan_table(plans), "", f"sizes of plan 1{rest}", *role_table(best), "", *timeline(best)]
     if len(plans) > 1:
         lines += ["", *comparison_lines(compare(plans[1], best))]
     return lines

@@ -82,11 +82,11 @@ def request_of(options: argparse.Namespace) -> Request:
         raise ConfigError(
             "CONFIG is missing; name the YAML file of a run, e.g. configs/llama3-70b-16nodes.yaml"
         )
-    config = load_config(options.config, options.overrides, dry_run=True)
+    config = load_config(options.config, options.overrides, dry_run=True, placed=False)
     cluster = cluster_of(options, config.model.dtype)
     num_devices = devices_of(cluster, options.devices)
     limit = config.rollout.max_response_tokens
-    lengths = _lengths(options.lengths or f"constant:{limit}", limit)
+    lengths = _lengths(f"constant:{limit}" if options.lengths is None else options.lengths, limit)
     prompt_tokens = options.prompt_tokens
     if prompt_tokens is not None and not 1 <= prompt_tokens <= config.rollout.max_prompt_tokens:
         raise ConfigError(
@@ -100,7 +100,7 @@ def request_of(options: argparse.Namespace) -> Request:
 
 def _lengths(text: str, limit: int) -> Lengths:
     """Lengths as they are written, or those of a run."""
-    if Path(text).is_dir():
+    if text and Path(text).is_dir():
         from hybridengine.metrics.measured_run import run_lengths
 
         return run_lengths(text, limit)

@@ -104,7 +104,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     best = _best(sweep, options.staleness)
     outcomes["asynchronous"] = best[2]
     seconds = time.perf_counter() - begin
-    text = json.dumps(_as_json(request, synchronous, outcomes, sweep, best, seconds), indent=2)
+    text = json.dumps(_as_json(request, synchronous, outcomes, sweep, best, seconds, options), indent=2)
     try:
         _write(request, outcomes, sweep, text, options)
     finally:
@@ -207,12 +207,11 @@ def _lines(
     split, run, outcome = best
     yield (
         f"run: {workload.algorithm}, {run.setting.batch_size} responses a step, {workload.prompt_tokens:g} tokens of"
-        f" prompt, responses {workload.lengths.name} (mean {workload.lengths.mean:.0f}, longest"
-        f" {workload.lengths.max_tokens})"
+        f" prompt, responses {workload.lengths}"
     )
     yield (
-        f"cluster: {request.num_devices} devices of {request.cluster.name}; {options.steps} steps, simulated in"
-        f" {seconds:.1f} s"
+        f"cluster: {request.num_devices} devices of {request.cluster.name}; {options.steps} steps, staleness bound"
+        f" {options.staleness:g}, seed {options.seed}, simulated in {seconds:.1f} s"
     )
     yield ""
     rows = [
@@ -243,6 +242,10 @@ def _lines(
             ]
         )
     yield from aligned(rows)
+    if outcome.largest_staleness > options.staleness:
+        yield (
+            "(most: of responses begun within the bound that took so long that others were trained on before them)"
+        )
     yield ""
     yield f"synchronous: {_engines(synchronous)}, all models on the same {synchronous.num_training} devices"
     yield (
@@ -318,6 +321,7 @@ def _as_json(
     sweep: Sequence[Divided],
     best: Divided,
     seconds: float,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Figures for programs. Units: seconds, tokens of responses, optimizer steps."""
     return {
@@ -325,6 +329,9 @@ def _as_json(
         "cluster": request.cluster.name,
         "num_devices": request.num_devices,
         "lengths": request.workload.lengths.name,
+        "num_steps": options.steps,
+        "max_staleness": options.staleness if math.isfinite(options.staleness) else None,
+        "seed": options.seed,
         "simulation_s": seconds,
         "synchronous": _run_json(synchronous, outcomes["synchronous"]),
         "asynchronous": _run_json(best[1], best[2]) | {"model": _split_json(best[0])},

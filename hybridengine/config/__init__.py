@@ -1,7 +1,7 @@
 """Configuration of a run: one YAML file plus `key=value` overrides, typed, frozen, checked as a whole."""
 
 from hybridengine.config.algorithm_sections import Role
-from hybridengine.config.checks import check_run, holder_shape, model_shape
+from hybridengine.config.checks import check_run, holder_shape, model_shape, rows_for_every_rank
 from hybridengine.config.holders import ModelHolder, model_holders
 from hybridengine.config.loading import load_config
 from hybridengine.config.run_config import ROLES, RunConfig
@@ -16,4 +16,5 @@ __all__ = [
     "load_config",
     "model_holders",
     "model_shape",
+    "rows_for_every_rank",
 ]

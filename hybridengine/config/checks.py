@@ -23,11 +23,13 @@ from hybridengine.config.holders import ModelHolder, model_holders
 from hybridengine.config.pool_checks import pool_conflicts, size_conflicts
 from hybridengine.config.reward_checks import reward_model_conflicts, reward_sections, scorer_conflicts
 from hybridengine.config.run_config import TRAINED, RunConfig, ranks_key
-from hybridengine.config.sections import MAIN_POOL
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.model_presets import find_preset, resolve_model
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.topology.sizes import GenSizes
+
+PLACEMENT_KEYS = ("cluster.ranks_per_node", "cluster.pools", "rollout.kv_cache_bytes")
+"""Beside the sizes of models and engines."""
 
 
 def check_run(config: RunConfig, *, dry_run: bool = False) -> list[str]:
@@ -35,8 +37,22 @@ def check_run(config: RunConfig, *, dry_run: bool = False) -> list[str]:
     return [conflict.message for conflict in find_conflicts(config, dry_run=dry_run)]
 
 
-def find_conflicts(config: RunConfig, *, dry_run: bool = False) -> list[Conflict]:
-    """As `check_run`, each message with the keys that it concerns."""
+def find_conflicts(config: RunConfig, *, dry_run: bool = False, placed: bool = True) -> list[Conflict]:
+    """As `check_run`, each message with the keys that it concerns.
+
+    Args:
+        placed: whether the ranks, pools and sizes of `config` count; without them, rules that concern them are left out.
+    """
+    conflicts = _all_conflicts(config, dry_run)
+    return conflicts if placed else [one for one in conflicts if not any(map(_is_placement, one.keys))]
+
+
+def _is_placement(key: str) -> bool:
+    """Whether a key says where a model is, or with which sizes, or what then is left of memory."""
+    return key.endswith((".parallel", ".generate")) or key.startswith(PLACEMENT_KEYS)
+
+
+def _all_conflicts(config: RunConfig, dry_run: bool) -> list[Conflict]:
     conflicts = [*_sources(config), *algorithm_conflicts(config), *scorer_conflicts(config)]
     conflicts += pool_conflicts(config)
     for holder in model_holders(config):
@@ -270,22 +286,28 @@ def _rows(config: RunConfig) -> Iterator[Conflict]:
 
 def _rows_for_every_rank(config: RunConfig) -> Iterator[Conflict]:
     """Ranks that score or compute by themselves: each needs a row, or it would miss its peers."""
-    prompts, rows = config.data.batch_size, config.rows_per_step
     row_keys = ("data.batch_size", "rollout.samples_per_prompt")
-    needs = {("computes on", MAIN_POOL): rows}
-    for role, section in reward_sections(config).items():
-        if section.functions:  # ReMax has a prompt's greedy response scored as well
-            fewest = prompts if config.algorithm.name == "remax" else rows
-            needs[f"calls the functions of {role} for", config.pool_of(role)] = fewest
-    for (what, name), num_rows in needs.items():
+    for role, num_rows in rows_for_every_rank(config).items():
+        name = config.pool_of(role)
         pool, key = config.pools[name], ranks_key(name)
         if num_rows < pool.num_ranks:
+            what = "computes on" if role == "actor" else f"calls the functions of {role} for"
             yield Conflict(
                 f"each of the {pool.num_ranks} ranks of {key}={list(pool.ranks_per_node)} {what} rows of its own, and"
-                f" data.batch_size={prompts} · rollout.samples_per_prompt={config.rollout.samples_per_prompt} leave"
-                f" {num_rows} for all of them; raise data.batch_size, or take fewer ranks",
+                f" data.batch_size={config.data.batch_size} · rollout.samples_per_prompt="
+                f"{config.rollout.samples_per_prompt} leave {num_rows} for all of them; raise data.batch_size,"
+                " or take fewer ranks",
                 (*row_keys, key),
             )
+
+
+def rows_for_every_rank(config: RunConfig) -> dict[Role, int]:
+    """Role -> rows of a call that all ranks of the role's pool share out, each at least one."""
+    needs: dict[Role, int] = {"actor": config.rows_per_step}
+    for role, section in reward_sections(config).items():
+        if section.functions:  # ReMax has a prompt's greedy response scored as well
+            needs[role] = config.data.batch_size if config.algorithm.name == "remax" else config.rows_per_step
+    return needs
 
 
 def _schedules(config: RunConfig) -> Iterator[Conflict]:

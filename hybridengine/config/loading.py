@@ -29,7 +29,9 @@ Problem = tuple[str, str]
 """Dotted key in question, message."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> RunConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False, placed: bool = True
+) -> RunConfig:
     """Configuration of the run that `path` and the `key=value` overrides describe; the last of equal keys counts.
 
     A file with the key `base` says what is different from that other file, which is named from its own folder.
@@ -37,6 +39,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, dry_run: boo
     Args:
         dry_run: accept that the checkpoint and the data are not on this machine, as long as `model.hf_config` gives
             the shapes.
+        placed: whether ranks, pools and sizes count; without them, rules that concern them are left out.
 
     Raises:
         ConfigError: everything that is wrong, in one list.
@@ -58,7 +61,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, dry_run: boo
     config, found = _validate(values)
     problems += found
     in_question = {key for key, _ in problems}
-    conflicts = find_conflicts(config, dry_run=dry_run) if config is not None else []
+    conflicts = find_conflicts(config, dry_run=dry_run, placed=placed) if config is not None else []
     messages = [message for _, message in problems]
     messages += [text for text, keys in conflicts if not any(_touches(key, in_question) for key in keys)]
     raise_all(messages)

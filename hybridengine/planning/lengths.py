@@ -42,6 +42,13 @@ class Lengths:
     """As it was asked for."""
     survival_T: np.ndarray
     """P(length > i) for i = 0, 1, ..., max_tokens - 1: what runs while token i + 1 is made. The first is 1."""
+    cut_share: float = 0.0
+    """Of the responses: those that would be longer than the run allows."""
+
+    def __str__(self) -> str:
+        """As it was asked for, with what it comes to: "lognormal:mean=400,cv=0.8 (mean 382, 4% cut to 1024)"."""
+        cut = f"{self.cut_share:.0%} cut to" if self.cut_share >= 0.005 else "at most"
+        return f"{self.name} (mean {self.mean:.0f}, {cut} {self.max_tokens})"
 
     @property
     def max_tokens(self) -> int:
@@ -88,10 +95,10 @@ class Lengths:
         """
         kind, colon, values = text.partition(":")
         if colon and kind in _KINDS:
-            survival = _KINDS[kind](text, values, max_tokens)
+            survival = _KINDS[kind](text, values, max_tokens + 1)
         else:
-            survival = _counted(_read(text), max_tokens)
-        return cls(text, survival)
+            survival = _counted(_read(text), max_tokens + 1)
+        return cls(text, survival[:-1], float(survival[-1]))
 
     @classmethod
     def counted(cls, name: str, lengths: Sequence[int], max_tokens: int) -> Lengths:
@@ -174,7 +181,9 @@ _KINDS: dict[str, Callable[[str, str, int], np.ndarray]] = {
 def _read(path: str) -> list[int]:
     try:
         lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError, ValueError):
+    except UnicodeDecodeError:
+        raise ConfigError(f"lengths {shown(path)}: the file is no text; write one length a line") from None
+    except (OSError, ValueError):
         raise ConfigError(
             f"lengths {shown(path)} are neither one of the forms nor a file; write {FORMS}"
         ) from None

@@ -118,8 +118,8 @@ class Options:
         for parts in divisors(num_ranks):
             for tp_size in divisors(parts):
                 sizes = TrainSizes(parts // tp_size, tp_size, num_ranks // parts)
-                if model.name == "actor" and num_ranks > self.workload.num_rows(Count.ROWS):
-                    continue  # every rank of its pool computes on rows of its own
+                if num_ranks > self.workload.rank_rows.get(model.role, num_ranks):
+                    continue
                 if fixed is not None and sizes != fixed:
                     continue
                 if tp_size > self.cluster.devices_per_node or not self._splits_evenly(model, sizes):
@@ -129,6 +129,8 @@ class Options:
 
     def _splits_evenly(self, model: PlannedModel, sizes: TrainSizes) -> bool:
         """Whether replicas have as many rows each in a mini-batch, as configurations demand; else some rows at all."""
+        if model.name == "actor" and (self.workload.warmup_rows or 0) % sizes.dp_size:
+            return False
         for call in self._calls(model.name):
             rows = self.workload.num_rows(call.count)
             if call.work is Work.UPDATE and rows % (sizes.dp_size * model.mini_batches):

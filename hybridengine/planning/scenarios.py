@@ -10,7 +10,8 @@ same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -157,8 +158,10 @@ class Scenarios:
             if rest and rest % unit == 0:
                 yield num_training
 
-    def steady_states(self, runs: list[Run]) -> list[Split]:
+    def steady_states(self, runs: Sequence[Run]) -> list[Split]:
         """What the analytical model says of the same divisions."""
+        if self._max_staleness < 1:
+            return [self._alternating(run) for run in runs]
         rate = {run.num_training: self.train_tokens_per_s(run) for run in runs}
         engines = self.engines
         return steady_splits(
@@ -170,6 +173,19 @@ class Scenarios:
             self.workload.lengths,
             self.workload.num_rows(Count.ROWS),
         )
+
+    def _alternating(self, run: Run) -> Split:
+        """Of a run that begins no batch ahead: engines and trainers wait for each other in turns."""
+        workload, engines = self.workload, run.engines
+        rows = workload.num_rows(Count.ROWS)
+        each = math.ceil(rows / run.setting.num_engines)
+        generate_s = engines.engine.generate_s(
+            each, workload.prompt_tokens, workload.lengths, engines.max_running
+        )
+        iteration_s = generate_s + run.plan.step_s + run.setting.update_s
+        running = float(min(each, engines.max_running))
+        tokens = rows * workload.lengths.mean
+        return Split(run.num_training, run.num_generating, running, tokens / iteration_s, 0.0)
 
     def train_tokens_per_s(self, run: Run) -> float:
         """Tokens of responses that the trainer takes in."""

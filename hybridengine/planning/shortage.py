@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from hybridengine.planning.dataflows import Count
 from hybridengine.planning.option import Option
 from hybridengine.planning.options import Options
 from hybridengine.planning.search import Search
@@ -73,10 +74,21 @@ def _no_sizes(search: Search, name: str) -> str:
                 " shards, so that p_g divides p and t_g divides t, which is at most the"
                 f" {search.cluster.devices_per_node} devices of a node and divides the heads; choose other sizes"
             )
+    rows, parts = workload.num_rows(Count.ROWS), model.mini_batches
+    if model.trains and rows % parts:
+        return (
+            f"data.batch_size={workload.num_prompts} · rollout.samples_per_prompt={workload.samples_per_prompt} ="
+            f" {rows} rows must split evenly over {name}.mini_batches={parts}; choose a multiple of {parts}, or other"
+            " mini-batches"
+        )
     asked = f"the fixed sizes {fixed}" if fixed else f"any number of ranks up to {search.num_devices}"
     shared = "be enough for its replicas"
     if model.trains:
         shared = f"split evenly over its replicas and {model.mini_batches} mini-batches"
+    if name == "actor" and workload.warmup_rows is not None:
+        shared += f", warmup.batch_size={workload.warmup_rows} over its replicas"
+    if model.role in workload.rank_rows:
+        shared += f", and {workload.rank_rows[model.role]} rows give each rank at least one"
     return (
         f"{name} cannot have {asked}: tensor shards must divide its {model.shape.num_heads} heads and lie on a node,"
         f" stages its {model.shape.num_layers} layers, and {workload.num_prompts} prompts of"
@@ -115,9 +127,20 @@ def _remedy(search: Search, needs: list[_Need]) -> str:
     if (together := _together(search)) is not None:
         needed = math.ceil((together.num_bytes + search.process_bytes) / GIB * 10) / 10
         found.append(f"devices with {needed:.1f} GiB")
-    if not found:
-        return "take a smaller model, or relax --fix"
-    return " or ".join(found) + " would do"
+    return " or ".join(found) + " would do" if found else _untried(search)
+
+
+def _untried(search: Search) -> str:
+    """What may help where nothing that has been tried does."""
+    workload, ways = search.workload, ["take a smaller model"]
+    rows = min(workload.rank_rows.values(), default=search.num_devices)
+    if rows < search.num_devices:
+        ways.append(
+            f"raise data.batch_size, whose {rows} rows leave some of {search.num_devices} ranks without one"
+        )
+    if search.options.fixed or search.options.fixed_gen:
+        ways.append("relax --fix")
+    return ", or ".join(ways)
 
 
 def _together(search: Search) -> _Need | None:

@@ -9,7 +9,8 @@ they have. Between two events nothing about an engine changes, so that a span of
 or end, weights that arrive. Whose policy a token comes from is known for every token.
 
 A response is begun only while floor((N_r - 1) / B) <= i + eta: what has been begun, N_r, is at most eta batches ahead of
-the trainer's i (AReaL, arXiv 2505.24298, section 5.1).
+the trainer's i (AReaL, arXiv 2505.24298, section 5.1). None is begun once everything is complete that the run trains on:
+engines that are far ahead then wait, and a run costs the same however many they are.
 """
 
 from __future__ import annotations
@@ -338,7 +339,7 @@ class _Asynchronous:
             (len(engines[place].running), place) for place in places if engines[place].pending_version is None
         ]
         heapq.heapify(free)
-        while free and admits(self._submitted, setting.batch_size, self._version, setting.max_staleness):
+        while free and self._begins():
             count, place = heapq.heappop(free)
             if count >= setting.max_running:
                 break
@@ -349,6 +350,14 @@ class _Asynchronous:
             self._stamps[place] += 1
             if engines[place].running:
                 heapq.heappush(self._events, (engines[place].next_end_s(), place, self._stamps[place]))
+
+    def _begins(self) -> bool:
+        """Whether the bound lets another response begin, and the run may still train on it."""
+        setting = self._setting
+        complete = self._version * setting.batch_size + len(self._training) + len(self._ready)
+        return complete < setting.num_steps * setting.batch_size and admits(
+            self._submitted, setting.batch_size, self._version, setting.max_staleness
+        )
 
     def _start_step(self, now: float) -> None:
         """Train on the oldest complete responses, where there are enough and nothing is trained on."""

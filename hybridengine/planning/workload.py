@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from hybridengine.config import RunConfig, holder_shape, model_holders
+from hybridengine.config import RunConfig, holder_shape, model_holders, rows_for_every_rank
 from hybridengine.config.algorithm_sections import Role
 from hybridengine.config.run_config import TRAINED
 from hybridengine.model_shapes import ModelShape
@@ -50,6 +50,10 @@ class Workload:
     max_num_seqs: int
     dtype: str
     bucket_bytes: int
+    rank_rows: Mapping[str, int] = field(default_factory=dict)
+    """Role -> rows that all ranks of its pool share out, each at least one."""
+    warmup_rows: int | None = None
+    """Of an optimizer step of the warm-up before the run, if there is one."""
 
     def num_rows(self, count: Count) -> int:
         """Rows of a call."""
@@ -133,7 +137,18 @@ def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None
         max_num_seqs=config.rollout.max_num_seqs,
         dtype=config.model.dtype,
         bucket_bytes=config.actor.bucket_bytes,
+        rank_rows=_rank_rows(config, models),
+        warmup_rows=config.warmup.batch_size if config.warmup else None,
     )
+
+
+def _rank_rows(config: RunConfig, models: Sequence[PlannedModel]) -> dict[str, int]:
+    """As the configuration counts them; roles without a model are where the actor is."""
+    placed, found = {model.role for model in models}, dict[str, int]()
+    for role, num_rows in rows_for_every_rank(config).items():
+        where = role if role in placed else "actor"
+        found[where] = min(num_rows, found.get(where, num_rows))
+    return found
 
 
 def _with_terms(calls: Sequence[Call], models: Sequence[PlannedModel]) -> tuple[Call, ...]:

@@ -136,6 +136,46 @@ def test_a_plan_is_a_configuration_that_can_be_trained(
     assert main(["train", str(file), "--dry-run"]) == 0
 
 
+@pytest.mark.parametrize(
+    "clashing",
+    ["actor.parallel=3-5-7", "actor.generate=1-3", "rollout.kv_cache_bytes=1", "cluster.ranks_per_node=[1]"],
+)
+def test_ranks_and_sizes_of_the_configuration_do_not_count(
+    planned: Planned, tmp_path: Path, clashing: str
+) -> None:
+    """Runs refuse them; a plan replaces them, and what it writes is the same."""
+    files = [tmp_path / "plain.yaml", tmp_path / "clashing.yaml"]
+    assert main(["train", CONFIG, clashing, "--dry-run"]) == 2
+    assert planned(*SMALL, "--out", str(files[0]))[0] == 0
+    code, _, err = planned(*SMALL, "--out", str(files[1]), clashing)
+    assert (code, err) == (0, "")
+    assert files[0].read_text() == files[1].read_text()
+
+
+@pytest.mark.parametrize(
+    ("config", "fixed", "few", "enough"),
+    [
+        ("arithmetic.yaml", "actor=1-1-2", "warmup.batch_size=3", "warmup.batch_size=4"),
+        ("arithmetic.yaml", "actor=2-2-1", "data.batch_size=2", "data.batch_size=4"),
+        ("remax.yaml", "actor=2-2-1", "data.batch_size=2", "data.batch_size=4"),
+    ],
+)
+def test_a_plan_has_rows_for_every_rank_and_replica(
+    planned: Planned, tmp_path: Path, config: str, fixed: str, few: str, enough: str
+) -> None:
+    """Of the warm-up's batch, which training splits over replicas, and of what is computed on every rank."""
+    out = tmp_path / "planned.yaml"
+    kept = ["actor.mini_batches=1", *(["critic.mini_batches=1"] if config == "arithmetic.yaml" else [])]
+    settings: dict[str, str] = {
+        "config": str(ROOT / "configs" / config),
+        "cluster": str(ROOT / "configs" / "clusters" / "cpu-2cores-4ranks.yaml"),
+    }
+    assert "actor cannot have the fixed sizes" in refuse(planned, *kept, few, "--fix", fixed, **settings)
+    code, _, err = planned(*kept, enough, "--fix", fixed, "--out", str(out), **settings)
+    assert (code, err) == (0, "")
+    assert f"actor={load_config(out, dry_run=True).actor.parallel}" == fixed
+
+
 def test_models_of_one_role_share_a_pool(planned: Planned, tmp_path: Path) -> None:
     """A reward of two models is one role, which has one pool."""
     values = yaml.safe_load(Path(CONFIG).read_text())

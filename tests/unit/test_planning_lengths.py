@@ -55,6 +55,9 @@ def test_responses_are_cut_where_generation_stops() -> None:
     found = Lengths.of("uniform:1-100", 10)
     assert found.survival_T.tolist() == pytest.approx([1 - 0.01 * token for token in range(10)])
     assert found.spread(10).tolist() == [5, 10, 10, 10, 10, 10, 10, 10, 10, 10]
+    assert found.cut_share == pytest.approx(0.9)
+    assert str(found) == "uniform:1-100 (mean 10, 90% cut to 10)"
+    assert str(Lengths.of("constant:10", 10)) == "constant:10 (mean 10, at most 10)"
 
 
 def test_lengths_of_a_file(tmp_path: Path) -> None:
@@ -72,6 +75,7 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
         ("lognormal:mean=0,cv=1", "a mean of at least 1 token"),
         ("lognormal:mean=100,cv=0", "coefficient of variation above 0"),
         ("lognormal:mean=100", "coefficient of variation above 0"),
+        ("", "neither one of the forms nor a file"),
         ("nowhere.txt", r"nowhere.txt\" are neither one of the forms nor a file; write constant:N"),
     ],
 )
@@ -89,11 +93,12 @@ def test_what_is_no_distribution(text: str, message: str) -> None:
         ('{"size": 3}\n', "line 1: .*or an object with response_length"),
         ("[1, 2]\n", "line 1"),
         ("NaN\n", "line 1"),
+        ("\xff\xfe", "the file is no text"),
     ],
 )
 def test_files_that_have_no_lengths(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "lengths.txt"
-    file.write_text(content)
+    file.write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match=message):
         Lengths.of(str(file), 100)
 

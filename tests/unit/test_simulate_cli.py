@@ -79,6 +79,25 @@ def test_a_tight_bound_keeps_the_data_young(simulated: Simulated) -> None:
     assert mean_age(*divided, "--staleness", "2") <= mean_age(*divided, "--staleness", "inf")
 
 
+def test_without_a_batch_ahead_the_two_sides_alternate(simulated: Simulated) -> None:
+    """The analytical model of it is close for every division, and so chooses the best one."""
+    sweep = json.loads(simulated(*SMALL, "--sweep", "--staleness", "0", "--json")[1])["sweep"]
+    for one in sweep:
+        assert one["staleness_max"] == 0
+        assert one["tokens_per_s"] == pytest.approx(one["model"]["tokens_per_s"], rel=0.1)
+    chosen = json.loads(simulated(*SMALL, "--staleness", "0", "--json")[1])["asynchronous"]
+    assert chosen["tokens_per_s"] >= 0.97 * max(one["tokens_per_s"] for one in sweep)
+
+
+def test_without_a_bound_engines_stop_at_what_the_run_trains_on(simulated: Simulated) -> None:
+    found = json.loads(simulated(*SMALL, "--train-devices", "4", "--staleness", "inf", "--json")[1])[
+        "asynchronous"
+    ]
+    running = found["num_engines"] * found["max_running"]
+    assert found["queue_max"] <= 6 * 256 + running
+    assert found["generate_idle_share"] > 0.5
+
+
 def test_text_compares_both_kinds_of_training(simulated: Simulated) -> None:
     code, out, _ = simulated(*SMALL)
     assert code == 0
