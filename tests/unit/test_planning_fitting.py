@@ -254,7 +254,7 @@ def test_lengths_come_from_a_run(
     cluster.write_text(yaml.safe_dump(MACHINE.model_dump(mode="json", exclude_none=True)))
     arguments = ["plan", str(tmp_path / "run" / "config.yaml"), "--cluster", str(cluster), "--top", "1"]
     assert main([*arguments, "--lengths", str(tmp_path / "run")]) == 0
-    shown = re.search(r"\(mean (\d+)\)", capsys.readouterr().out)
+    shown = re.search(r"\(mean (\d+),", capsys.readouterr().out)
     assert shown is not None
     assert int(shown[1]) == pytest.approx(observed(written, "written").workload.lengths.mean, abs=1)
 
