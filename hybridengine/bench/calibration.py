@@ -5,12 +5,14 @@ The learning rate is so small that the model stays as it is: lengths are those o
 
 from __future__ import annotations
 
+import enum
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hybridengine.config import RunConfig, load_config
 from hybridengine.controller.exchange import row_exchange
@@ -38,6 +40,14 @@ Pair = tuple[int, int]
 """p and t; as many replicas as there are ranks left."""
 
 
+class Ranks(enum.Enum):
+    """Which ranks a case takes: where they share devices, other ranks at work make a difference."""
+
+    ALL = "all ranks"
+    HALF = "half of the ranks"
+    POOLS = "a pool of the actor, a pool of the others"
+
+
 @dataclass(frozen=True)
 class Case:
     """A run with a layout and a model."""
@@ -50,10 +60,18 @@ class Case:
     layers: int
     hidden_size: int
     batch_sizes: tuple[int, ...]
+    ranks: Ranks = Ranks.ALL
 
     def fits(self, num_ranks: int) -> bool:
         """Whether so many ranks can be arranged that way."""
-        return all(num_ranks % (p * t) == 0 for p, t in (self.actor, self.critic, self.reference))
+        if self.ranks is not Ranks.ALL and num_ranks % 2:
+            return False
+        own = self.own_ranks(num_ranks)
+        return all(own % (p * t) == 0 for p, t in (self.actor, self.critic, self.reference))
+
+    def own_ranks(self, num_ranks: int) -> int:
+        """Of each of its models, on a machine of so many."""
+        return num_ranks if self.ranks is Ranks.ALL else num_ranks // 2
 
 
 CPU_CASES = (
@@ -63,6 +81,8 @@ CPU_CASES = (
     Case("middle, tensor", (1, 4), (1, 2), (2, 2), (1, 4), 4, 256, (48, 128)),
     Case("large, pipeline", (2, 2), (1, 2), (1, 2), (2, 2), 6, 512, (16, 48)),
     Case("large, tensor and data", (1, 2), (1, 1), (4, 1), (1, 1), 6, 512, (16, 48)),
+    Case("middle, fewer ranks", (1, 1), (1, 1), (1, 2), (1, 1), 4, 256, (64, 192), Ranks.HALF),
+    Case("middle, two pools", (1, 2), (1, 1), (1, 1), (2, 1), 4, 256, (48, 128), Ranks.POOLS),
 )
 """Layouts of 4 ranks; those that other numbers of ranks can have."""
 SINGLE_CASES = (
@@ -96,18 +116,20 @@ def cases_for(num_ranks: int, on_gpus: bool) -> list[Case]:
 def case_config(case: Case, num_ranks: int, dtype: str, folder: Path, number: int) -> RunConfig:
     """The configuration of a case, whose files go beneath `folder`."""
 
+    own_ranks = case.own_ranks(num_ranks)
+
     def sizes(pair: Pair) -> str:
-        return str(TrainSizes(*pair, num_ranks // (pair[0] * pair[1])))
+        return str(TrainSizes(*pair, own_ranks // (pair[0] * pair[1])))
 
     heads = case.hidden_size // 32
     layers = -(-case.layers // case.generate[0])
-    engines = num_ranks // (case.generate[0] * case.generate[1])
+    engines = own_ranks // (case.generate[0] * case.generate[1])
     token_bytes = 2 * layers * max(1, heads // 2 // case.generate[1]) * 32 * DTYPE_BYTES[dtype]
     rows = max(case.batch_sizes) // engines + 2
     trained = {"micro_batch_tokens": 2048, "mini_batches": 2, "optimizer": {"lr": 1e-9}}
-    sections = {
+    sections: dict[str, Any] = {
         "run": {"name": f"case{number}", "folder": str(folder), "live": False},
-        "cluster": {"ranks_per_node": [num_ranks]},
+        "cluster": {"ranks_per_node": [own_ranks]},
         "model": {
             "dtype": dtype,
             "build": {
@@ -137,6 +159,9 @@ def case_config(case: Case, num_ranks: int, dtype: str, folder: Path, number: in
             "kv_cache_bytes": max(rows * CACHE_BLOCK_TOKENS * token_bytes, CACHES[number % len(CACHES)]),
         },
     }
+    if case.ranks is Ranks.POOLS:
+        others = {"roles": ["critic", "reference"], "ranks_per_node": [own_ranks]}
+        sections["cluster"]["pools"] = {"others": others}
     file = folder / f"case{number}.yaml"
     file.write_text(json.dumps(sections))  # JSON is YAML
     return load_config(file)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hybridengine.config import RunConfig, model_holders
 from hybridengine.errors import TopologyError
 from hybridengine.planning.clusters import Cluster
-from hybridengine.planning.iteration import schedule_of
+from hybridengine.planning.iteration import Sharing, schedule_of
 from hybridengine.planning.option import Option
 from hybridengine.planning.options import Options
 from hybridengine.planning.passes import compute_of
@@ -42,11 +42,10 @@ def given_plan(
             found = [_option(config, options, name, pool.num_ranks) for name in names]
             pools.append(_pool_plan(config, found, pool.num_ranks, process_bytes))
             placement.append(names)
-    schedule = schedule_of(
-        workload, compute_of(cluster), tuple(placement), [pool.num_ranks for pool in pools]
-    )
+    num_ranks = [pool.num_ranks for pool in pools]
+    schedule = schedule_of(workload, compute_of(cluster), tuple(placement), num_ranks)
     seconds = {option.model: option.call_seconds() for pool in pools for option in pool.options}
-    bars = schedule.bars(seconds)
+    bars = schedule.bars(seconds, Sharing.of(cluster, num_ranks))
     return Plan(tuple(placement), tuple(pools), tuple(bars), cluster.device_memory_bytes)
 
 

@@ -4,6 +4,9 @@ A pool's ranks work through its calls in the order in which the controller makes
 free and the calls whose rows it reads have ended. Pools therefore work at the same time wherever the dataflow lets them.
 The paper's cost, the sum over stages of the slowest pool's sum (HybridFlow, arXiv 2409.19256, appendix C), is the special
 case in which every pool waits for all others between stages.
+
+Where the ranks of a node share its devices, as processes share cores, calls of pools on the same node slow each other
+down while they overlap.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from hybridengine.planning.clusters import Compute
+from hybridengine.planning.clusters import Cluster, Compute
 from hybridengine.planning.dataflows import HELPERS, Call
+from hybridengine.planning.passes import compute_of
 from hybridengine.planning.placements import Placement
 from hybridengine.planning.workload import Workload
 
@@ -32,6 +36,45 @@ class Bar:
     @property
     def seconds(self) -> float:
         return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Pools whose ranks share the devices of nodes.
+
+    A call keeps as many devices busy as its pool has ranks on a node, at most all. Where calls of several pools want more
+    than there are, all of them slow down alike.
+    """
+
+    num_devices: int
+    """That compute at the same time on a node."""
+    ranks: tuple[int, ...]
+    """Of each pool, on a node."""
+    nodes: tuple[int, ...]
+    """Of each pool: equal numbers share a node."""
+
+    @classmethod
+    def of(cls, cluster: Cluster, num_ranks: Sequence[int]) -> Sharing | None:
+        """How pools of so many ranks share devices; None where none does.
+
+        Pools that are parts of a node fill nodes one after the other, the largest first.
+        """
+        at_once, node = compute_of(cluster).devices_at_once, cluster.devices_per_node
+        if at_once is None or len(num_ranks) == 1:
+            return None
+        nodes, taken = [0] * len(num_ranks), 0
+        for pool in sorted(range(len(num_ranks)), key=lambda pool: -num_ranks[pool]):
+            nodes[pool] = taken // node
+            taken += num_ranks[pool]
+        return cls(at_once, tuple(min(node, ranks) for ranks in num_ranks), tuple(nodes))
+
+    def rates(self, pools: Sequence[int]) -> list[float]:
+        """Share of the speed that each of these pools has alone, where they work at the same time."""
+        found = []
+        for pool in pools:
+            wanted = sum(self.ranks[other] for other in pools if self.nodes[other] == self.nodes[pool])
+            found.append(max(1.0, self.ranks[pool] / self.num_devices) / max(1.0, wanted / self.num_devices))
+        return found
 
 
 def schedule_of(
@@ -86,9 +129,14 @@ class Schedule:
             last = _later(last, end)
         return last
 
-    def bars(self, seconds: Mapping[str, Sequence[float]]) -> list[Bar]:
-        """The timeline, in the order of the calls."""
-        spans = self._spans(seconds)
+    def bars(self, seconds: Mapping[str, Sequence[float]], sharing: Sharing | None = None) -> list[Bar]:
+        """The timeline, in the order of the calls.
+
+        Args:
+            seconds: of each model's calls in their order, if no other pool slows them down.
+            sharing: what slows them down; nothing, where left out.
+        """
+        spans = self._spans(seconds) if sharing is None else self._shared_spans(seconds, sharing)
         return [
             Bar(call, pool, *span) for call, pool, span in zip(self._calls, self._pools, spans, strict=True)
         ]
@@ -108,6 +156,33 @@ class Schedule:
             free[pool] = begin + self._seconds(number, seconds)
             spans.append((begin, free[pool]))
         return spans
+
+    def _shared_spans(
+        self, seconds: Mapping[str, Sequence[float]], sharing: Sharing
+    ) -> list[tuple[float, float]]:
+        """When each call begins and ends: from one end of a call to the next, speeds stay as they are."""
+        left = [float(self._seconds(number, seconds)) for number in range(len(self._calls))]
+        begins, ends, now = dict[int, float](), dict[int, float](), 0.0
+        while len(ends) < len(left):
+            first = dict[int, int]()  # the next call of each pool
+            for number, pool in enumerate(self._pools):
+                if number not in ends:
+                    first.setdefault(pool, number)
+            running = [
+                (pool, number)
+                for pool, number in first.items()
+                if all(read in ends for read in self._calls[number].reads)
+            ]
+            rates = sharing.rates([pool for pool, _ in running])
+            spans = [left[number] / rate for (_, number), rate in zip(running, rates, strict=True)]
+            passed = min(spans)
+            for (_, number), rate, span in zip(running, rates, spans, strict=True):
+                begins.setdefault(number, now)
+                left[number] -= passed * rate
+                if span == passed:
+                    ends[number] = now + passed
+            now += passed
+        return [(begins[number], ends[number]) for number in range(len(left))]
 
 
 def _later(one: Any, other: Any) -> Any:

@@ -72,7 +72,8 @@ class Options:
                 for sizes in self._train_sizes(model, num_ranks)
                 for option in self._options(model, sizes)
             ]
-            self._found[key] = undominated(options)
+            # Where pools share devices, a call that ends earlier may slow down another one, and nothing is surely better.
+            self._found[key] = options if self.compute.devices_at_once else undominated(options)
         return self._found[key]
 
     def planned(self, option: Option) -> Option:

@@ -22,6 +22,7 @@ from hybridengine.planning.clusters import Cluster
 from hybridengine.planning.constraints import Constraints
 from hybridengine.planning.dataflows import Count, Work
 from hybridengine.planning.decoding import Engine
+from hybridengine.planning.iteration import Sharing
 from hybridengine.planning.options import Options
 from hybridengine.planning.passes import compute_of
 from hybridengine.planning.placements import Placement, pool_sizes
@@ -71,6 +72,8 @@ class Run:
     num_training: int
     """Devices."""
     num_generating: int
+    train_s: float
+    """Seconds of a step of everything but generation and the switch, while the engines work if they do."""
 
 
 class Scenarios:
@@ -131,7 +134,7 @@ class Scenarios:
         others_s = plan.step_s - switch_s - generate_s
         num_engines = pool.num_ranks // gen.num_ranks
         setting = self._setting(engines, num_engines, others_s, switch_s, synchronous=True)
-        return Run(setting, plan, engines, pool.num_ranks, pool.num_ranks)
+        return Run(setting, plan, engines, pool.num_ranks, pool.num_ranks, others_s)
 
     def asynchronous(self, num_training: int) -> Run | None:
         """A division of the devices; None where what trains does not fit.
@@ -144,11 +147,14 @@ class Scenarios:
         if plan is None:
             return None
         num_generating = self.num_devices - num_training
-        engines = self.engines
+        engines, train_s = self.engines, plan.step_s
+        # The engines' seconds are those of a node whose ranks all work.
+        if (sharing := Sharing.of(self.cluster, [num_training, num_generating])) is not None:
+            train_s /= sharing.rates([0, 1])[0]
         setting = self._setting(
-            engines, num_generating // engines.num_devices, plan.step_s, self.update_s(engines)
+            engines, num_generating // engines.num_devices, train_s, self.update_s(engines)
         )
-        return Run(setting, plan, engines, num_training, num_generating)
+        return Run(setting, plan, engines, num_training, num_generating, train_s)
 
     def divisions(self) -> Iterator[int]:
         """Numbers of training devices that leave whole engines on the others."""
@@ -182,14 +188,14 @@ class Scenarios:
         generate_s = engines.engine.generate_s(
             each, workload.prompt_tokens, workload.lengths, engines.max_running
         )
-        iteration_s = generate_s + run.plan.step_s + run.setting.update_s
+        iteration_s = generate_s + run.train_s + run.setting.update_s
         running = float(min(each, engines.max_running))
         tokens = rows * workload.lengths.mean
         return Split(run.num_training, run.num_generating, running, tokens / iteration_s, 0.0)
 
     def train_tokens_per_s(self, run: Run) -> float:
         """Tokens of responses that the trainer takes in."""
-        return self.workload.num_rows(Count.ROWS) * self.workload.lengths.mean / run.plan.step_s
+        return self.workload.num_rows(Count.ROWS) * self.workload.lengths.mean / run.train_s
 
     @cached_property
     def engines(self) -> Engines:

@@ -25,7 +25,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hybridengine.planning.iteration import Bar, phases, schedule_of
+from hybridengine.planning.iteration import Bar, Sharing, phases, schedule_of
 from hybridengine.planning.option import Option
 from hybridengine.planning.options import Options
 from hybridengine.planning.passes import compute_of
@@ -383,11 +383,11 @@ class _PlacementSearch:
                 return
             pools.append(pool)
         seconds = {option.model: option.call_seconds() for pool in pools for option in pool.options}
-        if self._schedule.step_s(seconds) < self._best_s:
-            bars = self._schedule.bars(seconds)
-            self._best = Plan(
-                self._placement, tuple(pools), tuple(bars), self._search.cluster.device_memory_bytes
-            )
+        cluster = self._search.cluster
+        bars = self._schedule.bars(seconds, Sharing.of(cluster, sizes))
+        plan = Plan(self._placement, tuple(pools), tuple(bars), cluster.device_memory_bytes)
+        if plan.step_s < self._best_s:
+            self._best = plan
 
 
 def _is_round(size: int) -> bool:

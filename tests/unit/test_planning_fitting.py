@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from hybridengine.bench.calibration import case_config, cases_for
+from hybridengine.bench.calibration import Ranks, case_config, cases_for
 from hybridengine.cli.main import main
 from hybridengine.config import RunConfig
 from hybridengine.errors import ConfigError, DataError
@@ -283,7 +283,9 @@ def test_every_number_of_ranks_has_runs_to_calibrate_with(num_ranks: int, tmp_pa
     assert len({(case.actor, case.critic, case.hidden_size) for case in cases}) == len(cases) >= 3
     for number, case in enumerate(cases):
         config = case_config(case, num_ranks, "float32", tmp_path, number)
-        assert config.num_ranks == num_ranks
+        assert config.num_ranks == (num_ranks // 2 if case.ranks is Ranks.HALF else num_ranks)
+        assert len(config.pools) == (2 if case.ranks is Ranks.POOLS else 1)
+    assert ({case.ranks for case in cases} == set(Ranks)) == (num_ranks % 4 == 0)
     num_phases = sum(
         len(case.batch_sizes)
         * len({call.phase for call in calls_of("ppo") if call.work not in (Work.HOST, Work.SWITCH)})

@@ -15,7 +15,7 @@ from hybridengine.model_presets import resolve_model
 from hybridengine.model_shapes import ModelShape
 from hybridengine.planning.clusters import Cluster, load_cluster
 from hybridengine.planning.dataflows import DATAFLOWS, HELPERS, Call, Work, calls_of
-from hybridengine.planning.iteration import Schedule, phases
+from hybridengine.planning.iteration import Schedule, Sharing, phases
 from hybridengine.planning.lengths import Lengths
 from hybridengine.planning.option import undominated_rows
 from hybridengine.planning.options import Options
@@ -27,9 +27,9 @@ A100 = load_cluster("configs/clusters/a100-80gb-16x8.yaml")
 SMALL = ModelShape("llama", 4, 512, 1024, 8, 8, 64, 1024, 4096)
 
 
-def cluster_of(nodes: int, devices: int, memory_bytes: int) -> Cluster:
+def cluster_of(nodes: int, devices: int, memory_bytes: int, at_once: int | None = None) -> Cluster:
     assert A100.compute is not None
-    compute = A100.compute.model_dump() | {"process_bytes": 2**20}
+    compute = A100.compute.model_dump() | {"process_bytes": 2**20, "devices_at_once": at_once}
     sizes = {"nodes": nodes, "devices_per_node": devices, "device_memory_bytes": memory_bytes}
     return Cluster.model_validate(A100.model_dump() | sizes | {"compute": compute})
 
@@ -116,6 +116,65 @@ def test_calls_begin_when_their_rows_and_their_ranks_are_there(
     assert schedule.step_s(arrays).tolist() == pytest.approx([once, 2 * once])
 
 
+@st.composite
+def shared_schedules(draw: st.DrawFn) -> tuple[Schedule, list[int], list[float], Sharing]:
+    """(schedule, pool of each call, its seconds alone, how the pools share nodes)."""
+    made = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20)), min_size=1, max_size=7))
+    calls = [
+        Call(
+            f"m{place}",
+            "update",
+            tuple(sorted(draw(st.sets(st.integers(0, place - 1)) if place else st.just(set())))),
+        )
+        for place in range(len(made))
+    ]
+    sharing = Sharing(
+        draw(st.integers(1, 4)),
+        tuple(draw(st.integers(1, 4)) for _ in range(3)),
+        tuple(draw(st.integers(0, 1)) for _ in range(3)),
+    )
+    pools, seconds = [pool for pool, _ in made], [own / 4 for _, own in made]
+    return Schedule(calls, pools, [call.role for call in calls], [0.0] * len(calls)), pools, seconds, sharing
+
+
+@given(shared_schedules())
+def test_pools_that_share_devices_get_what_there_is(
+    case: tuple[Schedule, list[int], list[float], Sharing],
+) -> None:
+    """At every moment no more devices are busy than a node has, calls that overlap slow down alike, and none idles."""
+    schedule, pools, seconds, sharing = case
+    by_name = {f"m{place}": [own] for place, own in enumerate(seconds)}
+    alone, bars = schedule.bars(by_name), schedule.bars(by_name, sharing)
+    moments = sorted({moment for bar in bars for moment in (bar.begin_s, bar.end_s)})
+    done = [0.0] * len(bars)
+    for begin, end in itertools.pairwise(moments):
+        at_work = [place for place, bar in enumerate(bars) if bar.begin_s <= begin and bar.end_s >= end]
+        for node in (0, 1):
+            here = [place for place in at_work if sharing.nodes[pools[place]] == node]
+            wanted = sum(sharing.ranks[pools[place]] for place in here)
+            for place in here:
+                own = min(sharing.num_devices, sharing.ranks[pools[place]])
+                busy = min(sharing.num_devices, wanted) * sharing.ranks[pools[place]] / wanted
+                done[place] += (end - begin) * busy / own
+    assert done == pytest.approx(seconds, abs=1e-9)
+    for one, other in zip(alone, bars, strict=True):
+        assert other.begin_s >= one.begin_s - 1e-9
+        assert other.seconds >= one.seconds - 1e-9
+        before = [0.0, *(bar.end_s for bar in bars)]
+        assert other.begin_s in before
+
+
+def test_pools_of_a_node_share_it_and_pools_of_nodes_do_not() -> None:
+    cluster = cluster_of(3, 4, 2**30, at_once=2)
+    found = Sharing.of(cluster, [2, 4, 1, 1, 4])
+    assert found is not None and found == Sharing(2, (2, 4, 1, 1, 4), (2, 0, 2, 2, 1))
+    assert found.rates([0, 1, 4]) == [1.0, 1.0, 1.0]  # each alone on a node
+    assert found.rates([0, 2]) == pytest.approx([2 / 3, 2 / 3])
+    assert found.rates([2, 3]) == [1.0, 1.0]
+    assert Sharing.of(cluster, [12]) is None
+    assert Sharing.of(cluster_of(3, 4, 2**30), [2, 2]) is None
+
+
 @given(st.lists(st.tuples(*[st.tuples(st.integers(0, 3), st.integers(0, 1))] * 3), min_size=0, max_size=12))
 def test_rows_that_stay_are_those_that_nothing_surely_beats(rows: list[tuple[tuple[int, int], ...]]) -> None:
     least = [[low for low, _ in row] for row in rows]
@@ -185,7 +244,8 @@ def everything(options: Options, num_devices: int) -> dict[tuple, float]:
                             option = options.generating_seconds(option, kv_bytes)
                         seconds[option.model] = option.call_seconds()
                 else:
-                    step_s = float(schedule.step_s(seconds))
+                    bars = schedule.bars(seconds, Sharing.of(cluster, ranks))
+                    step_s = max(bar.end_s for bar in bars)
                     found[placement] = min(step_s, found.get(placement, math.inf))
     return found
 
@@ -204,6 +264,17 @@ def test_nothing_is_better_than_what_the_search_finds(algorithm: str, memory_mib
     for plan in found.plans:
         assert plan.headroom_bytes >= 0
         assert plan.num_ranks <= 4
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_nothing_is_better_where_ranks_share_devices(algorithm: str, nodes: int) -> None:
+    cluster = cluster_of(nodes, 4 // nodes, 2**32, at_once=1)
+    options = Options(workload_of(algorithm), cluster)
+    found = Search(options, 4).run()
+    expected = everything(options, 4)
+    assert found.exact
+    assert {plan.placement: plan.step_s for plan in found.plans} == pytest.approx(expected)
 
 
 @settings(deadline=None, max_examples=20)
