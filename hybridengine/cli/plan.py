@@ -175,7 +175,7 @@ def _print(request: Request, found: Found, search_s: float) -> None:
     exact = (
         "nothing better exists in the search space"
         if found.exact
-        else "NOT exact: too many allocations to enumerate, so pools have round numbers of nodes"
+        else "NOT exact: too many allocations to enumerate, so pools have round sizes, or what those leave"
     )
     for line in (
         f"run: {workload.algorithm} of {models}; {workload.num_prompts} prompts x {workload.samples_per_prompt},"

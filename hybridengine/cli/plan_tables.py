@@ -26,7 +26,7 @@ def plan_lines(plans: Sequence[Plan], num_devices: int) -> list[str]:
     best = plans[0]
     used = sum(pool.num_ranks for pool in best.pools)
     rest = (
-        f", on {used} of {num_devices} devices: none with more that can be is faster"
+        f", on {used} of {num_devices} devices: none with more that was tried is faster"
         if used < num_devices
         else ""
     )

@@ -66,8 +66,9 @@ def read_run(folder: str | Path) -> MeasuredRun:
     rows = [row for row in latest_rows(read_rows(folder)) if _counts(row)][WARM_STEPS:]
     if len(rows) < FEWEST_STEPS:
         raise DataError(
-            f"{folder} has {len(rows)} steps after the first {WARM_STEPS} of training, which warm up; let it run for at"
-            f" least {WARM_STEPS + FEWEST_STEPS}"
+            f"{folder} has {len(rows)} steps that count, and {FEWEST_STEPS} are needed: the first {WARM_STEPS} warm up,"
+            " and those with an evaluation are left out; let it run for more steps, with run.eval_every=0 for"
+            f" {WARM_STEPS + FEWEST_STEPS + 1}"
         )
     lengths = lengths_of(str(folder), config.rollout.max_response_tokens, rows)
     workload = workload_of(config, lengths, prompt_tokens_of(config, rows))

@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hybridengine.errors import ConfigError, TopologyError, raise_all
+from hybridengine.errors import ConfigError, TopologyError, raise_all, shown
 from hybridengine.planning.layouts import check_layouts
 from hybridengine.planning.placements import Placement, placements
 from hybridengine.planning.workload import Workload
@@ -79,10 +79,11 @@ class Constraints:
         total = 0
         for pool in placement:
             names = [name for role in pool for name in workload.roles[role] if name in self.sizes]
-            ranks = {self.sizes[name].num_ranks for name in names}
+            ranks = dict.fromkeys(self.sizes[name].num_ranks for name in names)
             if len(ranks) > 1:
                 given = " and ".join(f"{name}={self.sizes[name]}" for name in names)
-                yield f"--fix {given} have {sorted(ranks)} ranks, and share a pool; give them as many, or other pools"
+                numbers = " and ".join(map(str, ranks))
+                yield f"--fix {given} have {numbers} ranks, and share a pool; give them as many, or other pools"
             total += max(ranks, default=1)
         if total > num_devices and not any(sizes.num_ranks > num_devices for sizes in self.sizes.values()):
             given = ", ".join(f"{name}={sizes}" for name, sizes in self.sizes.items())
@@ -108,10 +109,13 @@ def _fixed(texts: Sequence[str], workload: Workload) -> tuple[dict[str, TrainSiz
             )
         if name in sizes or (name == GENERATE and gen is not None):
             raise ConfigError(f"--fix {name} is given twice; leave one of them out")
-        if name == GENERATE:
-            gen = GenSizes.parse(value)
-        else:
-            sizes[name] = TrainSizes.parse(value)
+        try:
+            if name == GENERATE:
+                gen = GenSizes.parse(value)
+            else:
+                sizes[name] = TrainSizes.parse(value)
+        except TopologyError as error:
+            raise ConfigError(f"--fix {shown(text)}: {error}") from None
     return sizes, gen
 
 

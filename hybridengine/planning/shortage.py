@@ -45,7 +45,7 @@ def shortage(search: Search) -> str:
         )
     told = "; ".join(_told(need, capacity) for need in needs)
     together = "" if alone else " together, on all devices,"
-    room = f"{max(0, capacity) / GIB:.1f} GiB of each are for models"
+    room = f"{max(0, capacity) / GIB:.1f} GiB of each are for models, {search.process_bytes / GIB:.1f} GiB for processes"
     return f"nothing fits {where} ({room}):{together} {told}; " + _remedy(search, needs)
 
 

@@ -265,7 +265,7 @@ def test_folders_that_are_no_runs(
     assert main(["plan", "--check", str(tmp_path / "none")]) == 2
     assert "has no config.yaml; name the folder of a run" in " ".join(capsys.readouterr().err.split())
     write_run(tmp_path / "short", written, num_steps=4)
-    with pytest.raises(DataError, match="has 2 steps after the first 2 of training"):
+    with pytest.raises(DataError, match="has 2 steps that count, and 3 are needed"):
         read_run(tmp_path / "short")
     assert main(["plan", "config.yaml", "--check", str(tmp_path / "short")]) == 2
     assert "CONFIG and --check exclude each other" in capsys.readouterr().err
