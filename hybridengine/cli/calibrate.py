@@ -44,7 +44,7 @@ time. Then steps of PPO on real ranks, Megatron-core, vLLM and all, with several
 coefficients of the cost model are fitted to what their phases take. How well they fit is printed, and --json has every
 phase. `hybridengine plan --check runs/NAME` then says how well the model predicts a run that it has not seen.
 
-Takes about ten minutes on two cores. Nothing else should run meanwhile."""
+Takes about nine minutes on two cores. Nothing else should run meanwhile."""
 
 EPILOG = """examples:
   hybridengine calibrate                                          4 ranks on a CPU, one for each GPU

@@ -156,6 +156,10 @@ class Compute(Section):
     devices_at_once: NodeDevices | None = None
     """Devices of a node that can work at the same time, where they share something: a CPU's cores."""
 
+    def waiting(self, num_ranks: float) -> float:
+        """How many times as long work takes where so many ranks of a node work at the same time."""
+        return 1.0 if self.devices_at_once is None else max(1.0, num_ranks / self.devices_at_once)
+
     def rate(self, dtype: str) -> float:
         """Peak operations per second.
 

@@ -92,10 +92,8 @@ class Engine:
     @cached_property
     def _waiting(self) -> float:
         """How many times as long work takes where the ranks of a node share its devices."""
-        at_once = compute_of(self.cluster).devices_at_once
         ranks = min(self.cluster.devices_per_node, self.num_ranks)
-        # Stages take turns.
-        return 1.0 if at_once is None else max(1.0, ranks / self.sizes.pp_size / at_once)
+        return compute_of(self.cluster).waiting(ranks / self.sizes.pp_size)  # stages take turns
 
     def prefill_s(self, num_tokens: float) -> float:
         """Seconds of `num_tokens` tokens of prompts."""

@@ -46,8 +46,8 @@ class Sharing:
     than there are, all of them slow down alike.
     """
 
-    num_devices: int
-    """That compute at the same time on a node."""
+    compute: Compute
+    """Of a device, and how many of a node work at the same time."""
     ranks: tuple[int, ...]
     """Of each pool, on a node."""
     nodes: tuple[int, ...]
@@ -59,21 +59,21 @@ class Sharing:
 
         Pools that are parts of a node fill nodes one after the other, the largest first.
         """
-        at_once, node = compute_of(cluster).devices_at_once, cluster.devices_per_node
-        if at_once is None or len(num_ranks) == 1:
+        compute, node = compute_of(cluster), cluster.devices_per_node
+        if compute.devices_at_once is None or len(num_ranks) == 1:
             return None
         nodes, taken = [0] * len(num_ranks), 0
         for pool in sorted(range(len(num_ranks)), key=lambda pool: -num_ranks[pool]):
             nodes[pool] = taken // node
             taken += num_ranks[pool]
-        return cls(at_once, tuple(min(node, ranks) for ranks in num_ranks), tuple(nodes))
+        return cls(compute, tuple(min(node, ranks) for ranks in num_ranks), tuple(nodes))
 
     def rates(self, pools: Sequence[int]) -> list[float]:
         """Share of the speed that each of these pools has alone, where they work at the same time."""
         found = []
         for pool in pools:
             wanted = sum(self.ranks[other] for other in pools if self.nodes[other] == self.nodes[pool])
-            found.append(max(1.0, self.ranks[pool] / self.num_devices) / max(1.0, wanted / self.num_devices))
+            found.append(self.compute.waiting(self.ranks[pool]) / self.compute.waiting(wanted))
         return found
 
 

@@ -103,9 +103,8 @@ class Options:
         """Until every rank has taken so much memory, where that takes time."""
         if self.compute.fill_bytes_per_s is None:
             return 0.0
-        at_once = self.compute.devices_at_once or self.cluster.devices_per_node
         ranks = min(self.cluster.devices_per_node, num_ranks)
-        return num_bytes / self.compute.fill_bytes_per_s * max(1.0, ranks / at_once)
+        return num_bytes / self.compute.fill_bytes_per_s * self.compute.waiting(ranks)
 
     def num_calls(self, name: str) -> int:
         return len(self._calls(name))

@@ -19,6 +19,7 @@ from hybridengine.planning.iteration import Schedule, Sharing, phases
 from hybridengine.planning.lengths import Lengths
 from hybridengine.planning.option import undominated_rows
 from hybridengine.planning.options import Options
+from hybridengine.planning.passes import compute_of
 from hybridengine.planning.placements import allocations, placements, pool_sizes
 from hybridengine.planning.search import Plan, Search
 from hybridengine.planning.workload import PlannedModel, Workload
@@ -129,7 +130,7 @@ def shared_schedules(draw: st.DrawFn) -> tuple[Schedule, list[int], list[float],
         for place in range(len(made))
     ]
     sharing = Sharing(
-        draw(st.integers(1, 4)),
+        compute_of(cluster_of(1, 4, 2**30, at_once=draw(st.integers(1, 4)))),
         tuple(draw(st.integers(1, 4)) for _ in range(3)),
         tuple(draw(st.integers(0, 1)) for _ in range(3)),
     )
@@ -143,6 +144,8 @@ def test_pools_that_share_devices_get_what_there_is(
 ) -> None:
     """At every moment no more devices are busy than a node has, calls that overlap slow down alike, and none idles."""
     schedule, pools, seconds, sharing = case
+    at_once = sharing.compute.devices_at_once
+    assert at_once is not None
     by_name = {f"m{place}": [own] for place, own in enumerate(seconds)}
     alone, bars = schedule.bars(by_name), schedule.bars(by_name, sharing)
     moments = sorted({moment for bar in bars for moment in (bar.begin_s, bar.end_s)})
@@ -153,8 +156,8 @@ def test_pools_that_share_devices_get_what_there_is(
             here = [place for place in at_work if sharing.nodes[pools[place]] == node]
             wanted = sum(sharing.ranks[pools[place]] for place in here)
             for place in here:
-                own = min(sharing.num_devices, sharing.ranks[pools[place]])
-                busy = min(sharing.num_devices, wanted) * sharing.ranks[pools[place]] / wanted
+                own = min(at_once, sharing.ranks[pools[place]])
+                busy = min(at_once, wanted) * sharing.ranks[pools[place]] / wanted
                 done[place] += (end - begin) * busy / own
     assert done == pytest.approx(seconds, abs=1e-9)
     for one, other in zip(alone, bars, strict=True):
@@ -167,7 +170,7 @@ def test_pools_that_share_devices_get_what_there_is(
 def test_pools_of_a_node_share_it_and_pools_of_nodes_do_not() -> None:
     cluster = cluster_of(3, 4, 2**30, at_once=2)
     found = Sharing.of(cluster, [2, 4, 1, 1, 4])
-    assert found is not None and found == Sharing(2, (2, 4, 1, 1, 4), (2, 0, 2, 2, 1))
+    assert found is not None and found == Sharing(compute_of(cluster), (2, 4, 1, 1, 4), (2, 0, 2, 2, 1))
     assert found.rates([0, 1, 4]) == [1.0, 1.0, 1.0]  # each alone on a node
     assert found.rates([0, 2]) == pytest.approx([2 / 3, 2 / 3])
     assert found.rates([2, 3]) == [1.0, 1.0]
