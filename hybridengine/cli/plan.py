@@ -247,7 +247,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
                 "pool": place,
                 "num_ranks": pool.num_ranks,
                 "parallel": str(option.sizes),
-                "calls_s": sum(option.call_seconds()),
+                "calls_s": sum(option.least_seconds),
             }
             if (engine := option.engine) is not None:
                 roles[option.model] |= {

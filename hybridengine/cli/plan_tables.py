@@ -82,7 +82,7 @@ def role_table(plan: Plan) -> list[str]:
                     str(pool.num_ranks),
                     str(option.sizes),
                     str(engine.sizes) if engine else "",
-                    format_seconds(sum(option.call_seconds())),
+                    format_seconds(sum(option.least_seconds)),
                     format_bytes(pool.kv_bytes) if engine else "",
                 ]
             )

@@ -152,7 +152,7 @@ class Engine:
     def _send_s(self, num_tokens: float) -> float:
         fabric = Fabric(self.cluster, self.num_ranks)
         return self._with_others(
-            fabric.send_s(self._hidden_bytes(num_tokens), Axis(self.sizes.pp_size, self.sizes.tp_size))
+            fabric.sends_s(self._hidden_bytes(num_tokens), Axis(self.sizes.pp_size, self.sizes.tp_size))
         )
 
     def _with_others(self, seconds: float) -> float:

@@ -63,15 +63,27 @@ class Fabric:
         """Seconds until every rank of a group has the sum of all `num_bytes`."""
         return self.reduce_scatter_s(num_bytes, axis) + self.all_gather_s(num_bytes, axis)
 
-    def send_s(self, num_bytes: float, axis: Axis) -> float:
-        """Seconds of a message to the next rank of every group, all at the same time."""
+    def sends_s(self, num_bytes: float, axis: Axis, count: int = 1) -> float:
+        """Seconds of the messages between a rank and its neighbours in every group, all groups at the same time.
+
+        Of the slowest rank: where several of a group share a node, some have one neighbour on another one.
+
+        Args:
+            count: messages, half of them at most to the same neighbour; a link carries both directions at once.
+        """
         if axis.size == 1:
             return 0.0
-        if self.members_per_node(axis) > 1:
-            link, on_node = self.cluster.links.same_node, self.node_ranks
-        else:
-            link, on_node = self.cluster.links.of(LinkClass.BETWEEN_NODES), self.node_ranks
-        return self._seconds(link, num_bytes, num_bytes * on_node) + link.latency_s
+        members, links, inside, across = self.members_per_node(axis), self.cluster.links, 0.0, 0.0
+        if members > 1:
+            inside = self._seconds(links.same_node, num_bytes, num_bytes * self.node_ranks)
+            inside += links.same_node.latency_s
+        if axis.size > members:
+            # Of the ranks next to the end of a node, as many as lie between neighbours of a group.
+            leaving = min(axis.stride, self.node_ranks)
+            between = links.of(LinkClass.BETWEEN_NODES)
+            across = self._seconds(between, num_bytes, num_bytes * leaving) + between.latency_s
+        crossing = (count + 1) // 2 if members > 1 else count
+        return max(inside * count, across * crossing + inside * (count - crossing))
 
     @staticmethod
     def _seconds(link: Link, rank_bytes: float, node_bytes: float) -> float:

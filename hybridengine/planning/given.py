@@ -44,7 +44,7 @@ def given_plan(
             placement.append(names)
     num_ranks = [pool.num_ranks for pool in pools]
     schedule = schedule_of(workload, compute_of(cluster), tuple(placement), num_ranks)
-    seconds = {option.model: option.call_seconds() for pool in pools for option in pool.options}
+    seconds = {option.model: option.least_seconds for pool in pools for option in pool.options}
     bars = schedule.bars(seconds, Sharing.of(cluster, num_ranks))
     return Plan(tuple(placement), tuple(pools), tuple(bars), cluster.device_memory_bytes)
 

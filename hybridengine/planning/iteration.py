@@ -116,6 +116,8 @@ class Schedule:
         for model in models:
             self._places.append(None if model is None else (model, made.get(model, 0)))
             made[model] = made.get(model, 0) + 1
+        reads = [call.reads for call in self._calls]
+        self._steps = list(zip(self._pools, reads, self._places, self._host_seconds, strict=True))
 
     def step_s(self, seconds: Mapping[str, Sequence[Any]]) -> Any:
         """Seconds of the iteration.
@@ -123,11 +125,19 @@ class Schedule:
         Args:
             seconds: of each model's calls in their order: numbers, or arrays of equal length for as many timelines.
         """
-        spans = self._spans(seconds)
-        last = spans[0][1]
-        for _, end in spans[1:]:
-            last = _later(last, end)
-        return last
+        if any(isinstance(values[0], np.ndarray) for values in seconds.values() if len(values)):
+            return np.maximum.reduce(np.broadcast_arrays(*(end for _, end in self._spans(seconds))))
+        # A search asks this a million times.
+        free, ends = dict[int, float](), list[float]()
+        for pool, reads, place, host_s in self._steps:
+            begin = free.get(pool, 0.0)
+            for read in reads:
+                if ends[read] > begin:
+                    begin = ends[read]
+            end = begin + (host_s if place is None else seconds[place[0]][place[1]])
+            free[pool] = end
+            ends.append(end)
+        return max(free.values())
 
     def bars(self, seconds: Mapping[str, Sequence[float]], sharing: Sharing | None = None) -> list[Bar]:
         """The timeline, in the order of the calls.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -81,12 +82,18 @@ class Option:
     engine: EngineOption | None = None
     """Of the actor."""
 
-    def call_seconds(self, *, most: bool = False) -> tuple[float, ...]:
-        """Seconds of its calls: of a switch that has not been planned, the least or the most."""
-        if self.engine is None:
-            return self.seconds
-        bound = self.engine.most if most else self.engine.least
-        switches = iter((bound.there_s, bound.back_s))
+    @cached_property
+    def least_seconds(self) -> tuple[float, ...]:
+        """Seconds of its calls: of a switch that has not been planned, the least."""
+        return self.seconds if self.engine is None else self._with_switches(self.engine.least)
+
+    @cached_property
+    def most_seconds(self) -> tuple[float, ...]:
+        """The same with the most that a switch can take."""
+        return self.seconds if self.engine is None else self._with_switches(self.engine.most)
+
+    def _with_switches(self, figures: SwitchFigures) -> tuple[float, ...]:
+        switches = iter((figures.there_s, figures.back_s))
         return tuple(
             own + next(switches) if work is Work.SWITCH else own
             for own, work in zip(self.seconds, self.works, strict=True)
@@ -109,7 +116,8 @@ class Option:
         Switches and what lies between them follow one another on the same ranks: when they end counts, not each.
         """
         found, passed = [], 0.0
-        for work, own in zip(self.works, self.call_seconds(most=most), strict=True):
+        seconds = self.most_seconds if most else self.least_seconds
+        for work, own in zip(self.works, seconds, strict=True):
             passed = passed + own if work in (Work.SWITCH, Work.GENERATE) else 0.0
             found.append(passed or own)
         if self.engine is not None:

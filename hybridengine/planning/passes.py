@@ -1,6 +1,7 @@
 """Seconds of passes over rows under (p, t, d): forward passes, and updates with their optimizer steps.
 
-A pass over m micro-batches takes the pipeline's m + p - 1 slots, each as long as its slowest stage:
+The first of m micro-batches passes all p stages, the others follow as fast as the slowest of them: where all are equal,
+that makes the pipeline's m + p - 1 slots. A stage takes
 
     arithmetic   2 operations for each weight and token, over the rate that matrices of n tokens reach:
                  peak · efficiency · n / (n + half_tokens)
@@ -178,11 +179,11 @@ class ModelPasses:
         work = [done.passes * inner[count] for count in layers[:-1]]
         work.append(done.passes * self._stage(micro, layers[-1], last=True))
         exchanged = [
-            count * done.all_reduces * self._all_reduce_s(micro) + done.sends * self._send_s(micro)
+            count * done.all_reduces * self._all_reduce_s(micro) + self._sends_s(micro, done.sends)
             for count in layers
         ]
-        slot = max(own + beside for own, beside in zip(work, exchanged, strict=True))
-        return PassSeconds((micro.count + p - 1) * slot, micro.count * (sum(work) + sum(exchanged)) / p)
+        slots = [own + beside for own, beside in zip(work, exchanged, strict=True)]
+        return PassSeconds((micro.count - 1) * max(slots) + sum(slots), micro.count * sum(slots) / p)
 
     def _stage(self, micro: MicroBatches, layers: int, *, last: bool) -> float:
         """Seconds of a forward pass of one micro-batch over a stage, collectives left out."""
@@ -204,12 +205,12 @@ class ModelPasses:
     def _all_reduce_s(self, micro: MicroBatches) -> float:
         return self._with_others(self.fabric.all_reduce_s(self._hidden_bytes(micro), self.tp_axis))
 
-    def _send_s(self, micro: MicroBatches) -> float:
-        return self._with_others(self.fabric.send_s(self._hidden_bytes(micro), self.pp_axis))
+    def _sends_s(self, micro: MicroBatches, count: int) -> float:
+        return self._with_others(self.fabric.sends_s(self._hidden_bytes(micro), self.pp_axis, count), count)
 
-    def _with_others(self, seconds: float) -> float:
-        """Of a collective or a message, if there is one."""
-        return seconds + compute_of(self.cluster).collective_s if seconds else 0.0
+    def _with_others(self, seconds: float, count: int = 1) -> float:
+        """Of collectives or messages, if there are any."""
+        return seconds + count * compute_of(self.cluster).collective_s if seconds else 0.0
 
     def _optimizer_step(self) -> PassSeconds:
         compute, d = compute_of(self.cluster), self.sizes.dp_size

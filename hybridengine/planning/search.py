@@ -166,7 +166,7 @@ class Search:
         if model not in self._least:
             table = np.full((self.options.num_calls(model), self.num_devices + 1), np.inf)
             for size in self.sizes:
-                fitting = [option.call_seconds() for option in self.fitting(model, size)]
+                fitting = [option.least_seconds for option in self.fitting(model, size)]
                 if fitting:
                     table[:, size] = np.min(fitting, axis=0)
             self._least[model] = table
@@ -331,11 +331,11 @@ class _PlacementSearch:
             ]
             options[name] = sorted(
                 (option for option in beside if option is not None),
-                key=lambda option: sum(option.call_seconds()),
+                key=lambda option: sum(option.least_seconds),
             )
             if not options[name]:
                 return
-            least[name] = np.min([option.call_seconds() for option in options[name]], axis=0).tolist()
+            least[name] = np.min([option.least_seconds for option in options[name]], axis=0).tolist()
         self._branch(sizes, options, least_idle, dict(least), {})
 
     def _branch(
@@ -358,7 +358,7 @@ class _PlacementSearch:
             waiting = sum(least_idle[other] for other in pool if other not in chosen and other != name)
             if not self._search.fits([*there, option], waiting):
                 continue
-            seconds[name] = option.call_seconds()
+            seconds[name] = option.least_seconds
             if self._schedule.step_s(seconds) < self._best_s:
                 chosen[name] = option
                 self._branch(sizes, options, least_idle, seconds, chosen)
@@ -367,14 +367,14 @@ class _PlacementSearch:
 
     def _settle(self, sizes: tuple[int, ...], chosen: Mapping[str, Option]) -> None:
         pools = []
-        seconds = {name: option.call_seconds() for name, option in chosen.items()}
+        seconds = {name: option.least_seconds for name, option in chosen.items()}
         for pool in self._placement:  # what the KV cache allows is known at once, the switch is not
             if "actor" in pool:
                 others = sum(chosen[name].memory.idle for name in pool if name != "actor")
                 limited = self._search.beside(chosen["actor"], others)
                 if limited is None:
                     return
-                seconds["actor"] = limited.call_seconds()
+                seconds["actor"] = limited.least_seconds
         if self._schedule.step_s(seconds) >= self._best_s:
             return
         for names, size in zip(self._placement, sizes, strict=True):
@@ -382,7 +382,7 @@ class _PlacementSearch:
             if pool is None:
                 return
             pools.append(pool)
-        seconds = {option.model: option.call_seconds() for pool in pools for option in pool.options}
+        seconds = {option.model: option.least_seconds for pool in pools for option in pool.options}
         cluster = self._search.cluster
         bars = self._schedule.bars(seconds, Sharing.of(cluster, sizes))
         plan = Plan(self._placement, tuple(pools), tuple(bars), cluster.device_memory_bytes)

@@ -6,9 +6,11 @@ and in where their boxes start, and in nothing that costs. One of them is compil
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Generic, TypeVar
 
 from hybridengine.errors import PlanError
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
@@ -217,6 +219,29 @@ class SwitchCost:
         return model(traffic, shares, cluster, self.element_bytes)
 
 
+MOST_PLANS = 2
+"""That a pricer keeps: those of large models on many ranks take a hundred MB."""
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class Recent(Generic[Key, Value]):
+    """The values that were asked for last."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: OrderedDict[Key, Value] = OrderedDict()
+
+    def find(self, key: Key, make: Callable[[], Value]) -> Value:
+        """The value of a key; made where it is not there (any more)."""
+        value = self._values.pop(key) if key in self._values else make()
+        self._values[key] = value
+        while len(self._values) > self._most:
+            self._values.popitem(last=False)
+        return value
+
+
 class SwitchPricer:
     """Prices switches of one model; domains that two layouts have in common are planned once.
 
@@ -226,8 +251,8 @@ class SwitchPricer:
 
     def __init__(self, shape: ModelShape, dtype: str, bucket_bytes: int) -> None:
         self.shape, self.dtype, self.bucket_bytes = shape, dtype, bucket_bytes
-        self._plans: dict[Hashable, DomainPlan] = {}
-        self._costs: dict[Hashable, SwitchCost] = {}
+        self._plans = Recent[Hashable, DomainPlan](MOST_PLANS)
+        self._costs = Recent[Hashable, SwitchCost](MOST_PLANS)
 
     def price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool = True) -> SwitchCost:
         """Cost of switching to `generation` and back.
@@ -239,9 +264,7 @@ class SwitchPricer:
             PlanError: the engines cannot hold the model, or a domain lacks some of it.
         """
         asked = (generation, nodes, two_step)
-        if asked not in self._costs:
-            self._costs[asked] = self._price(generation, nodes, two_step)
-        return self._costs[asked]
+        return self._costs.find(asked, lambda: self._price(generation, nodes, two_step))
 
     def _price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool) -> SwitchCost:
         source, destination = (
@@ -251,14 +274,15 @@ class SwitchPricer:
         element_bytes = DTYPE_BYTES[self.dtype]
         domains = []
         for pattern, repeats in distinct_domains(source, destination, generation.domains, nodes):
-            key = (pattern, two_step)
-            if key not in self._plans:
+
+            def planned(ranks: tuple[int, ...] = repeats[0]) -> DomainPlan:
                 bucket_elements = self.bucket_bytes // element_bytes
                 plan = compile_plan(
-                    source, destination, repeats[0], bucket_elements, nodes=nodes, two_step=two_step
+                    source, destination, ranks, bucket_elements, nodes=nodes, two_step=two_step
                 )
-                self._plans[key] = DomainPlan(plan, nodes, element_bytes)
-            domains.append((self._plans[key], repeats))
+                return DomainPlan(plan, nodes, element_bytes)
+
+            domains.append((self._plans.find((pattern, two_step), planned), repeats))
         return SwitchCost(tuple(domains), nodes, element_bytes)
 
 

@@ -51,7 +51,7 @@ def compile_plan(
     return _compiled(source, destination, tuple(ranks), bucket_elements, nodes, two_step, direct_elements)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=2)
 def _compiled(
     source: Layout,
     destination: Layout,

@@ -245,7 +245,7 @@ def everything(options: Options, num_devices: int) -> dict[tuple, float]:
                             )
                             kv_bytes = min(option.engine.kv_bytes, capacity - others)
                             option = options.generating_seconds(option, kv_bytes)
-                        seconds[option.model] = option.call_seconds()
+                        seconds[option.model] = option.least_seconds
                 else:
                     bars = schedule.bars(seconds, Sharing.of(cluster, ranks))
                     step_s = max(bar.end_s for bar in bars)
@@ -294,7 +294,7 @@ def test_a_plan_says_what_its_models_say(algorithm: str, which: int) -> None:
         if call.role not in HELPERS:
             calls = [other for other in options.workload.calls if other.role == call.role]
             place = next(place for place, other in enumerate(calls) if other is call)
-            assert bar.seconds == pytest.approx(plan.option(call.role).call_seconds()[place])
+            assert bar.seconds == pytest.approx(plan.option(call.role).least_seconds[place])
     assert sum(plan.phases_s.values()) == pytest.approx(sum(bar.seconds for bar in plan.bars))
     assert phases(plan.bars) == plan.phases_s
     engine = plan.option("actor").engine
