@@ -76,10 +76,11 @@ def activation_bytes(
     if scores:
         one_layer += 2 * shape.num_heads * micro.length / sizes.tp_size
     if not trains:
-        kept = first = last = one_layer
+        first = last = one_layer
     else:
-        kept = shape.hidden_size * layers + one_layer if recompute else one_layer * layers
-        first, last = kept * min(sizes.pp_size, micro.count), kept
+        # Of what is computed again, there is one layer at a time, of one micro-batch.
+        kept, again = (shape.hidden_size * layers, one_layer) if recompute else (one_layer * layers, 0.0)
+        first, last = kept * min(sizes.pp_size, micro.count) + again, kept + again
     logits = 0.0
     if not shape.num_labels:
         copies = LOGIT_COPIES if trains else LOGIT_COPIES - 1

@@ -114,7 +114,7 @@ class Search:
     ) -> None:
         self._num_best, self._progress = num_best, progress
         self.options, self.workload, self.cluster = options, options.workload, options.cluster
-        self.num_devices, self._only = num_devices, only
+        self.num_devices, self.only = num_devices, only
         self.process_bytes = compute_of(self.cluster).process_bytes or 0
         self.capacity_bytes = self.cluster.device_memory_bytes - self.process_bytes
         self.sizes = pool_sizes(self.cluster, num_devices)
@@ -123,12 +123,7 @@ class Search:
 
     def run(self) -> Found:
         """The best plans, each of another placement."""
-        roles = self.workload.roles
-        wanted = [
-            tuple(tuple(name for role in pool for name in roles[role]) for pool in placement)
-            for placement in (self._only or placements(tuple(roles)))
-        ]
-        searches = [_PlacementSearch(self, placement) for placement in wanted]
+        searches = [_PlacementSearch(self, placement) for placement in self.wanted]
         searches.sort(key=lambda search: search.least_s)  # a good plan that is found early rules out more
         plans = list[Plan]()
         for number, search in enumerate(searches):
@@ -144,6 +139,15 @@ class Search:
             sum(search.num_allocations for search in searches),
             sum(search.num_solved for search in searches),
         )
+
+    @property
+    def wanted(self) -> list[Placement]:
+        """Placements to look at, as models instead of roles."""
+        roles = self.workload.roles
+        return [
+            tuple(tuple(name for role in pool for name in roles[role]) for pool in placement)
+            for placement in (self.only or placements(tuple(roles)))
+        ]
 
     def allocations(self, num_pools: int) -> tuple[np.ndarray, bool]:
         """[A, pools] ranks of each pool, and whether they are all that can be."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from hybridengine.planning.dataflows import Count
 from hybridengine.planning.option import Option
 from hybridengine.planning.options import Options
@@ -23,6 +25,11 @@ class _Need:
     options: tuple[Option, ...]
     num_bytes: int
 
+    @property
+    def num_ranks(self) -> int:
+        """Of their pool."""
+        return self.options[0].sizes.num_ranks
+
 
 def shortage(search: Search) -> str:
     """Why `search` has found nothing, as value, rule and remedy."""
@@ -35,26 +42,59 @@ def shortage(search: Search) -> str:
             return _no_sizes(search, name)
         if need.num_bytes > capacity:
             alone.append(need)
-    needs = alone or [need for need in [_least(search, tuple(names), search.sizes[-1:])] if need is not None]
     plural = "" if search.num_devices == 1 else "s"
     where = f"on {search.num_devices} device{plural} of {cluster.name}"
-    if not needs:
+    pools = _nearest(search)
+    if pools is None and not alone:
         return (
             f"no plan of {', '.join(names)} exists {where}: each model can have sizes by itself, and no pools can have"
             " them together; relax --fix and --placement, or give another number of devices"
         )
-    told = "; ".join(_told(need, capacity) for need in needs)
-    together = "" if alone else " together, on all devices,"
+    needs = alone or [need for need in pools or () if need.num_bytes > capacity]
     room = f"{max(0, capacity) / GIB:.1f} GiB of each are for models, {search.process_bytes / GIB:.1f} GiB for processes"
-    return f"nothing fits {where} ({room}):{together} {told}; " + _remedy(search, needs)
+    if not needs:
+        return (
+            f"nothing fits {where} ({room}): models and KV caches would, but the switches do not, whose plans need more"
+            f" at their peak; {_remedy(search, list(pools or ()))}, or lower actor.bucket_bytes="
+            f"{search.workload.bucket_bytes}"
+        )
+    return f"nothing fits {where} ({room}): {'; '.join(_told(need, capacity) for need in needs)}; " + _remedy(
+        search, needs
+    )
+
+
+def _nearest(search: Search) -> tuple[_Need, ...] | None:
+    """Pools of the allowed placement, and their sizes, that come nearest to fitting; None where none can be."""
+    best: tuple[_Need, ...] | None = None
+    for placement in search.wanted:
+        sizes, _ = search.allocations(len(placement))
+        if not len(sizes):
+            continue
+        found = [{size: _least(search, pool, (size,)) for size in search.sizes} for pool in placement]
+        needed = np.zeros(len(sizes))
+        for place, by_size in enumerate(found):
+            table = np.full(search.num_devices + 1, np.inf)
+            for size, need in by_size.items():
+                table[size] = np.inf if need is None else need.num_bytes
+            needed = np.maximum(needed, table[sizes[:, place]])
+        row = int(np.argmin(needed))
+        if np.isfinite(needed[row]) and (best is None or needed[row] < _largest(best)):
+            nearest = [by_size[size] for by_size, size in zip(found, sizes[row].tolist(), strict=True)]
+            best = tuple(need for need in nearest if need is not None)
+    return best
+
+
+def _largest(needs: tuple[_Need, ...]) -> int:
+    return max(need.num_bytes for need in needs)
 
 
 def _told(need: _Need, capacity: int) -> str:
     missing = (need.num_bytes - capacity) / GIB
     sizes = ", ".join(f"{option.model} {_sizes(option)}" for option in need.options)
+    ranks = "1 rank" if need.num_ranks == 1 else f"{need.num_ranks} ranks"
     return (
-        f"{' + '.join(need.names)} needs {need.num_bytes / GIB:.1f} GiB a rank at best ({sizes}) and misses by"
-        f" {missing:.1f} GiB"
+        f"{' + '.join(need.names)} on {ranks} needs {need.num_bytes / GIB:.1f} GiB a rank at best ({sizes}) and misses"
+        f" by {missing:.1f} GiB"
     )
 
 
@@ -124,8 +164,8 @@ def _remedy(search: Search, needs: list[_Need]) -> str:
         found.append(settings)
     if (devices := _enough_devices(search, needs)) is not None:
         found.append(f"{devices} devices")
-    if (together := _together(search)) is not None:
-        needed = math.ceil((together.num_bytes + search.process_bytes) / GIB * 10) / 10
+    if (nearest := _nearest(search)) is not None and _largest(nearest) > search.capacity_bytes:
+        needed = math.ceil((_largest(nearest) + search.process_bytes) / GIB * 10) / 10
         found.append(f"devices with {needed:.1f} GiB")
     return " or ".join(found) + " would do" if found else _untried(search)
 
@@ -143,9 +183,10 @@ def _untried(search: Search) -> str:
     return ", or ".join(ways)
 
 
-def _together(search: Search) -> _Need | None:
-    """The least with which all models fit on all devices together."""
-    return _least(search, tuple(model.name for model in search.workload.models), search.sizes[-1:])
+def _fits(search: Search) -> bool:
+    """Whether all models fit in an allowed placement."""
+    nearest = _nearest(search)
+    return nearest is not None and _largest(nearest) <= search.capacity_bytes
 
 
 def _settings(search: Search, needs: list[_Need]) -> str | None:
@@ -164,14 +205,13 @@ def _settings(search: Search, needs: list[_Need]) -> str | None:
             models.append(model)
         workload = replace(search.workload, models=tuple(models))
         options = Options(workload, search.cluster, search.options.fixed, search.options.fixed_gen)
-        together = _together(Search(options, search.num_devices))
-        if settings and together is not None and together.num_bytes <= search.capacity_bytes:
+        if settings and _fits(Search(options, search.num_devices, search.only)):
             return " ".join(settings)
     return None
 
 
 def _enough_devices(search: Search, needs: list[_Need]) -> int | None:
-    """Devices on which all models fit together, from twice as many on."""
+    """Devices on which all models fit, from twice as many on."""
     node, devices = search.cluster.devices_per_node, search.num_devices
     fixed = any(name in search.options.fixed for need in needs for name in need.names)
     while not fixed and devices * 2 <= MOST_DEVICES:
@@ -182,8 +222,6 @@ def _enough_devices(search: Search, needs: list[_Need]) -> int | None:
                 return None
             cluster = cluster.resized(-(-devices // node))
         options = Options(search.workload, cluster, search.options.fixed, search.options.fixed_gen)
-        larger = Search(options, devices)
-        together = _together(larger)
-        if together is not None and together.num_bytes <= larger.capacity_bytes:
+        if _fits(Search(options, devices, search.only)):
             return devices
     return None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,8 @@ from hybridengine.errors import ConfigError
 from hybridengine.planning.asynchronous import admits
 from hybridengine.planning.lengths import Lengths
 
+TRAINER, ARRIVAL = -1, -2
+"""Whose an event is, where it is no engine's."""
 StepSeconds = Callable[[float, float], float]
 """Seconds of an engine's step: responses that run, and tokens that they have altogether, prompts included."""
 
@@ -188,6 +191,20 @@ class _Engine:
             self.idle_s += until_s - self.now_s
             self.now_s = until_s
 
+    def stop(self, now_s: float) -> None:
+        """Count what it does up to the end of the run, and nothing beyond."""
+        beyond = self.now_s - now_s
+        if beyond <= 0:
+            if self.running:  # in the middle of a token
+                self.busy_s -= beyond
+            else:
+                self.idle_s -= beyond
+        else:
+            idle = min(beyond, max(0.0, self._has_weights_s - now_s), self._setting.update_s)
+            self.idle_s -= idle
+            self.busy_s -= beyond - idle
+        self.now_s = now_s
+
     def next_end_s(self) -> float:
         """When the next response ends, if nothing happens before."""
         if not self.running:
@@ -195,12 +212,12 @@ class _Engine:
         return self.now_s + (self.running[0].end - self.steps) * self._step_s(self.running[0].end)
 
     def advance(self, until_s: float) -> Iterator[_Done]:
-        """Work until a moment, which is no later than the next end by more than a step; complete responses come out."""
+        """Work until a moment, and to the end of the token that is then under way; complete responses come out."""
         while self.running and self.now_s < until_s:
             end = self.running[0].end
             step_s = self._step_s(end)
             whole = end - self.steps
-            fit = min(whole, max(1, int((until_s - self.now_s) / step_s + 1e-9)))
+            fit = min(whole, max(1, math.ceil((until_s - self.now_s) / step_s - 1e-9)))
             self.steps += fit
             self.now_s += fit * step_s
             self.busy_s += fit * step_s
@@ -284,7 +301,8 @@ class _Asynchronous:
         self._engines = [_Engine(setting) for _ in range(setting.num_engines)]
         self._submitted, self._version = 0, 0
         self._ready: deque[_Done] = deque()
-        self._events: list[tuple[float, int, int]] = []  # seconds, engine (or -1 for the trainer), stamp
+        self._events: list[tuple[float, int, int]] = []  # seconds; engine, or whose it is; stamp
+        self._arriving: dict[int, _Done] = {}  # stamp -> a response that its engine ends between two events
         self._stamps = [0] * setting.num_engines
         self._training: list[_Done] = []
         self._training_s = 0.0
@@ -298,14 +316,18 @@ class _Asynchronous:
         now = 0.0
         while len(self._step_ends) < self._setting.num_steps:
             now, place, stamp = heapq.heappop(self._events)
-            if place < 0:
+            if place == TRAINER:
                 self._end_step(now)
+            elif place == ARRIVAL:
+                self._arrive(self._arriving.pop(stamp), now)
+                self._start_step(now)
             elif stamp == self._stamps[place]:
                 self._advance(place, now)
         engines = self._engines
         for engine in engines:
             for _ in engine.advance(now):
                 pass
+            engine.stop(now)
         return Outcome(
             now,
             self._tokens,
@@ -321,13 +343,26 @@ class _Asynchronous:
     def _advance(self, place: int, now: float) -> None:
         """An engine comes to the end of a response."""
         engine = self._engines[place]
-        for done in engine.advance(now):
-            self._ready.append(done)
-            self._queue.append((engine.now_s, len(self._ready)))
+        self._take_done(engine, now)
         if engine.pending_version is not None and not engine.running:
             engine.take_weights(engine.pending_version, now)
         self._fill([place], now)
-        self._start_step(max(now, engine.now_s))
+        self._start_step(now)
+
+    def _take_done(self, engine: _Engine, now: float) -> None:
+        """Let an engine work until a moment; what it completes in the step that goes beyond arrives later."""
+        for done in engine.advance(now):
+            if engine.now_s <= now:
+                self._arrive(done, now)
+            else:
+                stamp = len(self._arriving) and max(self._arriving) + 1
+                self._arriving[stamp] = done
+                heapq.heappush(self._events, (engine.now_s, ARRIVAL, stamp))
+
+    def _arrive(self, done: _Done, now: float) -> None:
+        """A response is complete."""
+        self._ready.append(done)
+        self._queue.append((now, len(self._ready)))
 
     def _fill(self, places: Iterable[int], now: float) -> None:
         """Begin responses where there is room, those engines first that have the fewest; note when the next ones end."""
@@ -355,6 +390,7 @@ class _Asynchronous:
         """Whether the bound lets another response begin, and the run may still train on it."""
         setting = self._setting
         complete = self._version * setting.batch_size + len(self._training) + len(self._ready)
+        complete += len(self._arriving)
         return complete < setting.num_steps * setting.batch_size and admits(
             self._submitted, setting.batch_size, self._version, setting.max_staleness
         )
@@ -369,7 +405,7 @@ class _Asynchronous:
         tokens = sum(done.length for done in self._training)
         train_s = setting.train_s(tokens + setting.batch_size * setting.prompt_tokens)
         self._training_s = train_s
-        heapq.heappush(self._events, (now + train_s, -1, 0))
+        heapq.heappush(self._events, (now + train_s, TRAINER, 0))
 
     def _end_step(self, now: float) -> None:
         """New weights: engines take them between two tokens, or when they are done with what they have."""
@@ -382,10 +418,10 @@ class _Asynchronous:
         self._training = []
         self._version += 1
         self._step_ends.append(now)
+        if len(self._step_ends) == self._setting.num_steps:
+            return
         for engine in self._engines:
-            for done in engine.advance(now):
-                self._ready.append(done)
-                self._queue.append((engine.now_s, len(self._ready)))
+            self._take_done(engine, now)
             if self._setting.drains and engine.running:
                 engine.pending_version = self._version
             else:

@@ -23,6 +23,7 @@ from hybridengine.planning.passes import compute_of
 from hybridengine.planning.placements import allocations, placements, pool_sizes
 from hybridengine.planning.search import Plan, Search
 from hybridengine.planning.workload import PlannedModel, Workload
+from hybridengine.topology.sizes import TrainSizes
 
 A100 = load_cluster("configs/clusters/a100-80gb-16x8.yaml")
 SMALL = ModelShape("llama", 4, 512, 1024, 8, 8, 64, 1024, 4096)
@@ -300,6 +301,41 @@ def test_a_plan_says_what_its_models_say(algorithm: str, which: int) -> None:
     engine = plan.option("actor").engine
     assert engine is not None and engine.is_planned
     assert any(call.work is Work.GENERATE for call in options.workload.calls)
+
+
+def test_the_fullest_moment_of_a_pool_has_the_cache_too() -> None:
+    """Colocated PPO with more responses than there is room for: the cache takes what the others leave, to the last byte."""
+    crowd = replace(workload_of("ppo", rows=4096), max_num_seqs=4096)
+    options = Options(crowd, cluster_of(1, 2, 2**30))
+    (plan,) = Search(options, 2, [(("actor", "critic", "reference", "reward"),)]).run().plans
+    (pool,) = plan.pools
+    actor, idle = plan.option("actor"), sum(option.memory.idle for option in pool.options)
+    engine = actor.engine
+    assert engine is not None and engine.least_kv_bytes < pool.kv_bytes < engine.kv_bytes
+    generating = idle - actor.memory.idle + engine.state_bytes + engine.gen_bytes + pool.kv_bytes
+    assert pool.peak_bytes == generating + 2**20 == 2**30
+    assert plan.headroom_bytes == 0
+
+
+def test_passes_over_the_rows_and_the_rows_that_are_fetched_take_time() -> None:
+    plain = workload_of("ppo")
+    twice = replace(plain, models=tuple(replace(model, ppo_epochs=2) for model in plain.models))
+    cluster = cluster_of(1, 2, 2**40)
+    assert cluster.links.between_nodes is not None and cluster.compute is not None
+    slow = cluster.links.between_nodes.model_copy(update={"bytes_per_s": 1e6, "node_bytes_per_s": None})
+    slower = cluster.model_copy(update={"links": cluster.links.model_copy(update={"between_nodes": slow})})
+
+    def update_s(workload: Workload, cluster: Cluster, name: str = "critic") -> float:
+        (option,) = Options(workload, cluster, {name: TrainSizes(1, 1, 2)}).of(name, 2)
+        return option.least_seconds[option.works.index(Work.UPDATE)]
+
+    # Rows are fetched once, however often they are passed over.
+    fetched = update_s(plain, slower) - update_s(plain, cluster)
+    call = next(call for call in plain.calls if call.role == "critic" and call.work is Work.UPDATE)
+    assert plain.row_bytes(call) == 1024 * 8 + 2 * 512 * 4  # tokens, values, returns; lengths are next to nothing
+    assert fetched == pytest.approx(16 / 2 * plain.row_bytes(call) / 1e6, rel=0.02)
+    own = update_s(plain, slower) - 16 / 2 * plain.row_bytes(call) / 1e6 - cluster.compute.call_s
+    assert update_s(twice, slower) - update_s(plain, slower) == pytest.approx(own, rel=0.02)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "safe_rlhf"])

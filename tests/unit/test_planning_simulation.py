@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.errors import ConfigError
+from hybridengine.planning.asynchronous import (
+    conventional_generation_time,
+    conventional_rate,
+    largest_lag,
+    pipeline_rate,
+)
 from hybridengine.planning.lengths import Lengths
 from hybridengine.planning.simulation import Setting, simulate
 
@@ -98,10 +105,13 @@ def test_laws_of_every_run(num_steps: int, train_tokens_per_s: float, **changes:
     assert found.step_ends == sorted(found.step_ends)
     assert found.seconds == found.step_ends[-1]
     assert 0 <= found.train_busy_s <= found.seconds + 1e-9
-    engines_s = found.generate_busy_s + found.generate_idle_s
-    # Engines finish the token, the prompts and the weights that they are at when the run ends.
-    beyond = 0.05 + one.max_running * 0.002 + 0.05
-    assert found.seconds * one.num_engines - 1e-6 <= engines_s <= (found.seconds + beyond) * one.num_engines
+    assert found.generate_busy_s + found.generate_idle_s == pytest.approx(found.seconds * one.num_engines)
+    assert found.generate_idle_s > -1e-9 and found.generate_busy_s > -1e-9
+    moments = [moment for moment, _ in found.queue]
+    assert moments == sorted(moments) and moments[-1] <= found.seconds + 1e-9
+    # Responses come one by one and leave by the batch, those of a step no later than its training begins.
+    for (_, before), (_, after) in pairwise(found.queue):
+        assert after in (before + 1, before - one.batch_size) or one.synchronous
     if one.synchronous:
         assert found.largest_staleness == 0
     else:
@@ -111,6 +121,30 @@ def test_laws_of_every_run(num_steps: int, train_tokens_per_s: float, **changes:
             assert found.largest_staleness <= one.max_staleness
         assert max(count for _, count in found.queue) <= one.batch_size * (1 + one.max_staleness)
     assert simulate(one) == found
+
+
+def test_staleness_of_every_token_of_a_run_that_can_be_done_by_hand() -> None:
+    """One engine, four responses of 50 tokens at once, 1 s a batch; training takes as long, so that a batch always waits.
+
+    Batch 1 comes from policy 0. While it is trained on, batch 2 is made: from policy 0 as well. Each later batch begins
+    when the one before has just been trained on: batch n + 2 is from policy n, and trained on as step n + 2, whose
+    policy is n + 1.
+    """
+    one = setting(
+        num_steps=5,
+        batch_size=4,
+        num_engines=1,
+        max_running=4,
+        lengths=Lengths.of("constant:50", 100),
+        step_s=lambda count, tokens: 0.02,
+        prefill_s=0.0,
+        train_s=lambda tokens: 1.0 - 1e-6,
+        update_s=0.0,
+        max_staleness=1.0,
+    )
+    found = simulate(one)
+    assert found.staleness_counts == {0: 4 * 50, 1: 4 * 4 * 50}
+    assert found.seconds == pytest.approx(6.0, abs=1e-4)
 
 
 def test_in_flight_weights_make_younger_tokens_than_weights_that_wait() -> None:
@@ -153,3 +187,55 @@ def test_too_many_trainers_wait_and_too_many_samplers_make_the_data_old() -> Non
 def test_numbers_that_make_no_sense(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         simulate(replace(setting(), **changes))  # type: ignore[arg-type]
+
+
+# ---- PipelineRL -------------------------------------------------------------------------------------------------------
+
+DEVICES, GENERATING, RUNNING, BATCH, LENGTHS = 128, 44, 192, 128, Lengths.of("uniform:1-4096", 4096)
+
+
+def test_the_vector_of_pipeline_rl() -> None:
+    """N = 128, B = 128, uniform lengths, H = 192, I = 44: r_conv 10.7, r_pipe 16.9, ratio 1.58, g_max 132.
+
+    The paper does not print U and tau. One knee for U and one tau must give all of it: tau and U(192) follow from r_pipe
+    where both sides keep pace, the knee's sharpness from r_conv; its rate at any other number of devices that generate is
+    then below 16.9, and the simulation, which knows no formula, makes the same rate and lag.
+
+    Source: PipelineRL, arXiv 2509.19128, appendix A.
+    """
+    tau, at_running, sharpness = (DEVICES - GENERATING) / 16.9, 16.9 / GENERATING, 1.87
+    bend = RUNNING * (at_running**-sharpness - 1) ** (1 / sharpness)
+
+    def use(running: float) -> float:
+        return running / (running**sharpness + bend**sharpness) ** (1 / sharpness)
+
+    lag = largest_lag(RUNNING, GENERATING, LENGTHS, BATCH)
+    assert lag == 132
+    rates = {
+        generating: pipeline_rate(use, RUNNING, generating, DEVICES, tau) for generating in range(1, DEVICES)
+    }
+    assert max(rates, key=rates.__getitem__) == GENERATING
+    responses = lag * BATCH  # an iteration of the conventional run may be as old
+    generation = conventional_generation_time(LENGTHS, responses, DEVICES, use, 1 / LENGTHS.mean)
+    conventional = conventional_rate(responses, generation, DEVICES, tau)
+    assert conventional == pytest.approx(10.7, abs=0.05)
+    assert rates[GENERATING] / conventional == pytest.approx(1.58, abs=0.01)
+
+    simulated = simulate(
+        Setting(
+            num_steps=400,
+            batch_size=BATCH,
+            num_engines=GENERATING,
+            max_running=RUNNING,
+            prompt_tokens=0.0,
+            lengths=LENGTHS,
+            step_s=lambda count, tokens: count / LENGTHS.mean / use(count),
+            prefill_s=0.0,
+            train_s=lambda tokens: tau * tokens / LENGTHS.mean / (DEVICES - GENERATING),
+            update_s=0.0,
+            max_staleness=math.inf,
+        )
+    )
+    settled = simulated.step_ends[199]  # every engine has ended its first responses by then
+    assert 200 * BATCH / (simulated.seconds - settled) == pytest.approx(16.9, rel=0.02)
+    assert simulated.largest_staleness == pytest.approx(lag, rel=0.1)
