@@ -18,6 +18,8 @@ from hybridengine.planning.workload import Workload, workload_of
 CALIBRATED = "calibrated.yaml"
 """Where `calibrate` writes, and what is read, unless another file is named."""
 MOST_DEVICES = 4096
+MOST_ROWS = 2**17
+"""In a step: rows are packed and generated one by one, as runs do it."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ def request_of(options: argparse.Namespace) -> Request:
         raise ConfigError(
             f"--prompt-tokens {prompt_tokens:g} must be from 1 to rollout.max_prompt_tokens="
             f"{config.rollout.max_prompt_tokens}; correct the one or the other"
+        )
+    if config.rows_per_step > MOST_ROWS:
+        raise ConfigError(
+            f"data.batch_size={config.data.batch_size} · rollout.samples_per_prompt={config.rollout.samples_per_prompt}"
+            f" = {config.rows_per_step:,} rows in a step, and plans are made for up to {MOST_ROWS:,}; lower one of them"
         )
     workload = workload_of(config, lengths, prompt_tokens)
     constraints = Constraints.of(options.fix, options.placement, workload, num_devices)

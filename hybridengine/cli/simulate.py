@@ -21,7 +21,7 @@ from hybridengine.cli.switch_tables import aligned
 from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_seconds
 from hybridengine.planning.asynchronous import Split
-from hybridengine.planning.scenarios import Run, Scenarios
+from hybridengine.planning.scenarios import Run, Scenarios, role_idle_shares
 from hybridengine.planning.simulation import Outcome, simulate
 
 MOST_SIMULATED = 16
@@ -242,6 +242,9 @@ def _lines(
             ]
         )
     yield from aligned(rows)
+    for one, (name, simulated) in zip((synchronous, run), outcomes.items(), strict=True):
+        idle = role_idle_shares(one, simulated).items()
+        yield f"idle by role, {name}: " + ", ".join(f"{role} {share:.0%}" for role, share in idle)
     if outcome.largest_staleness > options.staleness:
         yield (
             "(most: of responses begun within the bound that took so long that others were trained on before them)"
@@ -259,7 +262,7 @@ def _lines(
     else:
         yield (
             f"analytical model of this division: {split.tokens_per_s:,.0f} tokens/s, {split.running:.0f} responses an"
-            f" engine, staleness at most {split.staleness:.2f}"
+            f" engine, up to {split.staleness:.2f} batches older when a response is complete than when it began"
         )
 
 
@@ -275,8 +278,8 @@ def _sweep_rows(sweep: Sequence[Divided], best: Split, max_staleness: float) -> 
         "generate",
         "tokens/s: model",
         "simulated",
-        "staleness: model",
-        "simulated mean",
+        "ages while generated: model",
+        "staleness: mean",
         "most",
         "trainer idle",
         "engines idle",
@@ -339,7 +342,12 @@ def _as_json(
     }
 
 
+QUEUE_POINTS = 200
+"""Of the queue over time, for programs."""
+
+
 def _run_json(run: Run, outcome: Outcome) -> dict[str, Any]:
+    moments, most = outcome.queue_over_time(QUEUE_POINTS)
     return {
         "num_training": run.num_training,
         "num_generating": run.num_generating,
@@ -356,6 +364,8 @@ def _run_json(run: Run, outcome: Outcome) -> dict[str, Any]:
         "staleness_max": outcome.largest_staleness,
         "staleness_tokens": {str(age): count for age, count in outcome.staleness_counts.items()},
         "queue_max": max(count for _, count in outcome.queue),
+        "queue": {"seconds": moments, "responses": most},
+        "role_idle_shares": role_idle_shares(run, outcome),
     }
 
 
@@ -364,5 +374,5 @@ def _split_json(split: Split) -> dict[str, Any]:
     return {
         "running": split.running,
         "tokens_per_s": rate,
-        "staleness_max": age if math.isfinite(age) else None,
+        "staleness_while_generated": age if math.isfinite(age) else None,
     }

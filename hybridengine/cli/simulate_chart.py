@@ -95,7 +95,12 @@ def _draw_rates(
 
 def _draw_ages(axes: Axes, sweep: Sequence[tuple[Split, Run, Outcome]], max_staleness: float) -> None:
     devices = [split.num_training for split, _, _ in sweep]
-    axes.plot(devices, [split.staleness for split, _, _ in sweep], color=INK, label="most, analytical model")
+    axes.plot(
+        devices,
+        [split.staleness for split, _, _ in sweep],
+        color=INK,
+        label="while generated, at most: model",
+    )
     axes.plot(
         devices,
         [outcome.largest_staleness for _, _, outcome in sweep],

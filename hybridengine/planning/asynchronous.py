@@ -71,7 +71,7 @@ class Split:
     tokens_per_s: float
     """Of responses, generated and trained on."""
     staleness: float
-    """Optimizer steps, at most, between a token and the step that trains on it."""
+    """Optimizer steps, at most, between a response's first token and its last; waiting for the trainer is left out."""
 
 
 def steady_splits(

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from hybridengine.config.values import Bytes, NonNegative, Section, Share
+from hybridengine.config.values import Bytes, Section, Share
 from hybridengine.config.wording import rule, yaml_fault
 from hybridengine.errors import ConfigError, raise_all, shown
 from hybridengine.topology.links import LinkClass, NodeMap
@@ -28,7 +28,9 @@ Rate = Annotated[float, Field(ge=1, le=1e18)]
 Latency = Annotated[float, Field(ge=0, le=3600)]
 """Seconds, at most an hour."""
 Nodes = Annotated[int, Field(ge=1, le=2**20)]
-Efficiency = Annotated[float, Field(gt=0, le=1)]
+Efficiency = Annotated[float, Field(ge=1e-6, le=1)]
+Amount = Annotated[float, Field(ge=0, le=1e9)]
+"""Tokens, or passes over memory."""
 NodeDevices = Annotated[int, Field(ge=1, le=2**12)]
 
 
@@ -108,11 +110,11 @@ class Compute(Section):
     """Peak rates."""
     efficiency: Efficiency = 0.6
     """Share of the peak that large matrix products reach in a model."""
-    half_tokens: NonNegative = 128.0
+    half_tokens: Amount = 128.0
     """Tokens of a micro-batch at which a pass over it reaches half of that share."""
     attention_efficiency: Efficiency = 0.3
     """Share of the peak that attention over the sequence reaches."""
-    activation_passes: NonNegative = 12.0
+    activation_passes: Amount = 12.0
     """How often a layer reads or writes its hidden state, beside its matrix products."""
     layer_s: Latency = 30e-6
     """What a layer of a forward pass takes beside that: launches."""

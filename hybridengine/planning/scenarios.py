@@ -29,7 +29,7 @@ from hybridengine.planning.placements import Placement, pool_sizes
 from hybridengine.planning.search import Plan, Search
 from hybridengine.planning.shards import generation_holding
 from hybridengine.planning.shortage import shortage
-from hybridengine.planning.simulation import Setting
+from hybridengine.planning.simulation import Outcome, Setting
 from hybridengine.planning.workload import Workload
 from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 
@@ -74,6 +74,23 @@ class Run:
     num_generating: int
     train_s: float
     """Seconds of a step of everything but generation and the switch, while the engines work if they do."""
+
+
+def role_idle_shares(run: Run, outcome: Outcome) -> dict[str, float]:
+    """Of a run's time, how long each model that computes has nothing to do, and the engines.
+
+    The models of the training side take turns on its devices, for as long as the plan gives them of a step.
+    """
+    training_s, busy = 0.0, dict[str, float]()
+    for bar in run.plan.bars:
+        if bar.call.work in (Work.SWITCH, Work.GENERATE):
+            continue
+        training_s += bar.seconds
+        if bar.call.work in (Work.INFER, Work.UPDATE):
+            busy[bar.call.role] = busy.get(bar.call.role, 0.0) + bar.seconds
+    at_work = 1.0 - outcome.train_idle_share
+    shares = {role: 1.0 - at_work * seconds / training_s for role, seconds in busy.items()}
+    return {"generation": outcome.generate_idle_share, **shares}
 
 
 class Scenarios:

@@ -123,6 +123,18 @@ class Outcome:
                 return lag
         return self.largest_staleness
 
+    def queue_over_time(self, num_points: int) -> tuple[list[float], list[int]]:
+        """Ends of as many equal parts of the run, and the most responses that waited in each."""
+        moments, counts = np.array([moment for moment, _ in self.queue]), [count for _, count in self.queue]
+        ends = np.linspace(0.0, self.seconds, num_points + 1)[1:]
+        last = np.searchsorted(moments, ends, side="right")
+        most, first = [], 0
+        for end in last.tolist():
+            # What waited when the part began still does until the first change.
+            most.append(max(counts[max(0, first - 1) : end], default=0))
+            first = end
+        return ends.tolist(), most
+
     @property
     def largest_staleness(self) -> int:
         return max(self.staleness_counts, default=0)

@@ -237,8 +237,8 @@ def test_a_cluster_that_is_too_small(planned: Planned) -> None:
     text = refuse(planned, "--nodes", "1")
     for part in (
         "nothing fits on 8 devices of A100-80GB",
-        "actor needs",
-        "critic needs",
+        "actor on 8 ranks needs",
+        "critic on 8 ranks needs",
         "GiB a rank at best",
         "and misses by",
         " devices or devices with",
@@ -251,7 +251,7 @@ def test_a_cluster_that_is_too_small(planned: Planned) -> None:
 
 def test_models_that_fit_only_by_themselves(planned: Planned) -> None:
     text = refuse(planned, *SMALL[:2], "--devices", "2", "--placement", "colocate", "actor.offload=none")
-    assert "together, on all devices, actor + critic + reference needs" in text
+    assert "actor + critic + reference on 2 ranks needs" in text
 
 
 def test_settings_that_would_do(planned: Planned) -> None:

@@ -115,6 +115,7 @@ def test_messages_of_a_pipeline_against_those_of_every_rank(size: int, stride: i
     cluster, num_bytes, num_ranks = A100.resized(8), 3e9, 64
     within, between = cluster.links.same_node, cluster.links.between_nodes
     assert between is not None and between.node_bytes_per_s is not None
+    node_bytes_per_s = between.node_bytes_per_s
 
     def message_s(rank: int, other: int) -> float:
         if rank // 8 == other // 8:
@@ -123,7 +124,7 @@ def test_messages_of_a_pipeline_against_those_of_every_rank(size: int, stride: i
             one for one in range(rank // 8 * 8, rank // 8 * 8 + 8) if _beside(one, other - rank, size, stride)
         ]
         crossing = [one for one in leaving if (one + other - rank) // 8 != one // 8]
-        return num_bytes * len(crossing) / between.node_bytes_per_s
+        return num_bytes * len(crossing) / node_bytes_per_s
 
     slowest = 0.0
     for rank in range(num_ranks):

@@ -304,7 +304,7 @@ def test_a_plan_says_what_its_models_say(algorithm: str, which: int) -> None:
 
 
 def test_the_fullest_moment_of_a_pool_has_the_cache_too() -> None:
-    """Colocated PPO with more responses than there is room for: the cache takes what the others leave, to the last byte."""
+    """Colocated PPO with more responses than there is room for: the cache takes what the others leave to it."""
     crowd = replace(workload_of("ppo", rows=4096), max_num_seqs=4096)
     options = Options(crowd, cluster_of(1, 2, 2**30))
     (plan,) = Search(options, 2, [(("actor", "critic", "reference", "reward"),)]).run().plans
@@ -332,7 +332,9 @@ def test_passes_over_the_rows_and_the_rows_that_are_fetched_take_time() -> None:
     # Rows are fetched once, however often they are passed over.
     fetched = update_s(plain, slower) - update_s(plain, cluster)
     call = next(call for call in plain.calls if call.role == "critic" and call.work is Work.UPDATE)
-    assert plain.row_bytes(call) == 1024 * 8 + 2 * 512 * 4  # tokens, values, returns; lengths are next to nothing
+    assert (
+        plain.row_bytes(call) == 1024 * 8 + 2 * 512 * 4
+    )  # tokens, values, returns; lengths are next to nothing
     assert fetched == pytest.approx(16 / 2 * plain.row_bytes(call) / 1e6, rel=0.02)
     own = update_s(plain, slower) - 16 / 2 * plain.row_bytes(call) / 1e6 - cluster.compute.call_s
     assert update_s(twice, slower) - update_s(plain, slower) == pytest.approx(own, rel=0.02)
