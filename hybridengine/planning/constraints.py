@@ -86,10 +86,11 @@ class Constraints:
                 yield f"--fix {given} have {numbers} ranks, and share a pool; give them as many, or other pools"
             total += max(ranks, default=1)
         if total > num_devices and not any(sizes.num_ranks > num_devices for sizes in self.sizes.values()):
-            given = ", ".join(f"{name}={sizes}" for name, sizes in self.sizes.items())
+            fixed = ", ".join(f"{name}={sizes}" for name, sizes in self.sizes.items())
+            given = f" with --fix {fixed}" if fixed else ""
             pools = f"{len(placement)} pools" if len(placement) > 1 else "one pool"
             yield (
-                f"{pools} with --fix {given} take at least {total} ranks, and there are {num_devices} devices; choose"
+                f"{pools}{given} take at least {total} ranks, and there are {num_devices} devices; choose"
                 " smaller sizes, let models share ranks, or take more nodes"
             )
 

@@ -69,10 +69,11 @@ class Fabric:
         Of the slowest rank: where several of a group share a node, some have one neighbour on another one.
 
         Args:
-            count: messages, half of them at most to the same neighbour; a link carries both directions at once.
+            count: neighbours that it exchanges a message with; a link carries both directions at once.
         """
         if axis.size == 1:
             return 0.0
+        count = min(count, axis.size - 1)  # of two ranks, each has one neighbour
         members, links, inside, across = self.members_per_node(axis), self.cluster.links, 0.0, 0.0
         if members > 1:
             inside = self._seconds(links.same_node, num_bytes, num_bytes * self.node_ranks)

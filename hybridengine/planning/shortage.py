@@ -13,8 +13,10 @@ from hybridengine.planning.options import Options
 from hybridengine.planning.search import Search
 
 GIB = 2**30
-MOST_DEVICES = 2**14
-"""Beyond that nobody is told to rent more."""
+MOST_DEVICES = 1024
+"""Beyond that nobody is told to rent more: a search there takes minutes."""
+NO_BETTER = 1
+"""Times that the devices are doubled without a rank needing less, before giving up."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ def shortage(search: Search) -> str:
         )
     needs = alone or [need for need in pools or () if need.num_bytes > capacity]
     room = f"{max(0, capacity) / GIB:.1f} GiB of each are for models, {search.process_bytes / GIB:.1f} GiB for processes"
+    if capacity <= 0:
+        room = (
+            f"of the {cluster.device_memory_bytes / GIB:.1f} GiB of each, processes alone take"
+            f" {search.process_bytes / GIB:.1f} GiB"
+        )
     if not needs:
         return (
             f"nothing fits {where} ({room}): models and KV caches would, but the switches do not, whose plans need more"
@@ -214,7 +221,10 @@ def _enough_devices(search: Search, needs: list[_Need]) -> int | None:
     """Devices on which all models fit, from twice as many on."""
     node, devices = search.cluster.devices_per_node, search.num_devices
     fixed = any(name in search.options.fixed for need in needs for name in need.names)
-    while not fixed and devices * 2 <= MOST_DEVICES:
+    if fixed or search.capacity_bytes <= 0:
+        return None
+    least, unchanged = float("inf"), 0
+    while devices * 2 <= MOST_DEVICES and unchanged < NO_BETTER:
         devices *= 2
         cluster = search.cluster
         if devices > cluster.num_devices:
@@ -222,6 +232,11 @@ def _enough_devices(search: Search, needs: list[_Need]) -> int | None:
                 return None
             cluster = cluster.resized(-(-devices // node))
         options = Options(search.workload, cluster, search.options.fixed, search.options.fixed_gen)
-        if _fits(Search(options, devices, search.only)):
+        nearest = _nearest(Search(options, devices, search.only))
+        if nearest is None:
+            continue
+        if _largest(nearest) <= search.capacity_bytes:
             return devices
+        unchanged = unchanged + 1 if _largest(nearest) >= least else 0
+        least = min(least, _largest(nearest))
     return None

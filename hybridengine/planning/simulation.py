@@ -296,12 +296,13 @@ def _synchronous(setting: Setting) -> Outcome:
         idle += sum(generated - engine.busy_s for engine in engines)
         queue += [(moment, count) for count, moment in enumerate(sorted(finished), start=1)]
         train_s = setting.train_s(sum(batch) + setting.batch_size * setting.prompt_tokens)
-        now += generated + setting.update_s + train_s
+        now += generated + setting.update_s
+        queue.append((max(now, queue[-1][0]), 0))
+        now += train_s
         idle += setting.num_engines * (setting.update_s + train_s)
         train_busy += train_s
         tokens += sum(batch)
         ends.append(now)
-        queue.append((now - train_s, 0))
     return Outcome(now, tokens, {0: tokens}, train_busy, busy, idle, queue, ends, setting.num_engines)
 
 
