@@ -7,7 +7,6 @@ import logging
 import os
 import pty
 import re
-import select
 import subprocess
 import sys
 import time
@@ -209,10 +208,6 @@ ENDINGS = {
 """Who is interrupted sleeps since a second: while printing, a line may come twice, and an interrupt be lost."""
 
 
-RETYPE_S = 3.0
-"""Without a word after Ctrl-C."""
-
-
 def _in_a_terminal(program: str, ending: str) -> str:
     """What a program writes to a terminal of 80 columns and 24 lines; Ctrl-C is typed at "ready"."""
     main, side = pty.openpty()
@@ -232,9 +227,6 @@ def _in_a_terminal(program: str, ending: str) -> str:
     os.close(side)
     output, has_typed, deadline = b"", False, time.monotonic() + 60
     while time.monotonic() < deadline:
-        if has_typed and not select.select([main], [], [], RETYPE_S)[0]:
-            os.write(main, b"\x03")  # as a person would: an interrupt that met another thread's print is lost
-            continue
         try:
             part = os.read(main, 65536)
         except OSError:  # the other side has been closed
