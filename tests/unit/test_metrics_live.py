@@ -7,6 +7,7 @@ import logging
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -219,10 +220,15 @@ def _in_a_terminal(program: str, ending: str) -> str:
     environment = {**os.environ, "TERM": "xterm-256color"}
     for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES", "CI", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         environment.pop(name, None)
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # who starts tests in the background has it ignored
+
     child = subprocess.Popen(
         [sys.executable, "-c", program.replace("END", ENDINGS[ending])],
         stdin=side, stdout=side, stderr=side, env=environment, start_new_session=True, cwd=Path(__file__).parents[2],
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=take_terminal,
     )  # fmt: skip
     os.close(side)
     output, has_typed, deadline = b"", False, time.monotonic() + 60
