@@ -107,6 +107,15 @@ class Layout:
     kind: str = ""
     """What the layout belongs to, for messages: "megatron 2-2-1"."""
 
+    @cached_property
+    def holders(self) -> dict[str, list[tuple[ShardKey, Piece]]]:
+        """Logical tensor -> (key of a shard, piece) for everything that holds a part of it, in the order of the keys."""
+        found: dict[str, list[tuple[ShardKey, Piece]]] = {}
+        for key, shard in sorted(self.shards.items()):
+            for tensor, pieces in shard.pieces.items():
+                found.setdefault(tensor, []).extend((key, piece) for _, piece in pieces)
+        return found
+
     def shard(self, rank: int) -> Shard:
         """What `rank` holds.
 

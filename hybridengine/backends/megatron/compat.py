@@ -5,17 +5,28 @@ one DDP bucket per parameter   DistributedDataParallel cuts buckets by size only
 uneven stages                  a stage's layers are handed in as a list: the pipeline layout of 0.16 counts them for
                                the global parallel state's stage instead of the stage of the groups
 buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
+optimizer state by parameter   a distributed optimizer's ranges and moments are read where it keeps them
+saves in the background        files are written by a thread of the rank, where Megatron-core forks processes, and are
+                               reported to it through its queue of results
 one replica                    reduce-scatter and all-gather among one rank, which copy everything, are left out
 """
 
 from __future__ import annotations
 
 import contextlib
+import queue
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import version
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -131,3 +142,97 @@ def gradient_buffers(ddp: Any) -> list[torch.Tensor]:
 def plain_optimizers(optimizer: Any) -> list[Any]:
     """The optimizers inside Megatron's ChainedOptimizer."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """What a rank's distributed optimizer keeps of one parameter: of a range of its elements, row by row."""
+
+    start: int
+    stop: int
+    master: torch.Tensor
+    """Weights that steps are added to: a part of the parameter itself where that is in float32."""
+    moments: dict[str, torch.Tensor]
+    """Adam's, by name."""
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def optimizer_parts(optimizer: Any, module: nn.Module) -> dict[str, OptimizerPart]:
+    """Parameter name -> this rank's part of its optimizer state, which is made where no step has made it yet."""
+    found = {}
+    for one in plain_optimizers(optimizer):
+        for name, parameter in module.named_parameters():
+            if parameter not in one.model_param_group_index_map:  # another rank's, as a whole
+                continue
+            place = one._get_model_param_range_map(parameter)["param"]
+            group, order = one.model_param_group_index_map[parameter]
+            master = one.optimizer.param_groups[group]["params"][order]
+            state = one.optimizer.state[master]
+            for moment in MOMENTS:
+                if moment not in state:
+                    state[moment] = torch.zeros_like(master)
+            found[name] = OptimizerPart(
+                place.start, place.end, master.detach(), {moment: state[moment] for moment in MOMENTS}
+            )
+    return found
+
+
+def adam_steps(optimizer: Any) -> int:
+    """Steps that Adam has taken: what its bias correction counts."""
+    counts = {0}
+    for one in plain_optimizers(optimizer):
+        counts |= {int(state["step"]) for state in one.optimizer.state.values() if "step" in state}
+        counts |= {int(group["step"]) for group in one.optimizer.param_groups if "step" in group}
+    return max(counts)
+
+
+def set_adam_steps(optimizer: Any, steps: int) -> None:
+    """Have Adam go on as after so many steps: torch's counts for each parameter, other packages' for each group."""
+    for one in plain_optimizers(optimizer):
+        counts_itself = isinstance(one.optimizer, torch.optim.Adam | torch.optim.AdamW)
+        for group in one.optimizer.param_groups:
+            if not counts_itself:
+                group["step"] = steps
+                continue
+            for parameter in group["params"]:
+                one.optimizer.state[parameter]["step"] = torch.tensor(float(steps), device=parameter.device)
+
+
+def begin_save(tensors: dict[str, ShardedTensor], folder: Path) -> AsyncRequest:
+    """The part of a save that all ranks do together; `write_save`, in the background, and `end_save` follow."""
+    # Results come back from a thread of this process, not from others.
+    filesystem_async._results_queue = queue.Queue()
+    options = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
+    request = dist_checkpointing.save(tensors, str(folder), async_sharded_save=True, **options)
+    assert request is not None, "async_sharded_save returns a request"
+    return request
+
+
+def write_save(request: AsyncRequest) -> None:
+    """Write this rank's files: in the calling thread, where Megatron-core would fork a process with all its threads."""
+    if request.async_fn is None:
+        return
+    _, buckets, results = request.async_fn_args
+    transforms, *_ = request.async_fn.args  # type: ignore[attr-defined]
+    written: queue.Queue[tuple[int, Any]] = queue.Queue()
+    counts: queue.Queue[int] = queue.Queue()
+    for number, bucket in enumerate(buckets):
+        counts.put(number)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, number, bucket, written, counts, True
+        )
+    outcomes = dict(written.get_nowait() for _ in buckets)
+    failed = [one for one in outcomes.values() if isinstance(one, Exception)]
+    results.put(failed[0] if failed else outcomes)
+
+
+def end_save(request: AsyncRequest) -> None:
+    """Complete the folder, once every rank has written. Collective.
+
+    Raises:
+        CheckpointException: a rank could not write; raised on all of them.
+    """
+    for finalize in request.finalize_fns:
+        finalize()

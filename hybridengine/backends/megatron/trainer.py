@@ -5,7 +5,7 @@ Weights live in one storage per parameter, so that the HybridEngine can take the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,6 +196,26 @@ class MegatronTrainer(MegatronModel):
                 wd_incr_steps=0,
                 wd_incr_style="constant",
             )
+
+    def restart_optimizer(self) -> None:
+        """A new optimizer with the same settings, after the weights have changed."""
+        assert self._settings is not None, "start_optimizer comes first"
+        self.start_optimizer(self._settings)
+
+    def optimizer_parts(self) -> dict[str, compat.OptimizerPart]:
+        """Parameter name -> this rank's part of the optimizer's state; parameters of which it has none are left out."""
+        assert self._optimizer is not None, "start_optimizer comes first"
+        return compat.optimizer_parts(self._optimizer, self._module)
+
+    def counters(self) -> dict[str, int]:
+        """What the optimizer and the schedule count; the same on all ranks."""
+        return {"adam_steps": compat.adam_steps(self._optimizer), "schedule_steps": self._schedule.num_steps}
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Have both go on from there."""
+        compat.set_adam_steps(self._optimizer, counters["adam_steps"])
+        self._schedule.num_steps = 0
+        self._schedule.step(increment=counters["schedule_steps"])
 
     def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
         """One optimizer step over all micro-batches of all data-parallel ranks.

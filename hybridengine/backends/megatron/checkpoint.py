@@ -1,0 +1,238 @@
+"""Checkpoints of a trainer with Megatron-core's dist_checkpointing, under the names and shapes of logical tensors.
+
+    weights.NAME        in the model's type
+    master.NAME         float32 weights of the optimizer, where the model's type is another one
+    exp_avg.NAME, exp_avg_sq.NAME
+
+Every tensor is written once: a rank writes those elements of its shard that its part of the distributed optimizer owns,
+as boxes of logical tensors; where several shards hold the same elements, the first one writes. So nothing in a checkpoint
+depends on the sizes it was written with, and any others can read it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hybridengine.backends.megatron import compat
+from hybridengine.backends.megatron.shim import device_shim
+from hybridengine.backends.megatron.trainer import MegatronTrainer
+from hybridengine.checkpoints.digests import FileDigest, digests_of
+from hybridengine.checkpoints.random_states import load_random_states, save_random_states
+from hybridengine.checkpoints.tensors import read_metadata
+from hybridengine.errors import CheckpointError
+from hybridengine.reshard.boxes import Box, extents, starts
+from hybridengine.reshard.flat_ranges import RangePiece, pieces_in_range
+from hybridengine.reshard.layout import Piece
+
+ROLE_FILE = "role.json"
+WEIGHTS, MASTER = "weights", "master"
+
+
+class BackgroundSave:
+    """One save of a trainer, of which a copy in host memory is written while training goes on.
+
+    Args:
+        folder: an empty one that all ranks see.
+        more: what else role.json keeps.
+
+    Raises:
+        CheckpointError: the folder cannot be written to.
+    """
+
+    def __init__(self, trainer: MegatronTrainer, folder: Path, more: dict[str, Any]) -> None:
+        self._rank, self._folder = trainer.rank, folder
+        tensors = {place: _sharded(name, box, whole, copy=part) for place, name, box, whole, part in _saved(trainer)}
+        self._own = [_random_file(self._rank)]
+        try:
+            if self._rank == 0:
+                role = {"shape": _shape_json(trainer), "dtype": trainer.dtype, **trainer.counters(), **more}
+                (folder / ROLE_FILE).write_text(json.dumps(role, indent=1) + "\n")
+                self._own.append(ROLE_FILE)
+            with device_shim():
+                states = {name: state.cpu() for name, state in get_cuda_rng_tracker().get_states().items()}
+            save_random_states(folder / _random_file(self._rank), states)
+            with device_shim():
+                self._request = compat.begin_save(tensors, folder)
+        except (OSError, CheckpointingException, CheckpointException) as error:
+            raise CheckpointError(f"{folder} cannot be written ({error})") from error
+        self._error: Exception | None = None
+        self._digests: dict[str, FileDigest] = {}
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        try:
+            compat.write_save(self._request)
+            own = [one.name for one in self._folder.glob(f"__{self._rank}_*.distcp")]
+            self._digests = digests_of(self._folder, [*self._own, *own])
+        except Exception as error:  # told to whoever ends the save
+            self._error = error
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether this rank has written its files, or failed to."""
+        return not self._thread.is_alive()
+
+    def end(self, timeout_s: float) -> dict[str, FileDigest]:
+        """Wait for the files, complete the folder, and say what this rank has written. Collective.
+
+        Raises:
+            CheckpointError: a rank could not write, on all ranks; or this one does not end.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise CheckpointError(f"writing to {self._folder} did not end within {timeout_s:g} s")
+        try:
+            with device_shim():
+                compat.end_save(self._request)
+        except (OSError, CheckpointException, CheckpointingException) as error:
+            raise CheckpointError(f"{self._folder} could not be written: {self._error or error}") from error
+        if self._error is not None:
+            raise CheckpointError(f"{self._folder} could not be written: {self._error}") from self._error
+        return self._digests
+
+
+def load_checkpoint(trainer: MegatronTrainer, folder: Path) -> dict[str, Any]:
+    """Weights, optimizer and schedule as they were saved, into any sizes. Collective. Returns what role.json keeps.
+
+    The optimizer must have been started. A checkpoint without optimizer state leaves it fresh, on the new weights.
+
+    Raises:
+        CheckpointError: the checkpoint is another model's, or damaged, or has things that are no tensors.
+    """
+    role = read_role(folder)
+    problems = shape_problems(role, trainer)
+    if problems:
+        raise CheckpointError(f"{folder} is the checkpoint of another model: {'; '.join(problems)}")
+    names = read_metadata(folder).state_dict_metadata
+    has_optimizer = any(name.startswith(f"{compat.MOMENTS[0]}.") for name in names)
+    wanted = {place: _sharded(name, box, whole, into=part) for place, name, box, whole, part in _loaded(trainer, has_optimizer)}
+    missing = sorted({one.key for one in wanted.values()} - set(names))
+    if missing:
+        raise CheckpointError(f"{folder} has no {missing[0]}, and lacks {len(missing)} tensors; use a complete checkpoint")
+    try:
+        with device_shim():
+            dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
+    except (OSError, CheckpointingException, CheckpointException) as error:
+        raise CheckpointError(f"{folder} cannot be read ({error})") from error
+    if has_optimizer:
+        trainer.set_counters(role)
+    else:
+        trainer.restart_optimizer()
+    return role
+
+
+def load_random(folder: Path, rank: int) -> bool:
+    """Set this process's generators to what they were; False where the checkpoint has no such rank."""
+    file = folder / _random_file(rank)
+    if not file.is_file():
+        return False
+    states = load_random_states(file)
+    with device_shim():
+        tracker = get_cuda_rng_tracker()
+        tracker.set_states({**tracker.get_states(), **states})
+    return True
+
+
+def read_role(folder: Path) -> dict[str, Any]:
+    """Contents of role.json.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    try:
+        found = json.loads((folder / ROLE_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / ROLE_FILE} cannot be read ({error}); use a complete checkpoint") from None
+    return found
+
+
+def shape_problems(role: dict[str, Any], trainer: MegatronTrainer) -> list[str]:
+    """Fields of the model's shape in which a checkpoint differs."""
+    own, saved = json.loads(json.dumps(_shape_json(trainer))), role.get("shape") or {}
+    found = [f"{key} is {saved.get(key)!r}, not {value!r}" for key, value in own.items() if saved.get(key) != value]
+    if role.get("dtype") != trainer.dtype:
+        found.append(f"dtype is {role.get('dtype')}, not {trainer.dtype}")
+    return found
+
+
+def _shape_json(trainer: MegatronTrainer) -> dict[str, Any]:
+    return asdict(trainer.shape)
+
+
+def _random_file(rank: int) -> str:
+    return f"rng-{rank:05d}.safetensors"
+
+
+_Part = tuple[str, str, Box, tuple[int, ...], Tensor]
+"""Name in the dictionary, tensor's name, box, whole shape, and a view of the elements."""
+
+
+def _saved(trainer: MegatronTrainer) -> Iterator[_Part]:
+    """What this rank writes."""
+    shard, key = trainer.layout.shard(trainer.rank), trainer.layout.keys[trainer.rank]
+    for name, part in trainer.optimizer_parts().items():
+        parameter = shard.by_name[name]
+        flat = trainer.weights[name].reshape(-1)[part.start : part.stop]
+        for piece in pieces_in_range(parameter, part.start, part.stop):
+            if _first_holder(trainer, piece.tensor, piece.box) == key:
+                yield from _parts_of(trainer, piece, {WEIGHTS: flat, **_state(trainer, part)})
+
+
+def _loaded(trainer: MegatronTrainer, with_optimizer: bool) -> Iterator[_Part]:
+    """What this rank reads: all its weights, and its part of the optimizer's state."""
+    shard = trainer.layout.shard(trainer.rank)
+    for parameter in shard.parameters:
+        for piece in parameter.pieces:
+            view = trainer.weights[parameter.name][tuple(slice(a, b) for a, b in piece.local_box)]
+            yield _part(trainer, WEIGHTS, piece.tensor, piece.box, view)
+    for name, part in trainer.optimizer_parts().items() if with_optimizer else ():
+        for piece in pieces_in_range(shard.by_name[name], part.start, part.stop):
+            yield from _parts_of(trainer, piece, _state(trainer, part))
+
+
+def _state(trainer: MegatronTrainer, part: compat.OptimizerPart) -> dict[str, Tensor]:
+    own = part.moments if trainer.dtype == "float32" else {MASTER: part.master, **part.moments}
+    return {kind: tensor.reshape(-1) for kind, tensor in own.items()}
+
+
+def _parts_of(trainer: MegatronTrainer, piece: RangePiece, flats: dict[str, Tensor]) -> Iterator[_Part]:
+    for kind, flat in flats.items():
+        view = flat.as_strided(piece.shape, piece.strides, flat.storage_offset() + piece.offset)
+        yield _part(trainer, kind, piece.tensor, piece.box, view)
+
+
+def _part(trainer: MegatronTrainer, kind: str, tensor: str, box: Box, view: Tensor) -> _Part:
+    name = f"{kind}.{tensor}"
+    return f"{name} {box}", name, box, trainer.shape.tensors[tensor], view
+
+
+def _sharded(
+    name: str, box: Box, whole: tuple[int, ...], *, copy: Tensor | None = None, into: Tensor | None = None
+) -> ShardedTensor:
+    """For dist_checkpointing: a box of a logical tensor, as a copy in host memory, or to be filled in place."""
+    data = copy.detach().to("cpu", copy=True).contiguous() if copy is not None else into
+    assert data is not None, "a copy or a place"
+    return ShardedTensor(name, data, data.dtype, extents(box), whole, starts(box), axis_fragmentations=None)
+
+
+def _first_holder(trainer: MegatronTrainer, tensor: str, box: Box) -> tuple[int, ...]:
+    """Key of the first shard that has these elements, among those that have the same."""
+    return next(key for key, piece in trainer.layout.holders[tensor] if _covers(piece, box))
+
+
+def _covers(piece: Piece, box: Box) -> bool:
+    return all(a <= c and d <= b for (a, b), (c, d) in zip(piece.box, box, strict=True))

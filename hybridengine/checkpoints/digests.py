@@ -1,0 +1,64 @@
+"""Digests of files: what a file must be to be what was written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridengine.errors import CheckpointError
+
+THREADS = 8
+"""Files that are read at the same time: hashing lets other threads work."""
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """Size and SHA-256 of a file."""
+
+    num_bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, file: Path) -> FileDigest:
+        """Read from the file."""
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            return cls(os.fstat(opened.fileno()).st_size, digest)
+
+
+def digests_of(folder: Path, files: Iterable[str]) -> dict[str, FileDigest]:
+    """Relative path -> digest, of files beneath a folder."""
+    names = sorted(files)
+    with ThreadPoolExecutor(THREADS) as threads:
+        return dict(zip(names, threads.map(lambda name: FileDigest.of(folder / name), names), strict=True))
+
+
+def check_files(folder: Path, expected: Mapping[str, FileDigest]) -> None:
+    """Check that the files beneath a folder are those that were written.
+
+    Raises:
+        CheckpointError: one is missing or a link, has another size, or other contents; the first of them.
+    """
+    for name, digest in sorted(expected.items()):
+        file = folder / name
+        if file.is_symlink():
+            raise CheckpointError(f"{name} is a link; copy the file there instead")
+        if not file.is_file():
+            raise CheckpointError(f"{name} is missing")
+        if (size := file.stat().st_size) != digest.num_bytes:
+            raise CheckpointError(f"{name} has {size} bytes instead of {digest.num_bytes}")
+    for name, found in digests_of(folder, expected).items():
+        if found != expected[name]:
+            raise CheckpointError(
+                f"{name} is damaged: its SHA-256 is {found.sha256[:12]}..., was {expected[name].sha256[:12]}..."
+            )
+
+
+def digests_json(digests: Mapping[str, FileDigest]) -> dict[str, list[Any]]:
+    """For a manifest: relative path -> [bytes, SHA-256]."""
+    return {name: [one.num_bytes, one.sha256] for name, one in sorted(digests.items())}

@@ -1,0 +1,73 @@
+"""Ranges of a parameter's elements, counted row by row, as boxes: how sharded optimizers cut what they own.
+
+A distributed optimizer gives every replica a range [start, stop) of each parameter's elements, which is no box. It is a
+few of them, though: part of a row, whole rows, part of a row, in each dimension anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hybridengine.reshard.boxes import Box, extents, full_box, intersect, moved, starts
+from hybridengine.reshard.layout import LocalParameter
+
+
+@dataclass(frozen=True)
+class RangePiece:
+    """A box of a logical tensor, and where it lies in a range of a local parameter's elements."""
+
+    tensor: str
+    box: Box
+    offset: int
+    """Of the box's first element, from the beginning of the range."""
+    strides: tuple[int, ...]
+    """Elements between neighbours in each dimension, in the range as in the whole parameter."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return extents(self.box)
+
+
+def boxes_in_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Disjoint boxes that cover the elements [start, stop) of a tensor of `shape`, counted row by row."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [()]
+    row = math.prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    inner = shape[1:]
+
+    def in_row(number: int, begin: int, end: int) -> list[Box]:
+        return [((number, number + 1), *box) for box in boxes_in_range(inner, begin, end)]
+
+    if first == last:
+        return in_row(first, head, tail)
+    found = in_row(first, head, row) if head else []
+    first += head > 0
+    if first < last:
+        found.append(((first, last), *full_box(inner)))
+    return [*found, *in_row(last, 0, tail)]
+
+
+def pieces_in_range(parameter: LocalParameter, start: int, stop: int) -> Iterator[RangePiece]:
+    """What the elements [start, stop) of a local parameter hold of logical tensors; padding is left out."""
+    strides = row_strides(parameter.shape)
+    for inside in boxes_in_range(parameter.shape, start, stop):
+        for piece in parameter.pieces:
+            common = intersect(inside, piece.local_box)
+            if common is None:
+                continue
+            first = sum(
+                index * stride for index, stride in zip(starts(common), strides, strict=True)
+            )
+            box = moved(common, piece.offset, starts(piece.box))
+            yield RangePiece(piece.tensor, box, first - start, strides)
+
+
+def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Elements between neighbours in each dimension of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

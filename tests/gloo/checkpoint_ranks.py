@@ -1,0 +1,103 @@
+"""The rank's side of the checkpoint tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_checkpoint
+from hybridengine.backends.megatron.trainer import MegatronTrainer
+from hybridengine.checkpoints.digests import digests_of
+from hybridengine.errors import CheckpointError
+from hybridengine.model_shapes import ModelShape
+from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.topology.grid import Grid, RankOrder
+from hybridengine.topology.sizes import TrainSizes
+from tests.gloo.megatron_training import copy_weights, make_trainer, step
+
+LIMIT_S = 60.0
+
+
+def state_of(trainer: MegatronTrainer) -> dict[str, Tensor]:
+    """Everything that a step depends on and changes, as copies."""
+    found = copy_weights(trainer)
+    for name, part in trainer.optimizer_parts().items():
+        found[f"master {name}"] = part.master.clone()
+        found |= {f"{moment} {name}": value.clone() for moment, value in part.moments.items()}
+    return found | {key: torch.tensor(value) for key, value in trainer.counters().items()}
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names whose bits differ."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def empty_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    return folder
+
+
+def save_while_training(
+    rank: int, source: Path, layouts: list[tuple[str, str]], dtype: str, checkpoints: Path
+) -> list[list[str]]:
+    """For every layout: what differs between four steps, and two, a save during the third, and two after loading it."""
+    registry, shape = ProcessGroups(), ModelShape.from_folder(source)
+    outcomes = []
+    for sizes, order in layouts:
+        grid = Grid(TrainSizes.parse(sizes), RankOrder[order])
+        folder = empty_folder(checkpoints / f"{sizes}-{order}")
+        trainer = make_trainer(shape, grid, rank, registry, source, dtype)
+        for index in range(2):
+            step(trainer, index)
+        save = BackgroundSave(trainer, folder, {"updates": 7})
+        for index in (2, 3):
+            step(trainer, index)
+        digests = save.end(LIMIT_S)
+        assert digests == digests_of(folder, digests), "a file changed after its digest was taken"
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, list(digests))
+        names = [name for one in gathered for name in one]
+        assert len(names) == len(set(names)), "two ranks claim a file"
+        resumed = make_trainer(shape, grid, rank, registry, source, dtype)
+        role = load_checkpoint(resumed, folder)
+        assert role["updates"] == 7
+        for index in (2, 3):
+            step(resumed, index)
+        outcomes.append(differing(state_of(trainer), state_of(resumed)))
+    return outcomes
+
+
+def load_and_save(
+    rank: int, source: Path, loads: list[tuple[str, str]], dtype: str, checkpoints: Path, out: Path
+) -> None:
+    """Load a checkpoint of one layout in another one, and save it again."""
+    registry, shape = ProcessGroups(), ModelShape.from_folder(source)
+    for written, sizes in loads:
+        trainer = make_trainer(shape, Grid(TrainSizes.parse(sizes)), rank, registry, source, dtype)
+        load_checkpoint(trainer, checkpoints / written)
+        BackgroundSave(trainer, empty_folder(out / f"{written} in {sizes}"), {}).end(LIMIT_S)
+
+
+def load_another_model(rank: int, source: Path, checkpoint: Path) -> tuple[str, bool]:
+    """(error, whether the weights are untouched) where the checkpoint is of another model."""
+    registry, shape = ProcessGroups(), ModelShape.from_folder(source)
+    trainer = make_trainer(shape, Grid(TrainSizes(1, 1, dist.get_world_size())), rank, registry, source)
+    before = state_of(trainer)
+    try:
+        load_checkpoint(trainer, checkpoint)
+    except CheckpointError as error:
+        return str(error), not differing(before, state_of(trainer))
+    return "none", False
+
+
+def save_at_once(rank: int, source: Path, folder: Path) -> None:
+    """Save a model that no step has changed."""
+    shape = ModelShape.from_folder(source)
+    trainer = make_trainer(shape, Grid(TrainSizes(2, 2, 1)), rank, ProcessGroups(), source)
+    BackgroundSave(trainer, empty_folder(folder), {}).end(LIMIT_S)

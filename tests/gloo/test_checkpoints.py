@@ -1,0 +1,101 @@
+"""Checkpoints of trainers on every layout: the same run afterwards, the same tensors in any other layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridengine.checkpoints.tensors import TensorFolder
+from hybridengine.model_shapes import ModelShape
+from hybridengine.reshard.boxes import full_box
+from tests.gloo.checkpoint_ranks import load_and_save, load_another_model, save_at_once, save_while_training
+from tests.gloo.ranks import RankLauncher
+from tests.gloo.tiny_models import write_model
+
+LAYOUTS = {
+    1: ["1-1-1"],
+    2: ["1-1-2", "2-1-1", "1-2-1"],
+    4: ["2-2-1", "1-1-4", "1-2-2", "2-1-2", "1-4-1", "4-1-1"],
+}
+MODELS = {
+    "qwen2-untied": {"family": "qwen2", "tied": False},
+    "qwen3-tied": {"family": "qwen3", "tied": True},
+    "llama-value-head": {"family": "llama", "num_labels": 1},
+    "llama-two-kv-heads": {"family": "llama", "num_key_value_heads": 2, "dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+def test_steps_after_loading_are_bitwise_those_of_the_run_that_went_on(
+    model_name: str, tmp_path: Path, run_ranks: RankLauncher
+):
+    """And what is saved while training goes on is what the weights were when the save began."""
+    write_model(tmp_path / "source", **MODELS[model_name])  # type: ignore[arg-type]
+    dtype = str(MODELS[model_name].get("dtype", "float32"))
+    for num_ranks, sizes in LAYOUTS.items():
+        layouts = [(one, "PAPER") for one in sizes] + ([("2-1-2", "MEGATRON")] if num_ranks == 4 else [])
+        by_rank = run_ranks(
+            num_ranks, save_while_training, tmp_path / "source", layouts, dtype, tmp_path, timeout_s=120
+        )
+        for rank, outcomes in enumerate(by_rank):
+            for (one, order), different in zip(layouts, outcomes, strict=True):
+                assert not different, f"{one} {order}, rank {rank}: {different}"
+    for folder in tmp_path.glob("*-PAPER"):
+        assert_each_element_once(folder, ModelShape.from_folder(tmp_path / "source"), dtype)
+
+
+def assert_each_element_once(folder: Path, shape: ModelShape, dtype: str) -> None:
+    """Every kind of every logical tensor is there, whole, and no element of it twice: bytes on disk are exact."""
+    tensors = TensorFolder(folder)
+    kinds = ["weights", "exp_avg", "exp_avg_sq"] + (["master"] if dtype == "bfloat16" else [])
+    assert tensors.shapes == {f"{kind}.{name}": size for kind in kinds for name, size in shape.tensors.items()}
+    stored = sum(
+        chunk.sizes.numel()
+        for one in tensors._metadata.state_dict_metadata.values()
+        for chunk in one.chunks  # type: ignore[union-attr]
+    )
+    assert stored == len(kinds) * shape.num_elements
+
+
+def test_any_layout_reads_what_any_other_has_written(tmp_path: Path, run_ranks: RankLauncher):
+    write_model(tmp_path / "source", "qwen2", tied=False, dtype="bfloat16")
+    source, again = tmp_path / "source", tmp_path / "again"
+    for num_ranks, sizes in LAYOUTS.items():
+        layouts = [(one, "PAPER") for one in sizes]
+        run_ranks(num_ranks, save_while_training, source, layouts, "bfloat16", tmp_path, timeout_s=120)
+    everything = [one for sizes in LAYOUTS.values() for one in sizes]
+    for num_ranks, sizes in LAYOUTS.items():
+        loads = [(f"{written}-PAPER", one) for one in sizes for written in everything[num_ranks % 3 :: 3]]
+        run_ranks(num_ranks, load_and_save, source, loads, "bfloat16", tmp_path, again, timeout_s=120)
+    seen = 0
+    for folder in sorted(again.iterdir()):
+        written = TensorFolder(tmp_path / folder.name.partition(" ")[0])
+        read = TensorFolder(folder)
+        assert read.shapes == written.shapes
+        for name, size in read.shapes.items():
+            assert torch.equal(read.read(name, full_box(size)), written.read(name, full_box(size))), (folder, name)
+            seen += 1
+    assert seen > 1000
+
+
+def test_another_models_checkpoint_is_refused_before_anything_changes(tmp_path: Path, run_ranks: RankLauncher):
+    write_model(tmp_path / "source", "qwen2", tied=False)
+    write_model(tmp_path / "other", "qwen2", tied=False, hidden_size=32)
+    run_ranks(2, save_while_training, tmp_path / "source", [("1-2-1", "PAPER")], "float32", tmp_path)
+    for error, untouched in run_ranks(2, load_another_model, tmp_path / "other", tmp_path / "1-2-1-PAPER"):
+        assert "another model: hidden_size is 64, not 32" in error
+        assert untouched
+
+
+def test_a_first_save_holds_the_weights_of_the_folder_that_they_came_from(tmp_path: Path, run_ranks: RankLauncher):
+    """Against the safetensors themselves: names, boxes and bits of the weights are those of the Hugging Face model."""
+    write_model(tmp_path / "source", "qwen3", tied=True)
+    run_ranks(4, save_at_once, tmp_path / "source", tmp_path / "saved")
+    saved = TensorFolder(tmp_path / "saved")
+    expected = load_file(tmp_path / "source" / "model.safetensors")
+    for name, tensor in expected.items():
+        assert torch.equal(saved.read(f"weights.{name}", full_box(tuple(tensor.shape))), tensor), name
+
