@@ -4,30 +4,49 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 
-def save_random_states(file: Path, more: dict[str, Tensor]) -> None:
-    """Write the states of torch (CPU and the present GPU), NumPy and Python, and of `more` generators."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    states = {
-        "torch": torch.get_rng_state(),
-        "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-        **{f"more.{name}": state for name, state in more.items()},
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    texts = {
-        "numpy": json.dumps([kind, int(position), int(has_gauss), float(gauss)]),
-        "python": json.dumps(random.getstate()),
-    }
-    save_file({name: state.clone() for name, state in states.items()}, file, metadata=texts)
+@dataclass(frozen=True)
+class RandomStates:
+    """Of torch (CPU and the present GPU), NumPy and Python, and of other generators."""
+
+    tensors: dict[str, Tensor]
+    texts: dict[str, str]
+    """What is no tensor, as JSON."""
+
+    @classmethod
+    def now(cls, more: Mapping[str, Tensor]) -> RandomStates:
+        """This process's at the moment, and `more`, by name."""
+        kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+        states = {
+            "torch": torch.get_rng_state(),
+            "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            **{f"more.{name}": state for name, state in more.items()},
+        }
+        if torch.cuda.is_available():
+            states["cuda"] = torch.cuda.get_rng_state()
+        texts = {
+            "numpy": json.dumps([kind, int(position), int(has_gauss), float(gauss)]),
+            "python": json.dumps(random.getstate()),
+        }
+        return cls({name: state.clone() for name, state in states.items()}, texts)
+
+    def save(self, file: Path) -> None:
+        """Write them.
+
+        Raises:
+            OSError: that failed.
+        """
+        file.write_bytes(save(self.tensors, metadata=self.texts))
 
 
 def load_random_states(file: Path) -> dict[str, Tensor]:

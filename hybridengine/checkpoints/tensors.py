@@ -32,6 +32,7 @@ ALLOWED_CLASSES = {
     (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
     (f"{_CHECKPOINT}.metadata", "StorageMeta"),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    *((f"{_CHECKPOINT}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("pathlib", "Path"),

@@ -30,7 +30,7 @@ from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.checkpoints.digests import FileDigest, digests_of
-from hybridengine.checkpoints.random_states import load_random_states, save_random_states
+from hybridengine.checkpoints.random_states import RandomStates, load_random_states
 from hybridengine.checkpoints.tensors import read_metadata
 from hybridengine.errors import CheckpointError
 from hybridengine.reshard.boxes import Box, extents, starts
@@ -55,15 +55,11 @@ class BackgroundSave:
     def __init__(self, trainer: MegatronTrainer, folder: Path, more: dict[str, Any]) -> None:
         self._rank, self._folder = trainer.rank, folder
         tensors = {place: _sharded(name, box, whole, copy=part) for place, name, box, whole, part in _saved(trainer)}
-        self._own = [_random_file(self._rank)]
+        self._role = {"shape": _shape_json(trainer), "dtype": trainer.dtype, **trainer.counters(), **more}
+        with device_shim():
+            tracked = {name: state.cpu() for name, state in get_cuda_rng_tracker().get_states().items()}
+        self._random = RandomStates.now(tracked)
         try:
-            if self._rank == 0:
-                role = {"shape": _shape_json(trainer), "dtype": trainer.dtype, **trainer.counters(), **more}
-                (folder / ROLE_FILE).write_text(json.dumps(role, indent=1) + "\n")
-                self._own.append(ROLE_FILE)
-            with device_shim():
-                states = {name: state.cpu() for name, state in get_cuda_rng_tracker().get_states().items()}
-            save_random_states(folder / _random_file(self._rank), states)
             with device_shim():
                 self._request = compat.begin_save(tensors, folder)
         except (OSError, CheckpointingException, CheckpointException) as error:
@@ -77,7 +73,12 @@ class BackgroundSave:
         try:
             compat.write_save(self._request)
             own = [one.name for one in self._folder.glob(f"__{self._rank}_*.distcp")]
-            self._digests = digests_of(self._folder, [*self._own, *own])
+            own.append(_random_file(self._rank))
+            self._random.save(self._folder / own[-1])
+            if self._rank == 0:
+                own.append(ROLE_FILE)
+                (self._folder / ROLE_FILE).write_text(json.dumps(self._role, indent=1) + "\n")
+            self._digests = digests_of(self._folder, own)
         except Exception as error:  # told to whoever ends the save
             self._error = error
 
