@@ -259,7 +259,7 @@ class ActorWorker(TrainedWorker):
         return self.update_rows(batch, ["ref_log_probs", "told"], loss, unit=2)
 
     @register(ONE_TO_ALL)
-    def save_checkpoint(self, folder: str, companions: str) -> None:
+    def export_model(self, folder: str, companions: str) -> None:
         """Write the policy as a Hugging Face checkpoint, with the config and tokenizer files of `companions`."""
         save_weights(self.trainer, self.registry, folder, companions)
 

@@ -11,17 +11,20 @@ from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.algorithms.across import AcrossRanks
 from hybridengine.algorithms.losses.aggregation import LossStats, merge_stats
+from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_checkpoint, load_random
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.step import LossFunction, OutputFunction
 from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer, OptimizerSettings
 from hybridengine.backends.megatron.weights import load_weights
+from hybridengine.checkpoints.digests import FileDigest
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import TrainedSection
 from hybridengine.controller.context import RankContext
-from hybridengine.errors import ProtocolError
+from hybridengine.errors import CheckpointError, ProtocolError
 from hybridengine.model_shapes import ModelShape
+from hybridengine.protocols import ONE_TO_ALL, register
 from hybridengine.runtime.micro_batches import cut_rows, gather_rows
 from hybridengine.runtime.process_groups import process_groups
 
@@ -85,10 +88,49 @@ class TrainedWorker(ModelWorker):
         self.trainer = self.model
         self.section: TrainedSection = getattr(run, context.role)
         self._updates = 0
+        self._save: BackgroundSave | None = None
 
     def start_optimizer(self) -> None:
         """Start RL's optimizer, with fresh state."""
         self.trainer.start_optimizer(optimizer_settings(self.section, self.run.run.steps))
+
+    @register(ONE_TO_ALL)
+    def begin_save(self, folder: str) -> None:
+        """Copy weights, optimizer and counters to host memory, and begin to write them into an empty folder.
+
+        Raises:
+            CheckpointError: a rank cannot write there, or an earlier save has not been ended.
+        """
+        if self._save is not None:
+            raise CheckpointError(f"{self.context.role} is still saving; end that save first")
+        self._save = BackgroundSave(self.trainer, Path(folder), {"updates": self._updates})
+
+    @register(ONE_TO_ALL)
+    def save_has_ended(self) -> bool:
+        """Whether this rank has written its files, or failed to."""
+        return self._save is None or self._save.has_ended
+
+    @register(ONE_TO_ALL)
+    def end_save(self) -> dict[str, FileDigest]:
+        """Wait until all ranks have written; the files of this rank.
+
+        Raises:
+            CheckpointError: a rank could not write, on all of them.
+        """
+        save, self._save = self._save, None
+        assert save is not None, "begin_save comes first"
+        return save.end(self.run.timeouts.save_s)
+
+    @register(ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> bool:
+        """Go on from a checkpoint; whether it has the states of this rank's random number generators.
+
+        Raises:
+            CheckpointError: it is another model's, or damaged.
+        """
+        role = load_checkpoint(self.trainer, Path(folder))
+        self._updates = int(role.get("updates", 0))
+        return load_random(Path(folder), self.context.rank)
 
     def update_rows(
         self, batch: TensorDictBase, columns: list[str], loss: LossFunction, unit: int = 1

@@ -1,29 +1,33 @@
 """The checkpoints of a run: one folder for each, which appears under its name only when everything in it is written.
 
-    RUN/checkpoints/step-00000020/
-        manifest.json       size and SHA-256 of every other file
-        run.json            step, numbers that the dataflow keeps, sizes, configuration, versions
-        actor/              weights and optimizer state (Megatron-core's dist_checkpointing), role.json, rng-RANK
-        critic/             the same
-    RUN/checkpoints/.step-00000030.partial/     one that is still being written, or whose writer has died
+RUN/checkpoints/step-00000020/
+    manifest.json       size and SHA-256 of every other file
+    run.json            step, numbers that the dataflow keeps, sizes, configuration, versions
+    actor/              weights and optimizer state (Megatron-core's dist_checkpointing), role.json, rng-RANK
+    critic/             the same
+RUN/checkpoints/.step-00000030.partial/     one that is still being written, or whose writer has died
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridengine.checkpoints.digests import FileDigest, check_files, digests_json, digests_of
-from hybridengine.errors import CheckpointError
+from hybridengine.errors import CheckpointError, ConfigError
 
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFEST, RUN_STATE = "manifest.json", "run.json"
+LOCK_FILE = "run.lock"
 FORMAT = 1
 """Of the folder; readers refuse others."""
 _NAME = re.compile(r"step-(\d{8,})")
@@ -44,12 +48,16 @@ class Checkpoint:
         """
         manifest = _json_of(self.folder / MANIFEST)
         if manifest.get("format") != FORMAT:
-            raise CheckpointError(f"{MANIFEST} says format {manifest.get('format')!r}, this version reads {FORMAT}")
+            raise CheckpointError(
+                f"{MANIFEST} says format {manifest.get('format')!r}, this version reads {FORMAT}"
+            )
         files = manifest.get("files")
         if not isinstance(files, dict) or RUN_STATE not in files:
             raise CheckpointError(f"{MANIFEST} does not list {RUN_STATE}")
         try:
-            expected = {str(name): FileDigest(int(size), str(digest)) for name, (size, digest) in files.items()}
+            expected = {
+                str(name): FileDigest(int(size), str(digest)) for name, (size, digest) in files.items()
+            }
         except (TypeError, ValueError):
             raise CheckpointError(f"{MANIFEST} has no size and digest for each file") from None
         for name in expected:
@@ -78,7 +86,9 @@ def checkpoint_at(folder: Path) -> Checkpoint:
     """
     found = _NAME.fullmatch(folder.resolve().name)
     if not (folder / MANIFEST).is_file():
-        raise CheckpointError(f"{folder} has no {MANIFEST}; name a folder such as runs/NAME/checkpoints/step-00000020")
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST}; name a folder such as runs/NAME/checkpoints/step-00000020"
+        )
     step = int(found[1]) if found else int(_json_of(folder / RUN_STATE).get("step", 0))
     return Checkpoint(folder, step)
 
@@ -114,6 +124,29 @@ def newest_complete(run_folder: Path, warn: Callable[[str], None]) -> Checkpoint
         else:
             return checkpoint
     return None
+
+
+@contextlib.contextmanager
+def run_lock(run_folder: Path) -> Iterator[None]:
+    """While open, no other process on a machine that sees the folder carries out the same run.
+
+    Raises:
+        ConfigError: one does.
+    """
+    with (run_folder / LOCK_FILE).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise ConfigError(
+                f"{run_folder} is being carried out by {file.read().strip() or 'another process'}; wait until it has"
+                " ended, or choose another run.name"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+        file.truncate(0)
 
 
 def begin_checkpoint(run_folder: Path, step: int) -> Path:

@@ -32,7 +32,10 @@ ALLOWED_CLASSES = {
     (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
     (f"{_CHECKPOINT}.metadata", "StorageMeta"),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
-    *((f"{_CHECKPOINT}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+    *(
+        (f"{_CHECKPOINT}.planner", name)
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+    ),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("pathlib", "Path"),
@@ -64,7 +67,9 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         content = (folder / METADATA_FILE).read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{folder} has no {METADATA_FILE} ({error.strerror}); use a complete checkpoint") from None
+        raise CheckpointError(
+            f"{folder} has no {METADATA_FILE} ({error.strerror}); use a complete checkpoint"
+        ) from None
     try:
         found = _Unpickler(io.BytesIO(content)).load()
     except CheckpointError:
@@ -72,7 +77,9 @@ def read_metadata(folder: Path) -> Metadata:
     except Exception as error:  # pickles fail in any way
         raise CheckpointError(f"{folder}/{METADATA_FILE} cannot be read ({error})") from None
     if not isinstance(found, Metadata):
-        raise CheckpointError(f"{folder}/{METADATA_FILE} is a {type(found).__name__}, no description of tensors")
+        raise CheckpointError(
+            f"{folder}/{METADATA_FILE} is a {type(found).__name__}, no description of tensors"
+        )
     for name, described in found.state_dict_metadata.items():
         if not isinstance(described, TensorStorageMetadata):
             raise CheckpointError(
@@ -155,7 +162,9 @@ class TensorFolder:
         """One chunk, as it was written."""
         file = self.folder / place.relative_path
         if file.resolve().parent != self.folder.resolve():
-            raise CheckpointError(f"{METADATA_FILE} names {place.relative_path}, which is not in {self.folder}")
+            raise CheckpointError(
+                f"{METADATA_FILE} names {place.relative_path}, which is not in {self.folder}"
+            )
         with file.open("rb") as opened:
             opened.seek(place.offset)
             content = io.BytesIO(opened.read(place.length))

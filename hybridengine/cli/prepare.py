@@ -43,7 +43,8 @@ class RunFiles:
 def claim_run(config: RunConfig) -> RunConfig:
     """`config` with absolute paths, since ranks may have been started elsewhere, and with a folder of its own.
 
-    The folder is made here; where the name is taken, by a finished or a running run, it is NAME-2, NAME-3, ...
+    The folder is made here; where the name is taken, by a finished or a running run, it is NAME-2, NAME-3, ... A run
+    that is to go on with resume=auto keeps the folder that it has.
 
     Raises:
         ConfigError: the folder cannot be made.
@@ -55,6 +56,8 @@ def claim_run(config: RunConfig) -> RunConfig:
             config.run_folder.mkdir(parents=True)
             return config
         except FileExistsError:
+            if config.resume == "auto" and config.run_folder.is_dir():
+                return config
             number += 1
             run = config.run.model_copy(update={"name": f"{name}-{number}"})
             config = config.model_copy(update={"run": run})
@@ -107,12 +110,14 @@ def prepare_files(config: RunConfig) -> RunFiles:
                     name, section, config.timeouts.start_s
                 )
             )
-    if config.model.build is not None:
-        _build_model(config)
-    elif config.model.gguf is not None:
-        convert_gguf(config)
-    if config.data.task is not None:
-        problems.attempt(lambda: _write_task_files(config))
+    # Written last, when everything else was there: a run that goes on keeps the files that it began with.
+    if not (config.run_folder / CONFIG_FILE).is_file():
+        if config.model.build is not None:
+            _build_model(config)
+        elif config.model.gguf is not None:
+            convert_gguf(config)
+        if config.data.task is not None:
+            problems.attempt(lambda: _write_task_files(config))
     shape = problems.attempt(lambda: check_checkpoint(config.model_folder))
     tokenizer = problems.attempt(lambda: load_tokenizer(config.tokenizer_folder, pad_with_eos=True))
     if shape is None or tokenizer is None:

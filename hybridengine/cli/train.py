@@ -6,42 +6,46 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from ray.exceptions import RayError
 from rich.console import Console
 
+from hybridengine.checkpoints.folders import (
+    Checkpoint,
+    checkpoint_at,
+    drop_partial,
+    newest_complete,
+    run_lock,
+)
 from hybridengine.cli.dry_run import cost_of, layout_lines
+from hybridengine.cli.iterations import iterate
 from hybridengine.cli.prepare import RunFiles, claim_run, prepare_files
 from hybridengine.cli.run_output import RunOutput, run_trackers, where_to_look
+from hybridengine.cli.stopping import StopRequest
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import ranks_key
 from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.failures import failure_signature, is_passing
 from hybridengine.drivers.dataflow import Step, load_step
-from hybridengine.drivers.evaluation import evaluate
 from hybridengine.drivers.launch import RunPools
-from hybridengine.drivers.roles import Roles, Sampling, State
-from hybridengine.drivers.step_metrics import call_metrics
+from hybridengine.drivers.saving import Progress, RunSaver, differences, load_roles
 from hybridengine.drivers.warmup import warm_up
-from hybridengine.errors import ConfigError, HybridEngineError, raise_all, shown
-from hybridengine.metrics import keys
+from hybridengine.errors import CheckpointError, HybridEngineError, WorkerError, raise_all
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.formatting import format_bytes
-from hybridengine.metrics.rows import read_rows
-from hybridengine.metrics.trackers import missing_trackers
+from hybridengine.metrics.report.run_record import CONFIG_FILE
+from hybridengine.metrics.rows import latest_rows, read_rows
+from hybridengine.metrics.trackers import Trackers, missing_trackers
 
 RANK_BYTES = 2**30
 """Host memory that the libraries of one rank's process take, roughly, before any weights."""
 
-LAST_WORDS_S = 5.0
-"""How long the ranks of a step that has failed may take to say what their reward functions did."""
-
-SEED_STRIDES = (1_000_003, 65_537)
-"""Requests of one run must not share seeds: seed = (run · a + step) · b + row."""
-
 
 def train(config: RunConfig) -> None:
-    """Carry out a run, and print its progress."""
+    """Carry out a run, or what is left of it, and print its progress."""
     console = Console()
     started = time.perf_counter()
 
@@ -54,41 +58,134 @@ def train(config: RunConfig) -> None:
     step_of = load_step(config.algorithm)
     runs_are_new = not Path(config.run.folder).exists()
     config = claim_run(config)
+    is_new = not (config.run_folder / CONFIG_FILE).exists()
     say(f"run {_shown(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
+    stop = StopRequest()
     with contextlib.ExitStack() as ends:
-        with _nothing_left_behind(config, runs_are_new), contextlib.ExitStack() as begun:
+        ends.enter_context(run_lock(config.run_folder))
+        with _nothing_left_behind(config, is_new, runs_are_new), contextlib.ExitStack() as begun:
+            checkpoint = _checkpoint_of(config, is_new, say)
             files = prepare_files(config)
             for line in layout_lines(config, cost_of(config)):
                 say(line)
             trackers = begun.enter_context(run_trackers(config))
-            pools = begun.enter_context(RunPools(config))
+            pools = RunPools(config)
             ends.push(begun.pop_all())
+        run = _Run(config, step_of, files, trackers, console, say, stop)
+        run.carry_out(pools, checkpoint)
+    if stop.asked:
+        say(f"stopped; hybridengine train CONFIG resume=auto goes on ({_shown(config.run_folder)})")
+        return
+    rows = read_rows(config.run_folder)
+    RunConsole(config.run.steps, console).print_summary(latest_rows(rows))
+    say(where_to_look(_shown(config.run_folder)))
+
+
+def _checkpoint_of(config: RunConfig, is_new: bool, say: Callable[[str], None]) -> Checkpoint | None:
+    """Where a run goes on from; None where it begins.
+
+    Raises:
+        CheckpointError: `resume` names a folder that is no whole checkpoint.
+    """
+    if config.resume == "never" or (config.resume == "auto" and is_new):
+        return None
+    if config.resume == "auto":
+        found = newest_complete(config.run_folder, lambda text: say(f"warning: {text}"))
+        drop_partial(config.run_folder)
+    else:
+        found = checkpoint_at(Path(config.resume).resolve())
+        try:
+            found.check()
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"resume={config.resume} cannot be used: {error}; name another one"
+            ) from None
+    if found is None:
+        say("no checkpoint to go on from: the run begins anew")
+        return None
+    say(f"going on after step {found.step}: {_shown(found.folder)}, all digests right")
+    for change in differences(config, found):
+        say(f"  the configuration has changed: {change}")
+    return found
+
+
+@dataclass
+class _Run:
+    """A run whose files are there, and what carries it out."""
+
+    config: RunConfig
+    step_of: Step
+    files: RunFiles
+    trackers: Trackers
+    console: Console
+    say: Callable[[str], None]
+    stop: StopRequest
+
+    def carry_out(self, pools: RunPools, checkpoint: Checkpoint | None) -> None:
+        """All iterations. Where ranks fail, they are started again, and the run goes on from its newest checkpoint.
+
+        Raises:
+            HybridEngineError: the failure, where it would come again, or has come too often.
+        """
+        restarts, last = 0, ""
+        while True:
+            progress = Progress.start() if checkpoint is None else Progress.at(checkpoint)
+            try:
+                with pools:
+                    self._attempt(pools, progress, checkpoint)
+                return
+            except (WorkerError, RayError) as error:
+                seen = f"{progress.step} {failure_signature(error)}"
+                most = self.config.faults.max_restarts
+                if self.stop.asked or not is_passing(error) or restarts >= most or seen == last:
+                    raise
+                restarts, last = restarts + 1, seen
+                self.say(f"failed in step {progress.step + 1}: {error}")
+                self.say(f"starting the ranks again ({restarts} of at most {most} times)")
+                failure = error
+            checkpoint = newest_complete(self.config.run_folder, lambda text: self.say(f"warning: {text}"))
+            drop_partial(self.config.run_folder)
+            self.say(f"going on after step {checkpoint.step if checkpoint else 0}")
+            try:
+                pools = RunPools(self.config)
+            except HybridEngineError as error:
+                raise WorkerError(f"{failure}\nthe run could not start again: {error}") from failure
+
+    def _attempt(self, pools: RunPools, progress: Progress, checkpoint: Checkpoint | None) -> None:
+        """From starting the processes to the end of the run, or to a failure."""
+        config, say = self.config, self.say
         say(
             f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process (about a minute on a CPU)"
         )
         pools.start()
-        actor = pools.start_actor(folder=config.model_folder, stop_token_ids=files.stop_token_ids)
+        warmed_up = config.start_folder.is_dir()
+        start = config.start_folder if warmed_up else config.model_folder
+        actor = pools.start_actor(folder=start, stop_token_ids=self.files.stop_token_ids)
         say("actor ready: one copy of the weights, two layouts")
-        if config.warmup is not None and files.demonstrations is not None:
+        if config.warmup is not None and self.files.demonstrations is not None and not warmed_up:
             steps = config.warmup.steps
             warm_up(
                 actor,
-                files.demonstrations,
+                self.files.demonstrations,
                 config.warmup,
                 lambda step, loss: say(f"warm-up {step}/{steps}: loss {loss:.3f}"),
             )
-            actor.save_checkpoint(str(config.start_folder), str(config.model_folder)).wait()
+            actor.export_model(str(config.start_folder), str(config.model_folder)).wait()
             say(f"warmed-up model saved: {_shown(config.start_folder)}")
         actor.start_training()
         roles = pools.start_roles(actor)
+        if checkpoint is not None:
+            load_roles(checkpoint, config, roles)
+            say(f"state of step {checkpoint.step} loaded")
         say(f"{', '.join(role for role in config.algorithm.used_roles if role != 'actor')} ready")
-        with RunOutput(config, pools.nodes, files.tokenizer, console, trackers) as output:
-            iterate(config, step_of, pools, roles, files, output)
-        actor.save_checkpoint(str(config.run_folder / "final"), str(config.model_folder)).wait()
-        say(f"trained model saved: {_shown(config.run_folder / 'final')}")
-    rows = read_rows(config.run_folder)
-    RunConsole(config.run.steps, console).print_summary(rows)
-    say(where_to_look(_shown(config.run_folder)))
+        row_exchange().take_records()  # of an attempt that has failed
+        with RunOutput(config, pools.nodes, self.files.tokenizer, self.console, self.trackers) as output:
+            saver = RunSaver(config, roles, progress, say)
+            with self.stop.listening():
+                iterate(config, self.step_of, pools, roles, self.files, output, progress, saver, self.stop)
+        if not self.stop.asked:
+            actor.export_model(str(config.run_folder / "final"), str(config.model_folder)).wait()
+            say(f"trained model saved: {_shown(config.run_folder / 'final')}")
 
 
 def local_problems(config: RunConfig) -> list[str]:
@@ -118,11 +215,13 @@ def local_problems(config: RunConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def _nothing_left_behind(config: RunConfig, runs_are_new: bool) -> Iterator[None]:
-    """A run that its files, trackers or cluster rule out leaves no folder."""
+def _nothing_left_behind(config: RunConfig, is_new: bool, runs_are_new: bool) -> Iterator[None]:
+    """A run that its files, trackers or cluster rule out leaves no folder; one that has begun before keeps its own."""
     try:
         yield
     except HybridEngineError:
+        if not is_new:
+            raise
         shutil.rmtree(config.run_folder, ignore_errors=True)
         if runs_are_new:
             with contextlib.suppress(OSError):  # a tracker has files of its own there
@@ -133,104 +232,3 @@ def _nothing_left_behind(config: RunConfig, runs_are_new: bool) -> Iterator[None
 def _shown(path: Path) -> Path:
     """`path` as a person would type it here."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def iterate(
-    config: RunConfig, step_of: Step, pools: RunPools, roles: Roles, files: RunFiles, output: RunOutput
-) -> None:
-    """All iterations, with a row of metrics and a line on the console for each."""
-    steps, exchange, state = config.run.steps, row_exchange(), State()
-
-    def measure(step: int) -> dict[str, float]:
-        if files.held_out is None:
-            return {}
-        output.begin_evaluation(step)
-        metrics, samples = evaluate(roles, len(files.held_out))
-        output.show_samples(step, samples)
-        pools.wait()
-        output.draw(step, exchange.take_records())
-        return metrics
-
-    @contextlib.contextmanager
-    def failures_kept(step: int, known: Mapping[str, float] | None = None) -> Iterator[None]:
-        """What is known of a step or an evaluation that does not end is written and drawn.
-
-        Args:
-            known: the metrics of a step whose evaluation follows.
-        """
-        try:
-            yield
-        except BaseException as error:
-            counts = dict[str, float]()
-            try:
-                if isinstance(error, Exception):  # who interrupts a run does not want to wait
-                    with contextlib.suppress(HybridEngineError):  # of ranks that can no longer say
-                        counts = roles.take_scorer_metrics(LAST_WORDS_S)
-            finally:
-                if known is not None:
-                    output.record(step, {**known, **counts})
-                elif counts:
-                    output.record_failure(step, counts)
-                pools.settle()
-                output.draw(step, exchange.take_records())
-            raise
-
-    exchange.take_records()  # of the start
-    with failures_kept(0):
-        metrics = measure(0)
-        counts = roles.take_scorer_metrics()
-    output.record(0, metrics | counts)
-    for step in range(1, steps + 1):
-        pools.wait()
-        exchange.take_records()  # what was asked between two steps is part of neither
-        output.begin_step(step)
-        begin, payload_bytes = time.time(), exchange.payload_bytes
-        with failures_kept(step):
-            metrics = _checked(step_of(roles, _sampling(config, step), config.algorithm, state), config, step)
-            pools.wait()
-        seconds, records = time.time() - begin, exchange.take_records()
-        payload_bytes = exchange.payload_bytes - payload_bytes
-        metrics |= call_metrics(records, payload_bytes, begin, begin + seconds)
-        metrics[keys.STEP_S] = seconds
-        if keys.TOKENS in metrics:
-            metrics[keys.TOKENS_PER_S] = metrics[keys.TOKENS] / seconds
-        output.draw(step, records)
-        every = config.run.eval_every
-        with failures_kept(step, metrics):
-            if step == steps or (every and step % every == 0):
-                metrics |= measure(step)
-            counts = roles.take_scorer_metrics()
-        output.record(step, metrics | counts)
-
-
-def _checked(metrics: object, config: RunConfig, step: int) -> dict[str, float]:
-    """What a dataflow has returned, which may be anybody's.
-
-    Raises:
-        ConfigError: it is no dict of names and numbers.
-    """
-    who, remedy = (
-        f"step {step} of algorithm.name={config.algorithm.name} returned",
-        "return its metrics, a dict of",
-    )
-    if not isinstance(metrics, dict):
-        raise ConfigError(f"{who} {shown(metrics)}; {remedy} numbers")
-    for name, value in metrics.items():
-        if not isinstance(name, str) or name == keys.STEP:
-            raise ConfigError(
-                f"{who} a metric called {shown(name)}; {remedy} names, others than {keys.STEP!r}"
-            )
-        try:
-            metrics[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # torch raises the last for a tensor of several
-            raise ConfigError(f"{who} {name}={shown(value)}; {remedy} numbers") from None
-    return metrics
-
-
-def _sampling(config: RunConfig, step: int) -> Sampling:
-    return Sampling(
-        step=step,
-        num_prompts=config.data.batch_size,
-        samples_per_prompt=config.rollout.samples_per_prompt,
-        first_seed=(config.run.seed * SEED_STRIDES[0] + step) * SEED_STRIDES[1],
-    )

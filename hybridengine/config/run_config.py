@@ -10,9 +10,11 @@ from hybridengine.config.reward_sections import RewardSection
 from hybridengine.config.sections import (
     MAIN_POOL,
     ActorSection,
+    CheckpointSection,
     ClusterSection,
     CriticSection,
     DataSection,
+    FaultSection,
     ModelSection,
     PoolSection,
     ReferenceSection,
@@ -21,7 +23,7 @@ from hybridengine.config.sections import (
     TimeoutSection,
     WarmupSection,
 )
-from hybridengine.config.values import Section
+from hybridengine.config.values import PathText, Section
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
@@ -69,6 +71,13 @@ class RunConfig(Section):
     """Supervised steps before RL; left out, there are none."""
     timeouts: TimeoutSection = TimeoutSection()
     """When waiting ends."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """What is saved, so that the run can go on later."""
+    faults: FaultSection = FaultSection()
+    """What happens where ranks fail."""
+    resume: PathText = "never"
+    """`auto` goes on from the newest whole checkpoint of the run's folder, or begins there; `never` begins in a folder of
+    its own; the folder of a checkpoint begins from that one."""
 
     @property
     def pools(self) -> dict[str, PoolSection]:

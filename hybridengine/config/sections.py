@@ -362,3 +362,23 @@ class TimeoutSection(Section):
     """Until all workers have started."""
     call_s: Positive = 1800.0
     """Until every rank has answered one call."""
+    save_s: Positive = 1800.0
+    """Until a checkpoint is written, from when the run has to wait for it."""
+
+
+class CheckpointSection(Section):
+    """What of a run is saved, so that it can go on later."""
+
+    every: CountOrZero = 10
+    """Iterations between two checkpoints; the last iteration is saved too. 0 saves nothing."""
+    keep: Count = 2
+    """The newest ones stay."""
+    best: PathText | None = "eval/score_mean"
+    """Metric whose checkpoint with the highest value stays as well; left empty, none does."""
+
+
+class FaultSection(Section):
+    """What a run does where its ranks fail."""
+
+    max_restarts: CountOrZero = 3
+    """How often a run starts its ranks again and goes on from its last checkpoint."""

@@ -12,8 +12,13 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import PurePath
 
+from ray.exceptions import RayError
+
 from hybridengine.controller.calls import InputFailedError
-from hybridengine.errors import WorkerError
+from hybridengine.errors import HybridEngineError, StorageError, TransferError, WorkerError
+
+PASSING = (StorageError, TransferError, WorkerError)
+"""Errors of this project that say something of the moment, not of what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,22 @@ def root_cause(failures: list[RankFailure]) -> tuple[RankFailure, list[RankFailu
         key=lambda failure: (not failure.died, failure.lacks_input, failure.in_collective, failure.rank),
     )
     return ordered[0], ordered[1:]
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether a failure may be gone when the ranks start again: a process, a link or an engine failed, no rule."""
+    if isinstance(error, RankFailedError):
+        if error.failure.died or error.failure.in_collective:
+            return True
+        return not isinstance(error.original, HybridEngineError) or isinstance(error.original, PASSING)
+    return isinstance(error, WorkerError | RayError)
+
+
+def failure_signature(error: BaseException) -> str:
+    """What a failure that comes again has in common with itself."""
+    if isinstance(error, RankFailedError):
+        return f"{error.failure.operation} {_first_line(error.failure.error)}"
+    return f"{type(error).__name__} {_first_line(str(error))}"
 
 
 def locate(failure: RankFailure, role: str, method: str, place: str) -> RankFailure:

@@ -61,9 +61,7 @@ def pieces_in_range(parameter: LocalParameter, start: int, stop: int) -> Iterato
             common = intersect(inside, piece.local_box)
             if common is None:
                 continue
-            first = sum(
-                index * stride for index, stride in zip(starts(common), strides, strict=True)
-            )
+            first = sum(index * stride for index, stride in zip(starts(common), strides, strict=True))
             box = moved(common, piece.offset, starts(piece.box))
             yield RangePiece(piece.tensor, box, first - start, strides)
 

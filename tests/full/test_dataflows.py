@@ -15,9 +15,10 @@ import yaml
 from rich.console import Console
 
 from hybridengine.cli import train as train_module
+from hybridengine.cli.iterations import iterate
 from hybridengine.cli.prepare import RunFiles, claim_run, prepare_files
 from hybridengine.cli.run_output import RunOutput
-from hybridengine.cli.train import iterate
+from hybridengine.cli.stopping import StopRequest
 from hybridengine.config import RunConfig, load_config
 from hybridengine.config.algorithm_sections import ALGORITHM_ROLES, CorrectionSection
 from hybridengine.controller.exchange import row_exchange
@@ -26,6 +27,7 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.dataflow import Step, load_step
 from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.roles import Roles, Sampling, Scorers, State
+from hybridengine.drivers.saving import Progress, RunSaver
 from hybridengine.errors import ConfigError, DataError, StorageError
 from hybridengine.metrics import keys
 from hybridengine.metrics.rows import Row, read_rows
@@ -175,13 +177,15 @@ def left_by(
     own = started.config.run.model_copy(update={"name": name})
     config = started.config.model_copy(update={"run": own})
     config.run_folder.mkdir()
+    progress = Progress.start()
+    saver = RunSaver(config, roles, progress, print)
     with (
         pytest.raises(error, match=match),
         RunOutput(
             config, started.pools.nodes, started.files.tokenizer, Console(file=io.StringIO())
         ) as output,
     ):
-        iterate(config, step, started.pools, roles, started.files, output)
+        iterate(config, step, started.pools, roles, started.files, output, progress, saver, StopRequest())
     spans = read_timeline(config.run_folder / TIMELINE_FILE).spans
     return read_rows(config.run_folder), {(span.step, span.name) for span in spans}
 
@@ -332,7 +336,7 @@ def test_what_needs_the_weights_is_refused_while_the_engine_has_them(
     for call in (
         lambda: actor.compute_log_probs(rollout),
         lambda: actor.update_supervised(rollout),
-        lambda: actor.save_checkpoint(str(tmp_path / "saved"), str(started.config.model_folder)),
+        lambda: actor.export_model(str(tmp_path / "saved"), str(started.config.model_folder)),
     ):
         with pytest.raises(
             Exception, match="no weights in generation mode; switch to training first"

@@ -125,5 +125,5 @@ def run_all_roles(rank: int, run: RunConfig, actor: Path, scorer: Path) -> dict[
     seen["values_after"] = critic.call("compute_values", rows)
     seen["log_probs_after"] = group.call("compute_log_probs", rows)
     seen["ref_log_probs_after"] = reference.call("compute_log_probs", rows)
-    group.call("save_checkpoint", str(run.run_folder / "saved"), str(actor))
+    group.call("export_model", str(run.run_folder / "saved"), str(actor))
     return seen

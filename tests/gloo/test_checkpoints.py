@@ -52,7 +52,9 @@ def assert_each_element_once(folder: Path, shape: ModelShape, dtype: str) -> Non
     """Every kind of every logical tensor is there, whole, and no element of it twice: bytes on disk are exact."""
     tensors = TensorFolder(folder)
     kinds = ["weights", "exp_avg", "exp_avg_sq"] + (["master"] if dtype == "bfloat16" else [])
-    assert tensors.shapes == {f"{kind}.{name}": size for kind in kinds for name, size in shape.tensors.items()}
+    assert tensors.shapes == {
+        f"{kind}.{name}": size for kind in kinds for name, size in shape.tensors.items()
+    }
     stored = sum(
         chunk.sizes.numel()
         for one in tensors._metadata.state_dict_metadata.values()
@@ -77,12 +79,17 @@ def test_any_layout_reads_what_any_other_has_written(tmp_path: Path, run_ranks: 
         read = TensorFolder(folder)
         assert read.shapes == written.shapes
         for name, size in read.shapes.items():
-            assert torch.equal(read.read(name, full_box(size)), written.read(name, full_box(size))), (folder, name)
+            assert torch.equal(read.read(name, full_box(size)), written.read(name, full_box(size))), (
+                folder,
+                name,
+            )
             seen += 1
     assert seen > 1000
 
 
-def test_another_models_checkpoint_is_refused_before_anything_changes(tmp_path: Path, run_ranks: RankLauncher):
+def test_another_models_checkpoint_is_refused_before_anything_changes(
+    tmp_path: Path, run_ranks: RankLauncher
+):
     write_model(tmp_path / "source", "qwen2", tied=False)
     write_model(tmp_path / "other", "qwen2", tied=False, hidden_size=32)
     run_ranks(2, save_while_training, tmp_path / "source", [("1-2-1", "PAPER")], "float32", tmp_path)
@@ -91,7 +98,9 @@ def test_another_models_checkpoint_is_refused_before_anything_changes(tmp_path: 
         assert untouched
 
 
-def test_a_first_save_holds_the_weights_of_the_folder_that_they_came_from(tmp_path: Path, run_ranks: RankLauncher):
+def test_a_first_save_holds_the_weights_of_the_folder_that_they_came_from(
+    tmp_path: Path, run_ranks: RankLauncher
+):
     """Against the safetensors themselves: names, boxes and bits of the weights are those of the Hugging Face model."""
     write_model(tmp_path / "source", "qwen3", tied=True)
     run_ranks(4, save_at_once, tmp_path / "source", tmp_path / "saved")
@@ -99,4 +108,3 @@ def test_a_first_save_holds_the_weights_of_the_folder_that_they_came_from(tmp_pa
     expected = load_file(tmp_path / "source" / "model.safetensors")
     for name, tensor in expected.items():
         assert torch.equal(saved.read(f"weights.{name}", full_box(tuple(tensor.shape))), tensor), name
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def test_ranges_of_every_parameter_find_its_elements_in_the_logical_tensors(size
         for parameter in shard.parameters:
             size = parameter.num_elements
             bounds = [0, *(round(cut * size) for cut in cuts), size]
-            for start, stop in zip(bounds, bounds[1:], strict=False):
+            for start, stop in pairwise(bounds):
                 flat = local[parameter.name].reshape(-1)[start:stop]
                 seen = np.zeros(len(flat), dtype=int)
                 for piece in pieces_in_range(parameter, start, stop):
@@ -63,9 +64,13 @@ def test_ranges_of_every_parameter_find_its_elements_in_the_logical_tensors(size
                     )
                     assert np.array_equal(view, tensors[piece.tensor][at(piece.box)])
                     places = np.lib.stride_tricks.as_strided(
-                        np.arange(len(flat))[piece.offset :], piece.shape, [8 * stride for stride in piece.strides]
+                        np.arange(len(flat))[piece.offset :],
+                        piece.shape,
+                        [8 * stride for stride in piece.strides],
                     )
                     seen[places] += 1
-                padding = parameter.num_elements - sum(math.prod(b - a for a, b in p.box) for p in parameter.pieces)
+                padding = parameter.num_elements - sum(
+                    math.prod(b - a for a, b in p.box) for p in parameter.pieces
+                )
                 assert seen.max(initial=0) <= 1
                 assert (seen == 0).sum() <= padding

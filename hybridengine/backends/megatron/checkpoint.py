@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -39,6 +39,8 @@ from hybridengine.reshard.layout import Piece
 
 ROLE_FILE = "role.json"
 WEIGHTS, MASTER = "weights", "master"
+PROBE_BYTES = 65_536
+"""More than the files that a save writes before all ranks have met."""
 
 
 class BackgroundSave:
@@ -54,16 +56,18 @@ class BackgroundSave:
 
     def __init__(self, trainer: MegatronTrainer, folder: Path, more: dict[str, Any]) -> None:
         self._rank, self._folder = trainer.rank, folder
-        tensors = {place: _sharded(name, box, whole, copy=part) for place, name, box, whole, part in _saved(trainer)}
+        tensors = {
+            place: _sharded(name, box, whole, copy=part) for place, name, box, whole, part in _saved(trainer)
+        }
         self._role = {"shape": _shape_json(trainer), "dtype": trainer.dtype, **trainer.counters(), **more}
         with device_shim():
-            tracked = {name: state.cpu() for name, state in get_cuda_rng_tracker().get_states().items()}
+            tracker: Any = get_cuda_rng_tracker()
+            tracked = {name: state.cpu() for name, state in tracker.get_states().items()}
         self._random = RandomStates.now(tracked)
-        try:
-            with device_shim():
-                self._request = compat.begin_save(tensors, folder)
-        except (OSError, CheckpointingException, CheckpointException) as error:
-            raise CheckpointError(f"{folder} cannot be written ({error})") from error
+        self._group = trainer.groups.intra_dist_opt
+        _agree(_probe(folder, self._rank), f"{folder} cannot be written to", self._group)
+        with device_shim():
+            self._request = compat.begin_save(tensors, folder)
         self._error: Exception | None = None
         self._digests: dict[str, FileDigest] = {}
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
@@ -95,15 +99,36 @@ class BackgroundSave:
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise CheckpointError(f"writing to {self._folder} did not end within {timeout_s:g} s")
-        try:
-            with device_shim():
-                compat.end_save(self._request)
-        except (OSError, CheckpointException, CheckpointingException) as error:
-            raise CheckpointError(f"{self._folder} could not be written: {self._error or error}") from error
-        if self._error is not None:
-            raise CheckpointError(f"{self._folder} could not be written: {self._error}") from self._error
+            self._error = TimeoutError(f"it did not end within {timeout_s:g} s")
+        _agree(self._error, f"{self._folder} could not be written", self._group)
+        with device_shim():
+            compat.end_save(self._request)
         return self._digests
+
+
+def _probe(folder: Path, rank: int) -> OSError | None:
+    """Why this rank cannot write there; None where it can."""
+    file = folder / f"probe-{rank}"
+    try:
+        file.write_bytes(bytes(PROBE_BYTES))
+        file.unlink()
+    except OSError as error:
+        return error
+    return None
+
+
+def _agree(error: Exception | None, what: str, group: dist.ProcessGroup) -> None:
+    """Have all ranks raise where one of them has met an error: none waits for another that has given up.
+
+    Raises:
+        CheckpointError: one of them has; names the first.
+    """
+    errors: list[str | None] = [None] * group.size()
+    with device_shim():
+        dist.all_gather_object(errors, error and f"{type(error).__name__}: {error}", group=group)
+    for rank, found in enumerate(errors):
+        if found:
+            raise CheckpointError(f"{what} by rank {rank}: {found}")
 
 
 def load_checkpoint(trainer: MegatronTrainer, folder: Path) -> dict[str, Any]:
@@ -120,10 +145,15 @@ def load_checkpoint(trainer: MegatronTrainer, folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} is the checkpoint of another model: {'; '.join(problems)}")
     names = read_metadata(folder).state_dict_metadata
     has_optimizer = any(name.startswith(f"{compat.MOMENTS[0]}.") for name in names)
-    wanted = {place: _sharded(name, box, whole, into=part) for place, name, box, whole, part in _loaded(trainer, has_optimizer)}
+    wanted = {
+        place: _sharded(name, box, whole, into=part)
+        for place, name, box, whole, part in _loaded(trainer, has_optimizer)
+    }
     missing = sorted({one.key for one in wanted.values()} - set(names))
     if missing:
-        raise CheckpointError(f"{folder} has no {missing[0]}, and lacks {len(missing)} tensors; use a complete checkpoint")
+        raise CheckpointError(
+            f"{folder} has no {missing[0]}, and lacks {len(missing)} tensors; use a complete checkpoint"
+        )
     try:
         with device_shim():
             dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
@@ -143,7 +173,7 @@ def load_random(folder: Path, rank: int) -> bool:
         return False
     states = load_random_states(file)
     with device_shim():
-        tracker = get_cuda_rng_tracker()
+        tracker: Any = get_cuda_rng_tracker()
         tracker.set_states({**tracker.get_states(), **states})
     return True
 
@@ -157,14 +187,18 @@ def read_role(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / ROLE_FILE).read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / ROLE_FILE} cannot be read ({error}); use a complete checkpoint") from None
+        raise CheckpointError(
+            f"{folder / ROLE_FILE} cannot be read ({error}); use a complete checkpoint"
+        ) from None
     return found
 
 
 def shape_problems(role: dict[str, Any], trainer: MegatronTrainer) -> list[str]:
     """Fields of the model's shape in which a checkpoint differs."""
     own, saved = json.loads(json.dumps(_shape_json(trainer))), role.get("shape") or {}
-    found = [f"{key} is {saved.get(key)!r}, not {value!r}" for key, value in own.items() if saved.get(key) != value]
+    found = [
+        f"{key} is {saved.get(key)!r}, not {value!r}" for key, value in own.items() if saved.get(key) != value
+    ]
     if role.get("dtype") != trainer.dtype:
         found.append(f"dtype is {role.get('dtype')}, not {trainer.dtype}")
     return found

