@@ -46,6 +46,10 @@ class DataError(HybridEngineError):
     """A prompt file, tokenizer or reward function cannot be used."""
 
 
+class DriftError(HybridEngineError):
+    """Engine and trainer disagree about the log-probs of the same tokens."""
+
+
 class ProtocolError(HybridEngineError):
     """Rows cannot be split over, or collected from, the ranks of a worker group."""
 

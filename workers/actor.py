@@ -24,6 +24,8 @@ from hybridengine.errors import ProtocolError
 from hybridengine.model_shapes import DTYPE_BYTES
 from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, register
 from hybridengine.reshard.planner import compile_plan
+from hybridengine.runtime.digests import digests
+from hybridengine.runtime.drift import check_drift, save_reproduction
 from hybridengine.runtime.hybrid_engine import HybridEngine
 from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS, cut_rows
 from hybridengine.runtime.peer_memory import make_transport
@@ -113,7 +115,7 @@ class ActorWorker(TrainedWorker):
             return total, count.int(), (stats, int(count))
 
         micro = cut_rows(batch, self.max_tokens)
-        result = self.trainer.train_step([part.columns for part in micro], loss)
+        result = self.train_step([part.columns for part in micro], loss)
         return self.reduce_stats(result.collected) if self.model.is_last_stage else {}
 
     @register(ONE_TO_ALL)
@@ -163,16 +165,42 @@ class ActorWorker(TrainedWorker):
             batch_size=[len(rows)],
         )
 
-    @register(PROTO_3D, SEQUENCE_COLUMNS, returns_rows=True)
+    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=["rollout_log_probs"], returns_rows=True)
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
-        """`log_probs` and `entropies` [B, R] of the response tokens under the training model."""
+        """`log_probs` and `entropies` [B, R] of the response tokens under the training model.
+
+        Where the engine's are there, `rollout_log_probs` [B, R], they are compared.
+
+        Raises:
+            DriftError: they are further apart than `guards.log_prob_drift`; the rows are kept in the run's folder.
+        """
         temperature = self.run.rollout.temperature
 
         def output(logits: Tensor, columns: dict[str, Tensor]) -> dict[str, Tensor]:
             log_probs, entropies = self._log_probs(logits, columns, temperature)
             return {"log_probs": log_probs, "entropies": entropies}
 
-        return self.forward_rows(rollout, output)
+        result = self.forward_rows(rollout, output)
+        bound = self.run.guards.log_prob_drift
+        if result is not None and bound is not None and "rollout_log_probs" in rollout.keys():  # noqa: SIM118
+            check_drift(rollout, result["log_probs"], bound, self._save_reproduction)
+        return result
+
+    def _save_reproduction(self, rows: dict[str, Tensor], drift: float) -> Path:
+        """Tokens and both log-probs, and beside them what says which weights and which layouts they are of."""
+        told = {
+            "drift": drift,
+            "rank": self.context.rank,
+            "coordinate": str(self.context.coordinate),
+            "parallel": self.run.actor.parallel,
+            "generate": self.run.actor.generate,
+            "plan": self.hybrid.plan.digest,
+            "temperature": self.run.rollout.temperature,
+            "weights": {
+                name: digests([self.trainer.weights[name]])[0].tolist() for name in self.trainer.weights.names
+            },
+        }
+        return save_reproduction(self.run.run_folder, self.context.rank, rows, told)
 
     @register(
         PROTO_3D,

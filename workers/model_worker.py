@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,19 @@ from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_check
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.shim import device
-from hybridengine.backends.megatron.step import LossFunction, OutputFunction
-from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer, OptimizerSettings
+from hybridengine.backends.megatron.step import LossFunction, MicroBatch, OutputFunction
+from hybridengine.backends.megatron.trainer import (
+    MegatronModel,
+    MegatronTrainer,
+    OptimizerSettings,
+    StepResult,
+)
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.checkpoints.digests import FileDigest
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import TrainedSection
 from hybridengine.controller.context import RankContext
-from hybridengine.errors import CheckpointError, ProtocolError
+from hybridengine.errors import CheckpointError, DataError, ProtocolError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.protocols import ONE_TO_ALL, register
 from hybridengine.runtime.micro_batches import cut_rows, gather_rows
@@ -88,6 +95,7 @@ class TrainedWorker(ModelWorker):
         self.trainer = self.model
         self.section: TrainedSection = getattr(run, context.role)
         self._updates = 0
+        self._skipped_in_a_row = 0
         self._save: BackgroundSave | None = None
 
     def start_optimizer(self) -> None:
@@ -150,7 +158,7 @@ class TrainedWorker(ModelWorker):
         self._updates += 1
         collected: list[tuple[LossStats, int]] = []
         norms: list[float] = []
-        lr = 0.0
+        lr, skipped = 0.0, 0
         # The same order on all ranks of a replica, another one in each update.
         generator = torch.Generator().manual_seed(self.run.run.seed * 1_000_003 + self._updates)
         for _ in range(self.section.ppo_epochs):
@@ -159,15 +167,38 @@ class TrainedWorker(ModelWorker):
             for units in order.tensor_split(self.section.mini_batches):
                 rows = (units[:, None] * unit + torch.arange(unit)).flatten()
                 micro = cut_rows(batch[rows], self.max_tokens, columns, unit)
-                result = self.trainer.train_step([part.columns for part in micro], loss)
+                result = self.train_step([part.columns for part in micro], loss)
                 collected += result.collected
-                norms.append(result.grad_norm)
-                lr = result.lr
+                lr, skipped = result.lr, skipped + result.skipped
+                if not result.skipped:
+                    norms.append(result.grad_norm)
         if not self.model.is_last_stage:
             return {}
         role = self.context.role
         metrics = self.reduce_stats(collected)
-        return metrics | {f"{role}/grad_norm": sum(norms) / len(norms), f"{role}/lr": lr}
+        mean_norm = sum(norms) / len(norms) if norms else math.nan
+        return metrics | {
+            f"{role}/grad_norm": mean_norm,
+            f"{role}/lr": lr,
+            f"{role}/skipped_steps": float(skipped),
+        }
+
+    def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
+        """One optimizer step, or none where the gradient is not finite.
+
+        Raises:
+            DataError: it has not been finite for too many steps on end.
+        """
+        result = self.trainer.train_step(batches, loss)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
+        most = self.run.guards.skipped_steps
+        if self._skipped_in_a_row > most:
+            role = self.context.role
+            raise DataError(
+                f"the gradient of {role} has not been finite for {self._skipped_in_a_row} steps on end, and"
+                f" guards.skipped_steps={most}; lower {role}.optimizer.lr, or look for bad rows in the data"
+            )
+        return result
 
     def check_units(self, num_rows: int, unit: int) -> None:
         """Check that a replica's rows are whole units, and enough of them for its mini-batches.

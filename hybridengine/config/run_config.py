@@ -15,6 +15,7 @@ from hybridengine.config.sections import (
     CriticSection,
     DataSection,
     FaultSection,
+    GuardSection,
     ModelSection,
     PoolSection,
     ReferenceSection,
@@ -75,6 +76,8 @@ class RunConfig(Section):
     """What is saved, so that the run can go on later."""
     faults: FaultSection = FaultSection()
     """What happens where ranks fail."""
+    guards: GuardSection = GuardSection()
+    """What ends the run before it trains on nonsense."""
     resume: PathText = "never"
     """`auto` goes on from the newest whole checkpoint of the run's folder, or begins there; `never` begins in a folder of
     its own; the folder of a checkpoint begins from that one."""

@@ -382,3 +382,13 @@ class FaultSection(Section):
 
     max_restarts: CountOrZero = 3
     """How often a run starts its ranks again and goes on from its last checkpoint."""
+
+
+class GuardSection(Section):
+    """What ends a run before it trains on nonsense."""
+
+    skipped_steps: CountOrZero = 10
+    """Optimizer steps on end whose gradient may not be finite; each is skipped, and counted in ROLE/skipped_steps."""
+    log_prob_drift: Positive | None = 0.5
+    """How far log-probs of engine and trainer may be apart, as a mean over the response tokens of a replica; left empty,
+    any distance. In bfloat16 a few hundredths are usual."""

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from hybridengine.backends.megatron.trainer import OptimizerSettings
 from hybridengine.backends.megatron.weights import load_weights, save_weights
-from hybridengine.errors import HybridEngineError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import TrainSizes
 from tests.gloo import training_reference as reference
+from tests.gloo.checkpoint_ranks import differing, state_of
 from tests.gloo.megatron_training import copy_weights, loss_of, make_trainer, same_weights, step
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
@@ -172,12 +172,16 @@ def test_learning_rate_schedules(tmp_path: Path, run_ranks: RankLauncher):
     )
 
 
-def train_on_a_bad_row(rank: int, folder: Path, clip_grad: float) -> tuple[str, bool, float]:
-    """(error, weights unchanged, gradient norm of the next step)."""
-    shape, grid = ModelShape.from_folder(folder), Grid(TrainSizes(2, 1, 2))
-    settings = OptimizerSettings(lr=1e-2, clip_grad=clip_grad)
-    trainer = make_trainer(shape, grid, rank, ProcessGroups(), folder, settings=settings)
-    before = copy_weights(trainer)
+def train_on_a_bad_row(rank: int, folder: Path, clip_grad: float) -> tuple[bool, float, list[str], bool]:
+    """(skipped, its gradient norm, what differs from before, whether the next steps equal those without it)."""
+    shape, grid, registry = ModelShape.from_folder(folder), Grid(TrainSizes(2, 1, 2)), ProcessGroups()
+    settings = OptimizerSettings(lr=1e-2, clip_grad=clip_grad, schedule="linear", decay_steps=5)
+    trainer, undisturbed = (
+        make_trainer(shape, grid, rank, registry, folder, settings=settings) for _ in "12"
+    )
+    for one in (trainer, undisturbed):
+        step(one, 0)
+    before = state_of(trainer)
     good = loss_of(trainer)
     is_bad = grid.coordinate(rank).dp_rank == 1
 
@@ -185,23 +189,25 @@ def train_on_a_bad_row(rank: int, folder: Path, clip_grad: float) -> tuple[str, 
         loss, count, collected = good(logits, batch)
         return loss * (float("nan") if is_bad else 1.0), count, collected
 
-    try:
-        trainer.train_step(reference.micro_batches(0, grid.coordinate(rank).dp_rank, 2), bad)
-        error = "none"
-    except HybridEngineError as raised:
-        error = str(raised)
-    return error, same_weights(before, copy_weights(trainer)), step(trainer, 0)[0]
+    result = trainer.train_step(reference.micro_batches(0, grid.coordinate(rank).dp_rank, 2), bad)
+    different = differing(before, state_of(trainer))
+    for one in (trainer, undisturbed):
+        step(one, 1)
+    same_afterwards = not differing(state_of(undisturbed), state_of(trainer))
+    return result.skipped, result.grad_norm, different, same_afterwards
 
 
 @pytest.mark.parametrize("clip_grad", [1.0, 0.0])
-def test_a_gradient_that_is_not_finite_raises_and_leaves_the_weights(
+def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(
     clip_grad: float, tmp_path: Path, run_ranks: RankLauncher
 ):
+    """Weights, moments and schedule are untouched, also those of ranks whose own gradient is finite."""
     write_model(tmp_path, "qwen2", num_hidden_layers=2)
-    for error, unchanged, next_grad_norm in run_ranks(4, train_on_a_bad_row, tmp_path, clip_grad):
-        assert "not finite" in error
-        assert unchanged
-        assert math.isfinite(next_grad_norm)
+    for skipped, norm, different, same_afterwards in run_ranks(4, train_on_a_bad_row, tmp_path, clip_grad):
+        assert skipped
+        assert math.isnan(norm)
+        assert not different
+        assert same_afterwards
 
 
 def restart_training(rank: int, folder: Path) -> list[tuple[float, float]]:

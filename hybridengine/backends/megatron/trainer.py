@@ -5,6 +5,7 @@ Weights live in one storage per parameter, so that the HybridEngine can take the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from hybridengine.backends.megatron.step import (
     PipelineRunner,
     WantedPositions,
 )
-from hybridengine.errors import HybridEngineError, StorageError
+from hybridengine.errors import StorageError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.megatron import NameSet, megatron_layout
@@ -68,6 +69,8 @@ class StepResult:
     lr: float
     collected: list[Any]
     """What the loss function gave to collect for each micro-batch; empty on all stages but the last."""
+    skipped: bool = False
+    """The gradient was not finite on some rank: nothing has changed, and `grad_norm` is NaN."""
 
 
 class MegatronModel:
@@ -220,11 +223,11 @@ class MegatronTrainer(MegatronModel):
     def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
         """One optimizer step over all micro-batches of all data-parallel ranks.
 
-        The gradient is that of the loss sum divided by the number of tokens over all ranks.
+        The gradient is that of the loss sum divided by the number of tokens over all ranks. Where it is not finite, the
+        step is skipped on all ranks: weights, moments and schedule stay as they are.
 
         Raises:
             StorageError: the generation engine has the weights.
-            HybridEngineError: the gradient is not finite; the weights are unchanged.
         """
         assert self._optimizer is not None, "start_optimizer comes before the first step"
         self.expect_weights()
@@ -233,9 +236,7 @@ class MegatronTrainer(MegatronModel):
             self._optimizer.zero_grad()
         collected = self._runner.forward_backward(batches, loss)
         if not self._gradients_are_finite():
-            raise HybridEngineError(
-                "the gradient is not finite; lower the learning rate or look for bad rows in the batch"
-            )
+            return StepResult(math.nan, self._optimizer.param_groups[0]["lr"], collected, skipped=True)
         with device_shim():
             _, grad_norm, _ = self._optimizer.step()
             lr = self._optimizer.param_groups[0]["lr"]

@@ -1,0 +1,63 @@
+"""How far the engine's log-probs are from the trainer's: the same tokens, the same weights, two layouts.
+
+A switch that has gone wrong shows here first, whatever its cause. The rows that show it are kept, so that somebody can
+ask both sides again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from hybridengine.algorithms.masking import masked_sum, response_mask
+from hybridengine.errors import DriftError
+
+FOLDER = "drift"
+ROW_COLUMNS = ("tokens", "prompt_lengths", "response_lengths", "rollout_log_probs")
+
+
+def check_drift(
+    rollout: TensorDictBase,
+    log_probs_BR: Tensor,
+    bound: float,
+    keep: Callable[[dict[str, Tensor], float], Path],
+) -> None:
+    """Compare the log-probs of one replica's rows.
+
+    Args:
+        rollout: with tokens, lengths and `rollout_log_probs` [B, R].
+        bound: of the mean over response tokens of |difference|.
+        keep: writes rows down where they are beyond it; called with them and the mean.
+
+    Raises:
+        DriftError: the mean is beyond the bound, or no number.
+    """
+    mask = response_mask(rollout["response_lengths"], log_probs_BR.size(1))
+    difference = (log_probs_BR.detach().cpu() - rollout["rollout_log_probs"].cpu()).abs()
+    mean = float(masked_sum(difference, mask.cpu()) / mask.sum().clamp(min=1))
+    if mean <= bound:
+        return
+    rows = {name: rollout[name].cpu().contiguous() for name in ROW_COLUMNS}
+    file = keep({**rows, "log_probs": log_probs_BR.detach().cpu().contiguous()}, mean)
+    raise DriftError(
+        f"log-probs of engine and trainer are {mean:.3g} apart (mean over {int(mask.sum())} response tokens), and"
+        f" guards.log_prob_drift={bound:g}; the weights of the two differ, or their arithmetic does: tokens, both"
+        f" log-probs, layouts and digests are in {file.parent}, and actor.verify=always finds a switch that damages"
+        " weights"
+    )
+
+
+def save_reproduction(run_folder: Path, rank: int, rows: dict[str, Tensor], told: Mapping[str, Any]) -> Path:
+    """Write rows and what belongs to them into RUN/drift; the file of the rows."""
+    folder = run_folder / FOLDER
+    folder.mkdir(exist_ok=True)
+    file = folder / f"rank-{rank:05d}.safetensors"
+    save_file(rows, file)
+    file.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n")
+    return file

@@ -1,0 +1,187 @@
+"""Folders of checkpoints: what is whole, what is left out and why, what is kept, and what must not be loaded."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hybridengine.checkpoints.digests import FileDigest
+from hybridengine.checkpoints.folders import (
+    CHECKPOINTS_FOLDER,
+    MANIFEST,
+    Checkpoint,
+    begin_checkpoint,
+    checkpoint_at,
+    checkpoints_in,
+    complete_checkpoint,
+    drop_partial,
+    newest_complete,
+    prune,
+    run_lock,
+)
+from hybridengine.checkpoints.tensors import METADATA_FILE, read_metadata
+from hybridengine.errors import CheckpointError, ConfigError
+
+
+def write(run: Path, step: int) -> Checkpoint:
+    """A checkpoint with one file of a role."""
+    partial = begin_checkpoint(run, step)
+    (partial / "actor").mkdir()
+    (partial / "actor" / "weights").write_bytes(bytes(range(256)) * step)
+    return complete_checkpoint(partial, step, {"state": {"multiplier": 0.1}}, {})
+
+
+def test_a_checkpoint_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
+    partial = begin_checkpoint(tmp_path, 10)
+    (partial / "weights").write_bytes(b"1234")
+    assert checkpoints_in(tmp_path) == []
+    warnings: list[str] = []
+    assert newest_complete(tmp_path, warnings.append) is None
+    assert warnings == [
+        "checkpoint .step-00000010.partial is incomplete (its run ended while it was written); left out"
+    ]
+    known = {
+        "weights": FileDigest(4, "03ac674216f3e15c761ee1a5e255f067953623c8b388b4459e13f978d7c846f4")
+    }  # sha256sum
+    done = complete_checkpoint(partial, 10, {"state": {}}, known)
+    assert checkpoints_in(tmp_path) == [done]
+    done.check()
+    assert done.run_state()["step"] == 10
+    assert not partial.exists()
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "one bit": (
+        lambda folder: flip(folder / "actor" / "weights"),
+        r"actor/weights is damaged: its SHA-256 is",
+    ),
+    "shorter": (
+        lambda folder: os.truncate(folder / "actor" / "weights", 700),
+        "has 700 bytes instead of 768",
+    ),
+    "gone": (lambda folder: (folder / "actor" / "weights").unlink(), "actor/weights is missing"),
+    "more": (
+        lambda folder: (folder / "extra.pt").write_text("x"),
+        "extra.pt is there, and manifest.json does not",
+    ),
+    "state": (lambda folder: flip(folder / "run.json"), "run.json is damaged"),
+    "manifest": (lambda folder: os.truncate(folder / MANIFEST, 30), "manifest.json cannot be read"),
+    "format": (
+        lambda folder: (folder / MANIFEST).write_text('{"format": 99}'),
+        "format 99, this version reads 1",
+    ),
+    "no list": (lambda folder: (folder / MANIFEST).write_text('{"format": 1}'), "does not list run.json"),
+    "outside": (
+        lambda folder: (folder / MANIFEST).write_text(
+            '{"format": 1, "files": {"run.json": [1, "a"], "../x": [1, "a"]}}'
+        ),
+        "lists ../x, which is not beneath",
+    ),
+    "odd list": (
+        lambda folder: (folder / MANIFEST).write_text('{"format": 1, "files": {"run.json": 3}}'),
+        "no size and digest for each file",
+    ),
+    "link": (
+        lambda folder: (
+            (folder / "actor" / "weights").rename(folder.parent / "w")
+            and (folder / "actor" / "weights").symlink_to(folder.parent / "w")
+        ),
+        "actor/weights is a link",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_left_out_with_the_reason(name: str, tmp_path: Path) -> None:
+    damage, reason = DAMAGES[name]
+    older, newer = write(tmp_path, 2), write(tmp_path, 3)
+    damage(newer.folder)
+    with pytest.raises(CheckpointError, match=reason):
+        newer.check()
+    warnings: list[str] = []
+    assert newest_complete(tmp_path, warnings.append) == older
+    assert len(warnings) == 1
+    assert "step-00000003 is damaged" in warnings[0]
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        write(tmp_path, step)
+    assert prune(tmp_path, 2, best_step=3) == [4, 2, 1]
+    assert [one.step for one in checkpoints_in(tmp_path)] == [6, 5, 3]
+    assert prune(tmp_path, 2, best_step=None) == [3]
+    begin_checkpoint(tmp_path, 9)
+    drop_partial(tmp_path)
+    assert sorted(one.name for one in (tmp_path / CHECKPOINTS_FOLDER).iterdir()) == [
+        "step-00000005",
+        "step-00000006",
+    ]
+
+
+def test_a_checkpoint_that_is_written_again_replaces_the_damaged_one(tmp_path: Path) -> None:
+    flip(write(tmp_path, 4).folder / "actor" / "weights")
+    write(tmp_path, 4).check()
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no manifest.json; name a folder such as"):
+        checkpoint_at(tmp_path)
+    assert checkpoint_at(write(tmp_path, 5).folder).step == 5
+
+
+def test_one_process_at_a_time_carries_out_a_run(tmp_path: Path) -> None:
+    with (
+        run_lock(tmp_path),
+        pytest.raises(ConfigError, match=rf"is being carried out by process {os.getpid()} on "),
+        run_lock(tmp_path),
+    ):
+        pass
+    with run_lock(tmp_path):
+        pass
+
+
+class Harmful:
+    """Would write a file when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return (open, (str(self.target), "w"))
+
+
+@pytest.mark.parametrize("where", ["alone", "inside"])
+def test_metadata_that_would_run_code_is_refused_before_it_does(where: str, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    target = tmp_path / "harm"
+    harmful = Harmful(target)
+    content = harmful if where == "alone" else Metadata({}, planner_data=harmful)
+    (tmp_path / METADATA_FILE).write_bytes(pickle.dumps(content))
+    with pytest.raises(CheckpointError, match=r"names \S*open, which no description of tensors needs"):
+        read_metadata(tmp_path)
+    assert not target.exists()
+
+
+def test_metadata_with_other_things_than_tensors_is_refused(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+    (tmp_path / METADATA_FILE).write_bytes(pickle.dumps(Metadata({"state": BytesStorageMetadata()})))
+    with pytest.raises(CheckpointError, match="BytesStorageMetadata, which no description"):
+        read_metadata(tmp_path)
+    (tmp_path / METADATA_FILE).write_bytes(b"not a pickle")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_metadata(tmp_path)
+    (tmp_path / METADATA_FILE).write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(CheckpointError, match="is a dict, no description"):
+        read_metadata(tmp_path)
