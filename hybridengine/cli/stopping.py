@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -41,5 +40,6 @@ class StopRequest:
         self.asked = True
         again = "Ctrl-C again" if number == signal.SIGINT else "a second SIGTERM"
         text = f"{signal.Signals(number).name}: the run ends after this step, and is saved; {again} ends it at once\n"
-        with contextlib.suppress(OSError):
-            os.write(sys.stderr.fileno(), text.encode())
+        with contextlib.suppress(OSError, RuntimeError):  # closed, or in the middle of another text
+            sys.stderr.write(text)
+            sys.stderr.flush()

@@ -65,6 +65,11 @@ def train(config: RunConfig) -> None:
         ends.enter_context(run_lock(config.run_folder))
         with _nothing_left_behind(config, is_new, runs_are_new), contextlib.ExitStack() as begun:
             checkpoint = _checkpoint_of(config, is_new, say)
+            if checkpoint is not None and checkpoint.step >= config.run.steps and _has_ended(config):
+                say(
+                    f"all {checkpoint.step} steps are done, and nothing is left to do; raise run.steps for more"
+                )
+                return
             files = prepare_files(config)
             for line in layout_lines(config, cost_of(config)):
                 say(line)
@@ -107,6 +112,11 @@ def _checkpoint_of(config: RunConfig, is_new: bool, say: Callable[[str], None]) 
     for change in differences(config, found):
         say(f"  the configuration has changed: {change}")
     return found
+
+
+def _has_ended(config: RunConfig) -> bool:
+    """Whether the trained model is there."""
+    return (config.run_folder / "final").is_dir()
 
 
 @dataclass

@@ -25,6 +25,7 @@ from hybridengine.checkpoints.folders import (
 from hybridengine.config import RunConfig, holder_shape, model_holders
 from hybridengine.config.run_config import TRAINED
 from hybridengine.controller.failures import RankFailedError
+from hybridengine.controller.futures import Future
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.roles import Roles, State
 from hybridengine.errors import CheckpointError
@@ -136,21 +137,26 @@ class RunSaver:
 
     def _begin(self) -> None:
         config, step = self._config, self._progress.step
+        folder = config.run_folder
         try:
             expected = SPARE_SHARE * checkpoint_bytes(config)
-            folder = config.run_folder
             if (free := shutil.disk_usage(folder).free) < expected:
                 raise CheckpointError(
                     f"{folder} has {format_bytes(free)} free, and a checkpoint takes {format_bytes(int(expected))}; make"
                     " room, or lower checkpoint.keep"
                 )
             partial = begin_checkpoint(folder, step)
-            self._writing = partial, step, run_state(config, self._progress)
             for role in self._groups:
                 (partial / role).mkdir()
-            for begun in [group.begin_save(str(partial / role)) for role, group in self._groups.items()]:
-                begun.wait()
-        except (OSError, CheckpointError, RankFailedError) as error:
+        except (OSError, CheckpointError) as error:
+            self._give_up(step, error)
+            return
+        self._writing = partial, step, run_state(config, self._progress)
+        begun, error = _results(
+            {role: group.begin_save(str(partial / role)) for role, group in self._groups.items()}
+        )
+        if error is not None:
+            _results({role: self._groups[role].end_save() for role in begun})
             self._give_up(step, error)
 
     def _poll(self) -> None:
@@ -164,37 +170,51 @@ class RunSaver:
         if self._writing is None:
             return
         partial, step, state = self._writing
-        digests = dict[str, FileDigest]()
+        ended, error = _results({role: group.end_save() for role, group in self._groups.items()})
+        digests: dict[str, FileDigest] = {
+            f"{role}/{name}": digest
+            for role, by_rank in ended.items()
+            for own in by_rank
+            for name, digest in own.items()
+        }
         try:
-            ended = {role: group.end_save() for role, group in self._groups.items()}
-            for role, one in ended.items():
-                for own in one.get():
-                    digests |= {f"{role}/{name}": digest for name, digest in own.items()}
+            if error is not None:
+                raise error
             checkpoint = complete_checkpoint(partial, step, state, digests)
             prune(self._config.run_folder, self._config.checkpoint.keep, self._progress.best.step)
-        except (OSError, CheckpointError, RankFailedError) as error:
-            self._give_up(step, error)
+        except (OSError, CheckpointError) as reason:
+            self._give_up(step, reason)
             return
         self._writing = None
         size = sum(digest.num_bytes for digest in digests.values())
         self._say(f"checkpoint of step {step} saved: {checkpoint.folder.name}, {format_bytes(size)}")
 
     def _give_up(self, step: int, error: Exception) -> None:
-        """A checkpoint could not be written: say so and go on, unless a rank is lost.
-
-        Raises:
-            RankFailedError: a rank failed for another reason than that it could not write.
-        """
-        if isinstance(error, RankFailedError) and not isinstance(error.original, OSError | CheckpointError):
-            raise error
+        """A checkpoint could not be written: say so, and let the run go on."""
         if self._writing is not None:
             shutil.rmtree(self._writing[0], ignore_errors=True)
         self._writing = None
         self.failed += 1
         if self._progress.best.step == step:
             self._progress.best = Best()
-        reason = error.original if isinstance(error, RankFailedError) else error
-        self._say(f"warning: no checkpoint of step {step}: {reason}; the run goes on, earlier ones are kept")
+        self._say(f"warning: no checkpoint of step {step}: {error}; the run goes on, earlier ones are kept")
+
+
+def _results(asked: Mapping[str, Future]) -> tuple[dict[str, Any], CheckpointError | None]:
+    """What each role's ranks have returned, and the first error of those that could not write; waits for all.
+
+    Raises:
+        RankFailedError: a rank failed for another reason.
+    """
+    results, first = dict[str, Any](), None
+    for role, future in asked.items():
+        try:
+            results[role] = future.get()
+        except RankFailedError as error:
+            if not isinstance(error.original, CheckpointError):
+                raise
+            first = first or error.original
+    return results, first
 
 
 def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:

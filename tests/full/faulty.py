@@ -1,0 +1,152 @@
+"""PPO's dataflow with real faults: ranks that die or hang, an engine that raises, gradients that are no numbers, a full
+disk, signals.
+
+`algorithm.options.faults` is a folder with a file for each fault, named STEP-FAULT; who carries it out removes the file
+first, so that it happens once.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict, TensorDictBase
+
+from hybridengine.algorithms.across import Across
+from hybridengine.config.algorithm_sections import AlgorithmSection
+from hybridengine.drivers import ppo
+from hybridengine.drivers.roles import Roles, Sampling, State
+
+VICTIM = 1
+"""Rank that the fault meets."""
+FILE_BYTES = 100_000
+"""Largest file on a disk that is full: less than a part of a checkpoint, more than what says that it can be written."""
+HANG_S = 600.0
+DECODED_TOKENS = 3
+"""Until the engine raises."""
+
+
+class EngineBrokenError(RuntimeError):
+    """Stands for whatever an engine may raise."""
+
+
+def step(roles: Roles, sampling: Sampling, settings: AlgorithmSection, state: State) -> dict[str, float]:
+    """PPO's iteration, with the faults of its number."""
+    for file in sorted(Path(settings.options["faults"]).glob(f"{sampling.step}-*")):
+        name = file.name.partition("-")[2]
+        file.unlink()
+        if name in SIGNALS:
+            for number in SIGNALS[name]:
+                os.kill(os.getpid(), number)
+        else:
+            rows = roles.prompts.training_prompts(sampling.prompts, sampling.step)
+            roles.compute.measure(rows.select("prompt_lengths"), f"{__name__}.inject", name).get()
+    if sampling.step in [settings.options.get("poisoned")]:
+        roles = _Poisoned(roles)  # type: ignore[assignment]
+    return ppo.step(roles, sampling, settings, state)
+
+
+SIGNALS = {
+    "terminate": [signal.SIGTERM],
+    "interrupt-twice": [signal.SIGINT, signal.SIGINT],
+    "kill-controller": [signal.SIGKILL],
+}
+
+
+def inject(rows: TensorDictBase, across: Across, name: str) -> dict[str, float]:
+    """On every rank: the victim prepares or meets the fault."""
+    if dist.get_rank() == VICTIM:
+        FAULTS[name]()
+    return {}
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang() -> None:
+    time.sleep(HANG_S)
+
+
+def _break_engine() -> None:
+    """The model of the engine raises in the middle of the next responses."""
+    from hybridengine.backends.vllm.engine import VllmEngine
+
+    generate, passes = VllmEngine.generate, iter(range(1000))
+
+    def raise_later(*_: Any) -> None:
+        if next(passes) >= DECODED_TOKENS:
+            raise EngineBrokenError("an illegal memory access was encountered")
+
+    def generate_and_raise(engine: VllmEngine, *arguments: Any) -> Any:
+        engine._runner.model.register_forward_pre_hook(raise_later)
+        return generate(engine, *arguments)
+
+    VllmEngine.generate = generate_and_raise  # type: ignore[method-assign]
+
+
+def _fill_disk() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, resource.RLIM_INFINITY))
+
+
+def _empty_disk() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def _damage_switch() -> None:
+    """From now on, a switch leaves the engine's weights a little wrong."""
+    from hybridengine.runtime.hybrid_engine import HybridEngine
+
+    switch = HybridEngine.to_generate
+
+    def damaging(hybrid: HybridEngine) -> Any:
+        report = switch(hybrid)
+        weights = hybrid._generation.weights
+        for name in weights.names:
+            weights[name].mul_(1.7)
+        return report
+
+    HybridEngine.to_generate = damaging  # type: ignore[method-assign]
+
+
+FAULTS = {
+    "kill-rank": _kill,
+    "hang": _hang,
+    "engine": _break_engine,
+    "full-disk": _fill_disk,
+    "empty-disk": _empty_disk,
+    "damaged-switch": _damage_switch,
+}
+
+
+class _Poisoned:
+    """Roles whose advantages have a value that is no number."""
+
+    def __init__(self, roles: Roles) -> None:
+        self._roles = roles
+        self.compute = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._roles, name)
+
+    def map(self, rows: Any, function: str, *arguments: Any) -> Any:
+        """As the worker's, with the poison at the end."""
+        return self._roles.compute.map(rows, f"{__name__}.poisoned_advantages", *arguments)
+
+    def measure(self, *arguments: Any) -> Any:
+        """As the worker's."""
+        return self._roles.compute.measure(*arguments)
+
+
+def poisoned_advantages(rows: TensorDictBase, across: Across, settings: AlgorithmSection) -> TensorDict:
+    """As in `ppo`; on one rank, one row's are no numbers."""
+    found = ppo.advantages(rows, across, settings)
+    if dist.get_rank() == VICTIM:
+        found["advantages"][0] = torch.nan
+    return found

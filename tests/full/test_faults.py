@@ -1,0 +1,227 @@
+"""Faults in the middle of real runs: each is detected, reported with its place, and survived where docs/reliability.md
+says so. What counts in the end are the weights: those of the run that nothing has disturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from hybridengine.checkpoints.folders import checkpoints_in
+from hybridengine.cli.main import main
+from hybridengine.metrics import keys
+from hybridengine.metrics.rows import Row, latest_rows, read_rows
+from tests.full.tiny_runs import SECTIONS
+
+pytestmark = pytest.mark.timeout(900)
+
+STEPS, EVERY, LIMIT_S = 8, 2, 25
+POISONED = 6
+MEASURED = ("time/", "throughput/", "memory/", "transfer/", "controller/", "reward/call_s")
+"""Metrics of the machine, not of what is computed."""
+TWO_RANKS = {
+    "cluster": {"ranks_per_node": [2]},
+    "actor": SECTIONS["actor"] | {"parallel": "1-2-1"},
+    "critic": SECTIONS["critic"] | {"parallel": "2-1-1"},
+    "reference": {"parallel": "1-1-2"},
+    "timeouts": {"call_s": LIMIT_S},
+    "reward": SECTIONS["reward"] | {"timeout_s": 10},
+    "checkpoint": {"every": EVERY},
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command has ended."""
+
+    status: int
+    console: str
+    errors: str
+    folder: Path
+
+    @property
+    def rows(self) -> list[Row]:
+        """The last one of each step, without what depends on the machine."""
+        rows = latest_rows(read_rows(self.folder))
+        return [{key: row[key] for key in row if not key.startswith(MEASURED)} for row in rows]
+
+    @property
+    def weights(self) -> bytes:
+        return (self.folder / "final" / "model.safetensors").read_bytes()
+
+
+class Runs:
+    """Runs of one configuration in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, name: str, faults: Sequence[str] = (), *overrides: str) -> Outcome:
+        """`hybridengine train` with these faults, "STEP-FAULT"."""
+        to_come = self._folder / f"{name}-faults"
+        to_come.mkdir(exist_ok=True)
+        for fault in faults:
+            (to_come / fault).touch()
+        options = {"faults": str(to_come), "poisoned": POISONED}
+        algorithm = {
+            "name": "tests.full.faulty",
+            "roles": ["actor", "critic", "reference", "reward"],
+            "options": options,
+        }
+        run = SECTIONS["run"] | {
+            "steps": STEPS,
+            "eval_every": 4,
+            "folder": str(self._folder / "runs"),
+            "live": False,
+        }
+        file = self._folder / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(SECTIONS | TWO_RANKS | {"run": run, "algorithm": algorithm}))
+        out, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            status = main(["train", str(file), *overrides])
+        return Outcome(status, out.getvalue(), errors.getvalue(), self._folder / "runs" / name)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Runs:
+    return Runs(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: Runs) -> Outcome:
+    outcome = runs("undisturbed")
+    assert outcome.status == 0, outcome.errors
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def disturbed(runs: Runs) -> Outcome:
+    """One run with a killed rank, an engine that raises, a full disk while saving, and a rank that hangs."""
+    faults = ["3-kill-rank", "4-full-disk", "5-empty-disk", "5-engine", "7-hang"]
+    outcome = runs("disturbed", faults)
+    assert outcome.status == 0, outcome.errors
+    return outcome
+
+
+def test_a_disturbed_run_ends_with_the_rows_and_weights_of_an_undisturbed_one(
+    undisturbed: Outcome, disturbed: Outcome
+) -> None:
+    assert [row[keys.STEP] for row in undisturbed.rows] == list(range(STEPS + 1))
+    assert disturbed.rows == undisturbed.rows
+    assert disturbed.weights == undisturbed.weights
+
+
+def test_no_prompt_is_skipped_or_repeated(undisturbed: Outcome, disturbed: Outcome) -> None:
+    """Lengths and rewards say which prompts a step had; a checkpoint says how many have been drawn."""
+    for outcome in (undisturbed, disturbed):
+        newest = checkpoints_in(outcome.folder)[0]
+        assert newest.run_state()["data"] == {"prompts_drawn": STEPS * 8, "batch_size": 8, "seed": 7}
+
+
+REPORTS = {
+    "killed rank": r"failed in step 3: \S+ died on rank 1 \(.*tp=.*, node [\d.]+\): .*Died",
+    "engine": r"failed in step 5: actor\.generate_sequences failed on rank 1 \(pp=0 dp=0 tp=1, node [\d.]+\):"
+    r" EngineBrokenError: an illegal memory access",
+    "full disk": r"warning: no checkpoint of step 4: \S+/\.step-00000004\.partial/\w+ could not be written by rank 1:"
+    r" \w+: .*; the run goes on, earlier ones are kept",
+    "hang": rf"failed in step 7: \S+ did not end within {LIMIT_S} s: .*\n?.*rank 1 \(",
+    "restart": r"starting the ranks again \(3 of at most 3 times\)",
+}
+
+
+@pytest.mark.parametrize("fault", REPORTS)
+def test_every_fault_is_reported_with_role_rank_node_and_operation(fault: str, disturbed: Outcome) -> None:
+    assert re.search(REPORTS[fault], disturbed.console), disturbed.console
+
+
+def test_after_a_fault_the_run_goes_on_from_the_newest_whole_checkpoint(disturbed: Outcome) -> None:
+    """The last one that was said to be saved; that of step 4 could not be written at first."""
+    saved, restarts = 0, 0
+    for what, step in re.findall(r"(checkpoint of|going on after) step (\d)(?= saved|$)", disturbed.console):
+        if what == "checkpoint of":
+            saved = int(step)
+        else:
+            restarts += 1
+            assert int(step) == saved
+    assert restarts == 3
+
+
+def test_gradients_that_are_no_numbers_are_skipped_and_counted(undisturbed: Outcome) -> None:
+    counted = [row.get("actor/skipped_steps") for row in undisturbed.rows[1:]]
+    assert counted == [0.0] * (POISONED - 1) + [1.0] + [0.0] * (STEPS - POISONED)
+    assert all(row["critic/skipped_steps"] == 0 for row in undisturbed.rows[1:])
+
+
+@pytest.fixture(scope="module")
+def stopped(runs: Runs) -> Outcome:
+    return runs("stopped", ["3-terminate"])
+
+
+def test_sigterm_finishes_the_step_saves_and_exits_with_0(stopped: Outcome) -> None:
+    assert stopped.status == 0, stopped.errors
+    assert [row[keys.STEP] for row in stopped.rows] == [0, 1, 2, 3]
+    assert [one.step for one in checkpoints_in(stopped.folder)] == [3, 2]
+    assert "SIGTERM: the run ends after this step, and is saved" in stopped.errors
+    assert "resume=auto goes on" in stopped.console
+    assert not (stopped.folder / "final").exists()
+
+
+def test_a_run_goes_on_with_other_sizes(stopped: Outcome, runs: Runs, undisturbed: Outcome) -> None:
+    """Metrics equal within float tolerance: sums are in another order."""
+    sizes = ["actor.parallel=2-1-1", "critic.parallel=1-1-2", "reference.parallel=1-2-1"]
+    again = runs("stopped", (), "resume=auto", *sizes)
+    assert again.status == 0, again.errors
+    assert "going on after step 3" in again.console
+    assert 'actor.parallel: "1-2-1" -> "2-1-1"' in again.console
+    assert [row[keys.STEP] for row in again.rows] == list(range(STEPS + 1))
+    compared = ("reward/mean", "kl/mean", "rollout/entropy_mean", "critic/loss", "actor/lr", "rollout/tokens")
+    for one, other in zip(again.rows[4:], undisturbed.rows[4:], strict=True):
+        for key in compared:
+            if key in other:
+                assert one[key] == pytest.approx(other[key], rel=2e-3, abs=2e-4), (one[keys.STEP], key)
+    weights = load_file(again.folder / "final" / "model.safetensors")
+    for name, tensor in load_file(undisturbed.folder / "final" / "model.safetensors").items():
+        assert (weights[name] - tensor).abs().max() < 2e-3, name
+
+
+def test_a_run_that_is_complete_stays_as_it_is(undisturbed: Outcome, runs: Runs) -> None:
+    before = undisturbed.weights
+    again = runs("undisturbed", (), "resume=auto")
+    assert again.status == 0, again.errors
+    assert "nothing is left to do" in again.console
+    assert undisturbed.weights == before
+
+
+def test_ctrl_c_twice_ends_at_once(runs: Runs) -> None:
+    outcome = runs("interrupted", ["1-interrupt-twice"])
+    assert outcome.status == 130
+    assert "Ctrl-C again ends it at once" in outcome.errors
+    assert "interrupted; what has been written so far is kept" in outcome.errors
+    assert [row[keys.STEP] for row in outcome.rows] == [0]
+
+
+def test_drift_between_engine_and_trainer_stops_the_run_and_keeps_what_shows_it(runs: Runs) -> None:
+    outcome = runs("drifting", ["2-damaged-switch"])
+    assert outcome.status == 1
+    assert re.search(
+        r"actor\.compute_log_probs failed on rank \d .*: DriftError: log-probs of engine and trainer are",
+        outcome.errors,
+    )
+    assert "starting the ranks again" not in outcome.console
+    (file,) = (outcome.folder / "drift").glob("*.safetensors")
+    rows: dict[str, Any] = load_file(file)
+    assert rows["tokens"].shape == (16, 32 + 12)
+    difference = (rows["log_probs"] - rows["rollout_log_probs"]).abs()
+    assert difference.sum() / rows["response_lengths"].sum() > 0.5
+    told = yaml.safe_load(file.with_suffix(".json").read_text())
+    assert (told["parallel"], told["generate"]) == ("1-2-1", "1-1")
+    assert len(told["plan"]) == 64
+    assert told["weights"]
