@@ -95,10 +95,6 @@ def _fill_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, resource.RLIM_INFINITY))
 
 
-def _empty_disk() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-
 def _damage_switch() -> None:
     """From now on, a switch leaves the engine's weights a little wrong."""
     from hybridengine.runtime.hybrid_engine import HybridEngine
@@ -120,7 +116,6 @@ FAULTS = {
     "hang": _hang,
     "engine": _break_engine,
     "full-disk": _fill_disk,
-    "empty-disk": _empty_disk,
     "damaged-switch": _damage_switch,
 }
 

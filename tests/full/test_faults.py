@@ -23,7 +23,7 @@ from tests.full.tiny_runs import SECTIONS
 
 pytestmark = pytest.mark.timeout(900)
 
-STEPS, EVERY, LIMIT_S = 8, 2, 25
+STEPS, EVERY, LIMIT_S = 10, 2, 25
 POISONED = 6
 MEASURED = ("time/", "throughput/", "memory/", "transfer/", "controller/", "reward/call_s")
 """Metrics of the machine, not of what is computed."""
@@ -105,7 +105,7 @@ def undisturbed(runs: Runs) -> Outcome:
 @pytest.fixture(scope="module")
 def disturbed(runs: Runs) -> Outcome:
     """One run with a killed rank, an engine that raises, a full disk while saving, and a rank that hangs."""
-    faults = ["3-kill-rank", "4-full-disk", "5-empty-disk", "5-engine", "7-hang"]
+    faults = ["3-kill-rank", "4-full-disk", "7-engine", "9-hang"]
     outcome = runs("disturbed", faults)
     assert outcome.status == 0, outcome.errors
     return outcome
@@ -128,11 +128,11 @@ def test_no_prompt_is_skipped_or_repeated(undisturbed: Outcome, disturbed: Outco
 
 REPORTS = {
     "killed rank": r"failed in step 3: \S+ died on rank 1 \(.*tp=.*, node [\d.]+\): .*Died",
-    "engine": r"failed in step 5: actor\.generate_sequences failed on rank 1 \(pp=0 dp=0 tp=1, node [\d.]+\):"
+    "engine": r"failed in step 7: actor\.generate_sequences failed on rank 1 \(pp=0 dp=0 tp=1, node [\d.]+\):"
     r" EngineBrokenError: an illegal memory access",
     "full disk": r"warning: no checkpoint of step 4: \S+/\.step-00000004\.partial/\w+ could not be written by rank 1:"
     r" \w+: .*; the run goes on, earlier ones are kept",
-    "hang": rf"failed in step 7: \S+ did not end within {LIMIT_S} s: .*\n?.*rank 1 \(",
+    "hang": rf"failed in step 9: \S+ did not end within {LIMIT_S} s: .*\n?.*rank 1 \(",
     "restart": r"starting the ranks again \(3 of at most 3 times\)",
 }
 
@@ -145,7 +145,8 @@ def test_every_fault_is_reported_with_role_rank_node_and_operation(fault: str, d
 def test_after_a_fault_the_run_goes_on_from_the_newest_whole_checkpoint(disturbed: Outcome) -> None:
     """The last one that was said to be saved; that of step 4 could not be written at first."""
     saved, restarts = 0, 0
-    for what, step in re.findall(r"(checkpoint of|going on after) step (\d)(?= saved|$)", disturbed.console):
+    told = re.findall(r"(checkpoint of|going on after) step (\d+)( saved|$)", disturbed.console, re.MULTILINE)
+    for what, step, _ in told:
         if what == "checkpoint of":
             saved = int(step)
         else:
@@ -216,11 +217,16 @@ def test_drift_between_engine_and_trainer_stops_the_run_and_keeps_what_shows_it(
         outcome.errors,
     )
     assert "starting the ranks again" not in outcome.console
-    (file,) = (outcome.folder / "drift").glob("*.safetensors")
-    rows: dict[str, Any] = load_file(file)
+    files = sorted((outcome.folder / "drift").glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+    ]  # both tensor shards
+    rows: dict[str, Any] = load_file(files[0])
     assert rows["tokens"].shape == (16, 32 + 12)
     difference = (rows["log_probs"] - rows["rollout_log_probs"]).abs()
     assert difference.sum() / rows["response_lengths"].sum() > 0.5
+    file = files[1]
     told = yaml.safe_load(file.with_suffix(".json").read_text())
     assert (told["parallel"], told["generate"]) == ("1-2-1", "1-1")
     assert len(told["plan"]) == 64

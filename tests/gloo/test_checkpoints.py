@@ -12,7 +12,13 @@ from safetensors.torch import load_file
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.boxes import full_box
-from tests.gloo.checkpoint_ranks import load_and_save, load_another_model, save_at_once, save_while_training
+from tests.gloo.checkpoint_ranks import (
+    load_and_save,
+    load_another_model,
+    save_after_a_step,
+    save_at_once,
+    save_while_training,
+)
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 
@@ -29,6 +35,10 @@ MODELS = {
 }
 
 
+FEWER = {1: ["1-1-1"], 2: ["1-1-2"], 4: ["2-2-1", "1-2-2"]}
+"""For what does not depend on every layout."""
+
+
 @pytest.mark.parametrize("model_name", MODELS)
 def test_steps_after_loading_are_bitwise_those_of_the_run_that_went_on(
     model_name: str, tmp_path: Path, run_ranks: RankLauncher
@@ -36,7 +46,7 @@ def test_steps_after_loading_are_bitwise_those_of_the_run_that_went_on(
     """And what is saved while training goes on is what the weights were when the save began."""
     write_model(tmp_path / "source", **MODELS[model_name])  # type: ignore[arg-type]
     dtype = str(MODELS[model_name].get("dtype", "float32"))
-    for num_ranks, sizes in LAYOUTS.items():
+    for num_ranks, sizes in (LAYOUTS if model_name == "qwen2-untied" else FEWER).items():
         layouts = [(one, "PAPER") for one in sizes] + ([("2-1-2", "MEGATRON")] if num_ranks == 4 else [])
         by_rank = run_ranks(
             num_ranks, save_while_training, tmp_path / "source", layouts, dtype, tmp_path, timeout_s=120
@@ -68,10 +78,15 @@ def test_any_layout_reads_what_any_other_has_written(tmp_path: Path, run_ranks: 
     source, again = tmp_path / "source", tmp_path / "again"
     for num_ranks, sizes in LAYOUTS.items():
         layouts = [(one, "PAPER") for one in sizes]
-        run_ranks(num_ranks, save_while_training, source, layouts, "bfloat16", tmp_path, timeout_s=120)
+        run_ranks(num_ranks, save_after_a_step, source, layouts, "bfloat16", tmp_path, timeout_s=120)
     everything = [one for sizes in LAYOUTS.values() for one in sizes]
-    for num_ranks, sizes in LAYOUTS.items():
-        loads = [(f"{written}-PAPER", one) for one in sizes for written in everything[num_ranks % 3 :: 3]]
+    for place, (num_ranks, sizes) in enumerate(LAYOUTS.items()):
+        # Each layout is read by two others at least, each reads three.
+        loads = [
+            (f"{written}-PAPER", one)
+            for at, one in enumerate(sizes)
+            for written in everything[(place + at) % 4 :: 4]
+        ]
         run_ranks(num_ranks, load_and_save, source, loads, "bfloat16", tmp_path, again, timeout_s=120)
     seen = 0
     for folder in sorted(again.iterdir()):
@@ -84,7 +99,7 @@ def test_any_layout_reads_what_any_other_has_written(tmp_path: Path, run_ranks: 
                 name,
             )
             seen += 1
-    assert seen > 1000
+    assert seen > 500
 
 
 def test_another_models_checkpoint_is_refused_before_anything_changes(
