@@ -20,6 +20,19 @@ from hybridengine.model_shapes import EMBEDDING, LM_HEAD, ModelShape
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "README.md",
+)
+"""Files beside the weights that make a checkpoint folder complete; README.md is the model card."""
+
 WEIGHT_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """Weight types that can be loaded -> bytes of an element."""
 
@@ -75,6 +88,17 @@ def checkpoint_problems(folder: str | Path) -> list[str]:
     if shape is not None and not file_problems:
         problems += _disagreements(folder, shape, tensors)
     return problems
+
+
+def tensors_of(folder: str | Path) -> list[StoredTensor]:
+    """Every tensor of a complete checkpoint folder.
+
+    Raises:
+        CheckpointError: a file is missing or truncated.
+    """
+    files, problems = _weight_files(Path(folder))
+    raise_all(problems, CheckpointError)
+    return [tensor for file in files for tensor in read_header(file)]
 
 
 def read_header(file: str | Path) -> list[StoredTensor]:

@@ -162,12 +162,17 @@ def begin_checkpoint(run_folder: Path, step: int) -> Path:
 
 
 def complete_checkpoint(
-    partial: Path, step: int, run_state: Mapping[str, Any], digests: Mapping[str, FileDigest]
+    partial: Path,
+    step: int,
+    run_state: Mapping[str, Any],
+    digests: Mapping[str, FileDigest],
+    named: Path | None = None,
 ) -> Checkpoint:
     """Write run.json and the manifest, and give the folder its name.
 
     Args:
         digests: of the files that its writers know; others are read.
+        named: the folder's name; that of its step where left out.
 
     Raises:
         OSError: writing failed; the folder keeps its temporary name.
@@ -178,7 +183,7 @@ def complete_checkpoint(
     _write_json(partial / MANIFEST, {"format": FORMAT, "files": digests_json(known)})
     for folder in [*(one for one in partial.rglob("*") if one.is_dir()), partial]:
         _sync(folder)
-    named = partial.parent / _folder_name(step)
+    named = named or partial.parent / _folder_name(step)
     if named.exists():  # of an attempt that was damaged later
         shutil.rmtree(named)
     partial.rename(named)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from hybridengine import __version__
 from hybridengine.cli.calibrate import add_calibrate_command
+from hybridengine.cli.convert import add_convert_command
 from hybridengine.cli.dispatch_bench import add_dispatch_command
 from hybridengine.cli.plan import add_planner_command
 from hybridengine.cli.report import add_report_command
@@ -27,6 +28,8 @@ EXAMPLES = """examples:
   hybridengine train configs/arithmetic.yaml run.steps=5           any key of the file can be overridden
   hybridengine train configs/arithmetic.yaml actor.generate=1-2    another generation layout, p_g-t_g
   hybridengine train configs/llama3-70b-16nodes.yaml --dry-run     groups, plan and memory; starts nothing
+  hybridengine train configs/arithmetic.yaml resume=auto           go on from the newest whole checkpoint
+  hybridengine convert --help                                      checkpoints of runs from and to safetensors
   hybridengine report runs/arithmetic                              curves, timeline and samples as one HTML page
   hybridengine plan --help                                         where models go, with which sizes; starts nothing
   hybridengine calibrate --help                                    measure this machine for plan and simulate
@@ -143,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(run=_train)
     add_calibrate_command(commands)
+    add_convert_command(commands)
     add_planner_command(commands)
     add_report_command(commands)
     add_simulate_command(commands)

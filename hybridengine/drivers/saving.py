@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,8 @@ class Progress:
         found = checkpoint.run_state()
         try:
             state = {str(name): float(value) for name, value in found["state"].items()}
-            best = Best(**found["best"])
+            step, value = found["best"]["step"], found["best"]["value"]
+            best = Best() if step is None else Best(int(step), float(value))
             return cls(int(found["step"]), state, best)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{checkpoint.folder} does not say where its run was ({error!r})") from None
@@ -218,13 +219,15 @@ def _results(asked: Mapping[str, Future]) -> tuple[dict[str, Any], CheckpointErr
 
 
 def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:
-    """Have every trained role go on from a checkpoint.
+    """Have every trained role go on from a checkpoint; of one that was converted, those that it has.
 
     Raises:
         RankFailedError: it is another model's, or cannot be read.
         CheckpointError: it lacks a role.
     """
     used = [role for role in TRAINED if role in config.algorithm.used_roles]
+    if checkpoint.step == 0:
+        used = [role for role in used if (checkpoint.folder / role).is_dir()]
     for role in used:
         if not (checkpoint.folder / role).is_dir():
             raise CheckpointError(
@@ -241,7 +244,10 @@ def run_state(config: RunConfig, progress: Progress) -> dict[str, Any]:
     rows = progress.step * config.data.batch_size
     return {
         "state": dict(progress.state),
-        "best": asdict(progress.best),
+        "best": {
+            "step": progress.best.step,
+            "value": None if progress.best.step is None else progress.best.value,
+        },
         "data": {"prompts_drawn": rows, "batch_size": config.data.batch_size, "seed": config.run.seed},
         "config": json.loads(config.model_dump_json()),
         "versions": dict(_versions()),

@@ -97,6 +97,22 @@ def load_and_save(
         BackgroundSave(trainer, empty_folder(out / f"{written} in {sizes}"), {}).end(LIMIT_S)
 
 
+def load_converted(rank: int, source: Path, checkpoint: Path) -> list[str]:
+    """What differs from a trainer that read the Hugging Face folder itself, before and after a step."""
+    registry, shape = ProcessGroups(), ModelShape.from_folder(source)
+    grid = Grid(TrainSizes(2, 2, 1))
+    plain = make_trainer(shape, grid, rank, registry, source, "bfloat16")
+    loaded = make_trainer(shape, grid, rank, registry, source, "bfloat16")
+    for name in loaded.weights.names:
+        loaded.weights[name].zero_()
+    step(loaded, 3)  # moments and counters that must go
+    load_checkpoint(loaded, checkpoint)
+    found = differing(state_of(plain), state_of(loaded))
+    for trainer in (plain, loaded):
+        step(trainer, 0)
+    return found + differing(state_of(plain), state_of(loaded))
+
+
 def load_another_model(rank: int, source: Path, checkpoint: Path) -> tuple[str, bool]:
     """(error, whether the weights are untouched) where the checkpoint is of another model."""
     registry, shape = ProcessGroups(), ModelShape.from_folder(source)

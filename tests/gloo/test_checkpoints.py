@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hybridengine.checkpoints.conversion import import_model
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.boxes import full_box
 from tests.gloo.checkpoint_ranks import (
     load_and_save,
     load_another_model,
+    load_converted,
     save_after_a_step,
     save_at_once,
     save_while_training,
@@ -123,3 +125,13 @@ def test_a_first_save_holds_the_weights_of_the_folder_that_they_came_from(
     expected = load_file(tmp_path / "source" / "model.safetensors")
     for name, tensor in expected.items():
         assert torch.equal(saved.read(f"weights.{name}", full_box(tuple(tensor.shape))), tensor), name
+
+
+def test_a_converted_hugging_face_checkpoint_begins_like_the_folder_itself(
+    tmp_path: Path, run_ranks: RankLauncher
+):
+    """Weights in the model's type, float32 copies of them, a fresh optimizer."""
+    write_model(tmp_path / "source", "qwen3", tied=True, dtype="bfloat16")
+    converted = import_model(tmp_path / "source", tmp_path / "start", dtype="bfloat16")
+    for different in run_ranks(4, load_converted, tmp_path / "source", converted.folder / "actor"):
+        assert not different

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.backends.megatron.trainer import MegatronTrainer
+from hybridengine.checkpoints.conversion import ROLE_FILE, WEIGHTS, read_role
 from hybridengine.checkpoints.digests import FileDigest, digests_of
 from hybridengine.checkpoints.random_states import RandomStates, load_random_states
 from hybridengine.checkpoints.tensors import read_metadata
@@ -37,8 +38,7 @@ from hybridengine.reshard.boxes import Box, extents, starts
 from hybridengine.reshard.flat_ranges import RangePiece, pieces_in_range
 from hybridengine.reshard.layout import Piece
 
-ROLE_FILE = "role.json"
-WEIGHTS, MASTER = "weights", "master"
+MASTER = "master"
 PROBE_BYTES = 65_536
 """More than the files that a save writes before all ranks have met."""
 
@@ -176,21 +176,6 @@ def load_random(folder: Path, rank: int) -> bool:
         tracker: Any = get_cuda_rng_tracker()
         tracker.set_states({**tracker.get_states(), **states})
     return True
-
-
-def read_role(folder: Path) -> dict[str, Any]:
-    """Contents of role.json.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    try:
-        found = json.loads((folder / ROLE_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / ROLE_FILE} cannot be read ({error}); use a complete checkpoint"
-        ) from None
-    return found
 
 
 def shape_problems(role: dict[str, Any], trainer: MegatronTrainer) -> list[str]:

@@ -170,9 +170,10 @@ def optimizer_parts(optimizer: Any, module: nn.Module) -> dict[str, OptimizerPar
             group, order = one.model_param_group_index_map[parameter]
             master = one.optimizer.param_groups[group]["params"][order]
             state = one.optimizer.state[master]
-            for moment in MOMENTS:
-                if moment not in state:
-                    state[moment] = torch.zeros_like(master)
+            if MOMENTS[0] not in state:
+                state |= {moment: torch.zeros_like(master) for moment in MOMENTS}
+                if _counts_by_parameter(one.optimizer):
+                    state["step"] = torch.zeros((), device=master.device)
             found[name] = OptimizerPart(
                 place.start, place.end, master.detach(), {moment: state[moment] for moment in MOMENTS}
             )
@@ -191,13 +192,17 @@ def adam_steps(optimizer: Any) -> int:
 def set_adam_steps(optimizer: Any, steps: int) -> None:
     """Have Adam go on as after so many steps: torch's counts for each parameter, other packages' for each group."""
     for one in plain_optimizers(optimizer):
-        counts_itself = isinstance(one.optimizer, torch.optim.Adam | torch.optim.AdamW)
         for group in one.optimizer.param_groups:
-            if not counts_itself:
+            if not _counts_by_parameter(one.optimizer):
                 group["step"] = steps
                 continue
             for parameter in group["params"]:
                 one.optimizer.state[parameter]["step"] = torch.tensor(float(steps), device=parameter.device)
+
+
+def _counts_by_parameter(optimizer: Any) -> bool:
+    """Whether an Adam is torch's, which keeps a count of steps for each parameter; other packages' have one a group."""
+    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
 def begin_save(tensors: dict[str, ShardedTensor], folder: Path) -> AsyncRequest:

@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridengine.backends.megatron.model import DTYPES
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel
+from hybridengine.checkpoint_files import COMPANIONS
 from hybridengine.errors import CheckpointError
 from hybridengine.model_shapes import SCORE_HEAD
 from hybridengine.reshard.hf import hf_layout
@@ -25,18 +26,6 @@ from hybridengine.runtime.ledger import StorageLedger
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import WeightStorage
 from hybridengine.runtime.transport import PointToPointTransport
-
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-)
-"""Files beside the weights that make a checkpoint folder complete."""
 
 
 class SafetensorsFolder:

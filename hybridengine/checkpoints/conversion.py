@@ -1,0 +1,178 @@
+"""Between Hugging Face checkpoints and those of runs, tensor by tensor: a few of them are in memory at a time.
+
+checkpoint to Hugging Face     the weights of one role; optimizer state is left out
+Hugging Face to checkpoint     weights that a run begins from with resume=FOLDER; its optimizers are fresh
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem
+
+from hybridengine.checkpoint_files import check_checkpoint, tensors_of
+from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER, Checkpoint, complete_checkpoint
+from hybridengine.checkpoints.hf_writer import write_folder
+from hybridengine.checkpoints.tensors import TensorFolder
+from hybridengine.errors import CheckpointError
+from hybridengine.model_shapes import ModelShape
+from hybridengine.reshard.boxes import full_box
+
+ROLE_FILE = "role.json"
+WEIGHTS = "weights"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MEGATRON_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""Contents of Megatron-core's metadata.json."""
+
+Told = Callable[[int, int], None]
+"""Of bytes that are done, and of all."""
+
+
+def read_role(folder: Path) -> dict[str, Any]:
+    """Contents of a role's role.json.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    try:
+        found = json.loads((folder / ROLE_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / ROLE_FILE} cannot be read ({error}); use a complete checkpoint"
+        ) from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{folder / ROLE_FILE} is no JSON object; use a complete checkpoint")
+    return found
+
+
+def export_role(
+    checkpoint: Checkpoint,
+    role: str,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    max_file_bytes: int = 4 * 2**30,
+    companions: Path | None = None,
+    progress: Told = lambda done, total: None,
+) -> None:
+    """Write the weights of a role as a Hugging Face checkpoint.
+
+    Args:
+        dtype: of the files; that of the checkpoint where left out.
+        companions: folder with the model's configuration, tokenizer and card.
+
+    Raises:
+        CheckpointError: the checkpoint has no such role, or lacks a tensor.
+        OSError: writing failed.
+    """
+    folder = checkpoint.folder / role
+    if not folder.is_dir():
+        there = ", ".join(sorted(one.name for one in checkpoint.folder.iterdir() if one.is_dir()))
+        raise CheckpointError(f"{checkpoint.folder} has no role {role}; choose from {there}")
+    tensors, prefix = TensorFolder(folder), f"{WEIGHTS}."
+    shapes = {
+        name.removeprefix(prefix): size for name, size in tensors.shapes.items() if name.startswith(prefix)
+    }
+    if not shapes:
+        raise CheckpointError(f"{folder} has no weights; use a complete checkpoint")
+    stored = next(iter(tensors.dtypes[f"{prefix}{name}"] for name in shapes))
+    write_folder(
+        out,
+        dict(sorted(shapes.items())),
+        DTYPES[dtype] if dtype else stored,
+        lambda name: tensors.read(f"{prefix}{name}", full_box(shapes[name])),
+        max_file_bytes,
+        progress,
+        companions,
+    )
+
+
+def import_model(
+    source: Path, out: Path, *, dtype: str, role: str = "actor", progress: Told = lambda done, total: None
+) -> Checkpoint:
+    """Write a Hugging Face checkpoint as one that a run can begin from.
+
+    Args:
+        out: a folder that does not exist yet.
+        dtype: of the run that will read it.
+
+    Raises:
+        CheckpointError: the source is incomplete.
+        OSError: writing failed.
+    """
+    shape = check_checkpoint(source)
+    files = {tensor.name: tensor.file for tensor in tensors_of(source)}
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    folder = partial / role
+    folder.mkdir(parents=True)
+    try:
+        reader = _LazyReader(files, shape, DTYPES[dtype], progress)
+        empty = {
+            f"{WEIGHTS}.{name}": torch.empty(size, dtype=DTYPES[dtype], device="meta")
+            for name, size in shape.tensors.items()
+        }
+        writer = FileSystemWriter(str(folder), single_file_per_rank=True, thread_count=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # that there is one process, which is what no_dist says
+            dcp.save(empty, storage_writer=writer, planner=reader, no_dist=True)
+        (folder / "metadata.json").write_text(json.dumps(MEGATRON_FORMAT))
+        torch.save({}, folder / "common.pt")
+        (folder / ROLE_FILE).write_text(json.dumps({"shape": asdict(shape), "dtype": dtype}, indent=1) + "\n")
+        state = {"state": {}, "best": {"step": None, "value": None}, "config": {}, "source": str(source)}
+        return complete_checkpoint(partial, 0, state, {}, out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+class _LazyReader(DefaultSavePlanner):
+    """Reads each tensor when it is written."""
+
+    def __init__(self, files: dict[str, Path], shape: ModelShape, dtype: torch.dtype, progress: Told) -> None:
+        super().__init__()
+        self._files, self._dtype, self._progress = files, dtype, progress
+        self._total = sum(math.prod(size) for size in shape.tensors.values()) * dtype.itemsize
+        self._done = 0
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The tensor itself, in place of the empty one that was planned with."""
+        name = write_item.index.fqn.removeprefix(f"{WEIGHTS}.")
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor = file.get_tensor(name).to(self._dtype)
+        self._done += tensor.numel() * tensor.element_size()
+        self._progress(self._done, self._total)
+        return tensor
+
+
+def default_companions(checkpoint: Checkpoint) -> Path | None:
+    """Folder of the model that the run began with; None where it is gone."""
+    config = checkpoint.run_state().get("config") or {}
+    run, model = config.get("run") or {}, config.get("model") or {}
+    own = checkpoint.folder.parent.parent if checkpoint.folder.parent.name == CHECKPOINTS_FOLDER else None
+    places = [
+        model.get("path"),
+        own / "model" if own else None,
+        Path(run.get("folder", "")) / run.get("name", "") / "model",
+    ]
+    found = (Path(place) for place in places if place)
+    return next((place for place in found if (place / "config.json").is_file()), None)

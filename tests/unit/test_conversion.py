@@ -1,0 +1,126 @@
+"""Between Hugging Face checkpoints and those of runs: the same bits there and back, in files of any size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hybridengine.checkpoints.conversion import import_model
+from hybridengine.checkpoints.folders import checkpoint_at
+from hybridengine.checkpoints.tensors import TensorFolder
+from hybridengine.cli.main import main
+from hybridengine.reshard.boxes import full_box
+from tests.gloo.tiny_models import write_model
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    write_model(folder, "qwen2", tied=False)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "README.md").write_text("# A model")
+    return folder
+
+
+def bits(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+@pytest.mark.parametrize("most", ["4GiB", "40KiB", "1"])
+def test_there_and_back_is_bitwise_the_same(most: str, source: Path, tmp_path: Path) -> None:
+    start, back = tmp_path / "start", tmp_path / "back"
+    assert main(["convert", str(source), str(start)]) == 0
+    assert main(["convert", str(start), str(back), "--companions", str(source), "--max-file", most]) == 0
+    before, after = bits(source), bits(back)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    files = list(back.glob("*.safetensors"))
+    if most == "4GiB":
+        assert [file.name for file in files] == ["model.safetensors"]
+        assert files[0].read_bytes()[8:].startswith(b'{"__metadata__":{"format":"pt"}')
+    else:
+        index = json.loads((back / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(one.numel() * 4 for one in before.values())
+        assert set(index["weight_map"]) == set(before) and set(index["weight_map"].values()) == {
+            f.name for f in files
+        }
+        assert len(files) == (len(before) if most == "1" else len(files))
+        limit = max(40 * 1024, max(one.numel() * 4 for one in before.values())) + 4096
+        assert all(file.stat().st_size < limit for file in files)
+    for name in ("config.json", "tokenizer.json", "README.md"):
+        assert (back / name).read_text() == (source / name).read_text()
+    one, other = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, back))
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(one(tokens).logits, other(tokens).logits)
+
+
+def test_another_type_is_rounded_once(source: Path, tmp_path: Path) -> None:
+    assert main(["convert", str(source), str(tmp_path / "start"), "--dtype", "bfloat16"]) == 0
+    stored = TensorFolder(tmp_path / "start" / "actor")
+    for name, tensor in bits(source).items():
+        found = stored.read(f"weights.{name}", full_box(tuple(tensor.shape)))
+        assert found.dtype == torch.bfloat16 and torch.equal(found, tensor.bfloat16())
+
+
+def test_boxes_are_read_from_the_parts_that_hold_them(source: Path, tmp_path: Path) -> None:
+    checkpoint = import_model(source, tmp_path / "start", dtype="float32")
+    checkpoint.check()
+    assert checkpoint.step == 0
+    stored = TensorFolder(checkpoint.folder / "actor")
+    name = "model.embed_tokens.weight"
+    whole = bits(source)[name]
+    assert torch.equal(stored.read(f"weights.{name}", ((5, 9), (3, 17))), whole[5:9, 3:17])
+
+
+REFUSED = {
+    "nothing there": (["nowhere", "out"], "SOURCE nowhere has neither manifest.json nor config.json"),
+    "exists": (["{source}", "{source}"], "exists; name a folder that does not"),
+    "no parent": (["{source}", "{tmp}/a/b"], "there is no folder"),
+    "type": (["{source}", "{tmp}/out", "--dtype", "int8"], "--dtype 'int8' does not exist; choose from"),
+    "size": (["{source}", "{tmp}/out", "--max-file", "much"], "--max-file"),
+    "role": (
+        ["{start}", "{tmp}/out", "--role", "critic", "--companions", "{source}"],
+        "has no role critic; choose from actor",
+    ),
+    "companions": (["{start}", "{tmp}/out"], "has no config.json; give --companions"),
+    "damaged": (["{damaged}", "{tmp}/out", "--companions", "{source}"], "is damaged: its SHA-256"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_one_error_and_writes_nothing(
+    name: str,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("start", "damaged"):
+        import_model(source, tmp_path / folder, dtype="float32")
+    file = next((tmp_path / "damaged" / "actor").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 1
+    file.write_bytes(content)
+    arguments, text = REFUSED[name]
+    places = {"source": source, "tmp": tmp_path, "start": tmp_path / "start", "damaged": tmp_path / "damaged"}
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["convert", *(one.format(**places) for one in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and text in err and err.count("hybridengine: ") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(source: Path, tmp_path: Path) -> None:
+    checkpoint = import_model(source, tmp_path / "start", dtype="float32")
+    assert checkpoint_at(checkpoint.folder).step == 0
