@@ -79,7 +79,9 @@ def train(config: RunConfig) -> None:
         run = _Run(config, step_of, files, trackers, console, say, stop)
         run.carry_out(pools, checkpoint)
     if stop.asked:
-        say(f"stopped; hybridengine train CONFIG resume=auto goes on ({_shown(config.run_folder)})")
+        goes_on = "hybridengine train CONFIG resume=auto goes on"
+        remedy = goes_on if config.checkpoint.every else "nothing is saved, because checkpoint.every=0"
+        say(f"stopped; {remedy} ({_shown(config.run_folder)})")
         return
     rows = read_rows(config.run_folder)
     RunConsole(config.run.steps, console).print_summary(latest_rows(rows))
@@ -137,7 +139,7 @@ class _Run:
         Raises:
             HybridEngineError: the failure, where it would come again, or has come too often.
         """
-        restarts, last = 0, ""
+        restarts, last, first = 0, "", checkpoint
         while True:
             progress = Progress.start() if checkpoint is None else Progress.at(checkpoint)
             try:
@@ -153,7 +155,8 @@ class _Run:
                 self.say(f"failed in step {progress.step + 1}: {error}")
                 self.say(f"starting the ranks again ({restarts} of at most {most} times)")
                 failure = error
-            checkpoint = newest_complete(self.config.run_folder, lambda text: self.say(f"warning: {text}"))
+            newest = newest_complete(self.config.run_folder, lambda text: self.say(f"warning: {text}"))
+            checkpoint = newest or first
             drop_partial(self.config.run_folder)
             self.say(f"going on after step {checkpoint.step if checkpoint else 0}")
             try:
