@@ -107,7 +107,7 @@ def disturbed(runs: Runs) -> Outcome:
     """One run with a killed rank, an engine that raises, a full disk while saving, and a rank that hangs."""
     faults = ["3-kill-rank", "4-full-disk", "7-engine", "9-hang"]
     outcome = runs("disturbed", faults)
-    assert outcome.status == 0, outcome.errors
+    assert outcome.status == 0, outcome.console
     return outcome
 
 

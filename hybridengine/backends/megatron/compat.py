@@ -217,7 +217,11 @@ def begin_save(tensors: dict[str, ShardedTensor], folder: Path) -> AsyncRequest:
 
 
 def write_save(request: AsyncRequest) -> None:
-    """Write this rank's files: in the calling thread, where Megatron-core would fork a process with all its threads."""
+    """Write this rank's files: in the calling thread, where Megatron-core would fork a process with all its threads.
+
+    Raises:
+        OSError: a file cannot be written; no rank may call `end_save` then.
+    """
     if request.async_fn is None:
         return
     _, buckets, results = request.async_fn_args
@@ -231,14 +235,12 @@ def write_save(request: AsyncRequest) -> None:
         )
     outcomes = dict(written.get_nowait() for _ in buckets)
     failed = [one for one in outcomes.values() if isinstance(one, Exception)]
-    results.put(failed[0] if failed else outcomes)
+    if failed:  # Megatron-core would raise this on one rank, while the others wait for it
+        raise failed[0]
+    results.put(outcomes)
 
 
 def end_save(request: AsyncRequest) -> None:
-    """Complete the folder, once every rank has written. Collective.
-
-    Raises:
-        CheckpointException: a rank could not write; raised on all of them.
-    """
+    """Complete the folder, once every rank has written. Collective."""
     for finalize in request.finalize_fns:
         finalize()
