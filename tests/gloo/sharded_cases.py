@@ -126,6 +126,7 @@ def run_of(case: str, layout: str, policy: Path, scorer: Path, **actor: Any) -> 
             "cluster": {"ranks_per_node": (p * t * d,), "rank_order": order or "paper"},
             "model": {"path": str(policy)},
             "data": {"batch_size": NUM_ROWS // SAMPLES},
+            "guards": {"log_prob_drift": None},  # rows are made up, and so are the engine's log-probs
             "rollout": {
                 "max_prompt_tokens": PROMPT_WIDTH,
                 "max_response_tokens": WIDTH,

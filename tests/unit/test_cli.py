@@ -134,7 +134,7 @@ def test_examples_of_the_help_are_accepted(
     examples = [
         line.split("  ") for line in command_line.EXAMPLES.splitlines() if "hybridengine train" in line
     ]
-    assert len(examples) == 4
+    assert len(examples) == 5
     for words in examples:
         _, *arguments = next(word for word in words if word).split()
         assert main([*dict.fromkeys([*arguments, "--dry-run"])]) == 0, arguments
