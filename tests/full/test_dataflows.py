@@ -14,7 +14,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from hybridengine.cli import train as train_module
+from hybridengine.cli import iterations as iterations_module
 from hybridengine.cli.iterations import iterate
 from hybridengine.cli.prepare import RunFiles, claim_run, prepare_files
 from hybridengine.cli.run_output import RunOutput
@@ -295,7 +295,7 @@ def test_a_step_keeps_its_metrics_when_the_evaluation_after_it_does_not_end(
             raise result
         return result
 
-    monkeypatch.setattr(train_module, "evaluate", evaluate)
+    monkeypatch.setattr(iterations_module, "evaluate", evaluate)
     monkeypatch.setattr(RunOutput, "show_samples", lambda *_: None)
     name = f"unjudged-{type(error).__name__}"
     rows, bars = left_by(started, started.roles, counts_to_three, name, type(error), ".*")
@@ -310,7 +310,7 @@ def test_a_step_keeps_its_metrics_when_nobody_can_say_what_the_functions_did(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one that asks finds a rank gone, and the one that asks for last words is interrupted."""
-    monkeypatch.setattr(train_module, "evaluate", lambda *_: ({"eval/score_mean": 0.5}, None))
+    monkeypatch.setattr(iterations_module, "evaluate", lambda *_: ({"eval/score_mean": 0.5}, None))
     monkeypatch.setattr(RunOutput, "show_samples", lambda *_: None)
     answers = iter([{}, DataError("a rank is gone"), KeyboardInterrupt()])
 
