@@ -55,7 +55,6 @@ def step(roles: Roles, sampling: Sampling, settings: AlgorithmSection, state: St
 SIGNALS = {
     "terminate": [signal.SIGTERM],
     "interrupt-twice": [signal.SIGINT, signal.SIGINT],
-    "kill-controller": [signal.SIGKILL],
 }
 
 
