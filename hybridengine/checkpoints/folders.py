@@ -192,7 +192,7 @@ def complete_checkpoint(
 
 
 def prune(run_folder: Path, keep: int, best_step: int | None) -> list[int]:
-    """Delete checkpoints beyond the newest `keep` and the best one, and what was never completed; deleted steps."""
+    """Delete checkpoints beyond the newest `keep` and the best one; steps of those that are gone."""
     deleted = []
     for checkpoint in checkpoints_in(run_folder)[keep:]:
         if checkpoint.step != best_step:

@@ -60,7 +60,7 @@ FREE_KEYS = (
 """Parts of a configuration that change nothing of what a run computes."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Best:
     """The checkpoint with the highest value of the metric that decides."""
 
@@ -112,11 +112,8 @@ class RunSaver:
         self, config: RunConfig, roles: Roles, progress: Progress, say: Callable[[str], None]
     ) -> None:
         self._config, self._progress, self._say = config, progress, say
-        used = [role for role in TRAINED if role in config.algorithm.used_roles]
-        self._groups: dict[str, WorkerGroup] = {role: getattr(roles, role) for role in used}
+        self._groups, self._best_before = _trained_groups(config, roles), progress.best
         self._writing: tuple[Path, int, dict[str, Any]] | None = None
-        self.failed = 0
-        """Checkpoints that could not be written."""
 
     def after_step(self, metrics: Mapping[str, float], *, last: bool = False) -> None:
         """Complete what has been written meanwhile; begin another checkpoint where it is time, or the run ends."""
@@ -133,8 +130,9 @@ class RunSaver:
     def _rate(self, metrics: Mapping[str, float]) -> None:
         name, best = self._config.checkpoint.best, self._progress.best
         value = metrics.get(name, math.nan) if name else math.nan
+        self._best_before = best
         if value > best.value:
-            best.step, best.value = self._progress.step, value
+            self._progress.best = Best(self._progress.step, value)
 
     def _begin(self) -> None:
         config, step = self._config, self._progress.step
@@ -195,9 +193,8 @@ class RunSaver:
         if self._writing is not None:
             shutil.rmtree(self._writing[0], ignore_errors=True)
         self._writing = None
-        self.failed += 1
         if self._progress.best.step == step:
-            self._progress.best = Best()
+            self._progress.best = self._best_before
         self._say(f"warning: no checkpoint of step {step}: {error}; the run goes on, earlier ones are kept")
 
 
@@ -218,6 +215,10 @@ def _results(asked: Mapping[str, Future]) -> tuple[dict[str, Any], CheckpointErr
     return results, first
 
 
+def _trained_groups(config: RunConfig, roles: Roles) -> dict[str, WorkerGroup]:
+    return {role: getattr(roles, role) for role in TRAINED if role in config.algorithm.used_roles}
+
+
 def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:
     """Have every trained role go on from a checkpoint; of one that was converted, those that it has.
 
@@ -225,16 +226,15 @@ def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:
         RankFailedError: it is another model's, or cannot be read.
         CheckpointError: it lacks a role.
     """
-    used = [role for role in TRAINED if role in config.algorithm.used_roles]
+    groups = _trained_groups(config, roles)
     if checkpoint.step == 0:
-        used = [role for role in used if (checkpoint.folder / role).is_dir()]
-    for role in used:
+        groups = {role: group for role, group in groups.items() if (checkpoint.folder / role).is_dir()}
+    for role in groups:
         if not (checkpoint.folder / role).is_dir():
             raise CheckpointError(
                 f"{checkpoint.folder} has no {role}, which algorithm.name={config.algorithm.name} trains; resume with the"
                 " algorithm that it was written by"
             )
-    groups: dict[str, WorkerGroup] = {role: getattr(roles, role) for role in used}
     for loaded in [group.load_checkpoint(str(checkpoint.folder / role)) for role, group in groups.items()]:
         loaded.wait()
 

@@ -315,6 +315,7 @@ class _Asynchronous:
         self._submitted, self._version = 0, 0
         self._ready: deque[_Done] = deque()
         self._events: list[tuple[float, int, int]] = []  # seconds; engine, or whose it is; stamp
+        self._arrivals = itertools.count()
         self._arriving: dict[int, _Done] = {}  # stamp -> a response that its engine ends between two events
         self._stamps = [0] * setting.num_engines
         self._training: list[_Done] = []
@@ -368,7 +369,7 @@ class _Asynchronous:
             if engine.now_s <= now:
                 self._arrive(done, now)
             else:
-                stamp = len(self._arriving) and max(self._arriving) + 1
+                stamp = next(self._arrivals)
                 self._arriving[stamp] = done
                 heapq.heappush(self._events, (engine.now_s, ARRIVAL, stamp))
 

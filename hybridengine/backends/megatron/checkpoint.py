@@ -57,7 +57,8 @@ class BackgroundSave:
     def __init__(self, trainer: MegatronTrainer, folder: Path, more: dict[str, Any]) -> None:
         self._rank, self._folder = trainer.rank, folder
         tensors = {
-            place: _sharded(name, box, whole, copy=part) for place, name, box, whole, part in _saved(trainer)
+            place: _sharded(name, box, whole, part.detach().to("cpu", copy=True).contiguous())
+            for place, name, box, whole, part in _saved(trainer)
         }
         self._role = {"shape": _shape_json(trainer), "dtype": trainer.dtype, **trainer.counters(), **more}
         with device_shim():
@@ -146,7 +147,7 @@ def load_checkpoint(trainer: MegatronTrainer, folder: Path) -> dict[str, Any]:
     names = read_metadata(folder).state_dict_metadata
     has_optimizer = any(name.startswith(f"{compat.MOMENTS[0]}.") for name in names)
     wanted = {
-        place: _sharded(name, box, whole, into=part)
+        place: _sharded(name, box, whole, part)
         for place, name, box, whole, part in _loaded(trainer, has_optimizer)
     }
     missing = sorted({one.key for one in wanted.values()} - set(names))
@@ -240,12 +241,8 @@ def _part(trainer: MegatronTrainer, kind: str, tensor: str, box: Box, view: Tens
     return f"{name} {box}", name, box, trainer.shape.tensors[tensor], view
 
 
-def _sharded(
-    name: str, box: Box, whole: tuple[int, ...], *, copy: Tensor | None = None, into: Tensor | None = None
-) -> ShardedTensor:
-    """For dist_checkpointing: a box of a logical tensor, as a copy in host memory, or to be filled in place."""
-    data = copy.detach().to("cpu", copy=True).contiguous() if copy is not None else into
-    assert data is not None, "a copy or a place"
+def _sharded(name: str, box: Box, whole: tuple[int, ...], data: Tensor) -> ShardedTensor:
+    """For dist_checkpointing: a box of a logical tensor, to be written or to be filled in place."""
     return ShardedTensor(name, data, data.dtype, extents(box), whole, starts(box), axis_fragmentations=None)
 
 
