@@ -105,32 +105,51 @@ def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[s
     """Memory of a rank of a pool; where the actor is, in each phase."""
     of_pool = f" of pool {pool}" if config.cluster.pools else ""
     lines = ["", f"memory per rank{of_pool} (activations and framework overhead left out)"]
-    resident, width = {"train": 0, "generate": 0}, _name_width(config)
-    for holder in model_holders(config):
-        if config.pool_of(holder.role) != pool:
-            continue
-        memory = training_memory(holder_shape(config, holder), holder.sizes, config.model.dtype)
-        trains = holder.role in TRAINED
-        own = memory.weights_bytes + (memory.gradients_bytes + memory.optimizer_bytes if trains else 0)
-        resident["train"] += own
-        resident["generate"] += _held_while_generating(holder, cost, memory)
+    width = _name_width(config)
+    for holder in _holders_of(config, pool):
+        memory = _training_memory(config, holder)
         text = f"  {holder.name:<{width}} weights {format_bytes(memory.weights_bytes)}"
-        if trains:
+        if holder.role in TRAINED:
             text += (
                 f", gradients {format_bytes(memory.gradients_bytes)},"
                 f" optimizer {format_bytes(memory.optimizer_bytes)}"
             )
         lines.append(text)
-    phase = "training" if pool == MAIN_POOL else "always"
-    lines.append(f"  {phase:<{width}} {format_bytes(resident['train'])} in all")
-    if pool == MAIN_POOL:
-        cache, peak = config.rollout.kv_cache_bytes, resident["generate"] - cost.gen_bytes + cost.peak_bytes
-        lines.append(
-            f"  {'generating':<{width}} {format_bytes(resident['generate'] + cache)} in all,"
-            f" KV cache {format_bytes(cache)} included"
-        )
-        lines.append(f"  {'switching':<{width}} {format_bytes(peak)} at its peak")
+    for phase, num_bytes in phase_bytes(config, pool, cost).items():
+        text = f"  {phase:<{width}} {format_bytes(num_bytes)} "
+        if phase == "generating":
+            text += f"in all, KV cache {format_bytes(config.rollout.kv_cache_bytes)} included"
+        else:
+            text += "at its peak" if phase == "switching" else "in all"
+        lines.append(text)
     return lines
+
+
+def phase_bytes(config: RunConfig, pool: str, cost: SwitchCost) -> dict[str, int]:
+    """Phase -> what models take on a rank of a pool, of the rank with the most; "always" where there is no actor."""
+    trains, generates = 0, 0
+    for holder in _holders_of(config, pool):
+        memory = _training_memory(config, holder)
+        own = memory.weights_bytes
+        if holder.role in TRAINED:
+            own += memory.gradients_bytes + memory.optimizer_bytes
+        trains += own
+        generates += _held_while_generating(holder, cost, memory)
+    if pool != MAIN_POOL:
+        return {"always": trains}
+    return {
+        "training": trains,
+        "generating": generates + config.rollout.kv_cache_bytes,
+        "switching": generates - cost.gen_bytes + cost.peak_bytes,
+    }
+
+
+def _holders_of(config: RunConfig, pool: str) -> list[ModelHolder]:
+    return [holder for holder in model_holders(config) if config.pool_of(holder.role) == pool]
+
+
+def _training_memory(config: RunConfig, holder: ModelHolder) -> TrainingMemory:
+    return training_memory(holder_shape(config, holder), holder.sizes, config.model.dtype)
 
 
 def _held_while_generating(holder: ModelHolder, cost: SwitchCost, memory: TrainingMemory) -> int:

@@ -15,6 +15,7 @@ from hybridengine import __version__
 from hybridengine.cli.calibrate import add_calibrate_command
 from hybridengine.cli.convert import add_convert_command
 from hybridengine.cli.dispatch_bench import add_dispatch_command
+from hybridengine.cli.doctor import add_doctor_command
 from hybridengine.cli.plan import add_planner_command
 from hybridengine.cli.report import add_report_command
 from hybridengine.cli.reshard_bench import add_bench_command
@@ -22,6 +23,7 @@ from hybridengine.cli.reshard_plan import add_plan_command
 from hybridengine.cli.simulate import add_simulate_command
 from hybridengine.cli.step_bench import add_step_command
 from hybridengine.errors import CheckpointError, ConfigError, DataError, HybridEngineError, TopologyError
+from hybridengine.redaction import without_secrets
 
 EXAMPLES = """examples:
   hybridengine train configs/arithmetic.yaml                       the demo: four ranks on a CPU
@@ -29,6 +31,7 @@ EXAMPLES = """examples:
   hybridengine train configs/arithmetic.yaml actor.generate=1-2    another generation layout, p_g-t_g
   hybridengine train configs/llama3-70b-16nodes.yaml --dry-run     groups, plan and memory; starts nothing
   hybridengine train configs/arithmetic.yaml resume=auto           go on from the newest whole checkpoint
+  hybridengine doctor configs/arithmetic.yaml                      what is wrong here, and how to mend it
   hybridengine convert --help                                      checkpoints of runs from and to safetensors
   hybridengine report runs/arithmetic                              curves, timeline and samples as one HTML page
   hybridengine plan --help                                         where models go, with which sizes; starts nothing
@@ -69,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     except (ConfigError, TopologyError, CheckpointError, DataError) as error:
-        print(f"hybridengine: {error}", file=sys.stderr)
+        print(without_secrets(f"hybridengine: {error}"), file=sys.stderr)
         return 2
     except HybridEngineError as error:
-        print(f"hybridengine: {type(error).__name__}: {error}", file=sys.stderr)
+        print(without_secrets(f"hybridengine: {type(error).__name__}: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("hybridengine: interrupted; what has been written so far is kept", file=sys.stderr)
@@ -147,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
     add_calibrate_command(commands)
     add_convert_command(commands)
+    add_doctor_command(commands)
     add_planner_command(commands)
     add_report_command(commands)
     add_simulate_command(commands)

@@ -138,9 +138,7 @@ def prepare_files(config: RunConfig) -> RunFiles:
             )
     files = _read_rows(config, tokenizer, problems)
     problems.raise_all()
-    (config.run_folder / CONFIG_FILE).write_text(
-        yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-    )
+    (config.run_folder / CONFIG_FILE).write_text(yaml.safe_dump(config.described(), sort_keys=False))
     return files
 
 

@@ -52,7 +52,7 @@ SHOWN_SAMPLES = 3
 
 def run_trackers(config: RunConfig) -> Trackers:
     """The trackers of a run, still to be opened (`with`)."""
-    run = TrackedRun(config.run.name, config.run_folder, config.model_dump(mode="json"))
+    run = TrackedRun(config.run.name, config.run_folder, config.described())
     return Trackers(config.run.trackers, run)
 
 

@@ -39,6 +39,7 @@ from hybridengine.metrics.formatting import format_bytes
 from hybridengine.metrics.report.run_record import CONFIG_FILE
 from hybridengine.metrics.rows import latest_rows, read_rows
 from hybridengine.metrics.trackers import Trackers, missing_trackers
+from hybridengine.redaction import without_secrets
 
 RANK_BYTES = 2**30
 """Host memory that the libraries of one rank's process take, roughly, before any weights."""
@@ -50,9 +51,8 @@ def train(config: RunConfig) -> None:
     started = time.perf_counter()
 
     def say(text: str) -> None:
-        console.print(
-            f"[{time.perf_counter() - started:6.1f}s] {text}", markup=False, highlight=False, soft_wrap=True
-        )
+        line = f"[{time.perf_counter() - started:6.1f}s] {without_secrets(text)}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     raise_all([*local_problems(config), *missing_trackers(config.run.trackers)])
     step_of = load_step(config.algorithm)

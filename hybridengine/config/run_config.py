@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from hybridengine.config.algorithm_sections import AlgorithmSection, Role
 from hybridengine.config.reward_sections import RewardSection
@@ -25,6 +25,7 @@ from hybridengine.config.sections import (
     WarmupSection,
 )
 from hybridengine.config.values import PathText, Section
+from hybridengine.redaction import redacted
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
@@ -81,6 +82,10 @@ class RunConfig(Section):
     resume: PathText = "never"
     """`auto` goes on from the newest whole checkpoint of the run's folder, or begins there; `never` begins in a folder of
     its own; the folder of a checkpoint begins from that one."""
+
+    def described(self) -> dict[str, Any]:
+        """The configuration as plain values to write down and to send, without its secrets."""
+        return redacted(self.model_dump(mode="json"))
 
     @property
     def pools(self) -> dict[str, PoolSection]:

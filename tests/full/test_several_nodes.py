@@ -1,8 +1,10 @@
-"""A Ray cluster of three raylets: 12 ranks in the order of their nodes' addresses, and roles on pools of their own."""
+"""A Ray cluster of three raylets: 12 ranks in the order of their addresses, roles on pools of their own, and a node that
+disappears."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,10 +16,10 @@ import pytest
 import yaml
 
 from hybridengine.metrics import keys
-from hybridengine.metrics.rows import Row, read_rows
+from hybridengine.metrics.rows import Row, latest_rows, read_rows
 from hybridengine.metrics.timeline import TIMELINE_FILE, Span, read_timeline
 from tests.full.several_nodes import NUM_ROWS
-from tests.full.tiny_runs import SECTIONS, Run, value
+from tests.full.tiny_runs import SECTIONS, Run, computed, value
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -39,6 +41,8 @@ class Seen:
     rows: list[Row]
     spans: Sequence[Span]
     console: str
+    runs: Path
+    """The folder of both runs."""
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +56,30 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         "reference": {"parallel": "1-1-1"},
     }
     (folder / "nodes.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
-    command = [sys.executable, "-m", "tests.full.several_nodes", folder / "nodes.yaml", folder / "seen.json"]
+    (folder / "faults").mkdir()
+    (folder / "faults" / f"{STEPS}-kill-node").touch()
+    algorithm = {
+        "name": "tests.full.faulty",
+        "roles": ["actor", "critic", "reference", "reward"],
+        "options": {"faults": str(folder / "faults")},
+    }
+    disturbed = changes | {"algorithm": algorithm, "checkpoint": {"every": 1}}
+    (folder / "disturbed.yaml").write_text(yaml.safe_dump(SECTIONS | disturbed))
+    files = [folder / name for name in ("nodes.yaml", "disturbed.yaml", "seen.json")]
+    command = [sys.executable, "-m", "tests.full.several_nodes", *files]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=LIMIT_S, cwd=Path(__file__).parents[2], check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     run = folder / "runs" / "nodes"
     timeline = read_timeline(run / TIMELINE_FILE)
-    return Seen(json.loads((folder / "seen.json").read_text()), read_rows(run), timeline.spans, done.stdout)
+    return Seen(
+        json.loads((folder / "seen.json").read_text()),
+        read_rows(run),
+        timeline.spans,
+        done.stdout,
+        run.parent,
+    )
 
 
 def test_ranks_are_numbered_by_the_addresses_of_their_nodes_as_numbers(seen: Seen):
@@ -112,6 +132,30 @@ def test_pools_work_at_the_same_time(seen: Seen):
     assert {span.node for span in seen.spans if span.role == "actor"} == {"127.0.0.2", "127.0.0.9"}
     together = [overlap(seen.spans, step, "actor.update", "critic.update") for step in range(1, STEPS + 1)]
     assert max(together) > 0
+
+
+def test_a_run_goes_on_where_a_node_disappears(seen: Seen):
+    """With the rows and weights of the one that nothing has disturbed: two nodes have room for all ranks."""
+    assert seen.cluster["left"] == ["127.0.0.2", "127.0.0.10"]
+    failed = rf"failed in step {STEPS}: \S+ died on rank 1 \(.*node 127\.0\.0\.9\): "
+    assert re.search(failed, seen.console), seen.console
+    assert f"going on after step {STEPS - 1}" in seen.console
+    assert computed(latest_rows(read_rows(seen.runs / "disturbed"))) == computed(seen.rows)
+    weights = [
+        (seen.runs / run / "final" / "model.safetensors").read_bytes() for run in ("nodes", "disturbed")
+    ]
+    assert weights[0] == weights[1]
+
+
+def test_the_doctor_finds_nothing_to_mend_on_three_nodes(seen: Seen):
+    found = seen.cluster["doctor"]
+    assert [one for one in found if one["level"] == "problem"] == []
+    texts = {one["subject"]: one["text"] for one in found if one["level"] == "ok"}
+    assert "all 3 nodes see the same files there" in texts["shared files"]
+    assert texts["ports"].startswith("3 nodes reach each other's ports")
+    assert re.match(r"3 ranks meet and sum 64\.0 MiB right, in .* \(gloo\)", texts["links"])
+    assert texts["clock"].startswith("clocks are within")
+    assert not (seen.runs.parent / "examined").exists()
 
 
 def test_one_pool_works_in_turn(run: Run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,15 @@ SECTIONS: dict[str, Any] = {
         "kv_cache_bytes": "16MiB",
     },
 }
+
+
+MEASURED = ("time/", "throughput/", "memory/", "transfer/", "controller/", "reward/call_s")
+"""Metrics of the machine, not of what is computed."""
+
+
+def computed(rows: Iterable[Row]) -> list[Row]:
+    """Rows without what depends on the machine."""
+    return [{key: row[key] for key in row if not key.startswith(MEASURED)} for row in rows]
 
 
 @dataclass(frozen=True)

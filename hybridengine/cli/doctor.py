@@ -1,0 +1,148 @@
+"""`hybridengine doctor`: what is wrong with an installation or a cluster, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from hybridengine.cli.options import STDOUT, add_json_option, json_file, once
+from hybridengine.cli.output_files import check_output_files, write_output
+from hybridengine.config import RunConfig, load_config
+from hybridengine.doctor.findings import Finding, Level, Subject, count, merged
+from hybridengine.doctor.machine import THIS_MACHINE, Say, Wanted, examine_machine
+from hybridengine.doctor.node_facts import node_facts
+
+DESCRIPTION = """Examine this machine's installation, then every node of the cluster, and print what to fix.
+
+versions       Python and packages: there, new enough, importable, the same on all nodes
+devices        GPUs, their drivers and what else runs on them; without GPUs, the processor
+memory         of hosts, shared memory, and how many files a process may open
+shared files   whether all nodes write to the same run.folder and see its locks; its speed and space
+clock          of every node, against this machine's
+ports, links   every node to every other one; bytes from node to node; a world of ranks that sums a tensor
+
+With CONFIG, also whether the run fits: ranks, memory, checkpoints. The cluster is that of cluster.address or RAY_ADDRESS;
+without either, a local Ray is started. Takes about a minute, writes nothing that stays, and ends with status 1 where a
+run would fail."""
+EPILOG = """examples:
+  hybridengine doctor                                     this machine, with a local Ray
+  hybridengine doctor --here                              the installation alone; starts nothing
+  hybridengine doctor configs/llama3-70b-16nodes.yaml     the cluster, and whether this run fits
+  RAY_ADDRESS=10.0.0.4:6379 hybridengine doctor --folder /shared/runs"""
+COLORS = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+
+
+def add_doctor_command(subparsers: Any) -> None:
+    """Add `doctor` to the commands of `hybridengine`."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="examine an installation and a cluster, and print what to fix",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file of a run that shall fit")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="values that replace those of the file"
+    )
+    option = once(parser)
+    option("--here", action="store_true", help="this machine's installation only; starts nothing")
+    option("--folder", metavar="FOLDER", help="of runs, in place of run.folder (default runs)")
+    add_json_option(parser)
+    parser.set_defaults(run=run_doctor)
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    """Carry out the command; returns the exit status."""
+    check_output_files({"--json": json_file(options)}, {"CONFIG": options.config})
+    config = load_config(options.config, options.overrides, dry_run=True) if options.config else None
+    wanted = _wanted(config, options.folder)
+    started, progress = time.perf_counter(), Console(stderr=True)
+
+    def say(text: str) -> None:
+        taken = f"[{time.perf_counter() - started:6.1f}s]"
+        progress.print(f"{taken} {text}", markup=False, highlight=False, soft_wrap=True)
+
+    say("importing torch, Megatron-core and vLLM")
+    own = node_facts(THIS_MACHINE)
+    findings = examine_machine(wanted, own)
+    broken = any(found.subject == Subject.VERSIONS and found.level == Level.PROBLEM for found in findings)
+    if not options.here and not broken:
+        from hybridengine.doctor.examination import examine_cluster
+
+        _start_ray(config, wanted, say)
+        findings = examine_cluster(wanted, own, say)
+    findings = merged(findings)
+    figures = json.dumps([asdict(found) for found in findings], indent=1) + "\n"
+    if options.json == STDOUT:
+        print(figures, end="")
+    else:
+        _print(findings)
+        if broken and not options.here:
+            print("the cluster was not examined: mend this machine's versions first")
+        if (file := json_file(options)) is not None:
+            write_output("--json", file, figures)
+    return 1 if count(findings, Level.PROBLEM) else 0
+
+
+def _wanted(config: RunConfig | None, folder: str | None) -> Wanted:
+    """What a run takes, or without one nothing but its folder."""
+    if config is None:
+        return Wanted(str(Path(folder or "runs").resolve()))
+    from hybridengine.cli.dry_run import cost_of, phase_bytes
+    from hybridengine.cli.train import RANK_BYTES
+    from hybridengine.drivers.saving import checkpoint_bytes
+
+    saved = checkpoint_bytes(config) if config.checkpoint.every else 0
+    kept = config.checkpoint.keep + (2 if config.checkpoint.best else 1)
+    cost, models = cost_of(config), 0
+    if config.cluster.device != "cuda":
+        models = max(max(phase_bytes(config, pool, cost).values()) for pool in config.pools)
+    return Wanted(
+        folder=str(Path(folder or config.run.folder).resolve()),
+        device=config.cluster.device,
+        pools=tuple(tuple(pool.ranks_per_node) for pool in config.pools.values()),
+        rank_bytes=RANK_BYTES + models + saved // config.num_ranks,
+        kept_bytes=kept * saved,
+        checkpoint_bytes=saved,
+        start_limit_s=config.timeouts.start_s,
+    )
+
+
+def _start_ray(config: RunConfig | None, wanted: Wanted, say: Say) -> None:
+    from hybridengine.controller.cluster import start_ray
+
+    if config is not None and config.cluster.address is not None:
+        os.environ["RAY_ADDRESS"] = config.cluster.address
+    address = os.environ.get("RAY_ADDRESS")
+    say(f"connecting to the cluster at {address}" if address else "starting a local Ray")
+    start_ray(num_cpus=max(2, sum(map(sum, wanted.pools))))
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    """Subject by subject, with what to do beneath."""
+    console = Console(highlight=False, soft_wrap=True)
+    width = max(len(level) for level in Level)
+    for number, found in enumerate(findings):
+        if number == 0 or found.subject != findings[number - 1].subject:
+            console.print(f"[bold]{found.subject}[/bold]")
+        where = ", ".join(node for node in found.nodes if node != THIS_MACHINE)
+        color = COLORS[found.level]
+        text = escape(f"{where}: {found.text}" if where else found.text)
+        console.print(f"  [{color}]{found.level:<{width}}[/{color}]  {text}")
+        if found.remedy:
+            console.print(f"  {'':<{width}}  -> {escape(found.remedy)}")
+    problems, warnings = count(findings, Level.PROBLEM), count(findings, Level.WARNING)
+    if not problems and not warnings:
+        console.print("nothing to mend")
+    else:
+        console.print(f"{problems} problem(s), which end runs; {warnings} warning(s)")

@@ -1,0 +1,107 @@
+"""Secrets in names, in the environment and in addresses; and that what is no secret stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybridengine.cli.main import main
+from hybridengine.config import load_config
+from hybridengine.controller.failures import failure_of
+from hybridengine.redaction import is_secret, redacted, without_secrets
+
+SECRET = "sk-0123456789"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "api_key",
+        "apikey",
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "MLFLOW_TRACKING_PASSWORD",
+        "client.secret",
+        "Authorization",
+        "credentials",
+    ],
+)
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer", "max_prompt_tokens_in", "label_key", "key", "path", "secretary", "author", "KEYBOARD"],
+)
+def test_names_of_other_things(name: str) -> None:
+    assert not is_secret(name)
+
+
+def test_configurations() -> None:
+    found = redacted(
+        {
+            "options": {"api_key": SECRET, "tokens": 3, "nested": [{"password": ""}, {"token": ["a", "b"]}]},
+            "name": "x",
+        }
+    )
+    assert found == {
+        "options": {
+            "api_key": "(hidden)",
+            "tokens": 3,
+            "nested": [{"password": ""}, {"token": ["(hidden)"] * 2}],
+        },
+        "name": "x",
+    }
+
+
+def test_values_of_the_environment_are_hidden_wherever_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", SECRET)
+    monkeypatch.setenv("JUDGE_TOKEN", f"{SECRET}-longer")
+    monkeypatch.setenv("PIN_TOKEN", "123")
+    assert without_secrets(f"GET /?key={SECRET} 123") == "GET /?key=(hidden: JUDGE_API_KEY) 123"
+    assert without_secrets(f"{SECRET}-longer") == "(hidden: JUDGE_TOKEN)"
+    assert redacted({"header": f"Bearer {SECRET}"}) == {"header": "Bearer (hidden: JUDGE_API_KEY)"}
+
+
+def test_addresses() -> None:
+    assert (
+        without_secrets("no answer from https://me:pass@host:5000/x")
+        == "no answer from https://(hidden)@host:5000/x"
+    )
+    assert without_secrets("ray://host:10001 and a@b.c") == "ray://host:10001 and a@b.c"
+
+
+def test_failures_of_ranks_carry_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", SECRET)
+    try:
+        raise ValueError(f"401 for {SECRET}")
+    except ValueError as error:
+        failure = failure_of(0, error)
+    assert SECRET not in failure.error + failure.traceback
+    assert "401 for (hidden: JUDGE_API_KEY)" in failure.traceback
+
+
+CONFIG = """
+model: {hf_config: qwen2.5-7b, path: models/none}
+data: {train_file: none.jsonl}
+reward: {function: "judge:ask"}
+algorithm: {name: "my.dataflow", roles: [actor, reward], options: {api_key: "${oc.env:JUDGE_API_KEY}"}}
+"""
+
+
+def test_a_configuration_that_is_written_down_has_no_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", SECRET)
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG)
+    config = load_config(file, [], dry_run=True)
+    assert config.algorithm.options["api_key"] == SECRET  # the dataflow needs it
+    assert SECRET not in yaml.safe_dump(config.described())
+    assert config.described()["data"]["train_file"] == "none.jsonl"
+    assert main(["train", str(file), f"run.name=a/{SECRET}"]) == 2
+    assert SECRET not in capsys.readouterr().err
