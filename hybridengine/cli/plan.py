@@ -20,8 +20,9 @@ from hybridengine.errors import ConfigError
 from hybridengine.planning.comparison import idle_shares
 from hybridengine.planning.options import Options
 from hybridengine.planning.passes import compute_of
+from hybridengine.planning.plan import Plan
 from hybridengine.planning.run_settings import run_settings
-from hybridengine.planning.search import Found, Plan, Search
+from hybridengine.planning.search import Found, Search
 from hybridengine.planning.shortage import shortage
 
 MOST_PLANS = 1000

@@ -16,7 +16,7 @@ from hybridengine.cli.chart_style import STYLE
 from hybridengine.cli.plan_tables import pool_text
 from hybridengine.metrics.formatting import format_seconds
 from hybridengine.planning.dataflows import Work
-from hybridengine.planning.search import Plan
+from hybridengine.planning.plan import Plan
 
 COLOURS = {
     Work.SWITCH: "#D55E00",

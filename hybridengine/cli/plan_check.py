@@ -11,7 +11,7 @@ from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.metrics.measured_run import MeasuredRun
 from hybridengine.planning.clusters import Cluster
 from hybridengine.planning.given import given_plan
-from hybridengine.planning.search import Plan
+from hybridengine.planning.plan import Plan
 
 PHASE_TOLERANCE, STEP_TOLERANCE = 0.25, 0.15
 """How far predictions may be off, as shares of what was measured."""

@@ -9,7 +9,7 @@ from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.planning.comparison import Comparison, compare, idle_shares
 from hybridengine.planning.dataflows import Work
 from hybridengine.planning.iteration import Bar
-from hybridengine.planning.search import Plan, PoolPlan
+from hybridengine.planning.plan import Plan, PoolPlan
 
 BAR_WIDTH = 60
 COLUMNS: dict[str, tuple[Work, ...]] = {

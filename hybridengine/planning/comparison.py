@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridengine.planning.iteration import Bar
-from hybridengine.planning.search import Plan
+from hybridengine.planning.plan import Plan
 
 SHOWN_SHARE = 0.005
 """Of the step; smaller differences are left out."""

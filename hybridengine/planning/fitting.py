@@ -26,7 +26,7 @@ from hybridengine.planning.clusters import Cluster, HostCalls
 from hybridengine.planning.dataflows import Work
 from hybridengine.planning.given import given_plan
 from hybridengine.planning.options import pricer_of
-from hybridengine.planning.search import Plan
+from hybridengine.planning.plan import Plan
 from hybridengine.planning.switch_cost import SwitchPricer
 from hybridengine.planning.workload import Workload
 

@@ -11,7 +11,7 @@ from hybridengine.planning.iteration import Sharing, schedule_of
 from hybridengine.planning.option import Option
 from hybridengine.planning.options import Options
 from hybridengine.planning.passes import compute_of
-from hybridengine.planning.search import Plan, PoolPlan
+from hybridengine.planning.plan import Plan, PoolPlan
 from hybridengine.planning.switch_cost import SwitchPricer
 from hybridengine.planning.workload import Workload
 

@@ -7,7 +7,7 @@ from typing import Any
 from hybridengine.config import RunConfig
 from hybridengine.planning.clusters import Cluster
 from hybridengine.planning.option import Option
-from hybridengine.planning.search import Plan, PoolPlan
+from hybridengine.planning.plan import Plan, PoolPlan
 from hybridengine.planning.workload import Workload
 
 

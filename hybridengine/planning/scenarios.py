@@ -26,7 +26,8 @@ from hybridengine.planning.iteration import Sharing
 from hybridengine.planning.options import Options
 from hybridengine.planning.passes import compute_of
 from hybridengine.planning.placements import Placement, pool_sizes
-from hybridengine.planning.search import Plan, Search
+from hybridengine.planning.plan import Plan
+from hybridengine.planning.search import Search
 from hybridengine.planning.shards import generation_holding
 from hybridengine.planning.shortage import shortage
 from hybridengine.planning.simulation import Outcome, Setting

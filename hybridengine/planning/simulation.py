@@ -4,9 +4,8 @@
     asynchronous   some devices generate all the time, the others train; after each optimizer step new weights go to the
                    engines, between two tokens of what they are generating (in flight), or once that is complete (drain)
 
-An engine advances all its responses by a token a step, whose seconds depend on how many they are and on how many tokens
-they have. Between two events nothing about an engine changes, so that a span of steps is one event: responses that begin
-or end, weights that arrive. Whose policy a token comes from is known for every token.
+An event is the end of a response or of an optimizer step; how an engine works between two of them is in
+simulated_engine.py.
 
 A response is begun only while floor((N_r - 1) / B) <= i + eta: what has been begun, N_r, is at most eta batches ahead of
 the trainer's i (AReaL, arXiv 2505.24298, section 5.1). None is begun once everything is complete that the run trains on:
@@ -17,22 +16,19 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from hybridengine.errors import ConfigError
 from hybridengine.planning.asynchronous import admits
 from hybridengine.planning.lengths import Lengths
+from hybridengine.planning.simulated_engine import Done, SimulatedEngine, StepSeconds
 
 TRAINER, ARRIVAL = -1, -2
 """Whose an event is, where it is no engine's."""
-StepSeconds = Callable[[float, float], float]
-"""Seconds of an engine's step: responses that run, and tokens that they have altogether, prompts included."""
 
 
 @dataclass(frozen=True)
@@ -140,125 +136,6 @@ class Outcome:
         return max(self.staleness_counts, default=0)
 
 
-@dataclass(order=True)
-class _Running:
-    """A response under way: the engine's step count at which it ends comes first, for a heap."""
-
-    end: int
-    number: int
-    begin: int = field(compare=False)
-    length: int = field(compare=False)
-
-
-@dataclass(frozen=True)
-class _Done:
-    """A complete response: which policy each run of its tokens comes from."""
-
-    length: int
-    versions: tuple[tuple[int, int], ...]
-    """(version, tokens)."""
-
-
-class _Engine:
-    """One engine; time advances from event to event."""
-
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-        self.now_s = 0.0
-        self.steps = 0
-        self.running: list[_Running] = []
-        self._begun_sum = 0
-        self._changes, self._versions = [0], [0]
-        self._has_weights_s = 0.0
-        self.busy_s = 0.0
-        self.idle_s = 0.0
-        self.pending_version: int | None = None
-
-    @property
-    def version(self) -> int:
-        return self._versions[-1]
-
-    def begin(self, number: int, length: int) -> None:
-        """Start a response, after its prompt."""
-        heapq.heappush(self.running, _Running(self.steps + length, number, self.steps, length))
-        self._begun_sum += self.steps
-        self.now_s += self._setting.prefill_s
-        self.busy_s += self._setting.prefill_s
-
-    def take_weights(self, version: int, now_s: float) -> None:
-        """Stop for new weights, between two tokens; where weights are still on their way, these come instead."""
-        self.pending_version = None
-        if self._has_weights_s > now_s and self._changes[-1] == self.steps:
-            self._versions[-1] = version
-            return
-        self.now_s += self._setting.update_s
-        self.idle_s += self._setting.update_s
-        self._has_weights_s = self.now_s
-        self._changes.append(self.steps)
-        self._versions.append(version)
-
-    def wait(self, until_s: float) -> None:
-        """Do nothing until a moment, where there is nothing to do."""
-        if not self.running and self.now_s < until_s:
-            self.idle_s += until_s - self.now_s
-            self.now_s = until_s
-
-    def stop(self, now_s: float) -> None:
-        """Count what it does up to the end of the run, and nothing beyond."""
-        beyond = self.now_s - now_s
-        if beyond <= 0:
-            if self.running:  # in the middle of a token
-                self.busy_s -= beyond
-            else:
-                self.idle_s -= beyond
-        else:
-            idle = min(beyond, max(0.0, self._has_weights_s - now_s), self._setting.update_s)
-            self.idle_s -= idle
-            self.busy_s -= beyond - idle
-        self.now_s = now_s
-
-    def next_end_s(self) -> float:
-        """When the next response ends, if nothing happens before."""
-        if not self.running:
-            return float("inf")
-        return self.now_s + (self.running[0].end - self.steps) * self._step_s(self.running[0].end)
-
-    def advance(self, until_s: float) -> Iterator[_Done]:
-        """Work until a moment, and to the end of the token that is then under way; complete responses come out."""
-        while self.running and self.now_s < until_s:
-            end = self.running[0].end
-            step_s = self._step_s(end)
-            whole = end - self.steps
-            fit = min(whole, max(1, math.ceil((until_s - self.now_s) / step_s - 1e-9)))
-            self.steps += fit
-            self.now_s += fit * step_s
-            self.busy_s += fit * step_s
-            while self.running and self.running[0].end == self.steps:
-                one = heapq.heappop(self.running)
-                self._begun_sum -= one.begin
-                yield _Done(one.length, self._versions_of(one))
-            if fit < whole:
-                return
-        self.wait(until_s)
-
-    def _step_s(self, end: int) -> float:
-        """Seconds of a step until the next end, with the tokens that there are halfway."""
-        count = len(self.running)
-        made = count * (self.steps + end) / 2 - self._begun_sum
-        return self._setting.step_s(count, count * self._setting.prompt_tokens + made)
-
-    def _versions_of(self, one: _Running) -> tuple[tuple[int, int], ...]:
-        first = bisect_right(self._changes, one.begin) - 1
-        found, at = [], one.begin
-        for place in range(first, len(self._changes)):
-            end = self._changes[place + 1] if place + 1 < len(self._changes) else one.end
-            end = min(end, one.end)
-            if end > at:
-                found.append((self._versions[place], end - at))
-                at = end
-        return tuple(found)
-
-
 def simulate(setting: Setting) -> Outcome:
     """Simulate a run; equal settings give equal outcomes.
 
@@ -275,13 +152,20 @@ def _lengths(setting: Setting) -> Iterator[int]:
         yield from setting.lengths.sample(generator, 4096).tolist()
 
 
+def _engines(setting: Setting) -> list[SimulatedEngine]:
+    return [
+        SimulatedEngine(setting.step_s, setting.prompt_tokens, setting.prefill_s, setting.update_s)
+        for _ in range(setting.num_engines)
+    ]
+
+
 def _synchronous(setting: Setting) -> Outcome:
     """Batches are shared out over the engines; training begins when the last response is complete."""
     lengths, now, tokens, busy, idle, train_busy = _lengths(setting), 0.0, 0, 0.0, 0.0, 0.0
     ends: list[float] = []
     queue: list[tuple[float, int]] = [(0.0, 0)]
     for _ in range(setting.num_steps):
-        engines = [_Engine(setting) for _ in range(setting.num_engines)]
+        engines = _engines(setting)
         batch = list(itertools.islice(lengths, setting.batch_size))
         finished: list[float] = []
         for place, engine in enumerate(engines):
@@ -311,14 +195,14 @@ class _Asynchronous:
 
     def __init__(self, setting: Setting) -> None:
         self._setting, self._lengths = setting, _lengths(setting)
-        self._engines = [_Engine(setting) for _ in range(setting.num_engines)]
+        self._engines = _engines(setting)
         self._submitted, self._version = 0, 0
-        self._ready: deque[_Done] = deque()
+        self._ready: deque[Done] = deque()
         self._events: list[tuple[float, int, int]] = []  # seconds; engine, or whose it is; stamp
         self._arrivals = itertools.count()
-        self._arriving: dict[int, _Done] = {}  # stamp -> a response that its engine ends between two events
+        self._arriving: dict[int, Done] = {}  # stamp -> a response that its engine ends between two events
         self._stamps = [0] * setting.num_engines
-        self._training: list[_Done] = []
+        self._training: list[Done] = []
         self._training_s = 0.0
         self._staleness: dict[int, int] = {}
         self._tokens, self._train_busy_s = 0, 0.0
@@ -363,7 +247,7 @@ class _Asynchronous:
         self._fill([place], now)
         self._start_step(now)
 
-    def _take_done(self, engine: _Engine, now: float) -> None:
+    def _take_done(self, engine: SimulatedEngine, now: float) -> None:
         """Let an engine work until a moment; what it completes in the step that goes beyond arrives later."""
         for done in engine.advance(now):
             if engine.now_s <= now:
@@ -373,7 +257,7 @@ class _Asynchronous:
                 self._arriving[stamp] = done
                 heapq.heappush(self._events, (engine.now_s, ARRIVAL, stamp))
 
-    def _arrive(self, done: _Done, now: float) -> None:
+    def _arrive(self, done: Done, now: float) -> None:
         """A response is complete."""
         self._ready.append(done)
         self._queue.append((now, len(self._ready)))

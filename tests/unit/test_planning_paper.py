@@ -16,7 +16,8 @@ from hybridengine.planning.clusters import load_cluster
 from hybridengine.planning.lengths import Lengths
 from hybridengine.planning.options import Options
 from hybridengine.planning.placements import Placement, placements
-from hybridengine.planning.search import Plan, Search
+from hybridengine.planning.plan import Plan
+from hybridengine.planning.search import Search
 from hybridengine.planning.workload import Workload, workload_of
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 

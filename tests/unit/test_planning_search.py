@@ -21,7 +21,8 @@ from hybridengine.planning.option import undominated_rows
 from hybridengine.planning.options import Options
 from hybridengine.planning.passes import compute_of
 from hybridengine.planning.placements import allocations, placements, pool_sizes
-from hybridengine.planning.search import Plan, Search
+from hybridengine.planning.plan import Plan
+from hybridengine.planning.search import Search
 from hybridengine.planning.workload import PlannedModel, Workload
 from hybridengine.topology.sizes import TrainSizes
 
