@@ -1,7 +1,7 @@
-"""A process of its own with a Ray cluster of three raylets: 12 light ranks in one pool, what `doctor` finds, a run with
-four pools, and the same run once more, in the middle of which a node disappears.
+"""A process of its own with a Ray cluster of three raylets: 12 light ranks in one pool, what `doctor` finds, then a run
+with four pools, in the middle of which a node disappears.
 
-    python -m tests.full.several_nodes CONFIG DISTURBED OUTPUT
+    python -m tests.full.several_nodes CONFIG OUTPUT
 
 Nodes join in an order that is neither that of their addresses as numbers nor as text.
 """
@@ -88,13 +88,12 @@ def examined(folder: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    config, disturbed, output = sys.argv[1:]
+    config, output = sys.argv[1:]
     with raylets():
         cluster.start_ray()
         seen = {"offers": [str(offer) for offer in cluster.node_offers()], "light": see_light_ranks()}
         seen["doctor"] = examined(str(Path(config).parent / "examined"))
         train(load_config(config))
-        train(load_config(disturbed))
         seen["left"] = [offer.address for offer in cluster.node_offers()]
     Path(output).write_text(json.dumps(seen))
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
-from collections.abc import Sequence
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +30,8 @@ pytestmark = pytest.mark.timeout(900)
 
 STEPS, EVERY, LIMIT_S = 10, 2, 25
 POISONED = 6
+ROOT = Path(__file__).parents[2]
+COMMAND = str(Path(sys.executable).with_name("hybridengine"))
 TWO_RANKS = {
     "cluster": {"ranks_per_node": [2]},
     "actor": SECTIONS["actor"] | {"parallel": "1-2-1"},
@@ -63,6 +70,18 @@ class Runs:
 
     def __call__(self, name: str, faults: Sequence[str] = (), *overrides: str) -> Outcome:
         """`hybridengine train` with these faults, "STEP-FAULT"."""
+        file = self.config(name, faults)
+        out, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            status = main(["train", str(file), *overrides])
+        return Outcome(status, out.getvalue(), errors.getvalue(), self.folder(name))
+
+    def folder(self, name: str) -> Path:
+        """Of a run."""
+        return self._folder / "runs" / name
+
+    def config(self, name: str, faults: Sequence[str] = ()) -> Path:
+        """The file of a run with these faults."""
         to_come = self._folder / f"{name}-faults"
         to_come.mkdir(exist_ok=True)
         for fault in faults:
@@ -81,10 +100,7 @@ class Runs:
         }
         file = self._folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump(SECTIONS | TWO_RANKS | {"run": run, "algorithm": algorithm}))
-        out, errors = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-            status = main(["train", str(file), *overrides])
-        return Outcome(status, out.getvalue(), errors.getvalue(), self._folder / "runs" / name)
+        return file
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +212,43 @@ def test_a_run_that_is_complete_stays_as_it_is(undisturbed: Outcome, runs: Runs)
     assert again.status == 0, again.errors
     assert "nothing is left to do" in again.console
     assert undisturbed.weights == before
+
+
+def test_a_run_goes_on_after_kill_9_of_everything(runs: Runs, undisturbed: Outcome) -> None:
+    """The controller, its Ray and all ranks, somewhere after the sixth step: in a step, a save, or between."""
+    with killed_at_the_end([COMMAND, "train", str(runs.config("killed"))]):
+        metrics, deadline = runs.folder("killed") / "metrics.jsonl", time.monotonic() + 300
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) > 6):
+            assert time.monotonic() < deadline, "the run has not come to its sixth step"
+            time.sleep(0.02)
+    assert not (runs.folder("killed") / "final").exists()
+    again = runs("killed", (), "resume=auto")
+    assert again.status == 0, again.errors
+    assert re.search(r"going on after step [2-8]\b", again.console), again.console
+    assert again.rows == undisturbed.rows
+    assert again.weights == undisturbed.weights
+
+
+@contextlib.contextmanager
+def killed_at_the_end(command: list[str]) -> Iterator[None]:
+    """A command with all that it starts, each of which is killed when the context closes."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT) as process:
+        try:
+            yield
+        finally:
+            for pid in [process.pid, *descendants(process.pid)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, theirs, and so on."""
+    found = [
+        int(child)
+        for file in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in file.read_text().split()
+    ]
+    return [*found, *(one for child in found for one in descendants(child))]
 
 
 def test_ctrl_c_twice_ends_at_once(runs: Runs) -> None:

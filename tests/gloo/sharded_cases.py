@@ -115,7 +115,7 @@ def run_of(case: str, layout: str, policy: Path, scorer: Path, **actor: Any) -> 
     parallel, _, order = layout.partition(" ")
     p, t, d = map(int, parallel.split("-"))
     trained = {
-        role: {"micro_batch_tokens": 64, **changes.get(role, {})}
+        role: {"micro_batch_tokens": 100, **changes.get(role, {})}
         for role in ("actor", "critic", "cost_critic")
     }
     for section in trained.values():

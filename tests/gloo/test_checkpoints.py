@@ -83,11 +83,11 @@ def test_any_layout_reads_what_any_other_has_written(tmp_path: Path, run_ranks: 
         run_ranks(num_ranks, save_after_a_step, source, layouts, "bfloat16", tmp_path, timeout_s=120)
     everything = [one for sizes in LAYOUTS.values() for one in sizes]
     for place, (num_ranks, sizes) in enumerate(LAYOUTS.items()):
-        # Each layout is read by two others at least, each reads three.
+        # Each layout is read by others, and reads one or two.
         loads = [
             (f"{written}-PAPER", one)
             for at, one in enumerate(sizes)
-            for written in everything[(place + at) % 4 :: 4]
+            for written in everything[(place + at) % 6 :: 6]
         ]
         run_ranks(num_ranks, load_and_save, source, loads, "bfloat16", tmp_path, again, timeout_s=120)
     seen = 0
@@ -101,7 +101,8 @@ def test_any_layout_reads_what_any_other_has_written(tmp_path: Path, run_ranks: 
                 name,
             )
             seen += 1
-    assert seen > 500
+    assert {folder.name.partition("-PAPER")[0] for folder in again.iterdir()} == set(everything)
+    assert seen == len(list(again.iterdir())) * 4 * len(ModelShape.from_folder(source).tensors)
 
 
 def test_another_models_checkpoint_is_refused_before_anything_changes(
