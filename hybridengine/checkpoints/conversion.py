@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -19,8 +20,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from hybridengine.checkpoint_files import check_checkpoint, tensors_of
 from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER, Checkpoint, complete_checkpoint
@@ -129,7 +133,7 @@ def import_model(
             f"{WEIGHTS}.{name}": torch.empty(size, dtype=DTYPES[dtype], device="meta")
             for name, size in shape.tensors.items()
         }
-        writer = FileSystemWriter(str(folder), single_file_per_rank=True, thread_count=1)
+        writer = _OneByOneWriter(str(folder))
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", UserWarning
@@ -162,6 +166,27 @@ class _LazyReader(DefaultSavePlanner):
         self._done += tensor.numel() * tensor.element_size()
         self._progress(self._done, self._total)
         return tensor
+
+
+class _OneByOneWriter(FileSystemWriter):
+    """Writes all tensors into one file and lets go of each: torch's own writer holds them until the last is written."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """What was written where, once it is on disk."""
+        name, written = "__0_0.distcp", list[WriteResult]()
+        with (Path(self.path) / name).open("wb") as file:
+            for item in plan.items:
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, Tensor), "there is nothing but tensors"
+                begin = file.tell()
+                torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, file)
+                place = _StorageInfo(name, begin, file.tell() - begin)
+                written.append(WriteResult(item.index, place.length, place))
+            file.flush()
+            os.fsync(file.fileno())
+        future = Future[list[WriteResult]]()
+        future.set_result(written)
+        return future
 
 
 def default_companions(checkpoint: Checkpoint) -> Path | None:

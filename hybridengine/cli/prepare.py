@@ -242,11 +242,12 @@ def convert_gguf(config: RunConfig) -> None:
         raise ConfigError(f"model.gguf needs {error.name}; install hybridengine[smollm2]") from None
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     described = json.loads(Path(config.model.hf_config).read_text())
     hf_config = AutoConfig.for_model(**{k: v for k, v in described.items() if k != "architectures"})
     # A fresh model holds the weights as plain tensors, without what reading a GGUF file left attached to them.
     model = AutoModelForCausalLM.from_config(hf_config)
     model.load_state_dict(read.state_dict())
     model.save_pretrained(config.model_folder)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(config.model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    tokenizer.save_pretrained(config.model_folder)

@@ -46,8 +46,14 @@ def load_tokenizer(folder: str | Path, pad_with_eos: bool = False) -> PreTrained
     if not folder.is_dir():
         raise DataError(f"tokenizer folder {folder} does not exist; name a folder with tokenizer.json")
     try:
-        tokenizer = _loader(folder).from_pretrained(folder, local_files_only=True)
+        # False, not left out: transformers would ask on the terminal whether to run code of the folder.
+        tokenizer = _loader(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise a dozen types, among them bare Exception
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"the tokenizer of {folder} is code of its own, which is never run here; where you trust it, load it with"
+                " transformers and save it as tokenizer.json, in a folder for model.tokenizer"
+            ) from None
         raise DataError(
             f"{folder} holds no loadable tokenizer ({type(error).__name__}: {error});"
             " it needs tokenizer.json and tokenizer_config.json"

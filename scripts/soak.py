@@ -1,0 +1,391 @@
+"""The main job at a tiny size, once undisturbed and once with a fault about every 20 steps: both must end with the same
+weights, bit for bit, and the same rows; and memory of the undisturbed run's processes must not grow.
+
+    .venv/bin/python scripts/soak.py                          300 steps, about 15 minutes on two cores
+    .venv/bin/python scripts/soak.py --steps 60 --seed 3      other faults, sooner done
+
+Faults come from outside, as in life: signals to processes of the run, a limit on what they may write. Which ones, when
+and to whom follows from the seed: the step, the moment within it, and the rank. What ends the whole run is answered as
+an operator would: the same command again, with resume=auto.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from rich.console import Console
+from rich.table import Table
+
+from hybridengine.metrics.rows import Row, latest_rows, read_rows
+
+TINY = [
+    "data.batch_size=16",
+    "data.task.train_rows=512",
+    "data.task.eval_rows=32",
+    "warmup.steps=60",
+    "actor.ppo_epochs=1",
+    "actor.mini_batches=2",
+    "critic.ppo_epochs=1",
+    "critic.mini_batches=2",
+    "run.eval_every=50",
+    "run.live=false",
+    "checkpoint.every=5",
+    "timeouts.call_s=30",
+    "reward.timeout_s=10",
+    "timeouts.save_s=60",
+    "faults.max_restarts=1000",
+]
+"""What makes the main job tiny, and a hang be found soon."""
+NUM_RANKS = 4
+"""Of the main job."""
+MEASURED = ("time/", "throughput/", "memory/", "transfer/", "controller/", "reward/call_s")
+"""Metrics of the machine, not of what is computed."""
+PATIENCE_S = 300.0
+"""Until the next row, at most: from a cold start, or after a fault."""
+FILE_BYTES = 50_000
+"""Largest file on a disk that is full: less than a rank's part of a checkpoint."""
+WARM_STEPS = 50
+"""Until libraries have what they keep."""
+WINDOW = 25
+"""Steps whose mean is compared: a process's memory breathes from step to step."""
+MOST_GROWTH = 0.01
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens, when and to whom."""
+
+    after_step: int
+    share: float
+    """Of a step, after the row of `after_step`."""
+    kind: str
+    rank: int
+
+
+def faults_of(steps: int, every: int, seed: int) -> list[Fault]:
+    """About one in `every` steps; each kind comes once before any comes again."""
+    chance, kinds, found = random.Random(seed), list[str](), list[Fault]()
+    for middle in range(every, steps - every // 4, every):
+        if not kinds:
+            kinds = chance.sample(list(KINDS), len(KINDS))
+        step = middle + chance.randint(-every // 3, every // 3)
+        found.append(Fault(step, chance.random(), kinds.pop(), chance.randrange(NUM_RANKS)))
+    return found
+
+
+def kill_rank(run: RunProcess, rank: int) -> None:
+    """One rank's process is gone."""
+    os.kill(run.ranks()[rank], signal.SIGKILL)
+
+
+def stop_rank(run: RunProcess, rank: int) -> None:
+    """One rank hangs."""
+    os.kill(run.ranks()[rank], signal.SIGSTOP)
+
+
+def fill_disk(run: RunProcess, rank: int) -> None:
+    """One rank cannot write a checkpoint, until the run has said so."""
+    pid = run.ranks()[rank]
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_BYTES, resource.RLIM_INFINITY))
+    run.await_said("warning: no checkpoint")
+    with contextlib.suppress(ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+def kill_controller(run: RunProcess, rank: int) -> None:
+    """The controller is gone; its Ray and its ranks have to notice."""
+    os.kill(run.pid, signal.SIGKILL)
+
+
+def kill_everything(run: RunProcess, rank: int) -> None:
+    """The machine loses power."""
+    for pid in [run.pid, *descendants(run.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_raylet(run: RunProcess, rank: int) -> None:
+    """The node is gone."""
+    (raylet,) = (pid for pid in descendants(run.pid) if command_of(pid).partition(" ")[0].endswith("/raylet"))
+    os.kill(raylet, signal.SIGKILL)
+    run.await_said("failed in step")
+
+
+def terminate(run: RunProcess, rank: int) -> None:
+    """A scheduler wants the machine."""
+    os.kill(run.pid, signal.SIGTERM)
+
+
+KINDS = {
+    "killed rank": kill_rank,
+    "stopped rank": stop_rank,
+    "full disk": fill_disk,
+    "killed controller": kill_controller,
+    "kill -9 of everything": kill_everything,
+    "killed node": kill_raylet,
+    "SIGTERM": terminate,
+}
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, theirs, and so on."""
+    found = list[int]()
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, file.read_text().split())
+    return [*found, *(one for child in found for one in descendants(child))]
+
+
+def command_of(pid: int) -> str:
+    """A process's command line."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return ""
+
+
+class RunProcess:
+    """`hybridengine train` in a process of its own; its output goes to a file."""
+
+    def __init__(self, command: Sequence[str], log: Path, folder: Path) -> None:
+        self._command, self._log, self._folder = command, log, folder
+        self.start()
+
+    def start(self) -> None:
+        """Begin, or go on."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
+
+    @property
+    def pid(self) -> int:
+        """Of the controller."""
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        """Whether the controller is."""
+        return self._process.poll() is None
+
+    def status(self) -> int:
+        """How it has ended; waits for that."""
+        return self._process.wait(PATIENCE_S)
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        kill_everything(self, 0)
+        self._process.wait(PATIENCE_S)
+
+    def ranks(self) -> list[int]:
+        """Processes of the ranks, in the order in which they began; waits until all are there."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            found = sorted(
+                pid for pid in descendants(self.pid) if command_of(pid).startswith("ray::RankProcess")
+            )
+            if len(found) == NUM_RANKS:
+                return found
+            time.sleep(0.1)
+        raise SystemExit(f"there are no {NUM_RANKS} ranks: see {self._log}")
+
+    def rows(self) -> list[Row]:
+        """Written so far, repeated ones included."""
+        return read_rows(self._folder)
+
+    def await_said(self, text: str) -> None:
+        """Wait until the run has said something once more, or has ended."""
+        said, deadline = self.log_text().count(text), time.monotonic() + PATIENCE_S
+        while self.log_text().count(text) == said and self.is_alive():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{text!r} was not said within {PATIENCE_S:g} s: see {self._log}")
+            time.sleep(0.1)
+
+    def log_text(self) -> str:
+        """What the run has said."""
+        return self._log.read_text(errors="replace")
+
+
+def resident_bytes(pid: int) -> int:
+    """Of a process; 0 where it is gone."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+Samples = dict[str, dict[int, int]]
+"""Process -> step -> resident bytes."""
+
+
+def watch(run: RunProcess, steps: int, say: Say) -> Samples:
+    """Memory of the controller and all ranks at every step, to the end of the run."""
+    samples: Samples = defaultdict(dict)
+    for row in rows_of(run, steps):
+        step = int(row["step"] or 0)
+        for name, pid in {
+            "controller": run.pid,
+            **{f"rank {rank}": pid for rank, pid in enumerate(run.ranks())},
+        }.items():
+            samples[name][step] = resident_bytes(pid)
+        if step % 50 == 0:
+            say(f"undisturbed: step {step} of {steps}")
+        if step == steps:
+            break
+    if run.status() != 0:
+        raise SystemExit(f"the undisturbed run failed:\n{run.log_text()[-2000:]}")
+    return samples
+
+
+def rows_of(run: RunProcess, steps: int) -> Iterator[Row]:
+    """Each row as it is written, as long as the run's process lives."""
+    seen, deadline = len(run.rows()), time.monotonic() + PATIENCE_S
+    while True:
+        alive, rows = run.is_alive(), run.rows()
+        for row in rows[seen:]:
+            deadline = time.monotonic() + PATIENCE_S
+            yield row
+        seen = len(rows)
+        if not alive:
+            return
+        if time.monotonic() > deadline:
+            raise SystemExit(
+                f"no row within {PATIENCE_S:g} s after step {rows[-1]['step'] if rows else 'none'}"
+            )
+        time.sleep(0.01)
+
+
+def disturb(run: RunProcess, steps: int, faults: Sequence[Fault], say: Say) -> int:
+    """Carry the faults out and answer what ends the run; how often it was begun again."""
+    left, begun = list(faults), 0
+    while True:
+        before = time.monotonic()
+        for row in rows_of(run, steps):
+            step_s, before = time.monotonic() - before, time.monotonic()
+            if left and int(row["step"] or 0) == left[0].after_step:
+                fault = left.pop(0)
+                time.sleep(fault.share * min(step_s, 2.0))
+                if not run.is_alive():
+                    break
+                say(
+                    f"after step {fault.after_step} and {fault.share:.2f} of one: {fault.kind}, rank {fault.rank}"
+                )
+                KINDS[fault.kind](run, fault.rank)
+        status = run.status()
+        if status == 0 and (run._folder / "final").is_dir():
+            if left:
+                raise SystemExit(f"the run ended before {left}")
+            return begun
+        begun += 1
+        if begun > len(faults):
+            raise SystemExit(
+                f"ended with status {status} more often than there are faults:\n{run.log_text()[-3000:]}"
+            )
+        say(f"ended with status {status}; the same command again")
+        run.start()
+
+
+def computed(rows: list[Row]) -> list[Row]:
+    """Rows without what depends on the machine."""
+    return [{key: row[key] for key in row if not key.startswith(MEASURED)} for row in latest_rows(rows)]
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 of the trained weights."""
+    return hashlib.sha256((folder / "final" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def growth_table(samples: Samples, steps: int) -> tuple[Table, float]:
+    """Memory early and late, and the largest growth as a share."""
+    table, worst = (
+        Table("process", f"steps {WARM_STEPS + 1}-{WARM_STEPS + WINDOW}", f"last {WINDOW}", "growth"),
+        0.0,
+    )
+    for name, by_step in samples.items():
+        early = mean(
+            by_step[step] for step in range(WARM_STEPS + 1, WARM_STEPS + WINDOW + 1) if step in by_step
+        )
+        late = mean(by_step[step] for step in range(steps - WINDOW + 1, steps + 1) if step in by_step)
+        growth = late / early - 1
+        worst = max(worst, growth)
+        table.add_row(name, f"{early / 2**20:.1f} MiB", f"{late / 2**20:.1f} MiB", f"{growth:+.2%}")
+    return table, worst
+
+
+class Say:
+    """Prints with the time since the beginning."""
+
+    def __init__(self) -> None:
+        self._begin, self._console = time.monotonic(), Console(highlight=False, soft_wrap=True)
+
+    def __call__(self, text: str) -> None:
+        self._console.print(f"[{time.monotonic() - self._begin:6.1f}s] {text}", markup=False)
+
+
+def main() -> int:
+    """Returns the exit status."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=300, help="of both runs (default 300)")
+    parser.add_argument("--every", type=int, default=20, help="steps between faults, about (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults (default 0)")
+    parser.add_argument("--config", default="configs/arithmetic.yaml", help="of the main job")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/soak"), help="of both runs (default runs/soak)"
+    )
+    options = parser.parse_args()
+    if options.folder.exists():
+        parser.error(f"--folder {options.folder} exists; remove it, or name another one")
+    options.folder.mkdir(parents=True)
+    say = Say()
+    command = [str(Path(sys.executable).with_name("hybridengine")), "train", options.config, *TINY]
+    command += [f"run.steps={options.steps}", f"run.folder={options.folder}", "resume=auto"]
+
+    def run_of(name: str) -> RunProcess:
+        return RunProcess(
+            [*command, f"run.name={name}"], options.folder / f"{name}.log", options.folder / name
+        )
+
+    undisturbed = run_of("undisturbed")
+    try:
+        samples = watch(undisturbed, options.steps, say)
+    finally:
+        undisturbed.end()
+    faults = faults_of(options.steps, options.every, options.seed)
+    say(f"undisturbed run done; {len(faults)} faults to come")
+    disturbed = run_of("disturbed")
+    try:
+        begun = disturb(disturbed, options.steps, faults, say)
+    finally:
+        disturbed.end()
+    restarts = disturbed.log_text().count("starting the ranks again")
+    say(f"{len(faults)} faults: ranks were started again {restarts} times, the command {begun} times")
+    problems = []
+    if computed(disturbed.rows()) != computed(undisturbed.rows()):
+        problems.append("rows differ")
+    one, other = (digest(options.folder / name) for name in ("undisturbed", "disturbed"))
+    say(f"final weights: undisturbed {one[:16]}, disturbed {other[:16]}")
+    if one != other:
+        problems.append("final weights differ")
+    if options.steps >= WARM_STEPS + 2 * WINDOW:
+        table, worst = growth_table(samples, options.steps)
+        Console().print(table)
+        if worst >= MOST_GROWTH:
+            problems.append(f"memory grows by {worst:.2%}")
+    say("; ".join(problems) or "the same weights and rows, and memory does not grow")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""SmolLM2-135M through `hybridengine convert`, to a checkpoint of a run and back: bits, memory, and who can load it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybridengine.checkpoints.tensors import TensorFolder
+from hybridengine.cli.main import main
+from hybridengine.cli.prepare import convert_gguf
+from hybridengine.config import load_config
+from tests.gloo.tiny_models import write_model
+
+pytestmark = pytest.mark.timeout(600)
+
+ROOT = Path(__file__).parents[2]
+CARD = "---\nlicense: apache-2.0\n---\n# A small model\n"
+LARGEST_BYTES = 49152 * 576 * 4
+"""The embedding, a fifth of the model."""
+FEW = 3.2
+"""So many of the largest tensor may be in memory."""
+TEXTS = ["The capital of France is", "def fibonacci(n):", "1 + 2 + 3 ="]
+NUM_TOKENS = 16
+CONVERT = """
+import sys
+from pathlib import Path
+from hybridengine.cli.main import main
+status = main(["convert", *sys.argv[1:]])
+(line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+print(line.split()[1])
+sys.exit(status)
+"""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Folders, and how much memory each way took beyond that of a tiny model, in bytes."""
+
+    source: Path
+    start: Path
+    exported: Path
+    there_bytes: int
+    back_bytes: int
+
+
+def convert(*arguments: object) -> int:
+    """Peak of the command's resident memory in bytes, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", CONVERT, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return 1024 * int(done.stdout.split()[-1])
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    folder = tmp_path_factory.mktemp("real")
+    config = load_config(ROOT / "configs" / "smollm2.yaml", [f"run.folder={folder}"])
+    config.run_folder.mkdir()
+    convert_gguf(config)
+    source = config.model_folder
+    (source / "README.md").write_text(CARD)
+    write_model(folder / "tiny", "llama", tied=True)
+    tiny = convert(folder / "tiny", folder / "tiny-start")
+    there = convert(source, folder / "start")
+    tiny_back = convert(folder / "tiny-start", folder / "tiny-again", "--companions", folder / "tiny")
+    back = convert(folder / "start", folder / "exported", "--companions", source, "--max-file", "200MiB")
+    return Converted(source, folder / "start", folder / "exported", there - tiny, back - tiny_back)
+
+
+def test_a_round_trip_is_bitwise(converted: Converted) -> None:
+    index = json.loads((converted.exported / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) == 3 and all((converted.exported / file).stat().st_size < 201 * 2**20 for file in files)
+    with safe_open(converted.source / "model.safetensors", framework="pt") as source:
+        assert set(index["weight_map"]) == set(source.keys())
+        sizes = [source.get_tensor(name).nbytes for name in index["weight_map"]]
+        assert index["metadata"]["total_size"] == sum(sizes)
+        for name, file in index["weight_map"].items():
+            with safe_open(converted.exported / file, framework="pt") as exported:
+                assert torch.equal(exported.get_tensor(name), source.get_tensor(name)), name
+
+
+def test_a_few_tensors_are_in_memory_at_a_time(converted: Converted) -> None:
+    model_bytes = (converted.source / "model.safetensors").stat().st_size
+    assert model_bytes > 1.4 * FEW * LARGEST_BYTES, "the bound says something of this model"
+    assert converted.there_bytes < FEW * LARGEST_BYTES
+    assert converted.back_bytes < FEW * LARGEST_BYTES
+    assert len(TensorFolder(converted.start / "actor").shapes) == 272
+
+
+def test_card_and_tokenizer_come_along(converted: Converted) -> None:
+    assert (converted.exported / "README.md").read_text() == CARD
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ):
+        assert (converted.exported / name).read_bytes() == (converted.source / name).read_bytes(), name
+
+
+def test_transformers_and_vllm_load_the_export_and_give_the_same_tokens(converted: Converted) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(converted.exported)
+    prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
+    answers = {folder: greedy(folder, prompts) for folder in (converted.source, converted.exported)}
+    assert answers[converted.source] == answers[converted.exported]
+    assert "Paris" in tokenizer.decode(answers[converted.exported][0])
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.full.vllm_alone",
+            converted.exported,
+            json.dumps(prompts),
+            str(NUM_TOKENS),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == answers[converted.source]
+
+
+def greedy(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Responses of transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for prompt in prompts:
+        tokens = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False)
+        found.append(tokens[0, len(prompt) :].tolist())
+    return found
+
+
+def test_code_of_a_model_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that brings its own classes, which transformers would import where it is trusted."""
+    write_model(tmp_path / "model", "llama", tied=True)
+    ran = tmp_path / "ran"
+    (tmp_path / "model" / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    for name in ("config.json", "tokenizer_config.json"):
+        file = tmp_path / "model" / name
+        described = json.loads(file.read_text()) if file.exists() else {}
+        own = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M", "AutoTokenizer": ["own.T", None]}
+        file.write_text(json.dumps(described | {"auto_map": own}))
+    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "start")]) == 0
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 8)
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{path: {tmp_path / 'model'}}}\n"
+        f"data: {{train_file: {tmp_path / 'rows.jsonl'}, batch_size: 8}}\n"
+        f"run: {{folder: {tmp_path / 'runs'}, steps: 1}}\n"
+    )
+    assert main(["train", str(tmp_path / "run.yaml")]) == 2  # there is no tokenizer but the model's own code
+    assert "is code of its own, which is never run here" in capsys.readouterr().err
+    assert not ran.exists()
