@@ -325,10 +325,10 @@ class Say:
     """Prints with the time since the beginning."""
 
     def __init__(self) -> None:
-        self._begin, self._console = time.monotonic(), Console(highlight=False, soft_wrap=True)
+        self._begin = time.monotonic()
 
     def __call__(self, text: str) -> None:
-        self._console.print(f"[{time.monotonic() - self._begin:6.1f}s] {text}", markup=False)
+        print(f"[{time.monotonic() - self._begin:6.1f}s] {text}", flush=True)
 
 
 def main() -> int:
