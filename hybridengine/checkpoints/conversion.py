@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from hybridengine.checkpoint_files import check_checkpoint, tensors_of
 from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER, Checkpoint, complete_checkpoint
-from hybridengine.checkpoints.hf_writer import write_folder
+from hybridengine.checkpoints.hf_writer import HfWriter
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError
 from hybridengine.model_shapes import ModelShape
@@ -97,15 +97,11 @@ def export_role(
     if not shapes:
         raise CheckpointError(f"{folder} has no weights; use a complete checkpoint")
     stored = next(iter(tensors.dtypes[f"{prefix}{name}"] for name in shapes))
-    write_folder(
-        out,
-        dict(sorted(shapes.items())),
-        DTYPES[dtype] if dtype else stored,
-        lambda name: tensors.read(f"{prefix}{name}", full_box(shapes[name])),
-        max_file_bytes,
-        progress,
-        companions,
-    )
+    ordered, written_as = dict(sorted(shapes.items())), DTYPES[dtype] if dtype else stored
+    with HfWriter(out, ordered, written_as, max_file_bytes, companions) as writer:
+        for name, shape in ordered.items():
+            writer.write(name, tensors.read(f"{prefix}{name}", full_box(shape)))
+            progress(writer.written_bytes, writer.total_bytes)
 
 
 def import_model(
@@ -179,7 +175,9 @@ class _OneByOneWriter(FileSystemWriter):
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor), "there is nothing but tensors"
                 begin = file.tell()
-                torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, file)
+                torch.save(
+                    tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, file
+                )
                 place = _StorageInfo(name, begin, file.tell() - begin)
                 written.append(WriteResult(item.index, place.length, place))
             file.flush()

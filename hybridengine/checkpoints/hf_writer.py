@@ -1,7 +1,7 @@
-"""Writes Hugging Face checkpoints tensor by tensor: no more than one of them is in memory.
+"""Writes Hugging Face checkpoints tensor by tensor, in any order: no more than one of them is in memory.
 
 A safetensors file is 8 bytes (little-endian length n), n bytes of JSON (name -> dtype, shape, data_offsets) and the data.
-It can be written from front to back once the shapes are known; the library writes whole dictionaries only.
+Where each tensor lies is known once the shapes are; the library writes whole dictionaries only.
 Source: https://huggingface.co/docs/safetensors (format).
 """
 
@@ -11,8 +11,10 @@ import json
 import math
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -23,54 +25,97 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Types as safetensors writes them."""
 
 
-def write_folder(
-    folder: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    read: Callable[[str], Tensor],
-    max_file_bytes: int,
-    progress: Callable[[int, int], None],
-    companions: Path | None = None,
-) -> None:
-    """Write tensors as files of bounded size with an index; the folder appears under its name when it is complete.
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor's bytes are."""
+
+    file: Path
+    begin: int
+
+
+class HfWriter:
+    """A checkpoint that is being written: files of bounded size with an index.
+
+    A context manager. The folder appears under its name at the end, in place of an older one, and not at all where the
+    block raises.
 
     Args:
-        read: the tensor of a name; called once for each, in order.
+        shapes: of all tensors, in the order that they have in the files.
+        dtype: of the files.
         max_file_bytes: a larger tensor has a file for itself.
-        progress: told of bytes that are written, and of all of them.
         companions: folder whose configuration, tokenizer and model card are copied.
-
-    Raises:
-        OSError: writing failed; nothing has the folder's name.
     """
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        files = list(_files(shapes, dtype, max_file_bytes))
-        total = sum(_num_bytes(shape, dtype) for shape in shapes.values())
-        done, weight_map = 0, {}
-        for number, names in enumerate(files, start=1):
-            name = SINGLE_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            with (partial / name).open("wb") as file:
-                file.write(_header({one: shapes[one] for one in names}, dtype))
-                for one in names:
-                    tensor = read(one).to(dtype).contiguous()
-                    file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-                    done += tensor.numel() * tensor.element_size()
-                    progress(done, total)
-            weight_map |= dict.fromkeys(names, name)
-        if len(files) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-        for name in COMPANIONS if companions is not None else ():
-            assert companions is not None, "there are some"
-            if (companions / name).is_file():
-                shutil.copyfile(companions / name, partial / name)
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+
+    def __init__(
+        self,
+        folder: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        max_file_bytes: int,
+        companions: Path | None = None,
+    ) -> None:
+        self._folder, self._partial = folder, folder.with_name(f"{folder.name}.partial")
+        self._shapes, self._dtype, self._companions = dict(shapes), dtype, companions
+        self._files = list(_files(shapes, dtype, max_file_bytes))
+        self._places = dict[str, _Place]()
+        self.total_bytes = sum(_num_bytes(shape, dtype) for shape in shapes.values())
+        self.written_bytes = 0
+
+    def __enter__(self) -> HfWriter:
+        """Write what is known without the tensors.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        shutil.rmtree(self._partial, ignore_errors=True)  # of an attempt that failed
+        self._partial.mkdir(parents=True)
+        weight_map = dict[str, str]()
+        for number, names in enumerate(self._files, start=1):
+            file = (
+                SINGLE_FILE
+                if len(self._files) == 1
+                else f"model-{number:05d}-of-{len(self._files):05d}.safetensors"
+            )
+            header = _header({name: self._shapes[name] for name in names}, self._dtype)
+            begin = len(header)
+            for name in names:
+                self._places[name] = _Place(self._partial / file, begin)
+                begin += _num_bytes(self._shapes[name], self._dtype)
+            (self._partial / file).write_bytes(header)
+            weight_map |= dict.fromkeys(names, file)
+        if len(self._files) > 1:
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            (self._partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        return self
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor into its place; each once.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        assert tuple(tensor.shape) == self._shapes[name], f"{name} has another shape than was said"
+        place = self._places.pop(name)
+        flat = tensor.detach().to("cpu", self._dtype).contiguous().view(-1)
+        with place.file.open("r+b") as file:
+            file.seek(place.begin)
+            file.write(flat.view(torch.uint8).numpy().data)
+        self.written_bytes += flat.nbytes
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        if error is not None:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            return
+        assert not self._places, f"{', '.join(self._places)} were not written"
+        for name in COMPANIONS if self._companions is not None else ():
+            assert self._companions is not None, "there are some"
+            if (self._companions / name).is_file():
+                shutil.copyfile(self._companions / name, self._partial / name)
+        if self._folder.exists():
+            shutil.rmtree(self._folder)
+        self._partial.rename(self._folder)
 
 
 def _files(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_file_bytes: int) -> list[list[str]]:

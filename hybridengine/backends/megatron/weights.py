@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridengine.backends.megatron.model import DTYPES
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel
-from hybridengine.checkpoint_files import COMPANIONS
+from hybridengine.checkpoints.hf_writer import HfWriter
 from hybridengine.errors import CheckpointError
 from hybridengine.model_shapes import SCORE_HEAD
 from hybridengine.reshard.hf import hf_layout
@@ -112,11 +112,27 @@ def save_weights(
             StorageLedger({"model": model.weights, "checkpoint": whole}),
             release_source=False,
         )
-        writer = _CheckpointWriter(Path(folder), whole, max_file_bytes)
-        executor.run(after_bucket=writer.add)
-        if model.rank == 0:
-            writer.close(companions)
+        with contextlib.ExitStack() as ends:
+            after_bucket = None
+            if model.rank == 0:
+                shapes = dict(sorted(model.shape.tensors.items()))
+                files = HfWriter(
+                    Path(folder),
+                    shapes,
+                    DTYPES[model.dtype],
+                    max_file_bytes,
+                    Path(companions) if companions else None,
+                )
+                after_bucket = partial(_write_arrived, ends.enter_context(files), whole)
+            executor.run(after_bucket=after_bucket)
     dist.barrier(group=world)
+
+
+def _write_arrived(files: HfWriter, whole: WeightStorage, names: tuple[str, ...]) -> None:
+    """Take tensors over from the storage that just received them."""
+    for name in names:
+        files.write(name, whole[name])
+    whole.release(names)
 
 
 def _empty_checkpoint(model: MegatronModel) -> WeightStorage:
@@ -126,61 +142,3 @@ def _empty_checkpoint(model: MegatronModel) -> WeightStorage:
         tensors[name] = torch.empty(shape, dtype=DTYPES[model.dtype], device=device())
         tensors[name].untyped_storage().resize_(0)
     return WeightStorage(tensors)
-
-
-class _CheckpointWriter:
-    """Collects tensors into files of bounded size, then writes the index."""
-
-    def __init__(self, folder: Path, weights: WeightStorage, max_file_bytes: int) -> None:
-        self._folder, self._partial = folder, folder.with_name(folder.name + ".partial")
-        self._weights, self._max_file_bytes = weights, max_file_bytes
-        shutil.rmtree(self._partial, ignore_errors=True)  # what an export that failed has left
-        self._pending: dict[str, Tensor] = {}
-        self._files: list[list[str]] = []
-        self._total_bytes = 0
-
-    def add(self, names: tuple[str, ...]) -> None:
-        """Take tensors over from the storage that just received them."""
-        for name in names:
-            tensor = self._weights[name].to("cpu", copy=True)
-            if self._pending_bytes + _num_bytes(tensor) > self._max_file_bytes:
-                self._flush()
-            self._pending[name] = tensor
-        self._weights.release(names)
-
-    @property
-    def _pending_bytes(self) -> int:
-        return sum(_num_bytes(tensor) for tensor in self._pending.values())
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        self._partial.mkdir(parents=True, exist_ok=True)
-        save_file(self._pending, self._partial / f"part-{len(self._files)}", metadata={"format": "pt"})
-        self._files.append(list(self._pending))
-        self._total_bytes += self._pending_bytes
-        self._pending = {}
-
-    def close(self, companions: str | Path | None) -> None:
-        """Name the files as Hugging Face does, and put the folder in its place."""
-        self._flush()
-        count = len(self._files)
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._files):
-            file = "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            (self._partial / f"part-{number}").rename(self._partial / file)
-            weight_map |= dict.fromkeys(names, file)
-        if count > 1:
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-            (self._partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        if companions is not None:
-            for name in COMPANIONS:
-                if (Path(companions) / name).exists():
-                    shutil.copyfile(Path(companions) / name, self._partial / name)
-        if self._folder.exists():
-            shutil.rmtree(self._folder)
-        self._partial.rename(self._folder)
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
