@@ -17,7 +17,7 @@ SHORTEST = 6
 
 _NAME = re.compile(
     r"(^|[_\-.])((api|access|private|secret|encryption|auth)[_\-]?keys?|auth|authorization|bearer|credentials?|passw(or)?d"
-    r"|passphrase|pwd|secrets?|tokens?)$",
+    r"|passphrase|secrets?|tokens?)$",
     re.IGNORECASE,
 )
 _IN_ADDRESS = re.compile(r"(?<=://)[^/\s@]+@")

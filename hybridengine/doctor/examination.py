@@ -39,7 +39,7 @@ from hybridengine.doctor.node_facts import (
     marks_seen,
 )
 from hybridengine.doctor.node_post import NodePost, Reached, clock_offset
-from hybridengine.errors import HybridEngineError
+from hybridengine.errors import ConfigError, HybridEngineError
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.topology.sizes import TrainSizes
 
@@ -68,7 +68,7 @@ def examine_cluster(wanted: Wanted, own: NodeFacts, say: Say) -> list[Finding]:
         facts: list[NodeFacts] = [own, *posts.ask_all("facts", of=elsewhere, limit_s=limit_s).values()]
         ranks, misfits = ranks_on_nodes(wanted.pools, offers, use_gpus)
         needs = Needs(ranks, wanted.rank_bytes, wanted.kept_bytes, wanted.checkpoint_bytes)
-        findings += [problem(Subject.DEVICES, text, "see what it says") for text in misfits]
+        findings += [_refused(text) for text in misfits]
         findings += judge_versions(facts, required())
         findings += judge_devices(facts, wanted.device)
         findings += judge_memory(facts, needs)
@@ -104,7 +104,8 @@ def ranks_on_nodes(
         nodes = cluster.choose_nodes(pools[place], rooms)
         if problems or nodes is None:
             misfits += problems or [
-                f"ranks_per_node={list(pools[place])} finds no room beside the ranks of the other pools"
+                f"ranks_per_node={list(pools[place])} finds no room beside the ranks of the other pools; put roles on the"
+                " same pool, or start the cluster with more nodes, CPUs or GPUs"
             ]
             continue
         for node, count in zip(nodes, pools[place], strict=True):
@@ -222,6 +223,12 @@ def _unasked(node: str, error: Exception) -> Finding:
     return problem(Subject.PORTS, f"the node does not answer: {lines[0]}", remedy, node)
 
 
+def _refused(text: str) -> Finding:
+    """A message of this project's, which ends in what to do."""
+    what, _, remedy = text.rpartition("; ")
+    return problem(Subject.DEVICES, what, remedy)
+
+
 def _folder_findings(posts: Posts, folder: str, needs: Needs) -> list[Finding]:
     """Whether all nodes, and this machine, see the same folder."""
     with made(folder) as error:
@@ -270,6 +277,8 @@ def _world_findings(wanted: Wanted, num_nodes: int, use_gpus: bool, say: Say) ->
         with pool:
             group = WorkerGroup(pool, LinkWorker, role="links", parallel=TrainSizes(1, 1, num_ranks))
             seen: list[AllReduced] = group.all_reduce(REDUCED_BYTES).get()
+    except ConfigError as error:
+        return [_refused(str(error))]
     except (HybridEngineError, RayError) as error:
         remedy = (
             "have each node's name resolve to the address that others reach, or name the interface with"

@@ -327,7 +327,7 @@ def test_ranks_go_to_nodes_as_runs_place_them() -> None:
     assert ranks_on_nodes([(4, 4), (2,)], offers, False) == ({"a": 4, "b": 6}, [])
     assert ranks_on_nodes([], offers, False) == ({"a": 0, "b": 0}, [])
     _, misfits = ranks_on_nodes([(4, 4), (6,)], offers, False)
-    assert misfits == ["ranks_per_node=[6] finds no room beside the ranks of the other pools"]
+    assert misfits[0].startswith("ranks_per_node=[6] finds no room beside the ranks of the other pools; ")
     _, misfits = ranks_on_nodes([(9,)], offers, False)
     assert misfits[0].startswith("ranks_per_node=[9] needs 9 ranks on 1 nodes")
 

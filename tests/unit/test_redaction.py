@@ -35,7 +35,17 @@ def test_names_of_secrets(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["tokenizer", "max_prompt_tokens_in", "label_key", "key", "path", "secretary", "author", "KEYBOARD"],
+    [
+        "tokenizer",
+        "max_prompt_tokens_in",
+        "label_key",
+        "key",
+        "path",
+        "secretary",
+        "author",
+        "KEYBOARD",
+        "PWD",
+    ],
 )
 def test_names_of_other_things(name: str) -> None:
     assert not is_secret(name)

@@ -129,9 +129,9 @@ def save_weights(
 
 
 def _write_arrived(files: HfWriter, whole: WeightStorage, names: tuple[str, ...]) -> None:
-    """Take tensors over from the storage that just received them."""
+    """Take tensors over from the storage that just received them, which can be emptied afterwards: numpy saw a copy."""
     for name in names:
-        files.write(name, whole[name])
+        files.write(name, whole[name].clone())
     whole.release(names)
 
 
