@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def test_transformers_and_vllm_load_the_export_and_give_the_same_tokens(converte
 
 def greedy(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     """Responses of transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
     for prompt in prompts:
         tokens = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False)

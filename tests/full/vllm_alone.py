@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 from hybridengine.backends.vllm import environment
 
@@ -18,7 +19,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams  # after the environment, which it reads
 
     engine = LLM(model=folder, dtype="float32", max_model_len=128, enforce_eager=True, disable_log_stats=True)
-    asked = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
+    asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
     answers = engine.generate(
         asked, SamplingParams(temperature=0.0, max_tokens=int(num_tokens)), use_tqdm=False
     )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.errors import HybridEngineError
 from hybridengine.model_shapes import ModelShape
+from hybridengine.package_versions import package_versions
 from hybridengine.runtime import fingerprint
 from hybridengine.runtime.hybrid_engine import HybridEngine, Mode
 from hybridengine.runtime.process_groups import ProcessGroups
@@ -212,7 +213,7 @@ def disagree(rank: int, folder: Path) -> list[str]:
     own_size = BUCKET_ELEMENTS // (2 if rank == BROKEN_RANK else 1)
     errors.append(error_of(lambda: make(own_size)))
     versions = package_versions() | {"torch": f"{rank // 2}"}
-    with mock.patch.object(fingerprint, "package_versions", lambda: versions):
+    with mock.patch.object(fingerprint, "package_versions", return_value=versions):
         errors.append(error_of(make))
     pairs = [cast(dist.ProcessGroup, dist.new_group(ranks)) for ranks in ([0, 1], [1, 2])]
     errors.append(error_of(lambda: make(transport=lambda _: PointToPointTransport(pairs[rank // 2]))))
