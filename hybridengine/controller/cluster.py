@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ QUIET_RAY = {
 
 START_ATTEMPTS = 3
 """How often to try to start Ray on this machine."""
+CONNECT_LIMIT_S = 10.0
+"""Until the port of a cluster answers."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,17 @@ def _termination_kept() -> Iterator[None]:
 
 
 def _connect(address: str) -> None:
+    """Join a cluster.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    host, _, port = address.rpartition(":")
     try:
+        if port.isdigit() and "/" not in host:  # Ray itself tries for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT_S).close()
         ray.init(address=address, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, and where it asks"
             " for a token, export RAY_AUTH_MODE and the token here as well"

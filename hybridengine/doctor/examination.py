@@ -70,8 +70,9 @@ def examine_cluster(wanted: Wanted, own: NodeFacts, say: Say) -> list[Finding]:
         needs = Needs(ranks, wanted.rank_bytes, wanted.kept_bytes, wanted.checkpoint_bytes)
         findings += [_refused(text) for text in misfits]
         findings += judge_versions(facts, required())
-        findings += judge_devices(facts, wanted.device)
-        findings += judge_memory(facts, needs)
+        nodes = [one for one in facts if one.node in ranks]  # the controller may run elsewhere, without GPUs
+        findings += judge_devices(nodes, wanted.device)
+        findings += judge_memory(nodes, needs)
         say(f"writing to {wanted.folder} from every node")
         findings += _folder_findings(posts, wanted.folder, needs)
         say("comparing clocks")

@@ -50,9 +50,9 @@ def required() -> Required:
 
 def examine_machine(wanted: Wanted, own: NodeFacts) -> list[Finding]:
     """This machine by itself; starts nothing."""
-    needs = Needs(
-        {own.node: sum(map(sum, wanted.pools))}, wanted.rank_bytes, wanted.kept_bytes, wanted.checkpoint_bytes
-    )
+    # Of a run on several nodes, nobody knows here how many ranks this one will have.
+    ranks = sum(map(sum, wanted.pools)) if all(len(pool) == 1 for pool in wanted.pools) else 0
+    needs = Needs({own.node: ranks}, wanted.rank_bytes, wanted.kept_bytes, wanted.checkpoint_bytes)
     with made(wanted.folder) as error:
         seen = {own.node: FolderFacts(error=error) if error else try_folder(wanted.folder)}
     return [

@@ -189,12 +189,17 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_0(stopped: Outcome) -> N
 
 
 def test_a_run_goes_on_with_other_sizes(stopped: Outcome, runs: Runs, undisturbed: Outcome) -> None:
-    """Metrics equal within float tolerance: sums are in another order."""
-    sizes = ["actor.parallel=2-1-1", "critic.parallel=1-1-2", "reference.parallel=1-2-1"]
+    """And twice as many ranks. Metrics equal within float tolerance: sums are in another order."""
+    sizes = [
+        "cluster.ranks_per_node=[4]",
+        "actor.parallel=2-2-1",
+        "critic.parallel=1-2-2",
+        "reference.parallel=1-2-2",
+    ]
     again = runs("stopped", (), "resume=auto", *sizes)
     assert again.status == 0, again.errors
     assert "going on after step 3" in again.console
-    assert 'actor.parallel: "1-2-1" -> "2-1-1"' in again.console
+    assert 'actor.parallel: "1-2-1" -> "2-2-1"' in again.console
     assert [row[keys.STEP] for row in again.rows] == list(range(STEPS + 1))
     compared = ("reward/mean", "kl/mean", "rollout/entropy_mean", "critic/loss", "actor/lr", "rollout/tokens")
     for one, other in zip(again.rows[4:], undisturbed.rows[4:], strict=True):

@@ -113,8 +113,8 @@ def load_converted(rank: int, source: Path, checkpoint: Path) -> list[str]:
     return found + differing(state_of(plain), state_of(loaded))
 
 
-def load_another_model(rank: int, source: Path, checkpoint: Path) -> tuple[str, bool]:
-    """(error, whether the weights are untouched) where the checkpoint is of another model."""
+def load_what_is_refused(rank: int, source: Path, checkpoint: Path) -> tuple[str, bool]:
+    """(error, whether the weights are untouched) where the checkpoint is of another model, or does harm."""
     registry, shape = ProcessGroups(), ModelShape.from_folder(source)
     trainer = make_trainer(shape, Grid(TrainSizes(1, 1, dist.get_world_size())), rank, registry, source)
     before = state_of(trainer)

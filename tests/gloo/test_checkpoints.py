@@ -15,8 +15,8 @@ from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.boxes import full_box
 from tests.gloo.checkpoint_ranks import (
     load_and_save,
-    load_another_model,
     load_converted,
+    load_what_is_refused,
     save_after_a_step,
     save_at_once,
     save_while_training,
@@ -111,9 +111,34 @@ def test_another_models_checkpoint_is_refused_before_anything_changes(
     write_model(tmp_path / "source", "qwen2", tied=False)
     write_model(tmp_path / "other", "qwen2", tied=False, hidden_size=32)
     run_ranks(2, save_while_training, tmp_path / "source", [("1-2-1", "PAPER")], "float32", tmp_path)
-    for error, untouched in run_ranks(2, load_another_model, tmp_path / "other", tmp_path / "1-2-1-PAPER"):
+    for error, untouched in run_ranks(2, load_what_is_refused, tmp_path / "other", tmp_path / "1-2-1-PAPER"):
         assert "another model: hidden_size is 64, not 32" in error
         assert untouched
+
+
+class Harmful:
+    """Would write a file when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return (open, (str(self.target), "w"))
+
+
+@pytest.mark.parametrize("file", ["common.pt", "__0_0.distcp"])
+def test_files_that_would_run_code_are_refused_before_they_do(
+    file: str, tmp_path: Path, run_ranks: RankLauncher
+):
+    """What Megatron-core keeps beside the tensors, and a tensor's own bytes."""
+    write_model(tmp_path / "source", "qwen2", tied=False)
+    folder, target = tmp_path / "1-2-1-PAPER", tmp_path / "harm"
+    run_ranks(2, save_while_training, tmp_path / "source", [("1-2-1", "PAPER")], "float32", tmp_path)
+    with (folder / file).open("r+b") as opened:
+        torch.save(Harmful(target), opened)
+    for error, _ in run_ranks(2, load_what_is_refused, tmp_path / "source", folder):
+        assert "cannot be read" in error
+    assert not target.exists()
 
 
 def test_a_first_save_holds_the_weights_of_the_folder_that_they_came_from(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
 import ray
 
 from hybridengine.controller import cluster
-from hybridengine.errors import WorkerError
+from hybridengine.errors import ConfigError, WorkerError
 
 
 @pytest.mark.parametrize("num_late", [0, 2, 3])
@@ -31,3 +32,25 @@ def test_a_machine_too_busy_for_ray_gets_another_chance(monkeypatch: pytest.Monk
             cluster.start_ray(num_cpus=1, num_gpus=0)
     assert calls.count("shutdown") == num_late
     assert calls.count("local") == min(num_late + 1, cluster.START_ATTEMPTS)
+
+
+def test_an_address_where_nobody_answers_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Ray itself would try for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setattr(ray, "init", lambda **settings: pytest.fail("it was not looked at before"))
+    for address in (f"127.0.0.1:{port}", "127.0.0.1:99999"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(
+            ConfigError, match=rf"no Ray cluster answers at '{address}' \(.*\); start one with"
+        ):
+            cluster.start_ray()
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://head:10001", "local"])
+def test_other_addresses_are_left_to_ray(address: str, monkeypatch: pytest.MonkeyPatch):
+    seen: list[str] = []
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(ray, "init", lambda **settings: seen.append(settings["address"]))
+    cluster.start_ray()
+    assert seen == [address]

@@ -12,6 +12,7 @@ depends on the sizes it was written with, and any others can read it.
 from __future__ import annotations
 
 import json
+import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -160,6 +161,11 @@ def load_checkpoint(trainer: MegatronTrainer, folder: Path) -> dict[str, Any]:
             dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
     except (OSError, CheckpointingException, CheckpointException) as error:
         raise CheckpointError(f"{folder} cannot be read ({error})") from error
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            f"{folder} cannot be read: a file of it would run code when it is loaded; use a checkpoint that this project"
+            " has written"
+        ) from None
     if has_optimizer:
         trainer.set_counters(role)
     else:
