@@ -159,10 +159,22 @@ class _Run:
             checkpoint = newest or first
             drop_partial(self.config.run_folder)
             self.say(f"going on after step {checkpoint.step if checkpoint else 0}")
-            try:
-                pools = RunPools(self.config)
-            except HybridEngineError as error:
-                raise WorkerError(f"{failure}\nthe run could not start again: {error}") from failure
+            pools = self._pools_after(failure)
+
+    def _pools_after(self, failure: Exception) -> RunPools:
+        """Nodes for the ranks once more.
+
+        Raises:
+            WorkerError: the cluster no longer has them; both reasons.
+        """
+        try:
+            with contextlib.ExitStack() as begun:
+                pools = begun.enter_context(RunPools(self.config))
+                pools.reserve()
+                begun.pop_all()
+                return pools
+        except HybridEngineError as error:
+            raise WorkerError(f"{failure}\nthe run could not start again: {error}") from failure
 
     def _attempt(self, pools: RunPools, progress: Progress, checkpoint: Checkpoint | None) -> None:
         """From starting the processes to the end of the run, or to a failure."""

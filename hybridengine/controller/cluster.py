@@ -60,10 +60,12 @@ def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
 
     `num_cpus` are logical: that many ranks can run, also on fewer cores. Batches travel by copy: Ray's zero-copy
     tensors (RAY_ENABLE_ZERO_COPY_TORCH_TENSORS) are read-only shared memory that a worker's in-place operation would
-    crash on, so they are left off.
+    crash on, so they are left off. Where this machine's own cluster has lost its node, it is started again.
     """
     if ray.is_initialized():
-        return
+        if os.environ.get("RAY_ADDRESS") or _live_nodes():
+            return
+        ray.shutdown()
     for name, value in QUIET_RAY.items():
         os.environ.setdefault(name, value)
     with _termination_kept():

@@ -78,11 +78,19 @@ class RunPools:
         """Pool -> address of each rank's node."""
         return {name: pool.nodes for name, pool in self._pools.items()}
 
-    def start(self) -> None:
-        """Start the processes of all pools at the same time; nodes are taken in the order of the pools, if that does."""
+    def reserve(self) -> None:
+        """Take nodes for all pools, in the order of the pools, if that does; once.
+
+        Raises:
+            ConfigError: the cluster is too small, or its nodes stay occupied.
+        """
         pools = list(self._pools.values())
         for place in order_pools([pool.ranks_per_node for pool in pools], self._rooms):
             pools[place].reserve()
+
+    def start(self) -> None:
+        """Start the processes of all pools at the same time, on their nodes."""
+        self.reserve()
         with ThreadPoolExecutor(len(self._pools)) as threads:
             for started in [threads.submit(pool.start) for pool in self._pools.values()]:
                 started.result()

@@ -20,6 +20,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.algorithms.across import Across
 from hybridengine.config.algorithm_sections import AlgorithmSection
+from hybridengine.controller import cluster
 from hybridengine.drivers import ppo
 from hybridengine.drivers.roles import Roles, Sampling, State
 
@@ -44,6 +45,8 @@ def step(roles: Roles, sampling: Sampling, settings: AlgorithmSection, state: St
         if name in SIGNALS:
             for number in SIGNALS[name]:
                 os.kill(os.getpid(), number)
+        elif name == "a-cluster-shrinks":
+            cluster.node_offers = list  # what Ray says of a cluster without nodes
         else:
             rows = roles.prompts.training_prompts(sampling.prompts, sampling.step)
             roles.compute.measure(rows.select("prompt_lengths"), f"{__name__}.inject", name).get()

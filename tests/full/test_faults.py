@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from hybridengine.checkpoints.folders import checkpoints_in
 from hybridengine.cli.main import main
+from hybridengine.controller import cluster
 from hybridengine.metrics import keys
 from hybridengine.metrics.rows import Row, latest_rows, read_rows
 from tests.full.tiny_runs import SECTIONS, computed
@@ -232,6 +233,17 @@ def test_a_run_goes_on_after_kill_9_of_everything(runs: Runs, undisturbed: Outco
     assert re.search(r"going on after step [2-8]\b", again.console), again.console
     assert again.rows == undisturbed.rows
     assert again.weights == undisturbed.weights
+
+
+def test_a_cluster_that_no_longer_has_the_ranks_ends_the_run_with_both_reasons(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "node_offers", cluster.node_offers)  # put back afterwards
+    outcome = runs("shrunk", ["2-a-cluster-shrinks", "2-kill-rank"])
+    assert outcome.status == 1
+    assert re.search(r"WorkerError: \S+ died on rank 1 \(", outcome.errors), outcome.errors
+    assert "the run could not start again: ranks_per_node=[2] needs 2 ranks on 1 nodes" in outcome.errors
+    assert [row[keys.STEP] for row in outcome.rows] == [0, 1]
 
 
 @contextlib.contextmanager
