@@ -22,11 +22,14 @@ from hybridengine.errors import CheckpointError
 from hybridengine.reshard.boxes import Box, extents, intersect, moved, starts
 
 METADATA_FILE = ".metadata"
+COMMON_STATE = "common_state/"
+"""Begins the name of what Megatron-core 0.19 keeps for all ranks: a pickle, which is never read."""
 _CHECKPOINT = "torch.distributed.checkpoint"
 ALLOWED_CLASSES = {
     (f"{_CHECKPOINT}.metadata", "Metadata"),
     (f"{_CHECKPOINT}.metadata", "MetadataIndex"),
     (f"{_CHECKPOINT}.metadata", "TensorStorageMetadata"),
+    (f"{_CHECKPOINT}.metadata", "BytesStorageMetadata"),
     (f"{_CHECKPOINT}.metadata", "ChunkStorageMetadata"),
     (f"{_CHECKPOINT}.metadata", "TensorProperties"),
     (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
@@ -80,8 +83,12 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointError(
             f"{folder}/{METADATA_FILE} is a {type(found).__name__}, no description of tensors"
         )
-    for name, described in found.state_dict_metadata.items():
-        if not isinstance(described, TensorStorageMetadata):
+    described = found.state_dict_metadata
+    found.state_dict_metadata = {
+        name: one for name, one in described.items() if not name.startswith(COMMON_STATE)
+    }
+    for name, one in found.state_dict_metadata.items():
+        if not isinstance(one, TensorStorageMetadata):
             raise CheckpointError(
                 f"{folder} has {name}, which is no tensor and would have to be unpickled; use a checkpoint that this"
                 " project has written"

@@ -12,7 +12,6 @@ depends on the sizes it was written with, and any others can read it.
 from __future__ import annotations
 
 import json
-import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -158,14 +156,9 @@ def load_checkpoint(trainer: MegatronTrainer, folder: Path) -> dict[str, Any]:
         )
     try:
         with device_shim():
-            dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
+            compat.load_tensors(wanted, folder)
     except (OSError, CheckpointingException, CheckpointException) as error:
         raise CheckpointError(f"{folder} cannot be read ({error})") from error
-    except pickle.UnpicklingError:
-        raise CheckpointError(
-            f"{folder} cannot be read: a file of it would run code when it is loaded; use a checkpoint that this project"
-            " has written"
-        ) from None
     if has_optimizer:
         trainer.set_counters(role)
     else:

@@ -27,6 +27,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -244,3 +245,12 @@ def end_save(request: AsyncRequest) -> None:
     """Complete the folder, once every rank has written. Collective."""
     for finalize in request.finalize_fns:
         finalize()
+
+
+def load_tensors(tensors: dict[str, ShardedTensor], folder: Path) -> None:
+    """Fill tensors from a checkpoint, in place, and read nothing else of it. Collective.
+
+    `dist_checkpointing.load` would also read what is common to all ranks, which 0.19 keeps beside the tensors and
+    unpickles, whatever it names.
+    """
+    TorchDistLoadShardedStrategy().load(tensors, folder)
