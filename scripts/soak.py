@@ -1,7 +1,7 @@
 """The main job at a tiny size, once undisturbed and once with a fault about every 20 steps: both must end with the same
 weights, bit for bit, and the same rows; and memory of the undisturbed run's processes must not grow.
 
-    .venv/bin/python scripts/soak.py                          300 steps, about 15 minutes on two cores
+    .venv/bin/python scripts/soak.py                          300 steps, about 20 minutes on two cores
     .venv/bin/python scripts/soak.py --steps 60 --seed 3      other faults, sooner done
 
 Faults come from outside, as in life: signals to processes of the run, a limit on what they may write. Which ones, when
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import math
 import os
 import random
 import resource
@@ -21,8 +22,9 @@ import signal
 import subprocess
 import sys
 import time
+from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -31,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridengine.metrics.rows import Row, latest_rows, read_rows
+from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
 
 TINY = [
     "data.batch_size=16",
@@ -223,20 +226,12 @@ def resident_bytes(pid: int) -> int:
     return 0
 
 
-Samples = dict[str, dict[int, int]]
-"""Process -> step -> resident bytes."""
-
-
-def watch(run: RunProcess, steps: int, say: Say) -> Samples:
-    """Memory of the controller and all ranks at every step, to the end of the run."""
-    samples: Samples = defaultdict(dict)
+def watch(run: RunProcess, steps: int, say: Say) -> dict[int, float]:
+    """The controller's memory at every step, to the end of the run."""
+    samples = dict[int, float]()
     for row in rows_of(run, steps):
         step = int(row["step"] or 0)
-        for name, pid in {
-            "controller": run.pid,
-            **{f"rank {rank}": pid for rank, pid in enumerate(run.ranks())},
-        }.items():
-            samples[name][step] = resident_bytes(pid)
+        samples[step] = resident_bytes(run.pid)
         if step % 50 == 0:
             say(f"undisturbed: step {step} of {steps}")
         if step == steps:
@@ -244,6 +239,26 @@ def watch(run: RunProcess, steps: int, say: Say) -> Samples:
     if run.status() != 0:
         raise SystemExit(f"the undisturbed run failed:\n{run.log_text()[-2000:]}")
     return samples
+
+
+def memory_of_ranks(folder: Path) -> dict[str, dict[int, float]]:
+    """Rank -> step -> mean of what it held after each of its calls, as it has said: whoever looks from outside meets the
+    KV cache at times and at times does not."""
+    timeline = read_timeline(folder / TIMELINE_FILE)
+    begins = dict[int, float]()
+    for span in timeline.spans:
+        if span.step is None:
+            continue
+        begins[span.step] = min(span.start_s, begins.get(span.step, math.inf))
+    steps = sorted(begins, key=lambda step: begins[step])
+    edges = [begins[step] for step in steps]
+    held: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for reading in timeline.readings:
+        if reading.name == "memory/resident_bytes" and reading.time_s >= edges[0]:
+            held[reading.row][steps[bisect(edges, reading.time_s) - 1]].append(reading.value)
+    return {
+        row: {step: mean(values) for step, values in by_step.items()} for row, by_step in sorted(held.items())
+    }
 
 
 def rows_of(run: RunProcess, steps: int) -> Iterator[Row]:
@@ -304,20 +319,18 @@ def digest(folder: Path) -> str:
     return hashlib.sha256((folder / "final" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def growth_table(samples: Samples, steps: int) -> tuple[Table, float]:
+def growth_table(memory: Mapping[str, Mapping[int, float]], steps: int) -> tuple[Table, float]:
     """Memory early and late, and the largest growth as a share."""
+    early, late = range(WARM_STEPS + 1, WARM_STEPS + WINDOW + 1), range(steps - WINDOW + 1, steps + 1)
     table, worst = (
-        Table("process", f"steps {WARM_STEPS + 1}-{WARM_STEPS + WINDOW}", f"last {WINDOW}", "growth"),
+        Table("process", f"steps {early[0]}-{early[-1]}", f"steps {late[0]}-{late[-1]}", "growth"),
         0.0,
     )
-    for name, by_step in samples.items():
-        early = mean(
-            by_step[step] for step in range(WARM_STEPS + 1, WARM_STEPS + WINDOW + 1) if step in by_step
-        )
-        late = mean(by_step[step] for step in range(steps - WINDOW + 1, steps + 1) if step in by_step)
-        growth = late / early - 1
+    for name, by_step in memory.items():
+        before, after = (mean(by_step[step] for step in window) for window in (early, late))
+        growth = after / before - 1
         worst = max(worst, growth)
-        table.add_row(name, f"{early / 2**20:.1f} MiB", f"{late / 2**20:.1f} MiB", f"{growth:+.2%}")
+        table.add_row(name, f"{before / 2**20:.1f} MiB", f"{after / 2**20:.1f} MiB", f"{growth:+.2%}")
     return table, worst
 
 
@@ -379,7 +392,8 @@ def main() -> int:
     if one != other:
         problems.append("final weights differ")
     if options.steps >= WARM_STEPS + 2 * WINDOW:
-        table, worst = growth_table(samples, options.steps)
+        memory = {"controller": samples, **memory_of_ranks(options.folder / "undisturbed")}
+        table, worst = growth_table(memory, options.steps)
         Console().print(table)
         if worst >= MOST_GROWTH:
             problems.append(f"memory grows by {worst:.2%}")
