@@ -158,7 +158,8 @@ class _LazyReader(DefaultSavePlanner):
         """The tensor itself, in place of the empty one that was planned with."""
         name = write_item.index.fqn.removeprefix(f"{WEIGHTS}.")
         with safe_open(self._files[name], framework="pt") as file:
-            tensor = file.get_tensor(name).to(self._dtype)
+            # A copy: what safetensors gives may be a part of a mapped file, of which torch would save the whole.
+            tensor = file.get_tensor(name).to(self._dtype, copy=True)
         self._done += tensor.numel() * tensor.element_size()
         self._progress(self._done, self._total)
         return tensor
@@ -175,9 +176,7 @@ class _OneByOneWriter(FileSystemWriter):
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor), "there is nothing but tensors"
                 begin = file.tell()
-                torch.save(
-                    tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, file
-                )
+                torch.save(tensor, file)
                 place = _StorageInfo(name, begin, file.tell() - begin)
                 written.append(WriteResult(item.index, place.length, place))
             file.flush()

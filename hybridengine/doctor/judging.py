@@ -91,8 +91,6 @@ def judge_versions(facts: Sequence[NodeFacts], required: Required) -> list[Findi
     findings = list[Finding]()
     for one in facts:
         findings += _node_versions(one, required)
-    if findings:
-        findings = [found for found in findings if found.text]
     for name in ("python", *SAME_EVERYWHERE):
         seen = by_value(
             facts,

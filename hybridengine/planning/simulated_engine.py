@@ -57,10 +57,6 @@ class SimulatedEngine:
         self.idle_s = 0.0
         self.pending_version: int | None = None
 
-    @property
-    def version(self) -> int:
-        return self._versions[-1]
-
     def begin(self, number: int, length: int) -> None:
         """Start a response, after its prompt."""
         heapq.heappush(self.running, _Running(self.steps + length, number, self.steps, length))
