@@ -1,4 +1,4 @@
-"""What one GPU can show: a Megatron step, the ledger against CUDA's allocator, and a switch at 1-1-1 with real vLLM."""
+"""What one GPU can show: a Megatron step, a checkpoint, the ledger against CUDA's allocator, and a switch at 1-1-1 with real vLLM."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 import transformers
 
 from hybridengine.backends.megatron import shim
+from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_checkpoint
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.outputs import response_log_probs
@@ -115,17 +116,41 @@ def test_the_shim_is_never_active_here():
         assert torch.zeros(1, device="cuda").is_cuda
 
 
-def test_a_megatron_step_lowers_the_loss(trainer):
-    tokens = [*PROMPT, *range(100, 100 + RESPONSE_TOKENS)]
+TOKENS = [*PROMPT, *range(100, 100 + RESPONSE_TOKENS)]
+
+
+def _step(trainer) -> float | None:
+    """An optimizer step towards `TOKENS`; the gradient's norm."""
 
     def loss(logits, columns):
         values, _ = response_log_probs(logits, columns, trainer.shape.vocab_size, trainer.groups.tp, 1.0)
         return -values.sum(), torch.tensor(values.numel(), dtype=torch.int, device="cuda"), None
 
-    before = _log_probs(trainer, tokens).sum()
-    norms = [trainer.train_step([_columns(tokens)], loss).grad_norm for _ in range(5)]
-    assert all(norm > 0 for norm in norms)
-    assert _log_probs(trainer, tokens).sum() > before + 1
+    return trainer.train_step([_columns(TOKENS)], loss).grad_norm
+
+
+def test_a_megatron_step_lowers_the_loss(trainer):
+    before = _log_probs(trainer, TOKENS).sum()
+    norms = [_step(trainer) for _ in range(5)]
+    assert all(norm is not None and norm > 0 for norm in norms)
+    assert _log_probs(trainer, TOKENS).sum() > before + 1
+
+
+def test_a_checkpoint_written_while_training_goes_on_brings_everything_back(trainer, tmp_path):
+    def state() -> dict[str, torch.Tensor]:
+        found = {name: trainer.weights[name].cpu().clone() for name in trainer.weights.names}
+        for name, part in trainer.optimizer_parts().items():
+            found |= {f"{moment} {name}": value.cpu().clone() for moment, value in part.moments.items()}
+            found[f"master {name}"] = part.master.cpu().clone()
+        return found | {name: torch.tensor(count) for name, count in trainer.counters().items()}
+
+    saved = state()
+    save = BackgroundSave(trainer, tmp_path, {})
+    _step(trainer)
+    save.end(60)
+    assert any(not torch.equal(value, saved[name]) for name, value in state().items())
+    load_checkpoint(trainer, tmp_path)
+    assert all(torch.equal(value, saved[name]) for name, value in state().items())
 
 
 def test_a_switch_gives_and_takes_memory_as_the_ledger_says(hybrid, trainer):
