@@ -1,4 +1,4 @@
-"""What one GPU can show: a Megatron step, a checkpoint, the ledger against CUDA's allocator, and a switch at 1-1-1 with real vLLM."""
+"""What one GPU can show: a Megatron step, a checkpoint, the ledger against CUDA's allocator, a switch with vLLM."""
 
 from __future__ import annotations
 
