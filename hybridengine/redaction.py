@@ -16,16 +16,37 @@ SHORTEST = 6
 """Characters of a secret in the environment; shorter values would be found everywhere."""
 
 _NAME = re.compile(
-    r"(^|[_\-.])((api|access|private|secret|encryption|auth)[_\-]?keys?|auth|authorization|bearer|credentials?|passw(or)?d"
-    r"|passphrase|secrets?|tokens?)$",
+    r"((^|[_\-.])(auth|authorization|bearer|tokens?|(access|private|secret|encryption|auth)[_\-]?keys?)"
+    r"|api[_\-]?keys?|passw(or)?ds?|passphrases?|secrets?|credentials?)$",
     re.IGNORECASE,
 )
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _IN_ADDRESS = re.compile(r"(?<=://)[^/\s@]+@")
 
 
 def is_secret(name: str) -> bool:
     """Whether what has this name is nobody's business."""
-    return _NAME.search(name) is not None
+    return _NAME.search(_CAMEL.sub("_", name)) is not None
+
+
+_known = set[str]()
+"""Secrets of the configurations that this process has read."""
+
+
+def remember_secrets(value: Any, name: str = "") -> None:
+    """Keep the secrets of a configuration, or a part of it, out of all texts from now on.
+
+    Args:
+        name: under which `value` stands.
+    """
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            remember_secrets(one, str(key))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            remember_secrets(one, name)
+    elif isinstance(value, str) and len(value) >= SHORTEST and is_secret(name):
+        _known.add(value)
 
 
 def without_secrets(text: str) -> str:
@@ -33,8 +54,9 @@ def without_secrets(text: str) -> str:
     secrets = {
         name: value for name, value in os.environ.items() if is_secret(name) and len(value) >= SHORTEST
     }
-    for name, value in sorted(secrets.items(), key=lambda item: -len(item[1])):
-        text = text.replace(value, f"(hidden: {name})")
+    shown = {value: f"(hidden: {name})" for name, value in secrets.items()}
+    for value in sorted({*shown, *_known}, key=len, reverse=True):
+        text = text.replace(value, shown.get(value, HIDDEN))
     return _IN_ADDRESS.sub(f"{HIDDEN}@", text)
 
 

@@ -205,7 +205,7 @@ class ActorWorker(TrainedWorker):
     @register(
         PROTO_3D,
         [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
-        optional=["keep", "weights", "ref_log_probs"],
+        optional=["keep", "weights", "ref_log_probs", ROW_NUMBERS],
     )
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """The policy's update: clipped policy loss, entropy bonus and KL loss, as the actor's section says.
@@ -254,7 +254,7 @@ class ActorWorker(TrainedWorker):
 
         return self.update_rows(batch, columns_of, loss)
 
-    @register(PROTO_3D, [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"])
+    @register(PROTO_3D, [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"], optional=[ROW_NUMBERS])
     def update_preferences(self, batch: TensorDictBase) -> dict[str, float]:
         """DPO's update. Takes rows in pairs, the better response before the worse one; equal ones say nothing.
 

@@ -23,7 +23,7 @@ class ComputeWorker:
     """
 
     def __init__(self, context: RankContext, run: RunConfig) -> None:
-        registry = process_groups(run.timeouts.call_s)
+        registry = process_groups(run.timeouts.collective_s)
         self._across = AcrossRanks(registry.of((tuple(range(context.world_size)),)))
 
     @register(DP_PROTO, optional=[ROW_NUMBERS], returns_rows=True)

@@ -14,6 +14,7 @@ from hybridengine.config import RunConfig
 from hybridengine.controller.context import RankContext
 from hybridengine.protocols import PROTO_3D, register
 from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS
+from hybridengine.runtime.row_requests import ROW_NUMBERS
 from workers.model_worker import TrainedWorker
 
 
@@ -32,7 +33,7 @@ class CriticWorker(TrainedWorker):
             rollout, lambda scores, columns: {"values": response_values(scores, columns)}
         )
 
-    @register(PROTO_3D, [*SEQUENCE_COLUMNS, "values", "returns"], optional=["keep"])
+    @register(PROTO_3D, [*SEQUENCE_COLUMNS, "values", "returns"], optional=["keep", ROW_NUMBERS])
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """Update towards `returns`. Takes a rollout with `values` and `returns` [B, R], and rows to `keep` [B] where that
         is there; metrics on the last stage."""

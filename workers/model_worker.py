@@ -33,7 +33,9 @@ from hybridengine.errors import CheckpointError, DataError, ProtocolError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.protocols import ONE_TO_ALL, register
 from hybridengine.runtime.micro_batches import cut_rows, gather_rows
+from hybridengine.runtime.mini_batches import draw_mini_batches
 from hybridengine.runtime.process_groups import process_groups
+from hybridengine.runtime.row_requests import ROW_NUMBERS
 
 
 class ModelWorker:
@@ -48,7 +50,7 @@ class ModelWorker:
         self, context: RankContext, run: RunConfig, folder: str | Path, *, score_head: bool, trains: bool
     ) -> None:
         self.context, self.run = context, run
-        self.registry = process_groups(run.timeouts.call_s)
+        self.registry = process_groups(run.timeouts.collective_s)
         initialize_globals(run.run.seed)
         shape = ModelShape.from_folder(folder)
         if score_head:
@@ -159,13 +161,11 @@ class TrainedWorker(ModelWorker):
         collected: list[tuple[LossStats, int]] = []
         norms: list[float] = []
         lr, skipped = 0.0, 0
-        # The same order on all ranks of a replica, another one in each update.
-        generator = torch.Generator().manual_seed(self.run.run.seed * 1_000_003 + self._updates)
-        for _ in range(self.section.ppo_epochs):
-            order = torch.randperm(len(batch) // unit, generator=generator)
+        numbers = batch[ROW_NUMBERS] if ROW_NUMBERS in batch.keys() else torch.arange(len(batch))  # noqa: SIM118
+        for epoch in range(self.section.ppo_epochs):
+            seed = (self.run.run.seed * 1_000_003 + self._updates) * 1_009 + epoch
             # As many mini-batches on every replica, though one may have a row more than another: each is a collective.
-            for units in order.tensor_split(self.section.mini_batches):
-                rows = (units[:, None] * unit + torch.arange(unit)).flatten()
+            for rows in draw_mini_batches(numbers, self.section.mini_batches, unit, seed):
                 micro = cut_rows(batch[rows], self.max_tokens, columns, unit)
                 result = self.train_step([part.columns for part in micro], loss)
                 collected += result.collected

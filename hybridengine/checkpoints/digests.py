@@ -38,6 +38,22 @@ def digests_of(folder: Path, files: Iterable[str]) -> dict[str, FileDigest]:
         return dict(zip(names, threads.map(lambda name: FileDigest.of(folder / name), names), strict=True))
 
 
+def settled_digests(folder: Path, files: Iterable[str]) -> dict[str, FileDigest]:
+    """As `digests_of`, of files that have just been written: afterwards they are on disk.
+
+    Raises:
+        OSError: they could not be written there.
+    """
+    names = list(files)
+    for name in names:
+        descriptor = os.open(folder / name, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return digests_of(folder, names)
+
+
 def check_files(folder: Path, expected: Mapping[str, FileDigest]) -> None:
     """Check that the files beneath a folder are those that were written.
 

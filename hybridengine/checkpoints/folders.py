@@ -17,12 +17,12 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridengine.checkpoints.digests import FileDigest, check_files, digests_json, digests_of
+from hybridengine.checkpoints.digests import FileDigest, check_files, digests_json, settled_digests
 from hybridengine.errors import CheckpointError, ConfigError
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -73,9 +73,14 @@ class Checkpoint:
         """Contents of run.json.
 
         Raises:
-            CheckpointError: it is no JSON object.
+            CheckpointError: it is no JSON object, or its configuration is none.
         """
-        return _json_of(self.folder / RUN_STATE)
+        found = _json_of(self.folder / RUN_STATE)
+        if not isinstance(found.get("config", {}), dict):
+            raise CheckpointError(
+                f"{self.folder / RUN_STATE} has no configuration; use a complete checkpoint"
+            )
+        return found
 
 
 def checkpoint_at(folder: Path) -> Checkpoint:
@@ -89,7 +94,11 @@ def checkpoint_at(folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"{folder} has no {MANIFEST}; name a folder such as runs/NAME/checkpoints/step-00000020"
         )
-    step = int(found[1]) if found else int(_json_of(folder / RUN_STATE).get("step", 0))
+    step = int(found[1]) if found else _json_of(folder / RUN_STATE).get("step", 0)
+    if not isinstance(step, int):
+        raise CheckpointError(
+            f"{folder / RUN_STATE} says step {step!r}, which is no number; use a complete checkpoint"
+        )
     return Checkpoint(folder, step)
 
 
@@ -179,7 +188,7 @@ def complete_checkpoint(
     """
     _write_json(partial / RUN_STATE, {"format": FORMAT, "step": step, **run_state})
     others = [name for name in _files_beneath(partial) if name not in digests]
-    known = {**digests, **digests_of(partial, others)}
+    known = {**digests, **settled_digests(partial, others)}
     _write_json(partial / MANIFEST, {"format": FORMAT, "files": digests_json(known)})
     for folder in [*(one for one in partial.rglob("*") if one.is_dir()), partial]:
         _sync(folder)
@@ -191,10 +200,17 @@ def complete_checkpoint(
     return Checkpoint(named, step)
 
 
-def prune(run_folder: Path, keep: int, best_step: int | None) -> list[int]:
-    """Delete checkpoints beyond the newest `keep` and the best one; steps of those that are gone."""
+def prune(
+    run_folder: Path, keep: int, best_step: int | None, ignored: Collection[int] = frozenset()
+) -> list[int]:
+    """Delete checkpoints beyond the newest `keep` and the best one; steps of those that are gone.
+
+    Args:
+        ignored: steps of checkpoints that take no place and stay: damaged ones.
+    """
     deleted = []
-    for checkpoint in checkpoints_in(run_folder)[keep:]:
+    counted = [one for one in checkpoints_in(run_folder) if one.step not in ignored]
+    for checkpoint in counted[keep:]:
         if checkpoint.step != best_step:
             # First the name that readers look for: what is half deleted is no checkpoint.
             gone = checkpoint.folder.with_name(f".{checkpoint.folder.name}.partial")

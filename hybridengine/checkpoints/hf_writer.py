@@ -54,7 +54,7 @@ class HfWriter:
         max_file_bytes: int,
         companions: Path | None = None,
     ) -> None:
-        self._folder, self._partial = folder, folder.with_name(f"{folder.name}.partial")
+        self._folder, self._partial = folder, folder.with_name(f".{folder.name}.partial")
         self._shapes, self._dtype, self._companions = dict(shapes), dtype, companions
         self._files = list(_files(shapes, dtype, max_file_bytes))
         self._places = dict[str, _Place]()

@@ -218,7 +218,7 @@ def _steps(ranks: int, dtype: str, on_gpus: bool, say: Callable[[str], None]) ->
     cases = cases_for(ranks, on_gpus)
     with tempfile.TemporaryDirectory(prefix="hybridengine-calibrate-") as folder:
         for number, case in enumerate(cases, start=1):
-            config = claim_run(case_config(case, ranks, dtype, Path(folder), number))
+            config, _ = claim_run(case_config(case, ranks, dtype, Path(folder), number))
             files = prepare_files(config)
             say(
                 f"case {number} of {len(cases)}, {case.name}: actor {config.actor.parallel} and {config.actor.generate},"

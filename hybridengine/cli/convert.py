@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from hybridengine.cli.options import once
+from hybridengine.config.run_config import TRAINED
 from hybridengine.config.values import parse_bytes
 from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_bytes
@@ -41,7 +42,9 @@ def add_convert_command(subparsers: Any) -> None:
         "destination", metavar="DESTINATION", type=Path, help="folder to write; must not exist"
     )
     option = once(parser)
-    option("--role", default="actor", metavar="ROLE", help="whose weights (default actor)")
+    option(
+        "--role", default="actor", metavar="ROLE", help=f"whose weights: {', '.join(TRAINED)} (default actor)"
+    )
     option("--dtype", metavar="TYPE", help=f"of the weights: {' or '.join(DTYPES)} (default: that of SOURCE)")
     option("--max-file", default="4GiB", metavar="BYTES", help="size of a safetensors file (default 4GiB)")
     option("--companions", type=Path, metavar="FOLDER", help="where config.json and the tokenizer are")
@@ -57,6 +60,10 @@ def run_convert(options: argparse.Namespace) -> int:
         raise ConfigError(f"DESTINATION {out}: there is no folder {out.resolve().parent}; make it first")
     if options.dtype is not None and options.dtype not in DTYPES:
         raise ConfigError(f"--dtype {options.dtype!r} does not exist; choose from {', '.join(DTYPES)}")
+    if options.role not in TRAINED:
+        raise ConfigError(
+            f"--role {options.role!r} is none that is trained; choose from {', '.join(TRAINED)}"
+        )
     most = parse_bytes("--max-file", options.max_file)
     from hybridengine.checkpoints.folders import MANIFEST
 

@@ -14,12 +14,15 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from hybridengine.cli.dry_run import RANK_BYTES, cost_of, phase_bytes
 from hybridengine.cli.options import STDOUT, add_json_option, json_file, once
 from hybridengine.cli.output_files import check_output_files, write_output
 from hybridengine.config import RunConfig, load_config
-from hybridengine.doctor.findings import Finding, Level, Subject, count, merged
+from hybridengine.doctor.findings import Finding, Level, Subject, count, merged, problem
 from hybridengine.doctor.machine import THIS_MACHINE, Say, Wanted, examine_machine
 from hybridengine.doctor.node_facts import node_facts
+from hybridengine.errors import ConfigError
+from hybridengine.planning.checkpoint_size import checkpoint_bytes
 
 DESCRIPTION = """Examine this machine's installation, then every node of the cluster, and print what to fix.
 
@@ -79,8 +82,12 @@ def run_doctor(options: argparse.Namespace) -> int:
     if not options.here and not broken:
         from hybridengine.doctor.examination import examine_cluster
 
-        _start_ray(config, wanted, say)
-        findings = examine_cluster(wanted, own, say)
+        try:
+            _start_ray(config, wanted, say)
+            findings = examine_cluster(wanted, own, say)
+        except ConfigError as error:
+            what, _, remedy = str(error).rpartition("; ")
+            findings.append(problem(Subject.PORTS, what, remedy))
     findings = merged(findings)
     figures = json.dumps([asdict(found) for found in findings], indent=1) + "\n"
     if options.json == STDOUT:
@@ -98,10 +105,6 @@ def _wanted(config: RunConfig | None, folder: str | None) -> Wanted:
     """What a run takes, or without one nothing but its folder."""
     if config is None:
         return Wanted(str(Path(folder or "runs").resolve()))
-    from hybridengine.cli.dry_run import cost_of, phase_bytes
-    from hybridengine.cli.train import RANK_BYTES
-    from hybridengine.drivers.saving import checkpoint_bytes
-
     saved = checkpoint_bytes(config) if config.checkpoint.every else 0
     kept = config.checkpoint.keep + (2 if config.checkpoint.best else 1)
     cost, models = cost_of(config), 0

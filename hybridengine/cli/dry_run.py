@@ -14,6 +14,8 @@ from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer, num_cros
 from hybridengine.topology.links import NodeMap
 
 SHOWN_PLANS = 8
+RANK_BYTES = 2**30
+"""Host memory that the libraries of one rank's process take, roughly, before any weights."""
 
 
 def print_dry_run(config: RunConfig) -> None:

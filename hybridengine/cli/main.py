@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError:
         fault = _stdout_fault()
         if fault is None:
-            raise
+            return _unexpected()
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # Python writes what is left as it ends
@@ -77,9 +78,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HybridEngineError as error:
         print(without_secrets(f"hybridengine: {type(error).__name__}: {error}"), file=sys.stderr)
         return 1
+    except Exception:
+        return _unexpected()
     except KeyboardInterrupt:
         print("hybridengine: interrupted; what has been written so far is kept", file=sys.stderr)
         return 130
+
+
+def _unexpected() -> int:
+    """Show the traceback of the exception at hand, as Python does, without secrets; the exit status."""
+    print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
+    return 1
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

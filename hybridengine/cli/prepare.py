@@ -40,11 +40,11 @@ class RunFiles:
     """Tokens that end a response: the tokenizer's, and those that the checkpoint's generation_config.json adds."""
 
 
-def claim_run(config: RunConfig) -> RunConfig:
+def claim_run(config: RunConfig) -> tuple[RunConfig, bool]:
     """`config` with absolute paths, since ranks may have been started elsewhere, and with a folder of its own.
 
     The folder is made here; where the name is taken, by a finished or a running run, it is NAME-2, NAME-3, ... A run
-    that is to go on with resume=auto keeps the folder that it has.
+    that is to go on with resume=auto keeps the folder that it has; and whether the folder was made here.
 
     Raises:
         ConfigError: the folder cannot be made.
@@ -54,10 +54,10 @@ def claim_run(config: RunConfig) -> RunConfig:
     while True:
         try:
             config.run_folder.mkdir(parents=True)
-            return config
+            return config, True
         except FileExistsError:
             if config.resume == "auto" and config.run_folder.is_dir():
-                return config
+                return config, False
             number += 1
             run = config.run.model_copy(update={"name": f"{name}-{number}"})
             config = config.model_copy(update={"run": run})

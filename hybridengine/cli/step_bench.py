@@ -211,7 +211,7 @@ def prepare_step(config_file: str, spec: StepSpec, folder: Path) -> StepFiles:
     from hybridengine.cli.prepare import claim_run, prepare_files
     from hybridengine.config import load_config
 
-    config = claim_run(load_config(config_file, [f"run.folder={folder}", "run.name=files", "warmup=null"]))
+    config, _ = claim_run(load_config(config_file, [f"run.folder={folder}", "run.name=files", "warmup=null"]))
     read = prepare_files(config)
     if len(read.prompts) < spec.num_prompts:
         raise ConfigError(

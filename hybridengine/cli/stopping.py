@@ -16,8 +16,10 @@ class StopRequest:
     The second signal does not wait: Ctrl-C is then a KeyboardInterrupt, SIGTERM a SystemExit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, saves: bool = True) -> None:
+        """`saves`: what is done is saved then."""
         self.asked = False
+        self._saves = saves
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -39,7 +41,10 @@ class StopRequest:
             raise SystemExit(128 + number)
         self.asked = True
         again = "Ctrl-C again" if number == signal.SIGINT else "a second SIGTERM"
-        text = f"{signal.Signals(number).name}: the run ends after this step, and is saved; {again} ends it at once\n"
+        saved = ", and is saved" if self._saves else ""
+        text = (
+            f"{signal.Signals(number).name}: the run ends after this step{saved}; {again} ends it at once\n"
+        )
         with contextlib.suppress(OSError, RuntimeError):  # closed, or in the middle of another text
             sys.stderr.write(text)
             sys.stderr.flush()

@@ -10,17 +10,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from ray.exceptions import RayError
 from rich.console import Console
 
 from hybridengine.checkpoints.folders import (
+    CHECKPOINTS_FOLDER,
     Checkpoint,
     checkpoint_at,
+    checkpoints_in,
     drop_partial,
     newest_complete,
     run_lock,
 )
-from hybridengine.cli.dry_run import cost_of, layout_lines
+from hybridengine.cli.dry_run import RANK_BYTES, cost_of, layout_lines
 from hybridengine.cli.iterations import iterate
 from hybridengine.cli.prepare import RunFiles, claim_run, prepare_files
 from hybridengine.cli.run_output import RunOutput, run_trackers, where_to_look
@@ -33,7 +36,7 @@ from hybridengine.drivers.dataflow import Step, load_step
 from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.saving import Progress, RunSaver, differences, load_roles
 from hybridengine.drivers.warmup import warm_up
-from hybridengine.errors import CheckpointError, HybridEngineError, WorkerError, raise_all
+from hybridengine.errors import CheckpointError, ConfigError, HybridEngineError, WorkerError, raise_all
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.metrics.report.run_record import CONFIG_FILE
@@ -41,8 +44,8 @@ from hybridengine.metrics.rows import latest_rows, read_rows
 from hybridengine.metrics.trackers import Trackers, missing_trackers
 from hybridengine.redaction import without_secrets
 
-RANK_BYTES = 2**30
-"""Host memory that the libraries of one rank's process take, roughly, before any weights."""
+SETTLED = ("model.build", "model.gguf", "data.task", "warmup")
+"""Keys of which a run's folder has what they made: its model, its data, its warmed-up weights."""
 
 
 def train(config: RunConfig) -> None:
@@ -57,14 +60,15 @@ def train(config: RunConfig) -> None:
     raise_all([*local_problems(config), *missing_trackers(config.run.trackers)])
     step_of = load_step(config.algorithm)
     runs_are_new = not Path(config.run.folder).exists()
-    config = claim_run(config)
-    is_new = not (config.run_folder / CONFIG_FILE).exists()
+    asked_for = config.run.name
+    config, is_made_here = claim_run(config)
     say(f"run {_shown(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
-    stop = StopRequest()
+    stop = StopRequest(saves=bool(config.checkpoint.every))
     with contextlib.ExitStack() as ends:
         ends.enter_context(run_lock(config.run_folder))
-        with _nothing_left_behind(config, is_new, runs_are_new), contextlib.ExitStack() as begun:
-            checkpoint = _checkpoint_of(config, is_new, say)
+        with _nothing_left_behind(config, is_made_here, runs_are_new), contextlib.ExitStack() as begun:
+            config = _with_origin(config)
+            checkpoint = _checkpoint_of(config, say)
             if checkpoint is not None and checkpoint.step >= config.run.steps and _has_ended(config):
                 say(
                     f"all {checkpoint.step} steps are done, and nothing is left to do; raise run.steps for more"
@@ -79,7 +83,8 @@ def train(config: RunConfig) -> None:
         run = _Run(config, step_of, files, trackers, console, say, stop)
         run.carry_out(pools, checkpoint)
     if stop.asked:
-        goes_on = "hybridengine train CONFIG resume=auto goes on"
+        name = f"run.name={config.run.name} " if config.run.name != asked_for else ""
+        goes_on = f"hybridengine train CONFIG {name}resume=auto goes on"
         remedy = goes_on if config.checkpoint.every else "nothing is saved, because checkpoint.every=0"
         say(f"stopped; {remedy} ({_shown(config.run_folder)})")
         return
@@ -88,13 +93,23 @@ def train(config: RunConfig) -> None:
     say(where_to_look(_shown(config.run_folder)))
 
 
-def _checkpoint_of(config: RunConfig, is_new: bool, say: Callable[[str], None]) -> Checkpoint | None:
+def _with_origin(config: RunConfig) -> RunConfig:
+    """`config` with the checkpoint that the run once began from, where it has none of its own to go on from yet."""
+    file = config.run_folder / CONFIG_FILE
+    if config.resume != "auto" or checkpoints_in(config.run_folder) or not file.is_file():
+        return config
+    origin = (yaml.safe_load(file.read_text()) or {}).get("resume")
+    return config if origin in (None, "auto", "never") else config.model_copy(update={"resume": str(origin)})
+
+
+def _checkpoint_of(config: RunConfig, say: Callable[[str], None]) -> Checkpoint | None:
     """Where a run goes on from; None where it begins.
 
     Raises:
         CheckpointError: `resume` names a folder that is no whole checkpoint.
+        ConfigError: what was settled when the run began is another now.
     """
-    if config.resume == "never" or (config.resume == "auto" and is_new):
+    if config.resume == "never":
         return None
     if config.resume == "auto":
         found = newest_complete(config.run_folder, lambda text: say(f"warning: {text}"))
@@ -108,10 +123,18 @@ def _checkpoint_of(config: RunConfig, is_new: bool, say: Callable[[str], None]) 
                 f"resume={config.resume} cannot be used: {error}; name another one"
             ) from None
     if found is None:
-        say("no checkpoint to go on from: the run begins anew")
+        if (config.run_folder / CHECKPOINTS_FOLDER).is_dir():
+            say("no checkpoint to go on from: the run begins anew")
         return None
+    changes = differences(config, found)
+    settled = [change for change in changes if change.startswith(SETTLED)] if config.resume == "auto" else []
+    if settled:
+        raise ConfigError(
+            f"resume=auto: {'; '.join(settled)}, which was settled when {_shown(config.run_folder)} began; take it back,"
+            " or choose another run.name"
+        )
     say(f"going on after step {found.step}: {_shown(found.folder)}, all digests right")
-    for change in differences(config, found):
+    for change in changes:
         say(f"  the configuration has changed: {change}")
     return found
 
@@ -240,12 +263,12 @@ def local_problems(config: RunConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def _nothing_left_behind(config: RunConfig, is_new: bool, runs_are_new: bool) -> Iterator[None]:
-    """A run that its files, trackers or cluster rule out leaves no folder; one that has begun before keeps its own."""
+def _nothing_left_behind(config: RunConfig, is_made_here: bool, runs_are_new: bool) -> Iterator[None]:
+    """A run that its files, trackers or cluster rule out leaves no folder of its making; what was there before stays."""
     try:
         yield
     except HybridEngineError:
-        if not is_new:
+        if not is_made_here:
             raise
         shutil.rmtree(config.run_folder, ignore_errors=True)
         if runs_are_new:

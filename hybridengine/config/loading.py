@@ -24,6 +24,7 @@ from hybridengine.config.checks import find_conflicts
 from hybridengine.config.run_config import RunConfig
 from hybridengine.config.wording import first_line, rule, yaml_fault
 from hybridengine.errors import ConfigError, raise_all, shown
+from hybridengine.redaction import remember_secrets
 
 Problem = tuple[str, str]
 """Dotted key in question, message."""
@@ -53,6 +54,7 @@ def load_config(
         raise AssertionError("unreachable") from error
     assert isinstance(values, dict), "the root of a configuration is a mapping"
     values = {str(key): value for key, value in values.items()}
+    remember_secrets(values)
     _drop_empty_sections(values)
     run = values.setdefault("run", {})
     if isinstance(run, dict):

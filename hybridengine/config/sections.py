@@ -32,6 +32,8 @@ from hybridengine.topology.grid import RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 MEBIBYTE = 2**20
+COLLECTIVE_SHARE = 2.0
+"""Of a call's limit: ranks that wait for a hung one would otherwise fail first, and be blamed."""
 
 
 class RunSection(Section):
@@ -364,6 +366,11 @@ class TimeoutSection(Section):
     """Until every rank has answered one call."""
     save_s: Positive = 1800.0
     """Until a checkpoint is written, from when the run has to wait for it."""
+
+    @property
+    def collective_s(self) -> float:
+        """Until a collective gives up by itself: later than its call, whose end names who is missing."""
+        return COLLECTIVE_SHARE * self.call_s
 
 
 class CheckpointSection(Section):

@@ -12,6 +12,7 @@ import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hybridengine.config.sections import COLLECTIVE_SHARE
 from hybridengine.controller import cluster
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.futures import Future
@@ -53,8 +54,8 @@ class ResourcePool:
         """Describe a pool.
 
         `name` tells the pool from others in records. `gpus_per_node` is short for as many ranks with `use_gpus`. `env`
-        are environment variables that every process has from its start. `timeout_s` bounds group calls and
-        torch.distributed's collectives.
+        are environment variables that every process has from its start. `timeout_s` bounds group calls;
+        torch.distributed's collectives give up later, so that the call's end names the ranks that are missing.
 
         Raises:
             ConfigError: none or both of ranks_per_node and gpus_per_node are given, or a number is not positive.
@@ -276,7 +277,7 @@ class ResourcePool:
         self._on_all(
             "join_world",
             lambda rank, process: process.join_world.remote(
-                master_addr, ports[0], row_exchange().secret, self.timeout_s
+                master_addr, ports[0], row_exchange().secret, COLLECTIVE_SHARE * self.timeout_s
             ),
             timeout_s,
         )

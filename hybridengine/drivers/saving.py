@@ -18,10 +18,11 @@ from hybridengine.checkpoints.digests import FileDigest
 from hybridengine.checkpoints.folders import (
     Checkpoint,
     begin_checkpoint,
+    checkpoints_in,
     complete_checkpoint,
     prune,
 )
-from hybridengine.config import RunConfig, holder_shape, model_holders
+from hybridengine.config import RunConfig
 from hybridengine.config.run_config import TRAINED
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.futures import Future
@@ -29,11 +30,9 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.roles import Roles, State
 from hybridengine.errors import CheckpointError
 from hybridengine.metrics.formatting import format_bytes
-from hybridengine.model_shapes import DTYPE_BYTES
 from hybridengine.package_versions import package_versions
+from hybridengine.planning.checkpoint_size import checkpoint_bytes
 
-STATE_BYTES = 8
-"""Of the optimizer, for each weight: two moments; a float32 copy comes on top where weights have another type."""
 SPARE_SHARE = 1.05
 """Of what a checkpoint takes: descriptions of tensors, and files that others write meanwhile."""
 FREE_KEYS = (
@@ -102,6 +101,8 @@ class RunSaver:
     ) -> None:
         self._config, self._progress, self._say = config, progress, say
         self._groups, self._best_before = _trained_groups(config, roles), progress.best
+        # A run goes on from the newest whole one: later ones are damaged, until they are written again.
+        self._damaged = {one.step for one in checkpoints_in(config.run_folder) if one.step > progress.step}
         self._writing: tuple[Path, int, dict[str, Any]] | None = None
 
     def after_step(self, metrics: Mapping[str, float], *, last: bool = False) -> None:
@@ -169,7 +170,10 @@ class RunSaver:
             if error is not None:
                 raise error
             checkpoint = complete_checkpoint(partial, step, state, digests)
-            prune(self._config.run_folder, self._config.checkpoint.keep, self._progress.best.step)
+            self._damaged.discard(step)
+            prune(
+                self._config.run_folder, self._config.checkpoint.keep, self._progress.best.step, self._damaged
+            )
         except (OSError, CheckpointError) as reason:
             self._give_up(step, reason)
             return
@@ -217,7 +221,9 @@ def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:
     """
     groups = _trained_groups(config, roles)
     if checkpoint.step == 0:
-        groups = {role: group for role, group in groups.items() if (checkpoint.folder / role).is_dir()}
+        groups = {
+            role: group for role, group in groups.items() if (checkpoint.folder / role).is_dir()
+        } or groups
     for role in groups:
         if not (checkpoint.folder / role).is_dir():
             raise CheckpointError(
@@ -241,17 +247,6 @@ def run_state(config: RunConfig, progress: Progress) -> dict[str, Any]:
         "config": config.described(),
         "versions": package_versions(),
     }
-
-
-def checkpoint_bytes(config: RunConfig) -> int:
-    """Bytes of the tensors in a checkpoint."""
-    dtype_bytes = DTYPE_BYTES[config.model.dtype]
-    each = dtype_bytes + STATE_BYTES + (4 if config.model.dtype != "float32" else 0)
-    total = 0
-    for holder in model_holders(config):
-        if holder.role in TRAINED:
-            total += each * holder_shape(config, holder).num_parameters
-    return total
 
 
 def differences(config: RunConfig, checkpoint: Checkpoint) -> list[str]:

@@ -23,11 +23,13 @@ from hybridengine.config.algorithm_sections import AlgorithmSection
 from hybridengine.controller import cluster
 from hybridengine.drivers import ppo
 from hybridengine.drivers.roles import Roles, Sampling, State
+from hybridengine.runtime.row_requests import ROW_NUMBERS
 
 VICTIM = 1
 """Rank that the fault meets."""
 FILE_BYTES = 100_000
 """Largest file on a disk that is full: less than a part of a checkpoint, more than what says that it can be written."""
+POISONED_ROW = 8
 HANG_S = 600.0
 DECODED_TOKENS = 3
 """Until the engine raises."""
@@ -149,8 +151,7 @@ class _Poisoned:
 
 
 def poisoned_advantages(rows: TensorDictBase, across: Across, settings: AlgorithmSection) -> TensorDict:
-    """As in `ppo`; on one rank, one row's are no numbers."""
+    """As in `ppo`; one row's are no numbers, whichever rank has it."""
     found = ppo.advantages(rows, across, settings)
-    if dist.get_rank() == VICTIM:
-        found["advantages"][0] = torch.nan
+    found["advantages"][rows[ROW_NUMBERS] == POISONED_ROW] = torch.nan
     return found

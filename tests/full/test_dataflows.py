@@ -64,7 +64,7 @@ def started(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Itera
         "actor": SECTIONS["actor"] | {"kl_loss_coef": 0.01},
     }
     (folder / "all.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
-    config = claim_run(load_config(folder / "all.yaml"))
+    config, _ = claim_run(load_config(folder / "all.yaml"))
     files = prepare_files(config)
     with RunPools(config) as pools:
         pools.start()

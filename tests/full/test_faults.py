@@ -202,11 +202,18 @@ def test_a_run_goes_on_with_other_sizes(stopped: Outcome, runs: Runs, undisturbe
     assert "going on after step 3" in again.console
     assert 'actor.parallel: "1-2-1" -> "2-2-1"' in again.console
     assert [row[keys.STEP] for row in again.rows] == list(range(STEPS + 1))
-    compared = ("reward/mean", "kl/mean", "rollout/entropy_mean", "critic/loss", "actor/lr", "rollout/tokens")
+    of_sizes = ("switch/", "rollout/log_prob_abs_diff_max", "reward/calls", "reward/failures")
+    compared = 0
     for one, other in zip(again.rows[4:], undisturbed.rows[4:], strict=True):
-        for key in compared:
-            if key in other:
-                assert one[key] == pytest.approx(other[key], rel=2e-3, abs=2e-4), (one[keys.STEP], key)
+        for key in {*one, *other} - {key for key in other if key.startswith(of_sizes)}:
+            # Rounding grows from step to step: at first it is that of sums in another order.
+            tolerance = 1e-5 if one[keys.STEP] == 4 else 5e-3
+            assert one[key] == pytest.approx(other[key], rel=tolerance, abs=tolerance / 10), (
+                one[keys.STEP],
+                key,
+            )
+            compared += one[keys.STEP] == 4
+    assert compared > 25
     weights = load_file(again.folder / "final" / "model.safetensors")
     for name, tensor in load_file(undisturbed.folder / "final" / "model.safetensors").items():
         assert (weights[name] - tensor).abs().max() < 2e-3, name
@@ -243,7 +250,7 @@ def test_a_cluster_that_no_longer_has_the_ranks_ends_the_run_with_both_reasons(
     assert outcome.status == 1
     assert re.search(r"WorkerError: \S+ died on rank 1 \(", outcome.errors), outcome.errors
     assert "the run could not start again: ranks_per_node=[2] needs 2 ranks on 1 nodes" in outcome.errors
-    assert [row[keys.STEP] for row in outcome.rows] == [0, 1]
+    assert [row[keys.STEP] for row in outcome.rows][:2] == [0, 1]
 
 
 @contextlib.contextmanager

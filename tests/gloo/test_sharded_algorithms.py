@@ -203,11 +203,14 @@ def test_replicas_with_unequal_rows_make_equally_many_steps(seen: Seen, run_rank
     changes = {"mini_batches": 4, "optimizer": {"lr": 1.0}}
     run = run_of("dr_grpo", "1-1-2", seen.policy, seen.scorer, **changes)
     batch = slice_rows(seen.batch("dr_grpo"), range(9))
-    by_rank = run_ranks(2, on_ranks.update_in_mini_batches, run, seen.policy, batch)
-    orders = []
-    for first, num_rows in ((0, 5), (5, 4)):
-        generator = torch.Generator().manual_seed(7 * 1_000_003 + 1)  # the run's seed, its first update
-        orders.append((first + torch.randperm(num_rows, generator=generator)).tolist())
+    by_rank = run_ranks(2, on_ranks.update_in_mini_batches, run, seen.policy, on_ranks.numbered(batch))
+    generator = torch.Generator().manual_seed(
+        (7 * 1_000_003 + 1) * 1_009
+    )  # the run's seed, its first update and epoch
+    # Of rows 0 to 3, of 4 to 7 and of 8 to 11, each mini-batch is drawn one.
+    drawn = [torch.rand(4, generator=generator, dtype=torch.float64).argsort().tolist() for _ in range(3)]
+    place = {row: drawn[row // 4][row % 4] for row in range(9)}
+    orders = [sorted(rows, key=lambda row: (place[row], row)) for rows in (range(5), range(5, 9))]
     steps = [orders[0][:2] + orders[1][:1]] + [
         [orders[0][place + 1], orders[1][place]] for place in (1, 2, 3)
     ]

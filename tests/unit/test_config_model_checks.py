@@ -184,9 +184,9 @@ def test_every_model_must_know_the_actors_tokens(
     for name, vocab_size in (("small", 20), ("large", 64)):
         changes = {"vocab_size": vocab_size, "num_key_value_heads": 2, "max_position_embeddings": 128}
         write_checkpoint(tmp_path / name, CONFIG | changes)
-    config = claim_run(load_config(built, [f"critic.path={tmp_path / 'small'}"]))
+    config, _ = claim_run(load_config(built, [f"critic.path={tmp_path / 'small'}"]))
     with pytest.raises(
         DataError, match=r"critic\.path=.*small has vocab_size=20, the actor's tokenizer .* has 57 tokens"
     ):
         prepare_files(config)
-    prepare_files(claim_run(load_config(built, [f"critic.path={tmp_path / 'large'}"])))
+    prepare_files(claim_run(load_config(built, [f"critic.path={tmp_path / 'large'}"]))[0])

@@ -29,7 +29,7 @@ from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.checkpoints.conversion import ROLE_FILE, WEIGHTS, read_role
-from hybridengine.checkpoints.digests import FileDigest, digests_of
+from hybridengine.checkpoints.digests import FileDigest, settled_digests
 from hybridengine.checkpoints.random_states import RandomStates, load_random_states
 from hybridengine.checkpoints.tensors import read_metadata
 from hybridengine.errors import CheckpointError
@@ -82,7 +82,7 @@ class BackgroundSave:
             if self._rank == 0:
                 own.append(ROLE_FILE)
                 (self._folder / ROLE_FILE).write_text(json.dumps(self._role, indent=1) + "\n")
-            self._digests = digests_of(self._folder, own)
+            self._digests = settled_digests(self._folder, own)
         except Exception as error:  # told to whoever ends the save
             self._error = error
 
