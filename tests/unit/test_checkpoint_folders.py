@@ -128,6 +128,45 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     ]
 
 
+def test_damaged_checkpoints_take_no_place(tmp_path: Path) -> None:
+    for step in (3, 6, 9, 12):
+        write(tmp_path, step)
+    assert prune(tmp_path, 1, best_step=None, ignored={9, 12}) == [3]
+    assert [one.step for one in checkpoints_in(tmp_path)] == [12, 9, 6]
+
+
+def test_every_file_is_on_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, sync = set[str](), os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}").partition(".partial")[2].strip("/"))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    checkpoint = write(tmp_path, 5)
+    found = {str(one.relative_to(checkpoint.folder)) for one in checkpoint.folder.rglob("*")}
+    assert found == {"actor", "actor/weights", "run.json", MANIFEST}
+    assert found <= synced
+
+
+@pytest.mark.parametrize("state", ['{"step": "abc"}', '{"step": null, "config": {}}'])
+def test_a_state_that_says_no_step_is_refused(state: str, tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, 5)
+    other = checkpoint.folder.rename(tmp_path / "start")
+    (other / "run.json").write_text(state)
+    with pytest.raises(CheckpointError, match="which is no number"):
+        checkpoint_at(other)
+
+
+def test_a_state_whose_configuration_is_none_is_refused(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, 5)
+    (checkpoint.folder / "run.json").write_text('{"step": 5, "config": "x"}')
+    with pytest.raises(CheckpointError, match="has no configuration"):
+        checkpoint.run_state()
+
+
 def test_a_checkpoint_that_is_written_again_replaces_the_damaged_one(tmp_path: Path) -> None:
     flip(write(tmp_path, 4).folder / "actor" / "weights")
     write(tmp_path, 4).check()

@@ -93,6 +93,10 @@ REFUSED = {
         "has no role critic; choose from actor",
     ),
     "companions": (["{start}", "{tmp}/out"], "has no config.json; give --companions"),
+    "no role": (
+        ["{source}", "{tmp}/out", "--role", "../../actr"],
+        "--role '../../actr' is none that is trained",
+    ),
     "damaged": (["{damaged}", "{tmp}/out", "--companions", "{source}"], "is damaged: its SHA-256"),
 }
 

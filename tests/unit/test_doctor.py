@@ -409,6 +409,36 @@ def test_the_command_needs_none_of_the_libraries_that_it_examines() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_machine_whose_torch_is_broken_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch_cpu.so')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from hybridengine.doctor import node_facts;"
+        "found = {'errors': {'torch': 'ImportError: libtorch_cpu.so'}, 'gpus': [], 'cuda': None, 'nccl': None};"
+        "node_facts.ask_libraries = lambda names: found; from hybridengine.cli.main import main;"
+        "sys.exit(main(['doctor', 'configs/arithmetic.yaml']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "torch cannot be imported: ImportError: libtorch_cpu.so" in done.stdout
+    assert "the cluster was not examined" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_a_cluster_that_is_not_there_takes_no_finding_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nothing = {"errors": {}, "gpus": [], "cuda": None, "nccl": None}
+    monkeypatch.setattr(facts_module, "ask_libraries", lambda names: nothing)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    assert main(["doctor", "--folder", str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    assert f"problem  no Ray cluster answers at '127.0.0.1:{port}'" in told and "-> start one with" in told
+    assert "ok       Python 3." in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

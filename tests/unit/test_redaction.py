@@ -25,6 +25,9 @@ SECRET = "sk-0123456789"
         "AWS_SECRET_ACCESS_KEY",
         "MLFLOW_TRACKING_PASSWORD",
         "client.secret",
+        "openaiApiKey",
+        "PGPASSWORD",
+        "accessToken",
         "Authorization",
         "credentials",
     ],
@@ -115,3 +118,23 @@ def test_a_configuration_that_is_written_down_has_no_secrets(
     assert config.described()["data"]["train_file"] == "none.jsonl"
     assert main(["train", str(file), f"run.name=a/{SECRET}"]) == 2
     assert SECRET not in capsys.readouterr().err
+    monkeypatch.delenv("JUDGE_API_KEY")
+    other = "given-on-the-command-line"
+    assert main(["train", "configs/arithmetic.yaml", f"algorithm.options.api_key={other}"]) == 2
+    error = capsys.readouterr().err
+    assert "algorithm.options" in error and other not in error
+
+
+def test_an_exception_that_nobody_expects_shows_no_secrets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(f"refused {SECRET}")
+
+    monkeypatch.setenv("JUDGE_API_KEY", SECRET)
+    monkeypatch.setattr("hybridengine.config.load_config", fail)
+    assert main(["train", "configs/arithmetic.yaml"]) == 1
+    error = capsys.readouterr().err
+    assert (
+        error.startswith("Traceback") and "refused (hidden: JUDGE_API_KEY)" in error and SECRET not in error
+    )

@@ -1,0 +1,89 @@
+"""Whose folder a run goes on in, and what of it stays where the run cannot even begin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybridengine.checkpoints.folders import begin_checkpoint, checkpoints_in, complete_checkpoint
+from hybridengine.cli.main import main
+from hybridengine.config import load_config
+
+SMALL = {
+    "run": {"steps": 4},
+    "model": {
+        "build": {
+            "num_layers": 1,
+            "hidden_size": 32,
+            "ffn_hidden_size": 32,
+            "num_heads": 2,
+            "num_kv_heads": 1,
+        }
+    },
+    "data": {"batch_size": 4, "task": {"train_rows": 16, "eval_rows": 4}},
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    found = tmp_path / "own.yaml"
+    sections = SMALL | {"run": {"steps": 4, "folder": str(tmp_path / "runs")}}
+    found.write_text(yaml.safe_dump(sections))
+    return found
+
+
+def save(file: Path, step: int, *overrides: str) -> Path:
+    """A checkpoint that says how its run was configured; its folder."""
+    config = load_config(file, overrides)
+    state = {"state": {}, "best": {"step": None, "value": None}, "config": config.described()}
+    return complete_checkpoint(begin_checkpoint(config.run_folder, step), step, state, {}).folder
+
+
+def test_a_folder_that_was_there_stays(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "own"
+    folder.mkdir(parents=True)
+    (folder / "thesis.txt").write_text("precious")
+    save(file, 2)
+    assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
+    assert "data.batch_size=17 wants more" in capsys.readouterr().err
+    assert (folder / "thesis.txt").read_text() == "precious"
+    assert [one.step for one in checkpoints_in(folder)] == [2]
+
+
+def test_a_folder_of_its_own_making_goes(file: Path, tmp_path: Path) -> None:
+    assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_checkpoints_count_also_where_the_configuration_beside_them_is_gone(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(file, 4)
+    assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
+    assert "going on after step 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", ["model.build.hidden_size=64", "data.task.train_rows=20"])
+def test_what_was_settled_when_the_run_began_cannot_change(
+    change: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(file, 2)
+    assert main(["train", str(file), "resume=auto", change]) == 2
+    key, _, value = change.partition("=")
+    error = capsys.readouterr().err
+    assert f"resume=auto: {key}: " in error and f" -> {value}, which was settled when" in error
+
+
+def test_a_run_that_began_from_a_checkpoint_and_has_none_of_its_own_yet_begins_there_again(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    origin = save(file, 2, "run.name=other")
+    folder = tmp_path / "runs" / "own"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump({"resume": str(origin)}))
+    assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
+    assert "going on after step 2: " in capsys.readouterr().out
