@@ -21,12 +21,15 @@ _NAME = re.compile(
     re.IGNORECASE,
 )
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_IN_ADDRESS = re.compile(r"(?<=://)[^/\s@]+@")
+_IN_ADDRESS = re.compile(r"(?<=://)([^/\s:@]+:\S+|[^/\s@]+)@")
+_MARKER = re.compile(r"(^|_)(eos|bos|pad|stop|unk|sep|mask|end|start)_tokens?$", re.IGNORECASE)
+"""Names of tokens of a text."""
 
 
 def is_secret(name: str) -> bool:
     """Whether what has this name is nobody's business."""
-    return _NAME.search(_CAMEL.sub("_", name)) is not None
+    name = _CAMEL.sub("_", name)
+    return _NAME.search(name) is not None and _MARKER.search(name) is None
 
 
 _known = set[str]()
@@ -41,7 +44,7 @@ def remember_secrets(value: Any, name: str = "") -> None:
     """
     if isinstance(value, Mapping):
         for key, one in value.items():
-            remember_secrets(one, str(key))
+            remember_secrets(one, name if is_secret(name) else str(key))
     elif isinstance(value, list | tuple):
         for one in value:
             remember_secrets(one, name)
@@ -67,7 +70,7 @@ def redacted(value: Any, name: str = "") -> Any:
         name: under which `value` stands.
     """
     if isinstance(value, Mapping):
-        return {key: redacted(one, str(key)) for key, one in value.items()}
+        return {key: redacted(one, name if is_secret(name) else str(key)) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [redacted(one, name) for one in value]
     if isinstance(value, str):

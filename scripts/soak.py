@@ -287,7 +287,7 @@ def disturb(run: RunProcess, steps: int, faults: Sequence[Fault], say: Say) -> i
         for row in rows_of(run, steps):
             step_s, before = time.monotonic() - before, time.monotonic()
             if left and int(row["step"] or 0) == left[0].after_step:
-                fault = left.pop(0)
+                fault = left[0]
                 time.sleep(fault.share * min(step_s, 2.0))
                 if not run.is_alive():
                     break
@@ -295,6 +295,7 @@ def disturb(run: RunProcess, steps: int, faults: Sequence[Fault], say: Say) -> i
                     f"after step {fault.after_step} and {fault.share:.2f} of one: {fault.kind}, rank {fault.rank}"
                 )
                 KINDS[fault.kind](run, fault.rank)
+                left.pop(0)
         status = run.status()
         if status == 0 and (run._folder / "final").is_dir():
             if left:

@@ -45,13 +45,28 @@ def settled_digests(folder: Path, files: Iterable[str]) -> dict[str, FileDigest]
         OSError: they could not be written there.
     """
     names = list(files)
-    for name in names:
-        descriptor = os.open(folder / name, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    settle(folder, names)
     return digests_of(folder, names)
+
+
+def settle(folder: Path, files: Iterable[str]) -> None:
+    """Have files and their names survive a crash of the machine.
+
+    Raises:
+        OSError: they could not be written.
+    """
+    for name in files:
+        sync(folder / name)
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Have what is in a file, or which names are in a folder, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_files(folder: Path, expected: Mapping[str, FileDigest]) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridengine.checkpoints.digests import FileDigest, check_files, digests_json, settled_digests
+from hybridengine.checkpoints.digests import FileDigest, check_files, digests_json, settled_digests, sync
 from hybridengine.errors import CheckpointError, ConfigError
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -145,7 +145,7 @@ def run_lock(run_folder: Path) -> Iterator[None]:
     with (run_folder / LOCK_FILE).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.seek(0)
             raise ConfigError(
                 f"{run_folder} is being carried out by {file.read().strip() or 'another process'}; wait until it has"
@@ -191,12 +191,12 @@ def complete_checkpoint(
     known = {**digests, **settled_digests(partial, others)}
     _write_json(partial / MANIFEST, {"format": FORMAT, "files": digests_json(known)})
     for folder in [*(one for one in partial.rglob("*") if one.is_dir()), partial]:
-        _sync(folder)
+        sync(folder)
     named = named or partial.parent / _folder_name(step)
     if named.exists():  # of an attempt that was damaged later
         shutil.rmtree(named)
     partial.rename(named)
-    _sync(named.parent)
+    sync(named.parent)
     return Checkpoint(named, step)
 
 
@@ -252,12 +252,3 @@ def _write_json(file: Path, value: Mapping[str, Any]) -> None:
         opened.write("\n")
         opened.flush()
         os.fsync(opened.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Have the names in a folder survive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

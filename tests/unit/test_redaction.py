@@ -40,6 +40,9 @@ def test_names_of_secrets(name: str) -> None:
     "name",
     [
         "tokenizer",
+        "stop_token",
+        "eos_token",
+        "padTokens",
         "max_prompt_tokens_in",
         "label_key",
         "key",
@@ -80,7 +83,13 @@ def test_values_of_the_environment_are_hidden_wherever_they_stand(monkeypatch: p
     assert redacted({"header": f"Bearer {SECRET}"}) == {"header": "Bearer (hidden: JUDGE_API_KEY)"}
 
 
+def test_what_stands_beneath_a_secret_name_is_secret() -> None:
+    found = redacted({"credentials": {"judge": SECRET, "level": 3}})
+    assert found == {"credentials": {"judge": "(hidden)", "level": 3}}
+
+
 def test_addresses() -> None:
+    assert without_secrets("at https://me:p@ss/w@host:5000/x") == "at https://(hidden)@host:5000/x"
     assert (
         without_secrets("no answer from https://me:pass@host:5000/x")
         == "no answer from https://(hidden)@host:5000/x"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,8 @@ def save(file: Path, step: int, *overrides: str) -> Path:
     """A checkpoint that says how its run was configured; its folder."""
     config = load_config(file, overrides)
     state = {"state": {}, "best": {"step": None, "value": None}, "config": config.described()}
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    (config.run_folder / "config.yaml").write_text(yaml.safe_dump(config.described()))
     return complete_checkpoint(begin_checkpoint(config.run_folder, step), step, state, {}).folder
 
 
@@ -48,6 +51,7 @@ def test_a_folder_that_was_there_stays(
     folder.mkdir(parents=True)
     (folder / "thesis.txt").write_text("precious")
     save(file, 2)
+    (folder / "config.yaml").unlink()  # somebody has put the checkpoint there
     assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
     assert "data.batch_size=17 wants more" in capsys.readouterr().err
     assert (folder / "thesis.txt").read_text() == "precious"
@@ -62,7 +66,7 @@ def test_a_folder_of_its_own_making_goes(file: Path, tmp_path: Path) -> None:
 def test_checkpoints_count_also_where_the_configuration_beside_them_is_gone(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save(file, 4)
+    (save(file, 4).parents[1] / "config.yaml").unlink()
     assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
     assert "going on after step 4" in capsys.readouterr().out
 
@@ -82,8 +86,24 @@ def test_a_run_that_began_from_a_checkpoint_and_has_none_of_its_own_yet_begins_t
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     origin = save(file, 2, "run.name=other")
-    folder = tmp_path / "runs" / "own"
-    folder.mkdir()
-    (folder / "config.yaml").write_text(yaml.safe_dump({"resume": str(origin)}))
+    shutil.rmtree(save(file, 3).parent)
+    kept = tmp_path / "runs" / "own" / "config.yaml"
+    kept.write_text(yaml.safe_dump(yaml.safe_load(kept.read_text()) | {"resume": str(origin)}))
     assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
     assert "going on after step 2: " in capsys.readouterr().out
+    flip = save(file, 3) / "run.json"  # a damaged one of its own changes nothing
+    flip.write_text(flip.read_text().replace("3", "4"))
+    kept.write_text(yaml.safe_dump(yaml.safe_load(kept.read_text()) | {"resume": str(origin)}))
+    assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
+    told = capsys.readouterr().out
+    assert "step-00000003 is damaged" in told and "going on after step 2: " in told
+
+
+@pytest.mark.parametrize("kept", ["resume: [", "text"])
+def test_a_kept_configuration_that_is_none(
+    kept: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs" / "own").mkdir(parents=True)
+    (tmp_path / "runs" / "own" / "config.yaml").write_text(kept)
+    assert main(["train", str(file), "resume=auto"]) == 2
+    assert "is no configuration" in capsys.readouterr().err
