@@ -32,6 +32,11 @@ def is_secret(name: str) -> bool:
     return _NAME.search(name) is not None and _MARKER.search(name) is None
 
 
+def _beneath(name: str, key: str) -> str:
+    """What decides over the value of `key` beneath `name`: credentials may be a mapping, tokens may be somebody's term."""
+    return name if is_secret(name) and not name.lower().endswith(("token", "tokens")) else key
+
+
 _known = set[str]()
 """Secrets of the configurations that this process has read."""
 
@@ -44,7 +49,7 @@ def remember_secrets(value: Any, name: str = "") -> None:
     """
     if isinstance(value, Mapping):
         for key, one in value.items():
-            remember_secrets(one, name if is_secret(name) else str(key))
+            remember_secrets(one, _beneath(name, str(key)))
     elif isinstance(value, list | tuple):
         for one in value:
             remember_secrets(one, name)
@@ -70,7 +75,7 @@ def redacted(value: Any, name: str = "") -> Any:
         name: under which `value` stands.
     """
     if isinstance(value, Mapping):
-        return {key: redacted(one, name if is_secret(name) else str(key)) for key, one in value.items()}
+        return {key: redacted(one, _beneath(name, str(key))) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [redacted(one, name) for one in value]
     if isinstance(value, str):

@@ -86,6 +86,8 @@ def test_values_of_the_environment_are_hidden_wherever_they_stand(monkeypatch: p
 def test_what_stands_beneath_a_secret_name_is_secret() -> None:
     found = redacted({"credentials": {"judge": SECRET, "level": 3}})
     assert found == {"credentials": {"judge": "(hidden)", "level": 3}}
+    term = {"terms": {"tokens": {"function": "package.module:count"}}}
+    assert redacted(term) == term
 
 
 def test_addresses() -> None:
