@@ -33,7 +33,7 @@ def is_secret(name: str) -> bool:
 
 
 def _beneath(name: str, key: str) -> str:
-    """What decides over the value of `key` beneath `name`: credentials may be a mapping, tokens may be somebody's term."""
+    """Whose name decides over the value of `key` beneath `name`: credentials may be a mapping, tokens may be a term."""
     return name if is_secret(name) and not name.lower().endswith(("token", "tokens")) else key
 
 
