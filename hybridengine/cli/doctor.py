@@ -80,18 +80,17 @@ def run_doctor(options: argparse.Namespace) -> int:
     findings = examine_machine(wanted, own)
     broken = any(found.subject == Subject.VERSIONS and found.level == Level.PROBLEM for found in findings)
     if not options.here and not broken:
+        from ray.exceptions import RayError
+
         from hybridengine.doctor.examination import examine_cluster
 
         try:
             _start_ray(config, wanted, say)
             findings = examine_cluster(wanted, own, say)
-        except (HybridEngineError, OSError, RuntimeError) as error:  # Ray's errors are among the last
+        except (HybridEngineError, RayError, OSError) as error:  # what is known of this machine is told all the same
             what, _, remedy = str(error).rpartition("; ")
             if not what:
-                what, remedy = (
-                    f"{type(error).__name__}: {remedy}",
-                    "see Ray's logs in /tmp/ray/session_latest/logs",
-                )
+                what, remedy = f"{type(error).__name__}: {remedy}", "see the logs of Ray's session"
             findings.append(problem(Subject.PORTS, what, remedy))
     findings = merged(findings)
     figures = json.dumps([asdict(found) for found in findings], indent=1) + "\n"
