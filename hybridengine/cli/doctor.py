@@ -87,7 +87,11 @@ def run_doctor(options: argparse.Namespace) -> int:
         try:
             _start_ray(config, wanted, say)
             findings = examine_cluster(wanted, own, say)
-        except (HybridEngineError, RayError, OSError) as error:  # what is known of this machine is told all the same
+        except (
+            HybridEngineError,
+            RayError,
+            OSError,
+        ) as error:  # what is known of this machine is told all the same
             what, _, remedy = str(error).rpartition("; ")
             if not what:
                 what, remedy = f"{type(error).__name__}: {remedy}", "see the logs of Ray's session"
