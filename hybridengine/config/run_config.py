@@ -6,22 +6,24 @@ from pathlib import Path
 from typing import Any, get_args
 
 from hybridengine.config.algorithm_sections import AlgorithmSection, Role
+from hybridengine.config.reliability_sections import (
+    CheckpointSection,
+    FaultSection,
+    GuardSection,
+    TimeoutSection,
+)
 from hybridengine.config.reward_sections import RewardSection
 from hybridengine.config.sections import (
     MAIN_POOL,
     ActorSection,
-    CheckpointSection,
     ClusterSection,
     CriticSection,
     DataSection,
-    FaultSection,
-    GuardSection,
     ModelSection,
     PoolSection,
     ReferenceSection,
     RolloutSection,
     RunSection,
-    TimeoutSection,
     WarmupSection,
 )
 from hybridengine.config.values import PathText, Section

@@ -32,8 +32,6 @@ from hybridengine.topology.grid import RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 MEBIBYTE = 2**20
-COLLECTIVE_SHARE = 2.0
-"""Of a call's limit: ranks that wait for a hung one would otherwise fail first, and be blamed."""
 
 
 class RunSection(Section):
@@ -355,47 +353,3 @@ class WarmupSection(Section):
     """Problems per step."""
     lr: Positive = 1e-3
     """Learning rate."""
-
-
-class TimeoutSection(Section):
-    """When waiting ends, in seconds."""
-
-    start_s: Positive = 600.0
-    """Until all workers have started."""
-    call_s: Positive = 1800.0
-    """Until every rank has answered one call."""
-    save_s: Positive = 1800.0
-    """Until a checkpoint is written, from when the run has to wait for it."""
-
-    @property
-    def collective_s(self) -> float:
-        """Until a collective gives up by itself: later than its call, whose end names who is missing."""
-        return COLLECTIVE_SHARE * self.call_s
-
-
-class CheckpointSection(Section):
-    """What of a run is saved, so that it can go on later."""
-
-    every: CountOrZero = 10
-    """Iterations between two checkpoints; the last iteration is saved too. 0 saves nothing."""
-    keep: Count = 2
-    """The newest ones stay."""
-    best: PathText | None = "eval/score_mean"
-    """Metric whose checkpoint with the highest value stays as well; left empty, none does."""
-
-
-class FaultSection(Section):
-    """What a run does where its ranks fail."""
-
-    max_restarts: CountOrZero = 3
-    """How often a run starts its ranks again and goes on from its last checkpoint."""
-
-
-class GuardSection(Section):
-    """What ends a run before it trains on nonsense."""
-
-    skipped_steps: CountOrZero = 10
-    """Optimizer steps on end whose gradient may not be finite; each is skipped, and counted in ROLE/skipped_steps."""
-    log_prob_drift: Positive | None = 0.5
-    """How far log-probs of engine and trainer may be apart, as a mean over the response tokens of a replica; left empty,
-    any distance. In bfloat16 a few hundredths are usual."""

