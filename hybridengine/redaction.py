@@ -32,9 +32,21 @@ def is_secret(name: str) -> bool:
     return _NAME.search(name) is not None and _MARKER.search(name) is None
 
 
+def _may_count(name: str) -> bool:
+    """Whether a number of this name may be how many there are, and a mapping what a term of that name consists of."""
+    return name.lower().endswith(("token", "tokens"))
+
+
 def _beneath(name: str, key: str) -> str:
     """Whose name decides over the value of `key` beneath `name`: credentials may be a mapping, tokens may be a term."""
-    return name if is_secret(name) and not name.lower().endswith(("token", "tokens")) else key
+    return name if is_secret(name) and not _may_count(name) else key
+
+
+def _is_secret_value(value: Any, name: str) -> bool:
+    """Whether `value`, of a configuration, is a secret by its name; a password may be a number in YAML."""
+    if isinstance(value, str):
+        return bool(value) and is_secret(name)
+    return isinstance(value, int) and not isinstance(value, bool) and is_secret(name) and not _may_count(name)
 
 
 _known = set[str]()
@@ -53,8 +65,8 @@ def remember_secrets(value: Any, name: str = "") -> None:
     elif isinstance(value, list | tuple):
         for one in value:
             remember_secrets(one, name)
-    elif isinstance(value, str) and len(value) >= SHORTEST and is_secret(name):
-        _known.add(value)
+    elif _is_secret_value(value, name) and len(str(value)) >= SHORTEST:
+        _known.add(str(value))
 
 
 def without_secrets(text: str) -> str:
@@ -78,6 +90,6 @@ def redacted(value: Any, name: str = "") -> Any:
         return {key: redacted(one, _beneath(name, str(key))) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [redacted(one, name) for one in value]
-    if isinstance(value, str):
-        return HIDDEN if value and is_secret(name) else without_secrets(value)
-    return value
+    if _is_secret_value(value, name):
+        return HIDDEN
+    return without_secrets(value) if isinstance(value, str) else value

@@ -27,7 +27,7 @@ from hybridengine.config.sections import (
     WarmupSection,
 )
 from hybridengine.config.values import PathText, Section
-from hybridengine.redaction import redacted
+from hybridengine.redaction import redacted, remember_secrets
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
@@ -84,6 +84,11 @@ class RunConfig(Section):
     resume: PathText = "never"
     """`auto` goes on from the newest whole checkpoint of the run's folder, or begins there; `never` begins in a folder of
     its own; the folder of a checkpoint begins from that one."""
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """Whoever is sent a configuration, as ranks are, keeps its secrets out of what it says."""
+        super().__setstate__(state)
+        remember_secrets(self.model_dump(mode="json"))
 
     def described(self) -> dict[str, Any]:
         """The configuration as plain values to write down and to send, without its secrets."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Mapping, Sequence
@@ -21,14 +20,17 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.doctor.findings import Finding, Subject, fine, problem
 from hybridengine.doctor.judging import (
     Needs,
-    judge_clocks,
-    judge_dashboard,
     judge_devices,
     judge_folder,
-    judge_links,
     judge_memory,
-    judge_ports,
     judge_versions,
+)
+from hybridengine.doctor.judging_network import (
+    judge_clocks,
+    judge_dashboard,
+    judge_links,
+    judge_ports,
+    judge_raylets,
 )
 from hybridengine.doctor.link_worker import AllReduced, LinkWorker
 from hybridengine.doctor.machine import THIS_MACHINE, Say, Wanted, made, required
@@ -66,6 +68,7 @@ def examine_cluster(wanted: Wanted, own: NodeFacts, say: Say) -> list[Finding]:
         if elsewhere:
             say(f"asking {len(elsewhere)} other node(s); they import torch, Megatron-core and vLLM")
         limit_s = IMPORT_LIMIT_S + START_LIMIT_S
+        findings += judge_raylets([one.address for one in offers])
         facts: list[NodeFacts] = [own, *posts.ask_all("facts", of=elsewhere, limit_s=limit_s).values()]
         ranks, misfits = ranks_on_nodes(wanted.pools, offers, use_gpus)
         rank_bytes = wanted.rank_bytes + (0 if use_gpus else wanted.model_bytes)
@@ -171,10 +174,13 @@ class Posts:
                 if reference not in ready:
                     raise GetTimeoutError(f"no answer within {limit_s:g} s")
                 answers[node] = ray.get(reference, timeout=limit_s)
-            except (RayError, GetTimeoutError) as error:
-                self._posts.pop(node, None)
-                self.failures.append(_unasked(node, error))
+            except RayError as error:
+                self._failed(node, error)
         return answers
+
+    def _failed(self, node: str, error: RayError) -> None:
+        self._posts.pop(node, None)
+        self.failures.append(_unasked(node, error))
 
     def clock_offsets(self) -> dict[str, tuple[float, float]]:
         """Node -> seconds that its clock is ahead of this one, and how far that may be wrong."""
@@ -184,8 +190,10 @@ class Posts:
             def ask(post: Any = post) -> float:
                 return ray.get(post.now.remote(), timeout=ASK_LIMIT_S)
 
-            with contextlib.suppress(RayError):
+            try:
                 offsets[node] = clock_offset(ask)
+            except RayError as error:
+                self._failed(node, error)
         return offsets
 
     @functools.cached_property

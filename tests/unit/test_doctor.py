@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,6 +96,27 @@ def test_posts_reach_each_other() -> None:
     with listening(lambda connection: connection.close()) as closing:
         (reached,) = one.reach([("127.0.0.1", closing)], 64 * 2**20)
         assert reached.error
+
+
+def test_a_slow_link_is_told_by_what_it_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side reads a MiB, waits for longer than sending may take, and reads the rest."""
+
+    def slow(connection: socket.socket) -> None:
+        with connection:
+            connection.recv(2**20, socket.MSG_WAITALL)
+            time.sleep(0.6)
+            while connection.recv(2**20):
+                pass
+            connection.sendall(b".")
+
+    monkeypatch.setattr("hybridengine.doctor.node_post.SEND_LIMIT_S", 0.4)
+    with listening(slow) as port:
+        (reached,) = NodePost("a").reach([("127.0.0.1", port)], 2**30)
+    assert reached.error == "TimeoutError: timed out"
+    monkeypatch.setattr("hybridengine.doctor.node_post.SEND_LIMIT_S", 1.0)
+    with listening(slow) as port:
+        (reached,) = NodePost("a").reach([("127.0.0.1", port)], 2**40)
+    assert reached.error == "" and 2**20 < reached.num_bytes < 2**40 and reached.seconds > 1.0
 
 
 def test_the_command_needs_none_of_the_libraries_that_it_examines() -> None:

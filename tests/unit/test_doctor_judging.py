@@ -13,14 +13,17 @@ from hybridengine.doctor.findings import Finding, Level, Subject, merged, proble
 from hybridengine.doctor.judging import (
     Needs,
     Required,
-    judge_clocks,
-    judge_dashboard,
     judge_devices,
     judge_folder,
-    judge_links,
     judge_memory,
-    judge_ports,
     judge_versions,
+)
+from hybridengine.doctor.judging_network import (
+    judge_clocks,
+    judge_dashboard,
+    judge_links,
+    judge_ports,
+    judge_raylets,
 )
 from hybridengine.doctor.machine import required
 from hybridengine.doctor.node_facts import TRIAL_BYTES, FolderFacts, Gpu, NodeFacts, installed_packages
@@ -260,8 +263,19 @@ def test_ports_and_links() -> None:
     assert found.text == "a port of c cannot be reached (ConnectionRefusedError: Connection refused)"
     (text,) = told(judge_links(dict.fromkeys(pairs, near) | {("c", "a"): slow}))
     assert text == "warning: 3.3 GiB/s to a, where 10.0 GiB/s are usual"
+    two_slow = dict.fromkeys(pairs[:2], Reached("", 0.001, 15.0, 60 * 2**20))
+    assert told(judge_links(two_slow)) == [
+        f"warning: 4.0 MiB/s to {node}, where 95.4 MiB/s are usual" for node in ("b", "c")
+    ]
     (text,) = told(judge_links(dict.fromkeys(pairs, near) | {("c", "a"): Reached("OSError: reset")}))
     assert text == "problem: sending to a failed (OSError: reset)"
+
+
+def test_a_machine_with_two_raylets() -> None:
+    assert judge_raylets(["a", "b"]) == []
+    (found,) = judge_raylets(["a", "b", "a"])
+    assert (found.level, found.nodes) == (Level.PROBLEM, ("a",))
+    assert found.text == "2 raylets run there: its devices are offered 2 times"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import yaml
 from hybridengine.cli.main import main
 from hybridengine.config import load_config
 from hybridengine.controller.failures import failure_of
-from hybridengine.redaction import is_secret, redacted, without_secrets
+from hybridengine.redaction import is_secret, redacted, remember_secrets, without_secrets
 
 SECRET = "sk-0123456789"
 
@@ -85,9 +86,22 @@ def test_values_of_the_environment_are_hidden_wherever_they_stand(monkeypatch: p
 
 def test_what_stands_beneath_a_secret_name_is_secret() -> None:
     found = redacted({"credentials": {"judge": SECRET, "level": 3}})
-    assert found == {"credentials": {"judge": "(hidden)", "level": 3}}
+    assert found == {"credentials": {"judge": "(hidden)", "level": "(hidden)"}}
     term = {"terms": {"tokens": {"function": "package.module:count"}}}
     assert redacted(term) == term
+
+
+def test_a_password_may_be_a_number() -> None:
+    """YAML reads one of digits so; a number of tokens is none."""
+    found = redacted({"password": 12345678, "max_tokens": 12345678, "use_password": True, "secret": None})
+    assert found == {
+        "password": "(hidden)",
+        "max_tokens": 12345678,
+        "use_password": True,
+        "secret": None,
+    }
+    remember_secrets({"password": 87654321})
+    assert without_secrets("wrong: 87654321") == "wrong: (hidden)"
 
 
 def test_addresses() -> None:
@@ -134,6 +148,20 @@ def test_a_configuration_that_is_written_down_has_no_secrets(
     assert main(["train", "configs/arithmetic.yaml", f"algorithm.options.api_key={other}"]) == 2
     error = capsys.readouterr().err
     assert "algorithm.options" in error and other not in error
+
+
+def test_who_is_sent_a_configuration_keeps_its_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ranks are: their environment has none of it."""
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG.replace("${oc.env:JUDGE_API_KEY}", f"{SECRET}-literal"))
+    config = load_config(file, [], dry_run=True)
+    monkeypatch.setattr("hybridengine.redaction._known", set())
+    assert without_secrets(f"401 for {SECRET}-literal") == f"401 for {SECRET}-literal"
+    sent = pickle.loads(pickle.dumps(config))
+    assert sent == config
+    assert without_secrets(f"401 for {SECRET}-literal") == "401 for (hidden)"
 
 
 def test_an_exception_that_nobody_expects_shows_no_secrets(
