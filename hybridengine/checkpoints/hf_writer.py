@@ -11,7 +11,8 @@ import json
 import math
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -68,8 +69,13 @@ class HfWriter:
         Raises:
             OSError: the folder cannot be written.
         """
-        shutil.rmtree(self._partial, ignore_errors=True)  # of an attempt that failed
+        shutil.rmtree(self._partial, ignore_errors=True)  # of an attempt that was killed
         self._partial.mkdir(parents=True)
+        with _gone_on_failure(self._partial):
+            self._write_headers()
+        return self
+
+    def _write_headers(self) -> None:
         weight_map = dict[str, str]()
         for number, names in enumerate(self._files, start=1):
             file = (
@@ -87,7 +93,6 @@ class HfWriter:
         if len(self._files) > 1:
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             (self._partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-        return self
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Put a tensor into its place; each once.
@@ -109,6 +114,10 @@ class HfWriter:
         if error is not None:
             shutil.rmtree(self._partial, ignore_errors=True)
             return
+        with _gone_on_failure(self._partial):
+            self._finish()
+
+    def _finish(self) -> None:
         assert not self._places, f"{', '.join(self._places)} were not written"
         for name in COMPANIONS if self._companions is not None else ():
             assert self._companions is not None, "there are some"
@@ -119,6 +128,15 @@ class HfWriter:
             shutil.rmtree(self._folder)
         self._partial.rename(self._folder)
         sync(self._folder.parent)
+
+
+@contextmanager
+def _gone_on_failure(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:  # Ctrl-C included; raised again
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _files(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_file_bytes: int) -> list[list[str]]:

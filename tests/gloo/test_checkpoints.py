@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybridengine.checkpoints.conversion import import_model
-from hybridengine.checkpoints.tensors import TensorFolder
+from hybridengine.checkpoints.tensors import TensorFolder, read_metadata
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.boxes import full_box
 from tests.gloo.checkpoint_ranks import (
@@ -126,16 +129,41 @@ class Harmful:
         return (open, (str(self.target), "w"))
 
 
-@pytest.mark.parametrize("file", ["common.pt", "__0_0.distcp"])
-def test_code_in_a_checkpoint_does_not_run(file: str, tmp_path: Path, run_ranks: RankLauncher):
-    """In what Megatron-core keeps beside the tensors, which nobody reads, and in the place of a tensor's bytes."""
+def put_harm_into_tensors(folder: Path, harm: bytes) -> list[bytes]:
+    """Put `harm` where the bytes of each tensor begin; what a reader of each then finds."""
+    places = list((read_metadata(folder).storage_data or {}).values())
+    for place in places:
+        assert place.length > len(harm)
+        with (folder / place.relative_path).open("r+b") as opened:
+            opened.seek(place.offset)
+            opened.write(harm)
+    return [
+        (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
+        for place in places
+    ]
+
+
+def put_harm_beside_tensors(folder: Path, harm: bytes) -> list[bytes]:
+    """Put `harm` into what Megatron-core keeps for all ranks, which nobody reads."""
+    (folder / "common.pt").write_bytes(harm)
+    return [harm]
+
+
+@pytest.mark.parametrize(
+    ("put_harm", "expected"), [(put_harm_beside_tensors, "none"), (put_harm_into_tensors, "cannot be read")]
+)
+def test_code_in_a_checkpoint_does_not_run(
+    put_harm: Callable[[Path, bytes], list[bytes]], expected: str, tmp_path: Path, run_ranks: RankLauncher
+):
     write_model(tmp_path / "source", "qwen2", tied=False)
     folder, target = tmp_path / "1-2-1-PAPER", tmp_path / "harm"
     run_ranks(2, save_while_training, tmp_path / "source", [("1-2-1", "PAPER")], "float32", tmp_path)
-    with (folder / file).open("r+b" if (folder / file).exists() else "wb") as opened:
-        torch.save(Harmful(target), opened)
+    for found in put_harm(folder, pickle.dumps(Harmful(target))):
+        with pytest.raises(RuntimeError, match="Invalid magic number"):
+            torch.load(io.BytesIO(found), weights_only=False)
+        target.unlink()  # whoever trusts what is there runs it
     for error, _ in run_ranks(2, load_what_is_refused, tmp_path / "source", folder):
-        assert error == "none" if file == "common.pt" else "cannot be read" in error
+        assert expected in error
     assert not target.exists()
 
 

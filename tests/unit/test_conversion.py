@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridengine.checkpoints.conversion import import_model
 from hybridengine.checkpoints.folders import checkpoint_at
+from hybridengine.checkpoints.hf_writer import HfWriter
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.cli.main import main
 from hybridengine.reshard.boxes import full_box
@@ -128,3 +129,17 @@ def test_bad_input_is_one_error_and_writes_nothing(
 def test_a_folder_without_a_manifest_is_no_checkpoint(source: Path, tmp_path: Path) -> None:
     checkpoint = import_model(source, tmp_path / "start", dtype="float32")
     assert checkpoint_at(checkpoint.folder).step == 0
+
+
+@pytest.mark.parametrize("where", ["before", "within", "after"])
+def test_an_export_that_fails_leaves_nothing(where: str, tmp_path: Path) -> None:
+    """Before its tensors (a type that the format does not have here), among them, or at the end (its name is a file's)."""
+    dtype = torch.float64 if where == "before" else torch.float32
+    if where == "after":
+        (tmp_path / "model").touch()
+    expected = {"before": KeyError, "within": InterruptedError, "after": NotADirectoryError}
+    with pytest.raises(expected[where]), HfWriter(tmp_path / "model", {"a": (2, 3)}, dtype, 100) as writer:
+        writer.write("a", torch.ones(2, 3))
+        if where == "within":
+            raise InterruptedError
+    assert [one.name for one in tmp_path.iterdir()] == (["model"] if where == "after" else [])
