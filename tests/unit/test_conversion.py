@@ -133,13 +133,18 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(source: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("where", ["before", "within", "after"])
 def test_an_export_that_fails_leaves_nothing(where: str, tmp_path: Path) -> None:
-    """Before its tensors (a type that the format does not have here), among them, or at the end (its name is a file's)."""
+    """Before its tensors (a type that is not among the format's), among them, or at the end (its name is a file's)."""
+
+    def export() -> None:
+        with HfWriter(tmp_path / "model", {"a": (2, 3)}, dtype, 100) as writer:
+            writer.write("a", torch.ones(2, 3))
+            if where == "within":
+                raise InterruptedError
+
     dtype = torch.float64 if where == "before" else torch.float32
     if where == "after":
         (tmp_path / "model").touch()
     expected = {"before": KeyError, "within": InterruptedError, "after": NotADirectoryError}
-    with pytest.raises(expected[where]), HfWriter(tmp_path / "model", {"a": (2, 3)}, dtype, 100) as writer:
-        writer.write("a", torch.ones(2, 3))
-        if where == "within":
-            raise InterruptedError
+    with pytest.raises(expected[where]):
+        export()
     assert [one.name for one in tmp_path.iterdir()] == (["model"] if where == "after" else [])
