@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
 
 PACKAGES = (
     "hybridengine",
@@ -16,12 +19,13 @@ PACKAGES = (
 )
 
 
-def package_versions() -> dict[str, str]:
-    """Package -> version, of those that are installed."""
+@functools.cache
+def package_versions() -> Mapping[str, str]:
+    """Package -> version, of those that are installed; read once, as that takes a tenth of a second."""
     found = {}
     for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return MappingProxyType(found)

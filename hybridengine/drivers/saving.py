@@ -250,7 +250,7 @@ def run_state(config: RunConfig, progress: Progress) -> dict[str, Any]:
         },
         "data": {"prompts_drawn": rows, "batch_size": config.data.batch_size, "seed": config.run.seed},
         "config": config.described(),
-        "versions": package_versions(),
+        "versions": dict(package_versions()),
     }
 
 

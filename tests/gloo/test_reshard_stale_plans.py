@@ -212,7 +212,7 @@ def disagree(rank: int, folder: Path) -> list[str]:
     before, errors = copy_weights(trainer), []
     own_size = BUCKET_ELEMENTS // (2 if rank == BROKEN_RANK else 1)
     errors.append(error_of(lambda: make(own_size)))
-    versions = package_versions() | {"torch": f"{rank // 2}"}
+    versions = {**package_versions(), "torch": f"{rank // 2}"}
     with mock.patch.object(fingerprint, "package_versions", return_value=versions):
         errors.append(error_of(make))
     pairs = [cast(dist.ProcessGroup, dist.new_group(ranks)) for ranks in ([0, 1], [1, 2])]
