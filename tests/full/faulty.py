@@ -26,7 +26,7 @@ from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.runtime.row_requests import ROW_NUMBERS
 
 VICTIM = 1
-"""Rank that the fault meets."""
+"""Rank that the fault meets, where there are several."""
 FILE_BYTES = 100_000
 """Largest file on a disk that is full: less than a part of a checkpoint, more than what says that it can be written."""
 POISONED_ROW = 8
@@ -65,7 +65,7 @@ SIGNALS = {
 
 def inject(rows: TensorDictBase, across: Across, name: str) -> dict[str, float]:
     """On every rank: the victim prepares or meets the fault."""
-    if dist.get_rank() == VICTIM:
+    if dist.get_rank() == min(VICTIM, dist.get_world_size() - 1):
         FAULTS[name]()
     return {}
 

@@ -231,7 +231,7 @@ def test_no_process_outlives_a_killed_rank_or_an_interrupt(
     command: list[str], victim: str, sent: signal.Signals, status: int, said: str, tmp_path: Path
 ) -> None:
     """In the second of two pairs; what the first has given is written."""
-    command[command.index("--repetitions") + 1] = "60"
+    command[command.index("--repetitions") + 1] = "20"
     outputs = ["--json", str(tmp_path / "bench.json"), "--plot", str(tmp_path / "bench.svg")]
     process = subprocess.Popen(
         [COMMAND, *command, "--pair", "1-2-1:1-2", *outputs],
