@@ -110,8 +110,11 @@ def iterate(
         metrics |= counts
         output.record(step, metrics)
         progress.step = step
-        saver.after_step(metrics, last=step == steps or stop.asked)
-        if stop.asked:
+        last = step == steps or stop.asked
+        saver.after_step(metrics, last=last)
+        if not last and (last := stop.asked):  # while a save was begun, which has to be completed then
+            saver.after_step(metrics, last=True)
+        if last:
             return
 
 

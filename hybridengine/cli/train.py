@@ -67,7 +67,7 @@ def train(config: RunConfig) -> None:
     with contextlib.ExitStack() as ends:
         ends.enter_context(run_lock(config.run_folder))
         with _nothing_left_behind(config, is_made_here, runs_are_new), contextlib.ExitStack() as begun:
-            kept, goes_on = _kept_config(config), config.resume == "auto"
+            kept = _kept_config(config)
             _check_settled(config, kept)
             config, checkpoint = _checkpoint_of(config, kept.get("resume"), say)
             if checkpoint is not None and checkpoint.step >= config.run.steps and _has_ended(config):
@@ -75,8 +75,6 @@ def train(config: RunConfig) -> None:
                     f"all {checkpoint.step} steps are done, and nothing is left to do; raise run.steps for more"
                 )
                 return
-            if goes_on:  # of fewer steps: what is there at the end is of all of them
-                shutil.rmtree(_final_folder(config), ignore_errors=True)
             files = prepare_files(config)
             for line in layout_lines(config, cost_of(config)):
                 say(line)
@@ -266,6 +264,10 @@ class _Run:
         row_exchange().take_records()  # of an attempt that has failed
         with RunOutput(config, pools.nodes, self.files.tokenizer, self.console, self.trackers) as output:
             saver = RunSaver(config, roles, progress, say)
+            if (
+                progress.step < config.run.steps
+            ):  # one that is there is of fewer steps: it would say that all are done
+                shutil.rmtree(_final_folder(config), ignore_errors=True)
             with self.stop.listening():
                 iterate(config, self.step_of, pools, roles, self.files, output, progress, saver, self.stop)
         if not self.stop.asked:

@@ -22,6 +22,7 @@ import ray
 from hybridengine.controller.calls import Arguments, Call
 from hybridengine.controller.context import RankContext
 from hybridengine.controller.failures import Outcome, failure_of
+from hybridengine.controller.whereabouts import WORD_SHARE, telling
 from hybridengine.errors import WorkerError
 from hybridengine.importing import import_object, nothing_collected
 from hybridengine.runtime.host_memory import held_bytes
@@ -150,7 +151,8 @@ class RankProcess:
     def call(self, call: Call, arguments: Arguments, *batches: Any) -> tuple[Outcome, Any]:
         """Run a method of a role's worker; returns its result, or where its rows are kept, on source ranks.
 
-        A method that runs longer than its timeout prints the stack of every thread to the process's log.
+        A method that runs almost as long as its timeout prints the stack of every thread to the process's log, and says
+        where it is.
 
         Args:
             batches: `StoredRows` that the requests among the arguments refer to; None where they were not produced.
@@ -166,9 +168,10 @@ class RankProcess:
             return result if call.key is None else self._rows.keep(call, result)
 
         # Before the controller's own deadline, after which it may end the process.
-        faulthandler.dump_traceback_later(0.9 * call.timeout_s, file=sys.__stderr__ or sys.stderr)
+        faulthandler.dump_traceback_later(WORD_SHARE * call.timeout_s, file=sys.__stderr__ or sys.stderr)
         try:
-            outcome, result = self._run(self._taken().rank, run)
+            with telling(call.timeout_s):
+                outcome, result = self._run(self._taken().rank, run)
         finally:
             faulthandler.cancel_dump_traceback_later()
         if fetched:

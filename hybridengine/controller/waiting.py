@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError, RayError
 
 from hybridengine.controller.exchange import CallRecord
 from hybridengine.controller.failures import Outcome, RankFailure, locate, rank_failed, root_cause
+from hybridengine.controller.whereabouts import report_lines, words_of
 from hybridengine.errors import WorkerError, WorkerTimeoutError
 
 ECHO_GRACE_S = 5.0
@@ -117,14 +118,17 @@ class Operation:
 
     def hang(self, timeout_s: float, blocked_by: Callable[[int], str | None]) -> WorkerTimeoutError:
         """What to raise where ranks have not answered in time; `blocked_by` as for `wait_for`."""
-        lines = []
+        places = dict[int, str]()
         for rank in self.missing:
             earlier = blocked_by(rank)
             still = f", still in {earlier}" if earlier not in (None, str(self)) else ""
-            lines.append(f"  rank {rank} ({self._places[rank]}){still}")
+            places[rank] = f"{self._places[rank]}{still}"
+        # Before the call's own limit, ranks have said nothing yet.
+        words = words_of(self._pending) if timeout_s >= self.timeout_s else {}
         return WorkerTimeoutError(
-            f"{self} did not end within {timeout_s:g} s: {len(lines)} of {len(lines) + len(self._outcomes)}"
-            " ranks have not answered; see their stacks in the log, or raise timeout_s\n" + "\n".join(lines)
+            f"{self} did not end within {timeout_s:g} s: {len(places)} of {len(places) + len(self._outcomes)}"
+            " ranks have not answered; see their stacks in the log, or raise timeout_s\n"
+            + "\n".join(report_lines(places, words))
         )
 
     def _take(self) -> None:

@@ -105,16 +105,24 @@ class RunSaver:
         # A run goes on from the newest whole one: later ones are damaged, until they are written again.
         self._damaged = {one.step for one in checkpoints_in(config.run_folder) if one.step > progress.step}
         self._writing: tuple[Path, int, dict[str, Any]] | None = None
+        self._begun: int | None = None
+        """Step whose checkpoint was begun last."""
 
     def after_step(self, metrics: Mapping[str, float], *, last: bool = False) -> None:
-        """Complete what has been written meanwhile; begin another checkpoint where it is time, or the run ends."""
+        """Complete what has been written meanwhile; begin another checkpoint where it is time, or the run ends.
+
+        Args:
+            last: the run ends after this step; also where that turns out only after an earlier call for it.
+        """
         self._poll()
         every, step = self._config.checkpoint.every, self._progress.step
         if not every or not (last or step % every == 0):
             return
-        self._complete()
-        self._rate(metrics)
-        self._begin()
+        if self._begun != step:
+            self._complete()
+            self._rate(metrics)
+            self._begin()
+            self._begun = step
         if last:
             self._complete()
 

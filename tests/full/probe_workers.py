@@ -150,6 +150,15 @@ class ProbeWorker:
             time.sleep(seconds)
 
     @register(ONE_TO_ALL)
+    def hang(self) -> None:
+        """Rank 2 is stopped, rank 1 sleeps, and the others wait for both."""
+        if self.context.rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.context.rank == 1:
+            time.sleep(60.0)
+        dist.all_reduce(torch.ones(1))
+
+    @register(ONE_TO_ALL)
     def fail_before_collective(self, rank: int) -> None:
         self.fail(rank)
         dist.all_reduce(torch.ones(1))

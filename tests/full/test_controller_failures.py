@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -193,12 +194,20 @@ def test_a_later_wait_sees_what_failed_first_and_each_call_has_its_own_limit(ray
             later.get(timeout_s=30)
         assert time.monotonic() - begin < 3, "nobody waits for the rank that hangs"
         pool.close()  # nobody waits for `later`
-    with ResourcePool([2], timeout_s=60) as pool:
-        group = WorkerGroup(pool, ProbeWorker, parallel="1-2-1", timeout_s=3)
-        group.sleep(1, 60)
-        with pytest.raises(WorkerTimeoutError, match=r"probe\.sleep did not end within 3 s: 1 of 2"):
+    with ResourcePool([3], timeout_s=60) as pool:
+        group = WorkerGroup(pool, ProbeWorker, parallel="1-3-1", timeout_s=3)
+        group.hang()
+        with pytest.raises(WorkerTimeoutError, match=r"probe\.hang did not end within 3 s: 3 of 3") as caught:
             group.describe().get()
         pool.close()
+    first, *others = str(caught.value).splitlines()[1:]
+    assert re.fullmatch(
+        r"  rank 2 \(pp=0 dp=0 tp=2, node \S+\): says nothing: its process is stopped, .*", first
+    )
+    assert re.fullmatch(
+        r"  rank 0 \(.*\): in all_reduce \(torch/distributed/distributed_c10d\.py:\d+\)", others[0]
+    )
+    assert re.fullmatch(r"  rank 1 \(.*\): in hang \(tests/full/probe_workers\.py:\d+\)", others[1])
     with ResourcePool([2], timeout_s=60) as pool:
         group = WorkerGroup(pool, ProbeWorker, parallel="1-2-1")
         group.die_before_collective(1)

@@ -1,0 +1,99 @@
+"""Where the ranks of a call are that does not end: each says so itself, shortly before the call's limit.
+
+They leave it in Ray's key-value store, which belongs to the cluster and to no rank. In a hang most ranks only wait for
+one; that one is elsewhere, or says nothing at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import RayError
+from ray.experimental import internal_kv
+
+WORD_SHARE = 0.9
+"""Of a call's limit: when a rank says where it is, so that the controller can read it at the limit."""
+MOST_LINES = 16
+"""Ranks that a report lists one by one."""
+SILENT = "says nothing: its process is stopped, or in native code that lets no other thread run"
+_COLLECTIVES = "torch/distributed/"
+_PATH_PARTS = 3
+
+
+@contextlib.contextmanager
+def telling(timeout_s: float) -> Iterator[None]:
+    """On a rank, in the thread of its calls: say where it is if the block takes almost as long as `timeout_s`."""
+    key, thread = _key(ray.get_runtime_context().get_actor_id() or ""), threading.get_ident()
+    said = threading.Event()
+
+    def say() -> None:
+        frame = sys._current_frames().get(thread)
+        if frame is not None:
+            said.set()
+            internal_kv._internal_kv_put(key, _place(traceback.extract_stack(frame)[-1]).encode())
+
+    timer = threading.Timer(WORD_SHARE * timeout_s, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if said.is_set():
+            timer.join()
+            internal_kv._internal_kv_del(key)
+
+
+def words_of(pending: Mapping[int, ObjectRef]) -> dict[int, str]:
+    """Rank -> where it says that it is, or that it says nothing; empty where no rank says anything.
+
+    Args:
+        pending: rank -> reference to what its call will return.
+    """
+    words = dict[int, str]()
+    try:
+        for rank, reference in pending.items():
+            found = internal_kv._internal_kv_get(_key(reference.task_id().actor_id().hex()))
+            words[rank] = f"in {found.decode()}" if found else SILENT
+    except (RayError, RuntimeError):  # the cluster cannot be asked
+        return {}
+    return words if any(word != SILENT for word in words.values()) else {}
+
+
+def report_lines(places: Mapping[int, str], words: Mapping[int, str]) -> list[str]:
+    """A line per rank: first those that say nothing, then those in no collective, where few others are.
+
+    Args:
+        places: rank -> what is known of it anyway: coordinate, node.
+        words: as from `words_of`.
+    """
+    count = Counter(words.values())
+
+    def order(rank: int) -> tuple[bool, bool, int, int]:
+        word = words.get(rank, "")
+        return word != SILENT, _COLLECTIVES in word, count[word], rank
+
+    ranks: Sequence[int] = sorted(places, key=order)
+    lines = [
+        f"  rank {rank} ({places[rank]})" + (f": {words[rank]}" if rank in words else "")
+        for rank in ranks[:MOST_LINES]
+    ]
+    left = Counter(words.get(rank, "") for rank in ranks[MOST_LINES:])
+    return lines + [f"  and {number} more" + (f": {word}" if word else "") for word, number in left.items()]
+
+
+def _key(actor_id: str) -> bytes:
+    return f"hybridengine/whereabouts/{actor_id}".encode()
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    file = PurePath(*PurePath(frame.filename).parts[-_PATH_PARTS:])
+    return f"{frame.name} ({file}:{frame.lineno})"
