@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridengine.errors import CheckpointError, ConfigError, raise_all
+from hybridengine.errors import CheckpointError, ConfigError, raise_all, shown
 from hybridengine.model_shapes import EMBEDDING, LM_HEAD, ModelShape
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
 
 COMPANIONS = (
-    "config.json",
+    CONFIG_FILE,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -158,6 +159,10 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
         ]
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if outside := [name for name in names if Path(name).name != name]:
+            return [], [
+                f"{index} names {shown(outside[0])}, which is no file of its folder; restore the original file"
+            ]
         files = [folder / name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return [], [f"{index} is no index of shards ({error}); restore the original file"]

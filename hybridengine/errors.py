@@ -50,6 +50,10 @@ class DriftError(HybridEngineError):
     """Engine and trainer disagree about the log-probs of the same tokens."""
 
 
+class OutputError(HybridEngineError):
+    """What a run says of itself cannot be written: the disk is full, or gone."""
+
+
 class ProtocolError(HybridEngineError):
     """Rows cannot be split over, or collected from, the ranks of a worker group."""
 

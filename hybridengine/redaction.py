@@ -72,7 +72,9 @@ def remember_secrets(value: Any, name: str = "") -> None:
 def without_secrets(text: str) -> str:
     """`text` with the names of the environment's secrets in place of their values."""
     secrets = {
-        name: value for name, value in os.environ.items() if is_secret(name) and len(value) >= SHORTEST
+        name: value
+        for name, value in os.environ.items()
+        if (is_secret(name) or name.endswith("_KEY")) and len(value) >= SHORTEST
     }
     shown = {value: f"(hidden: {name})" for name, value in secrets.items()}
     for value in sorted({*shown, *_known}, key=len, reverse=True):

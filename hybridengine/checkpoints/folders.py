@@ -68,6 +68,8 @@ class Checkpoint:
         more = [name for name in _files_beneath(self.folder) if name not in listed]
         if more:
             raise CheckpointError(f"{more[0]} is there, and {MANIFEST} does not list it")
+        if (step := self.run_state().get("step")) != self.step:
+            raise CheckpointError(f"{RUN_STATE} says step {step!r}: the folder has another one's name")
 
     def run_state(self) -> dict[str, Any]:
         """Contents of run.json.
@@ -117,14 +119,20 @@ def newest_complete(run_folder: Path, warn: Callable[[str], None]) -> Checkpoint
 
     Args:
         warn: told of each one that is left out, and why.
+
+    Raises:
+        CheckpointError: there is a file where the folder of checkpoints should be.
     """
     folder = run_folder / CHECKPOINTS_FOLDER
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file; move it away, so that checkpoints have a place")
     if folder.is_dir():
         for one in sorted(folder.iterdir(), reverse=True):
             if one.name.endswith(".partial"):
                 warn(f"checkpoint {one.name} is incomplete (its run ended while it was written); left out")
-            elif one.is_dir() and _NAME.fullmatch(one.name) and not (one / MANIFEST).is_file():
-                warn(f"checkpoint {one.name} is incomplete ({MANIFEST} is missing); left out")
+            elif _NAME.match(one.name) and not (one / MANIFEST).is_file():
+                why = f"incomplete ({MANIFEST} is missing)" if one.is_dir() else "a file"
+                warn(f"checkpoint {one.name} is {why}; left out")
     for checkpoint in checkpoints_in(run_folder):
         try:
             checkpoint.check()

@@ -20,8 +20,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from hybridengine.checkpoint_files import COMPANIONS, INDEX_FILE, SINGLE_FILE
+from hybridengine.checkpoint_files import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from hybridengine.checkpoints.digests import settle, sync
+from hybridengine.model_shapes import SCORE_HEAD
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Types as safetensors writes them."""
@@ -123,6 +124,8 @@ class HfWriter:
             assert self._companions is not None, "there are some"
             if (self._companions / name).is_file():
                 shutil.copyfile(self._companions / name, self._partial / name)
+        if (config := self._partial / CONFIG_FILE).is_file():
+            _fit(config, self._dtype, self._shapes.get(SCORE_HEAD))
         settle(self._partial, [one.name for one in self._partial.iterdir()])
         if self._folder.exists():
             shutil.rmtree(self._folder)
@@ -137,6 +140,32 @@ def _gone_on_failure(folder: Path) -> Iterator[None]:
     except BaseException:  # Ctrl-C included; raised again
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _fit(file: Path, dtype: torch.dtype, score: tuple[int, ...] | None) -> None:
+    """Have a configuration describe the weights beside it; it may be that of the model that they came from.
+
+    Args:
+        score: shape of the head that gives scores in place of tokens; None where there is none.
+    """
+    config = json.loads(file.read_text())
+    fitted = dict(config)
+    for key in {"dtype", "torch_dtype"} & config.keys():
+        fitted[key] = str(dtype).removeprefix("torch.")
+    language, scores = "ForCausalLM", "ForSequenceClassification"
+    before, after = (language, scores) if score else (scores, language)
+    names = config.get("architectures") or []
+    fitted["architectures"] = [
+        name.removesuffix(before) + after if name.endswith(before) else name for name in names
+    ]
+    if fitted["architectures"] != names:
+        for key in ("num_labels", "id2label", "label2id"):
+            fitted.pop(key, None)
+        if score:
+            fitted["id2label"] = {str(label): f"LABEL_{label}" for label in range(score[0])}
+            fitted["label2id"] = {f"LABEL_{label}": label for label in range(score[0])}
+    if fitted != config:
+        file.write_text(json.dumps(fitted, indent=2) + "\n")
 
 
 def _files(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_file_bytes: int) -> list[list[str]]:

@@ -144,7 +144,7 @@ class TensorFolder:
         """The elements of one box of a tensor.
 
         Raises:
-            CheckpointError: there is no such tensor, or parts of the box are missing.
+            CheckpointError: there is no such tensor, parts of the box are missing, or other things are in its place.
         """
         if name not in self.shapes:
             raise CheckpointError(f"{self.folder} has no tensor {name}; use a complete checkpoint")
@@ -172,7 +172,14 @@ class TensorFolder:
             raise CheckpointError(
                 f"{METADATA_FILE} names {place.relative_path}, which is not in {self.folder}"
             )
-        with file.open("rb") as opened:
-            opened.seek(place.offset)
-            content = io.BytesIO(opened.read(place.length))
-        return torch.load(content, map_location="cpu", weights_only=True)
+        try:
+            with file.open("rb") as opened:
+                opened.seek(place.offset)
+                content = io.BytesIO(opened.read(place.length))
+            return torch.load(content, map_location="cpu", weights_only=True)
+        except (
+            Exception
+        ) as error:  # what is no tensor fails in any way, and torch's text proposes to trust it
+            raise CheckpointError(
+                f"{file} has no tensor at byte {place.offset} ({type(error).__name__}); use a complete checkpoint"
+            ) from None

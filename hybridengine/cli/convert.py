@@ -16,6 +16,8 @@ from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_bytes
 
 DTYPES = ("float32", "bfloat16")
+VALUE_ROLES = tuple(role for role in TRAINED if role != "actor")
+"""Those with a score head in place of the language model's."""
 DESCRIPTION = """Convert a checkpoint of a run to a Hugging Face checkpoint, or the other way round.
 
 SOURCE says which: a folder with manifest.json (runs/NAME/checkpoints/step-00000020) becomes safetensors with an index,
@@ -112,7 +114,13 @@ def _import(options: argparse.Namespace) -> int:
     from hybridengine.checkpoint_files import check_checkpoint, tensors_of
     from hybridengine.checkpoints.conversion import import_model
 
-    check_checkpoint(options.source)
+    shape = check_checkpoint(options.source)
+    if bool(shape.num_labels) != (options.role in VALUE_ROLES):
+        has, needs = ("a score head", "none") if shape.num_labels else ("none", "one")
+        raise ConfigError(
+            f"SOURCE {options.source} has {has}, and --role {options.role} needs {needs}: name the role that the model"
+            f" is for ({', '.join(VALUE_ROLES)}: a score head; actor: none)"
+        )
     stored = {tensor.dtype for tensor in tensors_of(options.source)}
     dtype = options.dtype or ("float32" if stored == {"F32"} else "bfloat16")
     with _bar() as bar:

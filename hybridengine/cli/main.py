@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import io
 import os
@@ -81,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:
         return _unexpected()
     except KeyboardInterrupt:
+        # Libraries still tidy up: whoever cannot wait for that ends the process, without a traceback.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
         print("hybridengine: interrupted; what has been written so far is kept", file=sys.stderr)
         return 130
 
@@ -150,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="KEY=VALUE",
         help="values that replace those of the file, e.g. actor.parallel=2-2-1 (p-t-d), actor.generate=1-1 (p_g-t_g)",
     )

@@ -6,8 +6,24 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+@contextlib.contextmanager
+def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
+    """Signals go to handlers; they are a main thread's business."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopRequest:
@@ -19,20 +35,27 @@ class StopRequest:
     def __init__(self, saves: bool = True) -> None:
         """`saves`: what is done is saved then."""
         self.asked = False
+        self._interrupted = False
         self._saves = saves
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl-C ends a run that still begins: at once, or where Python drops the exception, as soon as it has begun."""
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            self._interrupted = True
+            raise KeyboardInterrupt
+
+        with _handled({signal.SIGINT: interrupt}):
+            yield
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Signals are requests while the context is open; in other threads than the main one, nothing changes."""
-        if threading.current_thread() is not threading.main_thread():
+        if self._interrupted:
+            raise KeyboardInterrupt
+        with _handled({signal.SIGINT: self._take, signal.SIGTERM: self._take}):
             yield
-            return
-        before = {number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.asked:

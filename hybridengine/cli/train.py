@@ -19,6 +19,7 @@ from hybridengine.checkpoints.folders import (
     CHECKPOINTS_FOLDER,
     Checkpoint,
     checkpoint_at,
+    checkpoints_in,
     drop_partial,
     newest_complete,
     run_lock,
@@ -65,6 +66,7 @@ def train(config: RunConfig) -> None:
     say(f"run {_shown(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
     stop = StopRequest(saves=bool(config.checkpoint.every))
     with contextlib.ExitStack() as ends:
+        ends.enter_context(stop.interruptible())
         ends.enter_context(run_lock(config.run_folder))
         with _nothing_left_behind(config, is_made_here, runs_are_new), contextlib.ExitStack() as begun:
             kept = _kept_config(config)
@@ -204,6 +206,7 @@ class _Run:
                 seen = f"{progress.step} {failure_signature(error)}"
                 most = self.config.faults.max_restarts
                 if self.stop.asked or not is_passing(error) or restarts >= most or seen == last:
+                    self._say_what_is_left(progress)
                     raise
                 restarts, last = restarts + 1, seen
                 self.say(f"failed in step {progress.step + 1}: {error}")
@@ -214,6 +217,12 @@ class _Run:
             drop_partial(self.config.run_folder)
             self.say(f"going on after step {checkpoint.step if checkpoint else 0}")
             pools = self._pools_after(failure)
+
+    def _say_what_is_left(self, progress: Progress) -> None:
+        """After a failure that ends the run."""
+        found = checkpoints_in(self.config.run_folder)
+        left = f"resume=auto goes on after step {found[0].step}" if found else "nothing has been saved"
+        self.say(f"failed in step {progress.step + 1}; {left}")
 
     def _pools_after(self, failure: Exception) -> RunPools:
         """Nodes for the ranks once more.

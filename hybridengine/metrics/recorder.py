@@ -18,6 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from hybridengine.errors import DataError
 from hybridengine.metrics.keys import STEP
 from hybridengine.metrics.rows import METRICS_FILE, Row, parse_row
+from hybridengine.writing import writing
 
 TENSORBOARD_FOLDER = "tensorboard"
 TORN_FILE = "metrics.torn.txt"
@@ -54,6 +55,7 @@ class MetricsRecorder:
 
         Raises:
             DataError: a value is not a number, or the key `step` is among the metrics.
+            OutputError: the disk does not take it.
         """
         if STEP in metrics:
             raise DataError(f"metric {STEP!r}={metrics[STEP]!r} is the row's own key; pass it as `step`")
@@ -61,18 +63,22 @@ class MetricsRecorder:
         row: Row = {STEP: number}
         for key, value in metrics.items():
             row[key] = _finite_number(key, value, number)
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
-        for key, value in row.items():
-            if key != STEP and value is not None:
-                self._tensorboard.add_scalar(key, value, global_step=number)
-        self._tensorboard.flush()
+        with writing(self.folder / METRICS_FILE):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+        with writing(self.folder / TENSORBOARD_FOLDER):
+            for key, value in row.items():
+                if key != STEP and value is not None:
+                    self._tensorboard.add_scalar(key, value, global_step=number)
+            self._tensorboard.flush()
         return row
 
     def close(self) -> None:
         """Close both files; a second call does nothing."""
-        self._file.close()
-        self._tensorboard.close()
+        with writing(self.folder / METRICS_FILE):
+            self._file.close()
+        with writing(self.folder / TENSORBOARD_FOLDER):
+            self._tensorboard.close()
 
     def __enter__(self) -> MetricsRecorder:
         return self

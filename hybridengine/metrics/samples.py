@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridengine.metrics.report.run_record import Sample
+from hybridengine.writing import writing
 
 MAX_CHARACTERS = 500
 """Of a text in a table; the lines of JSON have it whole."""
@@ -20,8 +21,11 @@ NEWLINE = "\u21b5"
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[Sample]) -> None:
-    """Add the samples to FOLDER/evaluation.jsonl, and write them as a table to FOLDER/evaluation-STEP.md."""
-    folder.mkdir(exist_ok=True)
+    """Add the samples to FOLDER/evaluation.jsonl, and write them as a table to FOLDER/evaluation-STEP.md.
+
+    Raises:
+        OutputError: the disk does not take them.
+    """
     fields = (
         {
             "step": step,
@@ -32,9 +36,11 @@ def write_samples(folder: Path, step: int, samples: Sequence[Sample]) -> None:
         }
         for one in samples
     )
-    with (folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(line) + "\n" for line in fields)
-    (folder / f"evaluation-{step}.md").write_text(markdown_table(step, samples), encoding="utf-8")
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        with (folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in fields)
+        (folder / f"evaluation-{step}.md").write_text(markdown_table(step, samples), encoding="utf-8")
 
 
 def markdown_table(step: int, samples: Sequence[Sample]) -> str:

@@ -30,6 +30,7 @@ from hybridengine.metrics.trace_events import (
     foreign_event,
     parse_events,
 )
+from hybridengine.writing import writing
 
 TIMELINE_FILE = "timeline.json"
 
@@ -107,7 +108,7 @@ class TimelineWriter:
         Raises:
             DataError: the file is there and is no timeline.
         """
-        path = Path(file)
+        self._path = path = Path(file)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = path.read_bytes() if path.exists() else b""
         self._rows = RowTable()
@@ -134,6 +135,7 @@ class TimelineWriter:
 
         Raises:
             DataError: a time or value that is not finite, or an argument of a span that is called `role` or `step`.
+            OutputError: the disk does not take it.
         """
         ahead_s = clocks_ahead_s or {}
         bars = [(*_interval_us(span, ahead_s.get(span.rank, 0.0)), span, _arguments(span)) for span in spans]
@@ -170,11 +172,12 @@ class TimelineWriter:
     def _append(self, events: list[Event]) -> None:
         lines = as_lines(events)
         head = HEAD if self._end == 0 else BETWEEN if lines else b""
-        self._file.seek(self._end)
-        pending = memoryview(head + lines + TAIL)
-        while pending:
-            pending = pending[self._file.write(pending) or 0 :]
-        self._file.truncate()
+        with writing(self._path):
+            self._file.seek(self._end)
+            pending = memoryview(head + lines + TAIL)
+            while pending:
+                pending = pending[self._file.write(pending) or 0 :]
+            self._file.truncate()
         self._end += len(head + lines) if lines else 0
 
 

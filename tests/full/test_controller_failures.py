@@ -200,14 +200,14 @@ def test_a_later_wait_sees_what_failed_first_and_each_call_has_its_own_limit(ray
         with pytest.raises(WorkerTimeoutError, match=r"probe\.hang did not end within 3 s: 3 of 3") as caught:
             group.describe().get()
         pool.close()
-    first, *others = str(caught.value).splitlines()[1:]
+    stopped, elsewhere, waiting = str(caught.value).splitlines()[1:]
     assert re.fullmatch(
-        r"  rank 2 \(pp=0 dp=0 tp=2, node \S+\): says nothing: its process is stopped, .*", first
+        r"  rank 2 \(pp=0 dp=0 tp=2, node \S+\): says nothing: its process is stopped, .*", stopped
     )
     assert re.fullmatch(
-        r"  rank 0 \(.*\): in all_reduce \(torch/distributed/distributed_c10d\.py:\d+\)", others[0]
+        r"  rank 0 \(.*\): in all_reduce \(torch/distributed/distributed_c10d\.py:\d+\)", waiting
     )
-    assert re.fullmatch(r"  rank 1 \(.*\): in hang \(tests/full/probe_workers\.py:\d+\)", others[1])
+    assert re.fullmatch(r"  rank 1 \(.*\): in hang \(tests/full/probe_workers\.py:\d+\)", elsewhere)
     with ResourcePool([2], timeout_s=60) as pool:
         group = WorkerGroup(pool, ProbeWorker, parallel="1-2-1")
         group.die_before_collective(1)

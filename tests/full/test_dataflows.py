@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from hybridengine.checkpoints.folders import checkpoints_in
 from hybridengine.cli import iterations as iterations_module
 from hybridengine.cli.iterations import iterate
 from hybridengine.cli.prepare import RunFiles, claim_run, prepare_files
@@ -188,6 +191,40 @@ def left_by(
         iterate(config, step, started.pools, roles, started.files, output, progress, saver, StopRequest())
     spans = read_timeline(config.run_folder / TIMELINE_FILE).spans
     return read_rows(config.run_folder), {(span.step, span.name) for span in spans}
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_who_asks_to_stop_while_a_step_is_being_saved_loses_nothing(
+    started: Started, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal after the run has looked for one: where a checkpoint is due, and where none is."""
+    own = started.config.run.model_copy(update={"name": f"stopped-{every}", "steps": 3})
+    saved = started.config.checkpoint.model_copy(update={"every": every})
+    config = started.config.model_copy(update={"run": own, "checkpoint": saved})
+    config.run_folder.mkdir()
+    progress, stop, output = Progress.start(), StopRequest(), Console(file=io.StringIO())
+    saver = RunSaver(config, started.roles, progress, print)
+    poll = saver._poll
+
+    def interrupted() -> None:
+        if not stop.asked:
+            os.kill(os.getpid(), signal.SIGINT)
+        poll()
+
+    monkeypatch.setattr(saver, "_poll", interrupted)
+    with RunOutput(config, started.pools.nodes, started.files.tokenizer, output) as shown, stop.listening():
+        iterate(
+            config, does_nothing, started.pools, started.roles, started.files, shown, progress, saver, stop
+        )
+    assert stop.asked and progress.step == 1
+    (checkpoint,) = checkpoints_in(config.run_folder)
+    checkpoint.check()
+    assert checkpoint.step == 1
+    assert [one.name for one in checkpoint.folder.parent.iterdir()] == ["step-00000001"]
+
+
+def does_nothing(*_: object) -> dict[str, float]:
+    return {"loss": 1.0}
 
 
 def mistyped(roles: Roles, sampling: Sampling, settings: object, state: State) -> dict[str, float]:

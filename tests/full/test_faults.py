@@ -154,7 +154,7 @@ REPORTS = {
     r" EngineBrokenError: an illegal memory access",
     "full disk": r"warning: no checkpoint of step 4: \S+/\.step-00000004\.partial/\w+ could not be written by rank 1:"
     r" \w+: .*; the run goes on, earlier ones are kept",
-    "hang": rf"failed in step 9: \S+ did not end within {LIMIT_S} s: .*\n?.*rank 1 \(",
+    "hang": rf"failed in step 9: \S+ did not end within {LIMIT_S} s: .*\n  rank 1 \(.*\): in _hang \(",
     "restart": r"starting the ranks again \(3 of at most 3 times\)",
 }
 

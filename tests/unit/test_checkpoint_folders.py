@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,6 +177,23 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no manifest.json; name a folder such as"):
         checkpoint_at(tmp_path)
     assert checkpoint_at(write(tmp_path, 5).folder).step == 5
+
+
+def test_other_things_than_checkpoints_are_left_out(tmp_path: Path) -> None:
+    """A file with the name of a step, and a whole checkpoint that was copied to the name of another one."""
+    written = write(tmp_path, 3)
+    shutil.copytree(written.folder, written.folder.with_name("step-00000005"))
+    written.folder.with_name("step-00000009").touch()
+    warnings: list[str] = []
+    assert newest_complete(tmp_path, warnings.append) == written
+    assert warnings == [
+        "checkpoint step-00000009 is a file; left out",
+        "checkpoint step-00000005 is damaged (run.json says step 3: the folder has another one's name); left out",
+    ]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / CHECKPOINTS_FOLDER).touch()
+    with pytest.raises(CheckpointError, match="checkpoints is a file; move it away"):
+        newest_complete(tmp_path / "other", warnings.append)
 
 
 def test_one_process_at_a_time_carries_out_a_run(tmp_path: Path) -> None:

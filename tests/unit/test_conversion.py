@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from hybridengine.checkpoint_files import check_checkpoint
 from hybridengine.checkpoints.conversion import import_model
 from hybridengine.checkpoints.folders import checkpoint_at
 from hybridengine.checkpoints.hf_writer import HfWriter
@@ -71,6 +74,10 @@ def test_another_type_is_rounded_once(source: Path, tmp_path: Path) -> None:
     for name, tensor in bits(source).items():
         found = stored.read(f"weights.{name}", full_box(tuple(tensor.shape)))
         assert found.dtype == torch.bfloat16 and torch.equal(found, tensor.bfloat16())
+    back = ["convert", str(tmp_path / "start"), str(tmp_path / "back"), "--companions", str(source)]
+    assert main(back) == 0
+    assert json.loads((source / "config.json").read_text())["dtype"] == "float32"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == torch.bfloat16
 
 
 def test_boxes_are_read_from_the_parts_that_hold_them(source: Path, tmp_path: Path) -> None:
@@ -148,3 +155,49 @@ def test_an_export_that_fails_leaves_nothing(where: str, tmp_path: Path) -> None
     with pytest.raises(expected[where]):
         export()
     assert [one.name for one in tmp_path.iterdir()] == (["model"] if where == "after" else [])
+
+
+def test_a_critic_is_described_as_what_it_is(tmp_path: Path) -> None:
+    """Its companions are the policy's, whose configuration describes a language model."""
+    write_model(tmp_path / "policy", "qwen2", tied=False)
+    write_model(tmp_path / "critic", "qwen2", tied=False, num_labels=1)
+    assert main(["convert", str(tmp_path / "critic"), str(tmp_path / "start"), "--role", "critic"]) == 0
+    command = ["convert", str(tmp_path / "start"), str(tmp_path / "back"), "--role", "critic"]
+    assert main([*command, "--companions", str(tmp_path / "policy")]) == 0
+    assert check_checkpoint(tmp_path / "back").num_labels == 1
+    before, after = bits(tmp_path / "critic"), bits(tmp_path / "back")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "back")
+    assert model.config.num_labels == 1
+    assert torch.equal(model.score.weight, before["score.weight"])
+    assert main(["convert", str(tmp_path / "back"), str(tmp_path / "again"), "--role", "critic"]) == 0
+
+
+@pytest.mark.parametrize(("num_labels", "role"), [(0, "critic"), (0, "cost_critic"), (1, "actor")])
+def test_a_model_without_the_head_of_its_role_is_refused(
+    num_labels: int, role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path / "model", "qwen2", tied=False, num_labels=num_labels)
+    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "start"), "--role", role]) == 2
+    has, needs = ("a score head", "none") if num_labels else ("none", "one")
+    assert f"has {has}, and --role {role} needs {needs}" in capsys.readouterr().err
+    assert not (tmp_path / "start").exists()
+
+
+def test_bytes_that_are_no_tensor_are_an_error_that_says_where(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Digests are right: whoever wrote the checkpoint wrote this."""
+    start = tmp_path / "start"
+    assert main(["convert", str(source), str(start)]) == 0
+    file, manifest = start / "actor" / "__0_0.distcp", start / "manifest.json"
+    file.write_bytes(bytes(file.stat().st_size))
+    told = json.loads(manifest.read_text())
+    told["files"]["actor/__0_0.distcp"] = [file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()]
+    manifest.write_text(json.dumps(told))
+    capsys.readouterr()
+    assert main(["convert", str(start), str(tmp_path / "back"), "--companions", str(source)]) == 2
+    assert re.search(
+        r"__0_0\.distcp has no tensor at byte \d+ \(.*\); use a complete", capsys.readouterr().err
+    )
+    assert not (tmp_path / "back").exists()

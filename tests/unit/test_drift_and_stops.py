@@ -67,8 +67,12 @@ def test_the_mean_over_response_tokens_decides(tmp_path: Path) -> None:
 def test_no_number_is_beyond_any_bound(tmp_path: Path) -> None:
     engine = torch.zeros(ROWS, RESPONSE)
     engine[0, 1] = math.nan
-    with pytest.raises(DriftError, match="nan apart"):
+    with pytest.raises(DriftError, match=r"nan apart .* the weights of the two differ, or"):
         check_drift(rollout(engine), torch.zeros(ROWS, RESPONSE), 1e9, lambda rows, drift: tmp_path / "x")
+    with pytest.raises(
+        DriftError, match=r"nan apart .* those of the trainer are no numbers: the model has div"
+    ):
+        check_drift(rollout(torch.zeros_like(engine)), engine, 1e9, lambda rows, drift: tmp_path / "x")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +90,19 @@ def test_the_first_signal_asks_and_the_second_ends(
         with pytest.raises(second):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
+
+
+def test_an_interrupt_that_python_drops_ends_the_run_once_it_has_begun() -> None:
+    """As in a callback around a fork, of which Python only prints the exception."""
+    stop, dropped = StopRequest(), False
+    with stop.interruptible():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            dropped = True
+        assert dropped and not stop.asked
+        with pytest.raises(KeyboardInterrupt), stop.listening():
+            pass
 
 
 def failed(error: BaseException) -> RankFailedError:

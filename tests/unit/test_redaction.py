@@ -79,7 +79,9 @@ def test_values_of_the_environment_are_hidden_wherever_they_stand(monkeypatch: p
     monkeypatch.setenv("JUDGE_API_KEY", SECRET)
     monkeypatch.setenv("JUDGE_TOKEN", f"{SECRET}-longer")
     monkeypatch.setenv("PIN_TOKEN", "123")
+    monkeypatch.setenv("OPENAI_KEY", "of-another-service")
     assert without_secrets(f"GET /?key={SECRET} 123") == "GET /?key=(hidden: JUDGE_API_KEY) 123"
+    assert without_secrets("of-another-service") == "(hidden: OPENAI_KEY)"
     assert without_secrets(f"{SECRET}-longer") == "(hidden: JUDGE_TOKEN)"
     assert redacted({"header": f"Bearer {SECRET}"}) == {"header": "Bearer (hidden: JUDGE_API_KEY)"}
 

@@ -17,6 +17,12 @@ def test_those_that_are_elsewhere_come_first() -> None:
     ]
 
 
+def test_who_waits_in_a_collective_comes_last() -> None:
+    words = {0: "in wait (torch/distributed/c.py:1)", 1: "in sleep (b.py:2)", 2: "in sleep (b.py:2)"}
+    lines = report_lines(dict.fromkeys(range(3), "here"), words)
+    assert [line.split()[1] for line in lines] == ["1", "2", "0"]
+
+
 def test_many_that_wait_are_counted() -> None:
     places = {rank: f"tp={rank}" for rank in range(128)}
     words = dict.fromkeys(range(128), "in wait (a.py:1)") | {77: "in sleep (b.py:2)"}

@@ -26,6 +26,7 @@ from hybridengine.runtime.ledger import StorageLedger
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import WeightStorage
 from hybridengine.runtime.transport import PointToPointTransport
+from hybridengine.writing import writing
 
 
 class SafetensorsFolder:
@@ -97,6 +98,7 @@ def save_weights(
 
     Raises:
         StorageError: the generation engine has the weights.
+        OutputError: the disk does not take it; on rank 0.
     """
     model.expect_weights()
     world = registry.of(model.grid.groups("pp", "dp", "tp"))
@@ -123,6 +125,7 @@ def save_weights(
                     max_file_bytes,
                     Path(companions) if companions else None,
                 )
+                ends.enter_context(writing(Path(folder)))
                 after_bucket = partial(_write_arrived, ends.enter_context(files), whole)
             executor.run(after_bucket=after_bucket)
     dist.barrier(group=world)

@@ -1,0 +1,74 @@
+"""A disk that is full while a run writes down what it does: one error, and what was there before stays readable."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hybridengine.errors import OutputError
+from hybridengine.metrics.recorder import MetricsRecorder
+from hybridengine.metrics.report.run_record import Sample
+from hybridengine.metrics.rows import read_rows
+from hybridengine.metrics.samples import write_samples
+from hybridengine.metrics.timeline import Span, TimelineWriter, read_spans
+
+FILE_BYTES = 4096
+SAID = r"cannot be written \(File too large\); make room, .* resume=auto goes on"
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file may become larger than a few kilobytes; stands for a disk without space, which only root can make."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def record_steps(recorder: MetricsRecorder) -> None:
+    for step in range(1000):
+        recorder.record(step, {"score": 0.5})
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
+def test_rows(tmp_path: Path) -> None:
+    recorder = MetricsRecorder(tmp_path)
+    with full_disk(), pytest.raises(OutputError, match=rf"(metrics\.jsonl|tensorboard) {SAID}"):
+        record_steps(recorder)
+    rows = read_rows(tmp_path)
+    assert [row["step"] for row in rows] == list(range(len(rows))) and len(rows) > 20
+    with MetricsRecorder(tmp_path) as again:
+        again.record(len(rows), {"score": 1.0})
+    assert len(read_rows(tmp_path)) == len(rows) + 1
+
+
+def write_steps(timeline: TimelineWriter) -> None:
+    for step in range(1000):
+        timeline.write([Span("update", "updates", 0, "here", "actor", step, step + 0.5, "", step)])
+
+
+def test_timeline(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    with (
+        TimelineWriter(file) as timeline,
+        full_disk(),
+        pytest.raises(OutputError, match=rf"timeline\.json {SAID}"),
+    ):
+        write_steps(timeline)
+    spans = read_spans(file)
+    assert [span.step for span in spans] == list(range(len(spans))) and len(spans) > 5
+    with TimelineWriter(file) as again:
+        again.write([Span("update", "updates", 0, "here", "actor", 5000.0, 5001.0, "", 5000)])
+    assert len(read_spans(file)) == len(spans) + 1
+
+
+def test_samples(tmp_path: Path) -> None:
+    samples = [Sample(1, "1 + 1 =", "2" * FILE_BYTES, "2", 1.0)]
+    with full_disk(), pytest.raises(OutputError, match=rf"samples {SAID}"):
+        write_samples(tmp_path / "samples", 1, samples)
