@@ -209,7 +209,7 @@ class _Run:
                     self._say_what_is_left(progress)
                     raise
                 restarts, last = restarts + 1, seen
-                self.say(f"failed in step {progress.step + 1}: {error}")
+                self.say(f"failed {self._place(progress)}: {error}")
                 self.say(f"starting the ranks again ({restarts} of at most {most} times)")
                 failure = error
             newest = newest_complete(self.config.run_folder, lambda text: self.say(f"warning: {text}"))
@@ -222,7 +222,13 @@ class _Run:
         """After a failure that ends the run."""
         found = checkpoints_in(self.config.run_folder)
         left = f"resume=auto goes on after step {found[0].step}" if found else "nothing has been saved"
-        self.say(f"failed in step {progress.step + 1}; {left}")
+        self.say(f"failed {self._place(progress)}; {left}")
+
+    def _place(self, progress: Progress) -> str:
+        """Where a failure was."""
+        return (
+            f"in step {progress.step + 1}" if progress.step < self.config.run.steps else "after the last step"
+        )
 
     def _pools_after(self, failure: Exception) -> RunPools:
         """Nodes for the ranks once more.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_checkpoint
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.checkpoints.digests import digests_of
+from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.runtime.process_groups import ProcessGroups
@@ -123,6 +126,27 @@ def load_what_is_refused(rank: int, source: Path, checkpoint: Path) -> tuple[str
     except CheckpointError as error:
         return str(error), not differing(before, state_of(trainer))
     return "none", False
+
+
+def save_where_the_disk_fills(rank: int, source: Path, folder: Path, most: int) -> tuple[list[str], int]:
+    """Errors of completing a save whose files are written, and of the next one, where rank 0 may write `most` bytes."""
+    shape = ModelShape.from_folder(source)
+    trainer = make_trainer(shape, Grid(TrainSizes(1, 1, 2)), rank, ProcessGroups(), source)
+    errors, before = list[str](), resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name in ("one", "other"):
+        save = BackgroundSave(trainer, empty_folder(folder / name), {})
+        while not save.has_ended:
+            time.sleep(0.01)
+        dist.barrier()
+        if rank == 0 and name == "one":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+        try:
+            save.end(LIMIT_S)
+            errors.append("none")
+        except CheckpointError as error:
+            errors.append(str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return errors, len(TensorFolder(folder / "other").shapes)
 
 
 def save_at_once(rank: int, source: Path, folder: Path) -> None:

@@ -22,6 +22,7 @@ from tests.gloo.checkpoint_ranks import (
     load_what_is_refused,
     save_after_a_step,
     save_at_once,
+    save_where_the_disk_fills,
     save_while_training,
 )
 from tests.gloo.ranks import RankLauncher
@@ -117,6 +118,19 @@ def test_another_models_checkpoint_is_refused_before_anything_changes(
     for error, untouched in run_ranks(2, load_what_is_refused, tmp_path / "other", tmp_path / "1-2-1-PAPER"):
         assert "another model: hidden_size is 64, not 32" in error
         assert untouched
+
+
+@pytest.mark.parametrize("most", [1000, 10])
+def test_a_disk_that_fills_up_at_the_end_of_a_save(most: int, tmp_path: Path, run_ranks: RankLauncher):
+    """The description of tensors no longer fits, or not even Megatron-core's own file; all ranks learn it, none waits."""
+    write_model(tmp_path / "source", "qwen2", tied=False)
+    for errors, num_tensors in run_ranks(
+        2, save_where_the_disk_fills, tmp_path / "source", tmp_path / "saved", most
+    ):
+        refused, again = errors
+        assert refused.startswith(f"{tmp_path / 'saved' / 'one'} could not be written by rank 0: OSError: ")
+        assert again == "none"
+        assert num_tensors == 3 * len(ModelShape.from_folder(tmp_path / "source").tensors)
 
 
 class Harmful:

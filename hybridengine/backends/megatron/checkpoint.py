@@ -100,9 +100,11 @@ class BackgroundSave:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._error = TimeoutError(f"it did not end within {timeout_s:g} s")
-        _agree(self._error, f"{self._folder} could not be written", self._group)
+        what = f"{self._folder} could not be written"
+        _agree(self._error, what, self._group)
         with device_shim():
-            compat.end_save(self._request)
+            refused = compat.end_save(self._request)
+        _agree(refused, what, self._group)
         return self._digests
 
 

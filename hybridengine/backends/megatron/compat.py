@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing import ShardedTensor, serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
@@ -241,10 +241,38 @@ def write_save(request: AsyncRequest) -> None:
     results.put(outcomes)
 
 
-def end_save(request: AsyncRequest) -> None:
-    """Complete the folder, once every rank has written. Collective."""
-    for finalize in request.finalize_fns:
-        finalize()
+def end_save(request: AsyncRequest) -> OSError | None:
+    """Complete the folder, once every rank has written. Collective.
+
+    Returns:
+        What the disk refused to the rank that completes it. Raised in the middle, it would leave the others waiting.
+    """
+    refused = list[OSError]()
+    with (
+        _refusals_kept(filesystem_async.FileSystemWriterAsync, "finish", refused),
+        _refusals_kept(serialization, "save_config", refused),
+    ):
+        for finalize in request.finalize_fns:
+            finalize()
+    return refused[0] if refused else None
+
+
+@contextlib.contextmanager
+def _refusals_kept(owner: Any, name: str, refused: list[OSError]) -> Iterator[None]:
+    """While open, a function that writes adds to `refused` what the disk refuses, and does not raise it."""
+    write = getattr(owner, name)
+
+    def attempt(*arguments: Any, **named: Any) -> None:
+        try:
+            write(*arguments, **named)
+        except OSError as error:
+            refused.append(error)
+
+    setattr(owner, name, attempt)
+    try:
+        yield
+    finally:
+        setattr(owner, name, write)
 
 
 def load_tensors(tensors: dict[str, ShardedTensor], folder: Path) -> None:
