@@ -69,22 +69,12 @@ def run_vllm_ranks() -> VllmRankLauncher:
 
 
 @pytest.fixture(scope="session")
-def first_and_second(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> tuple[Run, Run]:
-    """The same configuration, run twice."""
+def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Run:
+    """A tiny run on four ranks."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(SECTIONS))
     config = load_config(folder / "tiny.yaml", [f"run.folder={folder / 'runs'}"])
-    runs = []
-    for name in ("tiny", "tiny-2"):
-        console = io.StringIO()
-        with contextlib.redirect_stdout(console):
-            train(config)
-        own = config.run_folder.with_name(name)
-        runs.append(Run(config, own, read_rows(own), console.getvalue()))
-    return runs[0], runs[1]
-
-
-@pytest.fixture(scope="session")
-def run(first_and_second: tuple[Run, Run]) -> Run:
-    """The first of them."""
-    return first_and_second[0]
+    console = io.StringIO()
+    with contextlib.redirect_stdout(console):
+        train(config)
+    return Run(config, config.run_folder, read_rows(config.run_folder), console.getvalue())
