@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER, Checkpoint, com
 from hybridengine.checkpoints.hf_writer import HfWriter
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError
-from hybridengine.model_shapes import ModelShape
+from hybridengine.model_shapes import LM_HEAD, SCORE_HEAD, ModelShape
 from hybridengine.reshard.boxes import full_box
 
 ROLE_FILE = "role.json"
@@ -83,7 +83,7 @@ def export_role(
         companions: folder with the model's configuration, tokenizer and card.
 
     Raises:
-        CheckpointError: the checkpoint has no such role, or lacks a tensor.
+        CheckpointError: the checkpoint has no such role, or lacks a tensor; the configuration is another model's.
         OSError: writing failed.
     """
     folder = checkpoint.folder / role
@@ -96,12 +96,29 @@ def export_role(
     }
     if not shapes:
         raise CheckpointError(f"{folder} has no weights; use a complete checkpoint")
+    if companions is not None:
+        _check_same_model(companions, shapes)
     stored = next(iter(tensors.dtypes[f"{prefix}{name}"] for name in shapes))
     ordered, written_as = dict(sorted(shapes.items())), DTYPES[dtype] if dtype else stored
     with HfWriter(out, ordered, written_as, max_file_bytes, companions) as writer:
         for name, shape in ordered.items():
             writer.write(name, tensors.read(f"{prefix}{name}", full_box(shape)))
             progress(writer.written_bytes, writer.total_bytes)
+
+
+def _check_same_model(companions: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Whether the configuration describes these tensors, whichever head the model has."""
+    described = dict(ModelShape.from_folder(companions).tensors)
+    for name in sorted({*described, *shapes} - {LM_HEAD, SCORE_HEAD}):
+        if described.get(name) != shapes.get(name):
+            there, here = (
+                "missing" if size is None else str(list(size))
+                for size in (described.get(name), shapes.get(name))
+            )
+            raise CheckpointError(
+                f"{companions} is of another model: {name} is {there} there and {here} in the checkpoint; give"
+                " --companions with the model's own configuration"
+            )
 
 
 def import_model(

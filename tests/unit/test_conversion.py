@@ -173,6 +173,33 @@ def test_a_critic_is_described_as_what_it_is(tmp_path: Path) -> None:
     assert main(["convert", str(tmp_path / "back"), str(tmp_path / "again"), "--role", "critic"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (
+            None,
+            "is of another model: model.embed_tokens.weight is [131, 32] there and [131, 64] in the checkpoint",
+        ),
+        ("{", "config.json"),
+        ("[]", "config.json"),
+    ],
+)
+def test_companions_of_another_model_are_refused(
+    config: str | None, text: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(source), str(tmp_path / "start")]) == 0
+    other = tmp_path / "other"
+    write_model(other, "qwen2", tied=False, hidden_size=32)
+    if config is not None:
+        (other / "config.json").write_text(config)
+    capsys.readouterr()
+    command = ["convert", str(tmp_path / "start"), str(tmp_path / "back"), "--companions", str(other)]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert text in error and "Traceback" not in error
+    assert not (tmp_path / "back").exists()
+
+
 @pytest.mark.parametrize(("num_labels", "role"), [(0, "critic"), (0, "cost_critic"), (1, "actor")])
 def test_a_model_without_the_head_of_its_role_is_refused(
     num_labels: int, role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
