@@ -21,5 +21,5 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise OutputError(
             f"{path} cannot be written ({error.strerror or error}); make room, or mend the disk: what was written before"
-            " is kept, and resume=auto goes on from the newest checkpoint"
+            " is kept"
         ) from error

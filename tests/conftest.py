@@ -1,4 +1,4 @@
-"""Order, selection and grouping of tests: quick ones first, or last among several processes; `gpu` ones only on a GPU."""
+"""Order and selection of the tests: quick ones first, or last among several workers; `gpu` ones only on a GPU."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ LANES = ("unit", "gloo", "full")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests by their folder, sort the folders, and leave out `gpu` tests where there is no GPU.
-
-    Among several processes, one has all of full/, and so one Ray cluster with what runs in it; each other file is one's.
-    """
+    """Mark tests by their folder, sort the folders, and leave out `gpu` tests where there is no GPU."""
     root = Path(__file__).parent
     for item in items:
         lane = _lane(item, root)
         if lane in ("gloo", "full"):
             item.add_marker(lane)
-        item.add_marker(pytest.mark.xdist_group(lane if lane == "full" else item.path.stem))
-    # Stable: the order inside a folder stays. Several processes begin with long files, so that they end together.
+    # Stable: the order inside a folder stays. Several workers begin with long files, so that they end together.
     several = hasattr(config, "workerinput")
     items.sort(key=lambda item: LANES.index(_lane(item, root)), reverse=several)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]

@@ -57,7 +57,7 @@ def read_role(folder: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads((folder / ROLE_FILE).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{folder / ROLE_FILE} cannot be read ({error}); use a complete checkpoint"
         ) from None
@@ -206,12 +206,16 @@ class _OneByOneWriter(FileSystemWriter):
 def default_companions(checkpoint: Checkpoint) -> Path | None:
     """Folder of the model that the run began with; None where it is gone."""
     config = checkpoint.run_state().get("config") or {}
-    run, model = config.get("run") or {}, config.get("model") or {}
-    own = checkpoint.folder.parent.parent if checkpoint.folder.parent.name == CHECKPOINTS_FOLDER else None
-    places = [
-        model.get("path"),
-        own / "model" if own else None,
-        Path(run.get("folder", "")) / run.get("name", "") / "model",
-    ]
-    found = (Path(place) for place in places if place)
+
+    def said(section: str, key: str) -> str:
+        """What a file says that may be anybody's."""
+        found = config.get(section)
+        value = found.get(key) if isinstance(found, dict) else None
+        return value if isinstance(value, str) else ""
+
+    places = [Path(path)] if (path := said("model", "path")) else []
+    if checkpoint.folder.parent.name == CHECKPOINTS_FOLDER:
+        places.append(checkpoint.folder.parent.parent / "model")
+    places.append(Path(said("run", "folder")) / said("run", "name") / "model")
+    found = iter(places)
     return next((place for place in found if (place / "config.json").is_file()), None)

@@ -58,12 +58,15 @@ class Checkpoint:
             expected = {
                 str(name): FileDigest(int(size), str(digest)) for name, (size, digest) in files.items()
             }
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise CheckpointError(f"{MANIFEST} has no size and digest for each file") from None
         for name in expected:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise CheckpointError(f"{MANIFEST} lists {name}, which is not beneath the checkpoint")
-        check_files(self.folder, expected)
+        try:
+            check_files(self.folder, expected)
+        except OSError as error:
+            raise CheckpointError(f"a file that {MANIFEST} lists cannot be read ({error.strerror})") from None
         listed = {*expected, MANIFEST}
         more = [name for name in _files_beneath(self.folder) if name not in listed]
         if more:
@@ -148,20 +151,23 @@ def run_lock(run_folder: Path) -> Iterator[None]:
     """While open, no other process on a machine that sees the folder carries out the same run.
 
     Raises:
-        ConfigError: one does.
+        ConfigError: one does, or the folder cannot be written to.
     """
-    with (run_folder / LOCK_FILE).open("a+") as file:
+    with contextlib.ExitStack() as ends:
         try:
+            file = ends.enter_context((run_folder / LOCK_FILE).open("a+b", buffering=0))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         except BlockingIOError:
-            file.seek(0)
+            owner = (run_folder / LOCK_FILE).read_text().strip() or "another process"
             raise ConfigError(
-                f"{run_folder} is being carried out by {file.read().strip() or 'another process'}; wait until it has"
-                " ended, or choose another run.name"
+                f"{run_folder} is being carried out by {owner}; wait until it has ended, or choose another run.name"
             ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        except OSError as error:
+            raise ConfigError(
+                f"{run_folder} cannot be written to ({error.strerror}); make room there, or name another run.folder"
+            ) from None
         yield
         file.truncate(0)
 
@@ -247,7 +253,7 @@ def _files_beneath(folder: Path) -> list[str]:
 def _json_of(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file.name} cannot be read ({error})") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{file.name} is no JSON object")

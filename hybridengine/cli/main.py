@@ -82,10 +82,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:
         return _unexpected()
     except KeyboardInterrupt:
-        # Libraries still tidy up: whoever cannot wait for that ends the process, without a traceback.
-        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
         print("hybridengine: interrupted; what has been written so far is kept", file=sys.stderr)
         return 130
+    finally:
+        # Libraries still tidy up: whoever cannot wait for that ends the process, without a traceback.
+        atexit.register(_signals_end_at_once)
+
+
+def _signals_end_at_once() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _unexpected() -> int:

@@ -139,10 +139,16 @@ def prepare_files(config: RunConfig) -> RunFiles:
             )
     files = _read_rows(config, tokenizer, problems)
     problems.raise_all()
+    if not (config.run_folder / CONFIG_FILE).is_file():
+        keep_config(config)
+    return files
+
+
+def keep_config(config: RunConfig) -> None:
+    """Write the configuration into the run's folder, whole or not at all: a run that goes on reads it."""
     new = config.run_folder / f".{CONFIG_FILE}"
     new.write_text(yaml.safe_dump(config.described(), sort_keys=False))
-    new.replace(config.run_folder / CONFIG_FILE)  # whole or not at all: a run that goes on reads it
-    return files
+    new.replace(config.run_folder / CONFIG_FILE)
 
 
 class _Problems:

@@ -26,7 +26,7 @@ from hybridengine.checkpoints.folders import (
 )
 from hybridengine.cli.dry_run import RANK_BYTES, cost_of, layout_lines
 from hybridengine.cli.iterations import iterate
-from hybridengine.cli.prepare import RunFiles, claim_run, prepare_files
+from hybridengine.cli.prepare import RunFiles, claim_run, keep_config, prepare_files
 from hybridengine.cli.run_output import RunOutput, run_trackers, where_to_look
 from hybridengine.cli.stopping import StopRequest
 from hybridengine.config import RunConfig
@@ -37,7 +37,15 @@ from hybridengine.drivers.dataflow import Step, load_step
 from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.saving import Progress, RunSaver, changed_values, differences, load_roles
 from hybridengine.drivers.warmup import warm_up
-from hybridengine.errors import CheckpointError, ConfigError, HybridEngineError, WorkerError, raise_all, shown
+from hybridengine.errors import (
+    CheckpointError,
+    ConfigError,
+    HybridEngineError,
+    OutputError,
+    WorkerError,
+    raise_all,
+    shown,
+)
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.metrics.report.run_record import CONFIG_FILE
@@ -67,8 +75,8 @@ def train(config: RunConfig) -> None:
     stop = StopRequest(saves=bool(config.checkpoint.every))
     with contextlib.ExitStack() as ends:
         ends.enter_context(stop.interruptible())
-        ends.enter_context(run_lock(config.run_folder))
         with _nothing_left_behind(config, is_made_here, runs_are_new), contextlib.ExitStack() as begun:
+            begun.enter_context(run_lock(config.run_folder))
             kept = _kept_config(config)
             _check_settled(config, kept)
             config, checkpoint = _checkpoint_of(config, kept.get("resume"), say)
@@ -83,11 +91,11 @@ def train(config: RunConfig) -> None:
             trackers = begun.enter_context(run_trackers(config))
             pools = RunPools(config)
             ends.push(begun.pop_all())
-        run = _Run(config, step_of, files, trackers, console, say, stop)
-        run.carry_out(pools, checkpoint)
-    if stop.asked:
         name = f"run.name={config.run.name} " if config.run.name != asked_for else ""
         goes_on = f"hybridengine train CONFIG {name}resume=auto goes on"
+        run = _Run(config, step_of, files, trackers, console, say, stop, goes_on)
+        run.carry_out(pools, checkpoint)
+    if stop.asked:
         remedy = goes_on if config.checkpoint.every else "nothing is saved, because checkpoint.every=0"
         say(f"stopped; {remedy} ({_shown(config.run_folder)})")
         return
@@ -188,6 +196,8 @@ class _Run:
     console: Console
     say: Callable[[str], None]
     stop: StopRequest
+    goes_on: str
+    """With which command the run does so from what is saved."""
 
     def carry_out(self, pools: RunPools, checkpoint: Checkpoint | None) -> None:
         """All iterations. Where ranks fail, they are started again, and the run goes on from its newest checkpoint.
@@ -202,6 +212,9 @@ class _Run:
                 with pools:
                     self._attempt(pools, progress, checkpoint)
                 return
+            except OutputError:
+                self._say_what_is_left(progress)
+                raise
             except (WorkerError, RayError) as error:
                 seen = f"{progress.step} {failure_signature(error)}"
                 most = self.config.faults.max_restarts
@@ -221,7 +234,7 @@ class _Run:
     def _say_what_is_left(self, progress: Progress) -> None:
         """After a failure that ends the run."""
         found = checkpoints_in(self.config.run_folder)
-        left = f"resume=auto goes on after step {found[0].step}" if found else "nothing has been saved"
+        left = f"{self.goes_on} after step {found[0].step}" if found else "nothing has been saved"
         self.say(f"failed {self._place(progress)}; {left}")
 
     def _place(self, progress: Progress) -> str:
@@ -279,9 +292,9 @@ class _Run:
         row_exchange().take_records()  # of an attempt that has failed
         with RunOutput(config, pools.nodes, self.files.tokenizer, self.console, self.trackers) as output:
             saver = RunSaver(config, roles, progress, say)
-            if (
-                progress.step < config.run.steps
-            ):  # one that is there is of fewer steps: it would say that all are done
+            keep_config(config)
+            # A model that is there is of fewer steps: it would say that all are done.
+            if progress.step < config.run.steps:
                 shutil.rmtree(_final_folder(config), ignore_errors=True)
             with self.stop.listening():
                 iterate(config, self.step_of, pools, roles, self.files, output, progress, saver, self.stop)

@@ -127,7 +127,7 @@ class Operation:
         words = words_of(self._pending) if timeout_s >= self.timeout_s else {}
         return WorkerTimeoutError(
             f"{self} did not end within {timeout_s:g} s: {len(places)} of {len(places) + len(self._outcomes)}"
-            " ranks have not answered; see their stacks in the log, or raise timeout_s\n"
+            " ranks have not answered; see their stacks in the log, or raise the limit (of a run: timeouts.call_s)\n"
             + "\n".join(report_lines(places, words))
         )
 

@@ -191,7 +191,7 @@ class WorkerGroup:
             make,
             sources=range(self.num_ranks),
             collect=list,
-            timeout_s=self.timeout_s,
+            timeout_s=max(self.timeout_s, self.pool.start_timeout_s),
             places=self._places,
         ).wait()
 

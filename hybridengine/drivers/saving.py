@@ -85,7 +85,7 @@ class Progress:
             step, value = found["best"]["step"], found["best"]["value"]
             best = Best() if step is None else Best(int(step), float(value))
             return cls(int(found["step"]), state, best)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{checkpoint.folder} does not say where its run was ({error!r})") from None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
 import shutil
@@ -10,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from hybridengine.checkpoints.conversion import default_companions
 from hybridengine.checkpoints.digests import FileDigest
 from hybridengine.checkpoints.folders import (
     CHECKPOINTS_FOLDER,
+    LOCK_FILE,
     MANIFEST,
     Checkpoint,
     begin_checkpoint,
@@ -25,6 +29,7 @@ from hybridengine.checkpoints.folders import (
     run_lock,
 )
 from hybridengine.checkpoints.tensors import METADATA_FILE, read_metadata
+from hybridengine.drivers.saving import Progress
 from hybridengine.errors import CheckpointError, ConfigError
 
 
@@ -61,6 +66,14 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+def resigned(folder: Path, state: str) -> None:
+    """Another run.json, with its digest in the manifest."""
+    (folder / "run.json").write_text(state)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"]["run.json"] = [len(state), hashlib.sha256(state.encode()).hexdigest()]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "one bit": (
         lambda folder: flip(folder / "actor" / "weights"),
@@ -92,6 +105,23 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / MANIFEST).write_text('{"format": 1, "files": {"run.json": 3}}'),
         "no size and digest for each file",
     ),
+    "nested list": (
+        lambda folder: (folder / MANIFEST).write_text('{"a":' * 100_000),
+        "manifest.json cannot be read",
+    ),
+    "endless size": (
+        lambda folder: (folder / MANIFEST).write_text(
+            '{"format": 1, "files": {"run.json": [Infinity, "a"]}}'
+        ),
+        "no size and digest for each file",
+    ),
+    "long name": (
+        lambda folder: (folder / MANIFEST).write_text(
+            json.dumps({"format": 1, "files": {"run.json": [1, "a"], "x" * 5000: [1, "a"]}})
+        ),
+        "a file that manifest.json lists cannot be read|run.json has",
+    ),
+    "nested state": (lambda folder: resigned(folder, '{"a":' * 100_000), "run.json cannot be read"),
     "link": (
         lambda folder: (
             (folder / "actor" / "weights").rename(folder.parent / "w")
@@ -166,6 +196,42 @@ def test_a_state_whose_configuration_is_none_is_refused(tmp_path: Path) -> None:
     (checkpoint.folder / "run.json").write_text('{"step": 5, "config": "x"}')
     with pytest.raises(CheckpointError, match="has no configuration"):
         checkpoint.run_state()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        '"state": {"a": 1' + "0" * 400 + '}, "best": {"step": null, "value": null}',
+        '"state": {}, "best": {"step": Infinity, "value": 1.0}',
+        '"state": [1], "best": {"step": null, "value": null}',
+        '"state": {}',
+    ],
+)
+def test_a_state_with_odd_numbers_is_refused(state: str, tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, 5)
+    resigned(checkpoint.folder, f'{{"step": 5, {state}}}')
+    checkpoint.check()
+    with pytest.raises(CheckpointError, match="does not say where its run was"):
+        Progress.at(checkpoint)
+
+
+@pytest.mark.parametrize("config", ['{"run": "x"}', '{"model": {"path": [1]}, "run": {"folder": 3}}', "{}"])
+def test_companions_of_a_state_that_may_be_anybodys(config: str, tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, 5)
+    resigned(checkpoint.folder, f'{{"step": 5, "config": {config}}}')
+    assert default_companions(checkpoint) is None
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    assert default_companions(checkpoint) == tmp_path / "model"
+
+
+def test_a_run_on_a_full_disk_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).symlink_to("/dev/full")
+    with (
+        pytest.raises(ConfigError, match=r"cannot be written to \(.*\); make room there"),
+        run_lock(tmp_path),
+    ):
+        pass
 
 
 def test_a_checkpoint_that_is_written_again_replaces_the_damaged_one(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hybridengine.metrics.samples import write_samples
 from hybridengine.metrics.timeline import Span, TimelineWriter, read_spans
 
 FILE_BYTES = 4096
-SAID = r"cannot be written \(File too large\); make room, .* resume=auto goes on"
+SAID = r"cannot be written \(File too large\); make room, .* what was written before is kept"
 
 
 @contextmanager
