@@ -177,9 +177,8 @@ class TensorFolder:
                 opened.seek(place.offset)
                 content = io.BytesIO(opened.read(place.length))
             return torch.load(content, map_location="cpu", weights_only=True)
-        except (
-            Exception
-        ) as error:  # what is no tensor fails in any way, and torch's text proposes to trust it
+        except Exception as error:  # what is no tensor fails in any way
+            # Without torch's text, which proposes to trust the file.
             raise CheckpointError(
                 f"{file} has no tensor at byte {place.offset} ({type(error).__name__}); use a complete checkpoint"
             ) from None

@@ -32,13 +32,15 @@ _PATH_PARTS = 3
 def telling(timeout_s: float) -> Iterator[None]:
     """On a rank, in the thread of its calls: say where it is if the block takes almost as long as `timeout_s`."""
     key, thread = _key(ray.get_runtime_context().get_actor_id() or ""), threading.get_ident()
-    said = threading.Event()
+    said = False
 
     def say() -> None:
+        nonlocal said
         frame = sys._current_frames().get(thread)
         if frame is not None:
-            said.set()
-            internal_kv._internal_kv_put(key, _place(traceback.extract_stack(frame)[-1]).encode())
+            said = True
+            with contextlib.suppress(RayError, RuntimeError):  # the cluster is gone
+                internal_kv._internal_kv_put(key, _place(traceback.extract_stack(frame)[-1]).encode())
 
     timer = threading.Timer(WORD_SHARE * timeout_s, say)
     timer.daemon = True
@@ -47,9 +49,10 @@ def telling(timeout_s: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        if said.is_set():
-            timer.join()
-            internal_kv._internal_kv_del(key)
+        timer.join()  # it may be about to speak
+        if said:
+            with contextlib.suppress(RayError, RuntimeError):
+                internal_kv._internal_kv_del(key)
 
 
 def words_of(pending: Mapping[int, ObjectRef]) -> dict[int, str]:
