@@ -99,24 +99,20 @@ def test_posts_reach_each_other() -> None:
 
 
 def test_a_slow_link_is_told_by_what_it_carried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other side reads a MiB, waits for longer than sending may take, and reads the rest."""
+    """The other side reads a MiB, waits for a while, and reads on: far from all has been sent when time is up."""
 
     def slow(connection: socket.socket) -> None:
         with connection:
             connection.recv(2**20, socket.MSG_WAITALL)
             time.sleep(0.6)
             while connection.recv(2**20):
-                pass
+                time.sleep(0.001)
             connection.sendall(b".")
 
-    monkeypatch.setattr("hybridengine.doctor.node_post.SEND_LIMIT_S", 0.4)
-    with listening(slow) as port:
-        (reached,) = NodePost("a").reach([("127.0.0.1", port)], 2**30)
-    assert reached.error == "TimeoutError: timed out"
-    monkeypatch.setattr("hybridengine.doctor.node_post.SEND_LIMIT_S", 1.0)
+    monkeypatch.setattr("hybridengine.doctor.node_post.SEND_LIMIT_S", 3.0)
     with listening(slow) as port:
         (reached,) = NodePost("a").reach([("127.0.0.1", port)], 2**40)
-    assert reached.error == "" and 2**20 < reached.num_bytes < 2**40 and reached.seconds > 1.0
+    assert reached.error == "" and 2**20 < reached.num_bytes < 2**40 and reached.seconds > 3.0
 
 
 def test_the_command_needs_none_of_the_libraries_that_it_examines() -> None:

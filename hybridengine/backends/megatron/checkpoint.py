@@ -159,8 +159,11 @@ def load_checkpoint(trainer: MegatronTrainer, folder: Path) -> dict[str, Any]:
     try:
         with device_shim():
             compat.load_tensors(wanted, folder)
-    except (OSError, CheckpointingException, CheckpointException) as error:
-        raise CheckpointError(f"{folder} cannot be read ({error})") from error
+    except CheckpointException as error:  # of several ranks, each with torch's advice to trust the file
+        kinds = sorted({type(failure).__name__ for failure, _ in error.failures.values()})
+        raise CheckpointError(f"{folder} cannot be read ({', '.join(kinds)})") from None
+    except (OSError, CheckpointingException) as error:
+        raise CheckpointError(f"{folder} cannot be read ({error})") from None
     if has_optimizer:
         trainer.set_counters(role)
     else:
