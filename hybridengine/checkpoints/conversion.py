@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -157,9 +158,17 @@ def import_model(
         (folder / ROLE_FILE).write_text(json.dumps({"shape": asdict(shape), "dtype": dtype}, indent=1) + "\n")
         state = {"state": {}, "best": {"step": None, "value": None}, "config": {}, "source": str(source)}
         return complete_checkpoint(partial, 0, state, {}, out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, CheckpointException):
+            raise _first_cause(error) from None
         raise
+
+
+def _first_cause(error: CheckpointException) -> BaseException:
+    """What has failed: torch wraps it, after it has failed to end the file that it was in."""
+    failure, _ = next(iter(error.failures.values()))
+    return failure.__context__ or failure
 
 
 class _LazyReader(DefaultSavePlanner):

@@ -14,6 +14,7 @@ from hybridengine.config.run_config import TRAINED
 from hybridengine.config.values import parse_bytes
 from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_bytes
+from hybridengine.writing import writing
 
 DTYPES = ("float32", "bfloat16")
 VALUE_ROLES = tuple(role for role in TRAINED if role != "actor")
@@ -69,10 +70,11 @@ def run_convert(options: argparse.Namespace) -> int:
     most = parse_bytes("--max-file", options.max_file)
     from hybridengine.checkpoints.folders import MANIFEST
 
-    if (source / MANIFEST).is_file():
-        return _export(options, most)
-    if (source / "config.json").is_file():
-        return _import(options)
+    with writing(out):
+        if (source / MANIFEST).is_file():
+            return _export(options, most)
+        if (source / "config.json").is_file():
+            return _import(options)
     raise ConfigError(
         f"SOURCE {source} has neither {MANIFEST} nor config.json; name a checkpoint of a run, such as"
         " runs/NAME/checkpoints/step-00000020, or a Hugging Face checkpoint folder"

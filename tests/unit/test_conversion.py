@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,26 @@ def test_bytes_that_are_no_tensor_are_an_error_that_says_where(
         r"__0_0\.distcp has no tensor at byte \d+ \(.*\); use a complete", capsys.readouterr().err
     )
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_full_disk_is_one_error_and_leaves_nothing(
+    back: bool, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = tmp_path / "start"
+    if back:
+        assert main(["convert", str(source), str(start)]) == 0
+    there = str(start) if back else str(source)
+    before, limits = sorted(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    capsys.readouterr()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        status = main(
+            ["convert", there, str(tmp_path / "out"), *(["--companions", str(source)] if back else [])]
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capsys.readouterr().err
+    assert status == 1 and "Traceback" not in error
+    assert f"{tmp_path / 'out'} cannot be written (File too large); make room" in error
+    assert sorted(tmp_path.iterdir()) == before
