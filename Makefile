@@ -45,13 +45,10 @@ help: ## this list
 train: install ## the main job: PPO on arithmetic (CONFIG=configs/NAME.yaml for another, ARGS="key=value ..." to change it)
 	$(VENV)/bin/hybridengine train $(CONFIG) $(ARGS)
 
-# Some tests wait for what hangs or freezes, so that there is one more process than cores.
-TEST_PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(5, len(os.sched_getaffinity(0)) + 1))')
-
 .PHONY: test
 test: install ## all tests (ARGS="tests/unit -x" for some of them)
 ifeq ($(strip $(ARGS)),)
-	$(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder tests/unit tests/gloo
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder tests/unit tests/gloo
 	$(VENV)/bin/python -m pytest tests/full
 else
 	$(VENV)/bin/python -m pytest $(ARGS)

@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from hybridengine.checkpoint_files import check_checkpoint, tensors_of
 from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER, Checkpoint, complete_checkpoint
-from hybridengine.checkpoints.hf_writer import HfWriter
+from hybridengine.checkpoints.hf_writer import HfWriter, gone_on_failure
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError
 from hybridengine.model_shapes import LM_HEAD, SCORE_HEAD, ModelShape
@@ -141,7 +141,7 @@ def import_model(
     shutil.rmtree(partial, ignore_errors=True)
     folder = partial / role
     folder.mkdir(parents=True)
-    try:
+    with gone_on_failure(partial):
         reader = _LazyReader(files, shape, DTYPES[dtype], progress)
         empty = {
             f"{WEIGHTS}.{name}": torch.empty(size, dtype=DTYPES[dtype], device="meta")
@@ -152,17 +152,15 @@ def import_model(
             warnings.simplefilter(
                 "ignore", UserWarning
             )  # that there is one process, which is what no_dist says
-            dcp.save(empty, storage_writer=writer, planner=reader, no_dist=True)
+            try:
+                dcp.save(empty, storage_writer=writer, planner=reader, no_dist=True)
+            except CheckpointException as error:
+                raise _first_cause(error) from None
         (folder / "metadata.json").write_text(json.dumps(MEGATRON_FORMAT))
         torch.save({}, folder / "common.pt")
         (folder / ROLE_FILE).write_text(json.dumps({"shape": asdict(shape), "dtype": dtype}, indent=1) + "\n")
         state = {"state": {}, "best": {"step": None, "value": None}, "config": {}, "source": str(source)}
         return complete_checkpoint(partial, 0, state, {}, out)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, CheckpointException):
-            raise _first_cause(error) from None
-        raise
 
 
 def _first_cause(error: CheckpointException) -> BaseException:

@@ -72,7 +72,7 @@ class HfWriter:
         """
         shutil.rmtree(self._partial, ignore_errors=True)  # of an attempt that was killed
         self._partial.mkdir(parents=True)
-        with _gone_on_failure(self._partial):
+        with gone_on_failure(self._partial):
             self._write_headers()
         return self
 
@@ -115,7 +115,7 @@ class HfWriter:
         if error is not None:
             shutil.rmtree(self._partial, ignore_errors=True)
             return
-        with _gone_on_failure(self._partial):
+        with gone_on_failure(self._partial):
             self._finish()
 
     def _finish(self) -> None:
@@ -134,7 +134,8 @@ class HfWriter:
 
 
 @contextmanager
-def _gone_on_failure(folder: Path) -> Iterator[None]:
+def gone_on_failure(folder: Path) -> Iterator[None]:
+    """A folder that is being written does not stay where that fails."""
     try:
         yield
     except BaseException:  # Ctrl-C included; raised again

@@ -70,11 +70,10 @@ def run_convert(options: argparse.Namespace) -> int:
     most = parse_bytes("--max-file", options.max_file)
     from hybridengine.checkpoints.folders import MANIFEST
 
-    with writing(out):
-        if (source / MANIFEST).is_file():
-            return _export(options, most)
-        if (source / "config.json").is_file():
-            return _import(options)
+    if (source / MANIFEST).is_file():
+        return _export(options, most)
+    if (source / "config.json").is_file():
+        return _import(options)
     raise ConfigError(
         f"SOURCE {source} has neither {MANIFEST} nor config.json; name a checkpoint of a run, such as"
         " runs/NAME/checkpoints/step-00000020, or a Hugging Face checkpoint folder"
@@ -97,7 +96,7 @@ def _export(options: argparse.Namespace, most: int) -> int:
         raise ConfigError(
             f"{where} has no config.json; give --companions with the model's configuration and tokenizer"
         )
-    with _bar() as bar:
+    with _bar() as bar, writing(options.destination):
         task = bar.add_task(f"{options.role} of step {checkpoint.step}", total=None)
         export_role(
             checkpoint,
@@ -125,7 +124,7 @@ def _import(options: argparse.Namespace) -> int:
         )
     stored = {tensor.dtype for tensor in tensors_of(options.source)}
     dtype = options.dtype or ("float32" if stored == {"F32"} else "bfloat16")
-    with _bar() as bar:
+    with _bar() as bar, writing(options.destination):
         task = bar.add_task("weights", total=None)
         import_model(
             options.source,
