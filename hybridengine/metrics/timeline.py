@@ -95,8 +95,9 @@ class TimelineWriter:
 
     Guarantees:
         The file is whole JSON after every `write`, which hands its events to the operating system in one piece: a
-        killed process loses none of them. A file that is there already is continued, and its unfinished end, if
-        the machine went down, cut off.
+        process that is killed later loses none of them. Linux may stop a write of many pages between two of them
+        when it kills the process, and a machine may go down: the unfinished end of a file that is there already is
+        cut off, and the file continued.
         Bars of one row nest or follow each other. A rank's bars that cross get a second row, because viewers
         leave out or misplace what crosses.
         A span that ends before it starts, because a clock was set back, is a bar of no width.
@@ -189,7 +190,8 @@ def read_spans(file: str | Path) -> list[Span]:
 def read_timeline(file: str | Path) -> Timeline:
     """The spans and readings of a timeline file in the order written; none where there is no file.
 
-    The unfinished end of a file whose machine went down is left out. Times are exact to a microsecond.
+    The unfinished end of a file whose process was killed in a write, or whose machine went down, is left out. Times
+    are exact to a microsecond.
 
     Raises:
         DataError: the file is no timeline; names the line or event.

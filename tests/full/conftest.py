@@ -1,16 +1,22 @@
-"""What is slow to start and shared by the session: a Ray cluster, four ranks in it, and a forkserver with vLLM."""
+"""What is slow to start and shared by the session: a Ray cluster with warm workers, four ranks in it, and a forkserver
+with vLLM."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import ray
 import torch
 import yaml
 
+from hybridengine.backends.vllm import environment
 from hybridengine.cli.train import train
 from hybridengine.config import load_config
 from hybridengine.controller.cluster import start_ray
@@ -20,7 +26,9 @@ from hybridengine.metrics.rows import read_rows
 from tests.full.probe_workers import ProbeWorker
 from tests.full.tiny_runs import SECTIONS, Run
 from tests.full.vllm_ranks import VllmRankLauncher
+from tests.full.warm_workers import warm_workers
 from tests.gloo import preload  # noqa: F401  # before the test modules, which import the same without its filter
+from tests.gloo.ranks import ENVIRONMENT
 
 NUM_CPUS = 12
 """Logical CPUs of the cluster: the shared pool's, and eight for the pools of a test."""
@@ -36,9 +44,20 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[int]:
+def warm_ray() -> Iterator[dict[str, str]]:
+    """Environment variables with which Ray starts workers that have vLLM and Megatron-core imported."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        warm_workers(Path(folder), environment.ON_CPU | ENVIRONMENT) as variables,
+    ):
+        yield variables
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(warm_ray: dict[str, str]) -> Iterator[int]:
     """A running local cluster; its number of logical CPUs."""
-    start_ray(num_cpus=NUM_CPUS, num_gpus=0)
+    with mock.patch.dict(os.environ, warm_ray):
+        start_ray(num_cpus=NUM_CPUS, num_gpus=0)
     yield NUM_CPUS
     ray.shutdown()
 

@@ -75,8 +75,8 @@ def _kill() -> None:
 
 
 def _kill_node() -> None:
-    """The raylet of this rank's node, which started this process; all other processes of the node end after it."""
-    os.kill(os.getppid(), signal.SIGKILL)
+    """The raylet of this rank's node; all other processes of the node end after it."""
+    os.kill(int(os.environ["RAY_RAYLET_PID"]), signal.SIGKILL)
     time.sleep(HANG_S)
 
 

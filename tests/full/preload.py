@@ -11,12 +11,17 @@ from hybridengine.importing import nothing_collected
 with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothing_collected():
     warnings.simplefilter("ignore")
 
+    import vllm.model_executor.layers.quantization.online.base
+    import vllm.v1.attention.backends.cpu_attn
+    import vllm.v1.core.sched.scheduler
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm import LLM, SamplingParams  # noqa: F401
     from vllm.model_executor.models import llama, qwen2, qwen3  # noqa: F401
 
     import workers.actor
+    import workers.compute
     import workers.critic
+    import workers.prompts
     import workers.reference
     import workers.reward  # noqa: F401

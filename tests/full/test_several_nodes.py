@@ -4,6 +4,7 @@ disappears."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -46,7 +47,7 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def seen(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str]) -> Seen:
     folder = tmp_path_factory.mktemp("nodes")
     changes = {
         "run": SECTIONS["run"] | {"steps": STEPS, "folder": str(folder / "runs")},
@@ -66,7 +67,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     (folder / "nodes.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
     command = [sys.executable, "-m", "tests.full.several_nodes", folder / "nodes.yaml", folder / "seen.json"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, cwd=Path(__file__).parents[2], check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | warm_ray,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     run = folder / "runs" / "nodes"

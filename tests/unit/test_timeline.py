@@ -252,7 +252,8 @@ def test_a_file_cut_anywhere_is_readable_and_can_be_continued(tmp_path: Path) ->
     assert counts == {0, 1, 2, 3}
 
 
-def test_a_killed_process_leaves_whole_json(tmp_path: Path) -> None:
+def test_a_killed_process_loses_nothing_that_was_written(tmp_path: Path) -> None:
+    """The kill may come in the middle of a write, which Linux then stops between two pages."""
     file = tmp_path / "timeline.json"
     program = f"""
 import itertools
@@ -269,9 +270,10 @@ for step in itertools.count():
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    bars = _bars(_parse(file.read_bytes()))
-    assert len(bars) >= 48
-    assert len(bars) % 8 == 0
+    spans = read_spans(file)
+    assert len(spans) >= 48
+    with TimelineWriter(file):
+        assert len(_bars(_parse(file.read_bytes()))) == len(spans)
 
 
 @pytest.mark.parametrize(

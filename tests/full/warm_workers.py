@@ -1,0 +1,125 @@
+"""Ray's workers as forks of a process that has imported everything: a rank with vLLM spends nine tenths of its start on
+imports, and the tests start many.
+
+Ray starts a worker by its environment's `py_executable`. Here that is this file, run without any import of packages: it
+sends its arguments, environment and open files to the warm process, which forks, and the fork runs Ray's own program for
+workers. Ray knows a worker by the process id that the worker tells, so that nothing else differs: who kills it, waits for
+it or reads its log meets the rank.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+START_LIMIT_S = 120.0
+LARGEST_REQUEST = 2**20
+STANDARD_FILES = (0, 1, 2)
+
+
+@contextmanager
+def warm_workers(folder: Path, environment: dict[str, str]) -> Iterator[dict[str, str]]:
+    """A warm process with `environment`; the variables with which `ray.init` starts its workers from it.
+
+    The folder's path must be short enough for a socket.
+    """
+    address = folder / "workers"
+    command = [sys.executable, "-m", "tests.full.warm_workers", str(address)]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | environment,
+        start_new_session=True,
+    ) as server:
+        assert server.stdin is not None and server.stdout is not None
+        try:
+            assert server.stdout.readline() == b"ready\n", "the warm process has ended before it was ready"
+            yield {"RAY_RUNTIME_ENV_HOOK": f"{__name__}.with_warm_workers", "WARM_WORKERS": str(address)}
+        finally:
+            server.stdin.close()  # the server ends with its last reader
+
+
+def with_warm_workers(runtime_env: dict[str, object] | None) -> dict[str, object]:
+    """Ray's hook: the environment of all workers, with another program in Python's place."""
+    program = f"{sys.executable} -I -S {__file__} {os.environ['WARM_WORKERS']}"
+    return {**(runtime_env or {}), "py_executable": program}
+
+
+def start_one(address: str, arguments: list[str]) -> None:
+    """Ask the warm process for a worker with these arguments, and this process's environment, folder and files."""
+    request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.connect(address)
+        files = array.array("i", STANDARD_FILES)
+        server.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+        assert server.recv(1), "the warm process has ended"
+
+
+def serve(address: str) -> None:
+    """Fork a worker for every request, until the standard input is closed."""
+    import select
+
+    sys.modules["ray"] = None  # type: ignore[assignment]  # it reads the environment while it is imported: not here
+    import tests.full.preload  # noqa: F401
+
+    del sys.modules["ray"]
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        os.write(sys.stdout.fileno(), b"ready\n")
+        while listener in select.select([listener, sys.stdin], [], [])[0]:
+            asking, _ = listener.accept()
+            with asking:
+                request, files, _, _ = socket.recv_fds(asking, LARGEST_REQUEST, len(STANDARD_FILES))
+                if os.fork() == 0:
+                    listener.close()
+                    become_worker(*json.loads(request), files)
+                for file in files:
+                    os.close(file)
+                asking.send(b"1")
+
+
+def become_worker(arguments: list[str], environment: dict[str, str], folder: str, files: list[int]) -> None:
+    """Run a program of Ray's as a process that was started for it; does not return."""
+    import runpy
+    import traceback
+
+    status = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        for file, standard in zip(files, STANDARD_FILES, strict=True):
+            os.dup2(file, standard)
+            os.close(file)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    if sys.flags.isolated:
+        start_one(sys.argv[1], sys.argv[2:])
+    else:
+        serve(sys.argv[1])
