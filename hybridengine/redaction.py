@@ -1,7 +1,7 @@
 """Keeps secrets out of what a run prints, writes and sends: configurations, errors, reports.
 
-A secret is the value of a name that says so (api_key, HF_TOKEN, password, ...), in a configuration or in the environment,
-and what stands before the @ of an address.
+A secret is the value of a name that says so (api_key, HF_TOKEN, DB_PASS, ...), in a configuration or in the environment,
+what stands before the @ of an address, and the credentials of an Authorization header.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 HIDDEN = "(hidden)"
 SHORTEST = 6
 """Characters of a secret in the environment; shorter values would be found everywhere."""
+IN_ENVIRONMENT = ("_KEY", "_PASS", "_PWD", "_PAT", "_DSN")
+"""How names of secrets end in the environment, but not in a configuration, where passes are counted."""
 
 _NAME = re.compile(
     r"((^|[_\-.])(auth|authorization|bearer|tokens?|(access|private|secret|encryption|auth)[_\-]?keys?)"
@@ -22,6 +24,9 @@ _NAME = re.compile(
 )
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _IN_ADDRESS = re.compile(r"(?<=://)([^/\s:@]+:\S+|[^/\s@]+)@")
+_IN_HEADER = re.compile(
+    r"(authorization[\"']?\s*[:=]\s*[\"']?(?:basic|bearer|token|digest)\s+)[^\s\"',]+", re.IGNORECASE
+)
 _MARKER = re.compile(r"(^|_)(eos|bos|pad|stop|unk|sep|mask|end|start)_tokens?$", re.IGNORECASE)
 """Names of tokens of a text."""
 
@@ -74,12 +79,12 @@ def without_secrets(text: str) -> str:
     secrets = {
         name: value
         for name, value in os.environ.items()
-        if (is_secret(name) or name.endswith("_KEY")) and len(value) >= SHORTEST
+        if (is_secret(name) or name.endswith(IN_ENVIRONMENT)) and len(value) >= SHORTEST
     }
     shown = {value: f"(hidden: {name})" for name, value in secrets.items()}
     for value in sorted({*shown, *_known}, key=len, reverse=True):
         text = text.replace(value, shown.get(value, HIDDEN))
-    return _IN_ADDRESS.sub(f"{HIDDEN}@", text)
+    return _IN_HEADER.sub(rf"\1{HIDDEN}", _IN_ADDRESS.sub(f"{HIDDEN}@", text))
 
 
 def redacted(value: Any, name: str = "") -> Any:

@@ -8,10 +8,10 @@ from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.config import RunConfig
 from hybridengine.controller.context import RankContext
-from hybridengine.data.epochs import shuffled_rows
+from hybridengine.data.epochs import rows_after
 from hybridengine.data.prompts import PromptDataset
 from hybridengine.data.tokenizer import load_tokenizer
-from hybridengine.protocols import PROTO_3D, register
+from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, register
 from hybridengine.runtime.row_requests import ROW_NUMBERS
 
 
@@ -20,12 +20,19 @@ class PromptWorker:
 
     def __init__(self, context: RankContext, run: RunConfig) -> None:
         self._run = run
+        self._begin_step, self._begin_drawn = 0, 0
+
+    @register(ONE_TO_ALL)
+    def go_on_after(self, step: int, prompts_drawn: int) -> None:
+        """The next step's prompts are those that come after `prompts_drawn`, whatever size batches had before."""
+        self._begin_step, self._begin_drawn = step, prompts_drawn
 
     @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
     def training_prompts(self, rows: TensorDictBase, step: int) -> TensorDict:
         """Prompts of a step (from 1): `prompt_tokens` [B, P], `prompt_lengths` and `row_ids` [B], `answers`."""
         batch_size = self._run.data.batch_size
-        row_ids = shuffled_rows(len(self._training), batch_size, self._run.run.seed, step - 1)
+        num_drawn = self._begin_drawn + (step - 1 - self._begin_step) * batch_size
+        row_ids = rows_after(len(self._training), batch_size, self._run.run.seed, num_drawn)
         return self._training.rows([row_ids[number] for number in rows[ROW_NUMBERS].tolist()])
 
     @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)

@@ -19,6 +19,7 @@ from hybridengine.writing import writing
 DTYPES = ("float32", "bfloat16")
 VALUE_ROLES = tuple(role for role in TRAINED if role != "actor")
 """Those with a score head in place of the language model's."""
+EXPORT_OPTIONS = {"max_file": "--max-file", "companions": "--companions"}
 DESCRIPTION = """Convert a checkpoint of a run to a Hugging Face checkpoint, or the other way round.
 
 SOURCE says which: a folder with manifest.json (runs/NAME/checkpoints/step-00000020) becomes safetensors with an index,
@@ -112,6 +113,13 @@ def _export(options: argparse.Namespace, most: int) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
+    given = vars(options).get("given_options", set())
+    for name, option in EXPORT_OPTIONS.items():
+        if name in given:
+            raise ConfigError(
+                f"{option} is for checkpoints of runs, and SOURCE {options.source} is a Hugging Face checkpoint; leave it"
+                " out"
+            )
     from hybridengine.checkpoint_files import check_checkpoint, tensors_of
     from hybridengine.checkpoints.conversion import import_model
 

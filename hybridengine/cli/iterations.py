@@ -109,7 +109,7 @@ def iterate(
             counts = roles.take_scorer_metrics()
         metrics |= counts
         output.record(step, metrics)
-        progress.step = step
+        progress.step, progress.prompts_drawn = step, progress.prompts_drawn + config.data.batch_size
         last = step == steps or stop.asked
         saver.after_step(metrics, last=last)
         if not last and (last := stop.asked):  # while a save was begun, which has to be completed then

@@ -81,6 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except Exception:
         return _unexpected()
+    except SystemExit as end:
+        if end.code == 128 + signal.SIGTERM:
+            print("hybridengine: SIGTERM; what has been written so far is kept", file=sys.stderr)
+        raise
     except KeyboardInterrupt:
         print("hybridengine: interrupted; what has been written so far is kept", file=sys.stderr)
         return 130

@@ -25,7 +25,7 @@ def check_output_files(files: Mapping[str, Path | None], sources: Mapping[str, s
 
     Raises:
         ConfigError: a folder that is missing or read-only, a name that is a folder or a pipe, one file for two options,
-            or one that is read as well.
+            one that is read as well, or for --json one that holds something else: `--json CONFIG` is easily written.
     """
     given = {option: file for option, file in files.items() if file is not None}
     raise_all(
@@ -43,6 +43,11 @@ def check_output_files(files: Mapping[str, Path | None], sources: Mapping[str, s
         for option, file in given.items()
         for source, name in sources.items()
         if name is not None and any(_is_same(file, Path(name) / part) for part in ("", "config.json"))
+    )
+    raise_all(
+        f"{option} {file} is there, and holds no JSON; name another one, so that nothing is lost"
+        for option, file in given.items()
+        if option == "--json" and _holds_something_else(file)
     )
 
 
@@ -166,6 +171,14 @@ def _write_error(file: Path) -> OSError | None:
         with contextlib.suppress(OSError):
             file.resolve().unlink()  # of a link to nowhere, what it led to; the link stays
     return None
+
+
+def _holds_something_else(file: Path) -> bool:
+    """Whether there is a file that figures were never written to."""
+    if not file.is_file() or is_stream(file) or not file.stat().st_size:
+        return False
+    with file.open("rb") as opened:  # figures may be many, and half written
+        return not opened.read(64).lstrip().startswith((b"{", b"["))
 
 
 def _is_same(one: Path, other: Path) -> bool:

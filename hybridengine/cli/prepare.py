@@ -114,7 +114,7 @@ def prepare_files(config: RunConfig) -> RunFiles:
     # Written last, when everything else was there: a run that goes on keeps the files that it began with.
     if not (config.run_folder / CONFIG_FILE).is_file():
         if config.model.build is not None:
-            _build_model(config)
+            build_model(config)
         elif config.model.gguf is not None:
             convert_gguf(config)
         if config.data.task is not None:
@@ -214,7 +214,7 @@ def _write_task_files(config: RunConfig) -> None:
     write_arithmetic_files(config.data_folder, settings, task.seed, task.train_rows, task.eval_rows)
 
 
-def _build_model(config: RunConfig) -> None:
+def build_model(config: RunConfig) -> None:
     """Write the small model with random weights, and its tokenizer, as a Hugging Face checkpoint."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

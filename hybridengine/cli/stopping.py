@@ -35,7 +35,7 @@ class StopRequest:
     def __init__(self, saves: bool = True) -> None:
         """`saves`: what is done is saved then."""
         self.asked = False
-        self._interrupted = False
+        self._heard = self._interrupted = self._is_late = False
         self._saves = saves
 
     @contextlib.contextmanager
@@ -57,17 +57,25 @@ class StopRequest:
         with _handled({signal.SIGINT: self._take, signal.SIGTERM: self._take}):
             yield
 
+    @contextlib.contextmanager
+    def too_late(self) -> Iterator[None]:
+        """All iterations are done: who asks while the context is open is told that the run ends by itself."""
+        self._is_late = True
+        try:
+            yield
+        finally:
+            self._is_late = False
+
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self._heard:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             raise SystemExit(128 + number)
-        self.asked = True
+        self._heard, self.asked = True, not self._is_late
         again = "Ctrl-C again" if number == signal.SIGINT else "a second SIGTERM"
         saved = ", and is saved" if self._saves else ""
-        text = (
-            f"{signal.Signals(number).name}: the run ends after this step{saved}; {again} ends it at once\n"
-        )
+        ends = "once its trained model is saved" if self._is_late else f"after this step{saved}"
+        text = f"{signal.Signals(number).name}: the run ends {ends}; {again} ends it at once\n"
         with contextlib.suppress(OSError, RuntimeError):  # closed, or in the middle of another text
             sys.stderr.write(text)
             sys.stderr.flush()

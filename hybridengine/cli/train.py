@@ -15,8 +15,8 @@ import yaml
 from ray.exceptions import RayError
 from rich.console import Console
 
+from hybridengine.checkpoint_files import checkpoint_problems
 from hybridengine.checkpoints.folders import (
-    CHECKPOINTS_FOLDER,
     Checkpoint,
     checkpoint_at,
     checkpoints_in,
@@ -35,7 +35,15 @@ from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.failures import failure_signature, is_passing
 from hybridengine.drivers.dataflow import Step, load_step
 from hybridengine.drivers.launch import RunPools
-from hybridengine.drivers.saving import Progress, RunSaver, changed_values, differences, load_roles
+from hybridengine.drivers.saving import (
+    Progress,
+    RunSaver,
+    changed_values,
+    differences,
+    load_roles,
+    roles_left_out,
+    roles_to_load,
+)
 from hybridengine.drivers.warmup import warm_up
 from hybridengine.errors import (
     CheckpointError,
@@ -48,10 +56,11 @@ from hybridengine.errors import (
 )
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.formatting import format_bytes
+from hybridengine.metrics.keys import STEP
 from hybridengine.metrics.report.run_record import CONFIG_FILE
 from hybridengine.metrics.rows import latest_rows, read_rows
 from hybridengine.metrics.trackers import Trackers, missing_trackers
-from hybridengine.redaction import without_secrets
+from hybridengine.redaction import HIDDEN, without_secrets
 
 SETTLED = ("model.build", "model.gguf", "data.task", "warmup")
 """Keys of which a run's folder has what they made: its model, its data, its warmed-up weights."""
@@ -69,7 +78,6 @@ def train(config: RunConfig) -> None:
     raise_all([*local_problems(config), *missing_trackers(config.run.trackers)])
     step_of = load_step(config.algorithm)
     runs_are_new = not Path(config.run.folder).exists()
-    asked_for = config.run.name
     config, is_made_here = claim_run(config)
     say(f"run {_shown(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
     stop = StopRequest(saves=bool(config.checkpoint.every))
@@ -80,10 +88,8 @@ def train(config: RunConfig) -> None:
             kept = _kept_config(config)
             _check_settled(config, kept)
             config, checkpoint = _checkpoint_of(config, kept.get("resume"), say)
-            if checkpoint is not None and checkpoint.step >= config.run.steps and _has_ended(config):
-                say(
-                    f"all {checkpoint.step} steps are done, and nothing is left to do; raise run.steps for more"
-                )
+            if (done := _steps_done(config, checkpoint, say)) >= config.run.steps:
+                say(f"all {done} steps are done, and nothing is left to do; raise run.steps for more")
                 return
             files = prepare_files(config)
             for line in layout_lines(config, cost_of(config)):
@@ -91,17 +97,23 @@ def train(config: RunConfig) -> None:
             trackers = begun.enter_context(run_trackers(config))
             pools = RunPools(config)
             ends.push(begun.pop_all())
-        name = f"run.name={config.run.name} " if config.run.name != asked_for else ""
-        goes_on = f"hybridengine train CONFIG {name}resume=auto goes on"
+        goes_on = f"hybridengine train {_config_to_name(config)} resume=auto goes on"
         run = _Run(config, step_of, files, trackers, console, say, stop, goes_on)
         run.carry_out(pools, checkpoint)
     if stop.asked:
         remedy = goes_on if config.checkpoint.every else "nothing is saved, because checkpoint.every=0"
-        say(f"stopped; {remedy} ({_shown(config.run_folder)})")
+        say(f"stopped; {remedy}")
         return
     rows = read_rows(config.run_folder)
     RunConsole(config.run.steps, console).print_summary(latest_rows(rows))
     say(where_to_look(_shown(config.run_folder)))
+
+
+def _config_to_name(config: RunConfig) -> str:
+    """What to type so that the run goes on as it is: the file in its folder has every override, but no secrets."""
+    if HIDDEN in yaml.safe_dump(config.described()):
+        return f"CONFIG run.name={config.run.name}"
+    return str(_shown(config.run_folder / CONFIG_FILE))
 
 
 def _kept_config(config: RunConfig) -> dict[str, Any]:
@@ -111,11 +123,11 @@ def _kept_config(config: RunConfig) -> dict[str, Any]:
         ConfigError: it cannot be read.
     """
     file = config.run_folder / CONFIG_FILE
-    if config.resume != "auto" or not file.is_file():
+    if config.resume != "auto" or not os.path.lexists(file):
         return {}
     try:
         kept = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         kept = error
     if not isinstance(kept, dict):
         raise ConfigError(
@@ -166,12 +178,21 @@ def _checkpoint_of(
                 f"resume={config.resume} cannot be used: {error}; name another one"
             ) from None
     if found is None:
-        if (config.run_folder / CHECKPOINTS_FOLDER).is_dir():
-            say("no checkpoint to go on from: the run begins anew")
         return config, None
+    left_out = roles_left_out(found, config)
+    roles_to_load(found, config)
     say(f"going on after step {found.step}: {_shown(found.folder)}, all digests right")
     for change in differences(config, found):
         say(f"  the configuration has changed: {change}")
+    if left_out:
+        say(
+            f"  {' and '.join(left_out)} will not be in later checkpoints: algorithm.name={config.algorithm.name}"
+            " trains none"
+        )
+    if found.step > config.run.steps:
+        say(
+            f"  run.steps={config.run.steps} is less than the {found.step} that are done: nothing more is trained"
+        )
     return config, found
 
 
@@ -180,9 +201,30 @@ def _final_folder(config: RunConfig) -> Path:
     return config.run_folder / "final"
 
 
-def _has_ended(config: RunConfig) -> bool:
-    """Whether the trained model is there."""
-    return _final_folder(config).is_dir()
+def _steps_done(config: RunConfig, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> int:
+    """Steps of a run whose trained model is there, whole; 0 of one that goes on or begins.
+
+    Raises:
+        ConfigError: the run would begin anew where a trained model is.
+    """
+    final, rows = _final_folder(config), latest_rows(read_rows(config.run_folder))
+    recorded = int(rows[-1][STEP] or 0) if rows else 0
+    if not os.path.lexists(final):
+        if checkpoint is None and recorded:
+            say("no checkpoint to go on from: the run begins anew")
+        return 0
+    done = checkpoint.step if checkpoint is not None else recorded
+    problems = checkpoint_problems(final)
+    if done >= config.run.steps and not problems:
+        return done
+    if checkpoint is None:
+        raise ConfigError(
+            f"resume=auto: {_shown(config.run_folder)} has a trained model and no whole checkpoint to go on from; choose"
+            f" another run.name, or remove {_shown(final)} so that the run begins anew"
+        )
+    if problems:
+        say(f"warning: {_shown(final)} is damaged, and will be written again: {problems[0]}")
+    return 0
 
 
 @dataclass
@@ -293,14 +335,17 @@ class _Run:
         with RunOutput(config, pools.nodes, self.files.tokenizer, self.console, self.trackers) as output:
             saver = RunSaver(config, roles, progress, say)
             keep_config(config)
-            # A model that is there is of fewer steps: it would say that all are done.
-            if progress.step < config.run.steps:
-                shutil.rmtree(_final_folder(config), ignore_errors=True)
+            final = _final_folder(config)
+            if progress.step < config.run.steps and final.exists():
+                # It would say that all steps are done.
+                say(f"{_shown(final)} is of fewer steps: removed, as the run goes on to {config.run.steps}")
+                shutil.rmtree(final, ignore_errors=True)
             with self.stop.listening():
                 iterate(config, self.step_of, pools, roles, self.files, output, progress, saver, self.stop)
-        if not self.stop.asked:
-            actor.export_model(str(_final_folder(config)), str(config.model_folder)).wait()
-            say(f"trained model saved: {_shown(_final_folder(config))}")
+                if not self.stop.asked:
+                    with self.stop.too_late():
+                        actor.export_model(str(final), str(config.model_folder)).wait()
+                    say(f"trained model saved: {_shown(final)}")
 
 
 def local_problems(config: RunConfig) -> list[str]:

@@ -66,11 +66,13 @@ class Progress:
     state: State
     """Numbers that the dataflow keeps."""
     best: Best
+    prompts_drawn: int
+    """By all iterations; not their number times the batch size, where a run has gone on with another one."""
 
     @classmethod
     def start(cls) -> Progress:
         """Of a run that has not begun."""
-        return cls(0, {}, Best())
+        return cls(0, {}, Best(), 0)
 
     @classmethod
     def at(cls, checkpoint: Checkpoint) -> Progress:
@@ -84,7 +86,8 @@ class Progress:
             state = {str(name): float(value) for name, value in found["state"].items()}
             step, value = found["best"]["step"], found["best"]["value"]
             best = Best() if step is None else Best(int(step), float(value))
-            return cls(int(found["step"]), state, best)
+            drawn = found["data"]["prompts_drawn"]
+            return cls(int(found["step"]), state, best, max(0, int(drawn)))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{checkpoint.folder} does not say where its run was ({error!r})") from None
 
@@ -226,37 +229,60 @@ def _trained_groups(config: RunConfig, roles: Roles) -> dict[str, WorkerGroup]:
 
 
 def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:
-    """Have every trained role go on from a checkpoint; of one that was converted, those that it has.
+    """Have every trained role go on from a checkpoint, and the prompts; of one that was converted, roles that it has.
 
     Raises:
         RankFailedError: it is another model's, or cannot be read.
         CheckpointError: it lacks a role.
     """
-    groups = _trained_groups(config, roles)
-    if checkpoint.step == 0:
-        groups = {
-            role: group for role, group in groups.items() if (checkpoint.folder / role).is_dir()
-        } or groups
-    for role in groups:
-        if not (checkpoint.folder / role).is_dir():
-            raise CheckpointError(
-                f"{checkpoint.folder} has no {role}, which algorithm.name={config.algorithm.name} trains; resume with the"
-                " algorithm that it was written by"
-            )
-    for loaded in [group.load_checkpoint(str(checkpoint.folder / role)) for role, group in groups.items()]:
+    groups = {role: getattr(roles, role) for role in roles_to_load(checkpoint, config)}
+    progress = Progress.at(checkpoint)
+    for loaded in [
+        *(group.load_checkpoint(str(checkpoint.folder / role)) for role, group in groups.items()),
+        roles.prompts.go_on_after(progress.step, progress.prompts_drawn),
+    ]:
         loaded.wait()
+
+
+def roles_to_load(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
+    """Roles that a run trains and a checkpoint has: all, or of one that was converted some.
+
+    Raises:
+        CheckpointError: it lacks one.
+    """
+    trained = [role for role in TRAINED if role in config.algorithm.used_roles]
+    there = [role for role in trained if (checkpoint.folder / role).is_dir()]
+    missing = [role for role in trained if role not in there]
+    if missing and not (there and checkpoint.step == 0):
+        raise CheckpointError(
+            f"{checkpoint.folder} has no {missing[0]}, which algorithm.name={config.algorithm.name} trains; resume with"
+            " the algorithm that it was written by, or from a checkpoint before the change, into another run.name"
+        )
+    return there
+
+
+def roles_left_out(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
+    """Roles of a checkpoint that a run does not train: it will save none of them."""
+    return [
+        role
+        for role in TRAINED
+        if role not in config.algorithm.used_roles and (checkpoint.folder / role).is_dir()
+    ]
 
 
 def run_state(config: RunConfig, progress: Progress) -> dict[str, Any]:
     """What run.json says."""
-    rows = progress.step * config.data.batch_size
     return {
         "state": dict(progress.state),
         "best": {
             "step": progress.best.step,
             "value": None if progress.best.step is None else progress.best.value,
         },
-        "data": {"prompts_drawn": rows, "batch_size": config.data.batch_size, "seed": config.run.seed},
+        "data": {
+            "prompts_drawn": progress.prompts_drawn,
+            "batch_size": config.data.batch_size,
+            "seed": config.run.seed,
+        },
         "config": config.described(),
         "versions": dict(package_versions()),
     }

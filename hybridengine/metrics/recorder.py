@@ -33,7 +33,8 @@ class MetricsRecorder:
     Guarantees:
         Every row is handed to the operating system before `record` returns: a killed process loses none.
         Opening a folder that has rows appends to them. A step that is recorded again (a run resumed from an
-        older checkpoint) gets a second row; `latest_rows` takes the later one.
+        older checkpoint) gets a second row; `latest_rows` takes the later one, and leaves out what came after the
+        first.
         A value that is not finite is written as null, because JSON has no NaN, left out of TensorBoard, and
         logged as a warning: a bad diagnostic must not end a run, and must not go unseen.
     """

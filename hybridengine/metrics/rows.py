@@ -40,9 +40,13 @@ def read_rows(folder: str | Path) -> list[Row]:
 
 
 def latest_rows(rows: list[Row]) -> list[Row]:
-    """One row per step, the last one written, in order of steps."""
-    by_step = {row[STEP]: row for row in rows}
-    return [by_step[step] for step in sorted(by_step, key=lambda step: step or 0)]
+    """One row per step, in order of steps: a row of an earlier step means that the run went back to there."""
+    latest: list[Row] = []
+    for row in rows:
+        while latest and (latest[-1][STEP] or 0) >= (row[STEP] or 0):
+            latest.pop()
+        latest.append(row)
+    return latest
 
 
 def parse_row(line: bytes) -> Row | None:

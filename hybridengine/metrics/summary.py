@@ -44,7 +44,7 @@ class RunSummary:
 
 
 def summarise(rows: Sequence[Row]) -> RunSummary:
-    """Totals of `rows` (as recorded, in any order of steps; of a repeated step the later row counts)."""
+    """Totals of `rows` (as recorded; see `latest_rows` for steps that come again)."""
     ordered = latest_rows(list(rows))
     evaluations = [found for row in ordered if (found := HeldOutResult.of(row))]
     phases = {}

@@ -27,6 +27,7 @@ from hybridengine.config.algorithm_sections import ALGORITHM_ROLES, CorrectionSe
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.data.epochs import shuffled_rows
 from hybridengine.drivers.dataflow import Step, load_step
 from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.roles import Roles, Sampling, Scorers, State
@@ -191,6 +192,21 @@ def left_by(
         iterate(config, step, started.pools, roles, started.files, output, progress, saver, StopRequest())
     spans = read_timeline(config.run_folder / TIMELINE_FILE).spans
     return read_rows(config.run_folder), {(span.step, span.name) for span in spans}
+
+
+def test_prompts_go_on_after_those_that_were_drawn(started: Started) -> None:
+    """19 of them in 3 steps, by batches of other sizes."""
+    prompts = started.roles.prompts
+    prompts.go_on_after(3, 19).wait()
+    try:
+        found = [
+            prompts.training_prompts(Sampling(step, 8, 1, 0).prompts, step).get("row_ids") for step in (4, 5)
+        ]
+    finally:
+        prompts.go_on_after(0, 0).wait()
+    num_rows, seed = len(started.files.prompts), started.config.run.seed
+    stream = [row for step in range(5) for row in shuffled_rows(num_rows, 8, seed, step)]
+    assert [row for rows in found for row in rows["row_ids"].tolist()] == stream[19 : 19 + 16]
 
 
 @pytest.mark.parametrize("every", [1, 5])

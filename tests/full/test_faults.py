@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from hybridengine.checkpoints.folders import checkpoints_in
 from hybridengine.cli.main import main
+from hybridengine.cli.stopping import StopRequest
 from hybridengine.controller import cluster
 from hybridengine.metrics import keys
 from hybridengine.metrics.rows import Row, latest_rows, read_rows
@@ -193,7 +194,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_0(stopped: Outcome) -> N
     assert [row[keys.STEP] for row in stopped.rows] == [0, 1, 2, 3]
     assert [one.step for one in checkpoints_in(stopped.folder)] == [3, 2]
     assert "SIGTERM: the run ends after this step, and is saved" in stopped.errors
-    assert "resume=auto goes on" in stopped.console
+    assert "runs/stopped/config.yaml resume=auto goes on" in stopped.console
     assert not (stopped.folder / "final").exists()
 
 
@@ -280,6 +281,33 @@ def descendants(pid: int) -> list[int]:
         for child in file.read_text().split()
     ]
     return [*found, *(one for child in found for one in descendants(child))]
+
+
+def test_who_asks_to_stop_while_the_model_is_saved_has_it_and_may_go_on_with_other_batches(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer, with smaller batches: the prompts are those that come after the ones that were drawn."""
+    too_late = StopRequest.too_late
+
+    @contextlib.contextmanager
+    def signalled(stop: StopRequest) -> Iterator[None]:
+        with too_late(stop):
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StopRequest, "too_late", signalled)
+        outcome = runs("late", (), *ONE_RANK, "run.steps=2")
+    assert outcome.status == 0
+    assert "SIGTERM: the run ends once its trained model is saved; a second" in outcome.errors
+    assert "trained model saved" in outcome.console and "goes on" not in outcome.console
+    before = outcome.weights
+    again = runs("late", (), *ONE_RANK, "run.steps=4", "data.batch_size=4", "resume=auto")
+    assert again.status == 0, again.errors
+    assert "final is of fewer steps: removed, as the run goes on to 4" in again.console
+    assert again.weights != before
+    newest, older = checkpoints_in(again.folder)
+    assert [one.run_state()["data"]["prompts_drawn"] for one in (older, newest)] == [2 * 8, 2 * 8 + 2 * 4]
 
 
 def test_ctrl_c_twice_ends_at_once(runs: Runs) -> None:

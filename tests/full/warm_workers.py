@@ -83,7 +83,8 @@ def serve(address: str) -> None:
                 request, files, _, _ = socket.recv_fds(asking, LARGEST_REQUEST, len(STANDARD_FILES))
                 if os.fork() == 0:
                     listener.close()
-                    become_worker(*json.loads(request), files)
+                    arguments, environment, folder = json.loads(request)
+                    become_worker(arguments, environment, folder, files)
                 for file in files:
                     os.close(file)
                 asking.send(b"1")

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from hybridengine.data.demonstrations import DemonstrationDataset
-from hybridengine.data.epochs import shuffled_rows
+from hybridengine.data.epochs import rows_after, shuffled_rows
 from hybridengine.data.prompts import PromptDataset
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import DataError
@@ -72,6 +72,14 @@ def test_every_epoch_holds_each_row_once(num_rows, batch_size):
             stream[:100]
             != [row for step in range(7) for row in shuffled_rows(num_rows, batch_size, 6, step)][:100]
         )
+
+
+@pytest.mark.parametrize("sizes", [[4, 4, 2, 2, 2, 7], [1, 9, 1], [3, 5, 5, 5]])
+def test_batches_of_other_sizes_go_on_where_those_before_have_ended(sizes: list[int]):
+    stream, num_rows = list[int](), 5
+    for size in sizes:
+        stream += rows_after(num_rows, size, 3, len(stream))
+    assert stream == [row for step in range(len(stream)) for row in shuffled_rows(num_rows, 1, 3, step)]
 
 
 def test_a_resume_needs_only_the_step(path, tokenizer):

@@ -92,6 +92,20 @@ def test_the_first_signal_asks_and_the_second_ends(
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_asks_while_the_model_is_saved_is_told_that_the_run_ends_by_itself(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = StopRequest()
+    with stop.listening():
+        with stop.too_late():
+            os.kill(os.getpid(), number)
+            assert f"{number.name}: the run ends once its trained model is saved; " in capsys.readouterr().err
+            with pytest.raises((SystemExit, KeyboardInterrupt)):
+                os.kill(os.getpid(), number)
+        assert not stop.asked
+
+
 def test_an_interrupt_that_python_drops_ends_the_run_once_it_has_begun() -> None:
     """As in a callback around a fork, of which Python only prints the exception."""
     stop, dropped = StopRequest(), False

@@ -103,7 +103,7 @@ def test_summary_numbers() -> None:
 
 
 def test_summary_counts_a_repeated_step_once() -> None:
-    rows = [_row(1, time__generate_s=100.0), _row(2), _row(1, time__generate_s=2.0)]
+    rows = [_row(1, time__generate_s=100.0), _row(1, time__generate_s=2.0), _row(2)]
     summary = summarise(rows)
     assert summary.num_steps == 2
     assert summary.phases["generate"].sum_s == pytest.approx(3.2)

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from hybridengine.errors import DataError
 from hybridengine.metrics.recorder import TENSORBOARD_FOLDER, TORN_FILE, MetricsRecorder
-from hybridengine.metrics.rows import METRICS_FILE, latest_rows, read_rows
+from hybridengine.metrics.rows import METRICS_FILE, Row, latest_rows, read_rows
 
 
 def _tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -129,6 +129,14 @@ def test_opening_again_appends(tmp_path: Path) -> None:
     assert [row["reward/mean"] for row in latest_rows(rows)] == [0.25, 0.625, 0.75]
     scalars = _tensorboard_scalars(tmp_path)["reward/mean"]
     assert {(1, 0.25), (2, 0.625), (3, 0.75)} <= set(scalars)
+
+
+def test_a_run_that_goes_back_leaves_later_rows_behind() -> None:
+    rows: list[Row] = [
+        {"step": step, "reward/mean": number} for number, step in enumerate([0, 1, 2, 3, 1, 2, 2])
+    ]
+    assert [(row["step"], row["reward/mean"]) for row in latest_rows(rows)] == [(0, 0), (1, 4), (2, 6)]
+    assert latest_rows(rows[:5]) == [rows[0], rows[4]]
 
 
 def test_an_unfinished_last_line_is_set_aside(tmp_path: Path) -> None:

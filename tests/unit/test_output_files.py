@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridengine.cli.main import main
 from hybridengine.model_presets import PRESETS
 from tests.unit.plan_runs import GOOD, H100, Plan
 
@@ -19,10 +20,10 @@ COMMAND += ["--model", "llama3-8b", "--cluster", H100]
 
 def test_checking_an_output_file_leaves_it_as_it_was(plan: Plan, tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
-    kept.write_text("old")
+    kept.write_text('["old"]')
     code, _, _ = plan(*GOOD, "--json", str(kept), "--plot", "/nowhere/x.png")
     assert code == 2
-    assert kept.read_text() == "old"
+    assert kept.read_text() == '["old"]'
     plan(*GOOD, "--json", str(tmp_path / "new.json"), "--plot", "/nowhere/x.png")
     assert sorted(tmp_path.iterdir()) == [kept]
 
@@ -64,14 +65,14 @@ def test_a_full_disk_is_one_message_and_the_other_file_is_written(plan: Plan, tm
 
 def test_a_disk_that_fills_up_takes_nothing_away(plan: Plan, tmp_path: Path) -> None:
     file, linked = tmp_path / "x.json", tmp_path / "linked.json"
-    file.write_text("of an earlier run")
+    file.write_text('["of an earlier run"]')
     file.chmod(0o640)
     linked.symlink_to(file)
     limited = ["sh", "-c", 'ulimit -f 1; exec "$0" "$@"', *COMMAND, "--json", str(linked)]  # files of 1 KiB
     done = subprocess.run(limited, capture_output=True, text=True)
     assert done.returncode == 2
     assert f"--json {linked} cannot be written (File too large)" in done.stderr
-    assert file.read_text() == "of an earlier run"
+    assert file.read_text() == '["of an earlier run"]'
     assert sorted(tmp_path.iterdir()) == [linked, file]
     code, _, _ = plan(*GOOD, "--json", str(linked))
     assert code == 0
@@ -79,6 +80,23 @@ def test_a_disk_that_fills_up_takes_nothing_away(plan: Plan, tmp_path: Path) -> 
     assert json.loads(file.read_text())["layout"] == "2-4-2:1-2"
     assert file.stat().st_mode & 0o777 == 0o640
     assert sorted(tmp_path.iterdir()) == [linked, file]
+
+
+def test_json_does_not_take_the_place_of_something_else(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`doctor --json CONFIG` means figures on stdout of a run that shall fit, and reads otherwise."""
+    config = tmp_path / "own.yaml"
+    config.write_text("run: {steps: 4}\n")
+    assert main(["doctor", "--here", "--json", str(config)]) == 2
+    assert f"--json {config} is there, and holds no JSON; name another one" in capsys.readouterr().err
+    assert config.read_text() == "run: {steps: 4}\n"
+    empty, before = tmp_path / "empty", tmp_path / "before.json"
+    empty.touch()
+    before.write_text("[1]")
+    for file in (empty, before):
+        assert plan(*GOOD, "--json", str(file))[0] == 0
+        assert json.loads(file.read_text())["layout"] == "2-4-2:1-2"
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])

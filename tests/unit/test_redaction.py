@@ -75,6 +75,21 @@ def test_configurations() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["DB_PASS", "JUDGE_PWD", "GITHUB_PAT", "SENTRY_DSN", "OPENAI_KEY"])
+def test_names_that_only_the_environment_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, SECRET)
+    assert without_secrets(f"{name}={SECRET}") == f"{name}=(hidden: {name})"
+    assert not is_secret("first_pass")
+
+
+@pytest.mark.parametrize(
+    "header", ["Authorization: Bearer {}", "{{'authorization': 'Basic {}'}}", "Authorization=token {}"]
+)
+def test_headers_with_credentials(header: str) -> None:
+    assert without_secrets(header.format(SECRET)) == header.format("(hidden)")
+    assert without_secrets("authorization is asked for") == "authorization is asked for"
+
+
 def test_values_of_the_environment_are_hidden_wherever_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", SECRET)
     monkeypatch.setenv("JUDGE_TOKEN", f"{SECRET}-longer")

@@ -10,7 +10,9 @@ import yaml
 
 from hybridengine.checkpoints.folders import begin_checkpoint, checkpoints_in, complete_checkpoint
 from hybridengine.cli.main import main
+from hybridengine.cli.prepare import build_model
 from hybridengine.config import load_config
+from hybridengine.config.run_config import TRAINED
 
 SMALL = {
     "run": {"steps": 4},
@@ -26,6 +28,8 @@ SMALL = {
     "data": {"batch_size": 4, "task": {"train_rows": 16, "eval_rows": 4}},
 }
 
+GRPO = ("algorithm.name=grpo", "rollout.samples_per_prompt=2")
+
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
@@ -38,10 +42,30 @@ def file(tmp_path: Path) -> Path:
 def save(file: Path, step: int, *overrides: str) -> Path:
     """A checkpoint that says how its run was configured; its folder."""
     config = load_config(file, overrides)
-    state = {"state": {}, "best": {"step": None, "value": None}, "config": config.described()}
+    state = {
+        "state": {},
+        "best": {"step": None, "value": None},
+        "data": {"prompts_drawn": 4 * step},
+        "config": config.described(),
+    }
     config.run_folder.mkdir(parents=True, exist_ok=True)
     (config.run_folder / "config.yaml").write_text(yaml.safe_dump(config.described()))
-    return complete_checkpoint(begin_checkpoint(config.run_folder, step), step, state, {}).folder
+    partial = begin_checkpoint(config.run_folder, step)
+    for role in TRAINED:
+        if role in config.algorithm.used_roles:
+            (partial / role).mkdir()
+    return complete_checkpoint(partial, step, state, {}).folder
+
+
+@pytest.fixture
+def trained(file: Path, tmp_path: Path) -> Path:
+    """The model that a run of 4 steps has left, with its rows and no checkpoint."""
+    config = load_config(file)
+    final = config.run_folder / "final"
+    build_model(config)
+    config.model_folder.rename(final)
+    (config.run_folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(5)))
+    return final
 
 
 def test_a_folder_that_was_there_stays(
@@ -99,11 +123,60 @@ def test_a_run_that_began_from_a_checkpoint_and_has_none_of_its_own_yet_begins_t
     assert "step-00000003 is damaged" in told and "going on after step 2: " in told
 
 
-@pytest.mark.parametrize("kept", ["resume: [", "text"])
+@pytest.mark.parametrize("kept", [b"resume: [", b"text", b"\xff\xfe\x80", 5000 * b"[", None])
 def test_a_kept_configuration_that_is_none(
-    kept: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kept: bytes | None, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "runs" / "own").mkdir(parents=True)
-    (tmp_path / "runs" / "own" / "config.yaml").write_text(kept)
+    place = tmp_path / "runs" / "own" / "config.yaml"
+    place.parent.mkdir(parents=True)
+    if kept is None:
+        place.mkdir()
+    else:
+        place.write_bytes(kept)
     assert main(["train", str(file), "resume=auto"]) == 2
     assert "is no configuration" in capsys.readouterr().err
+
+
+def test_a_trained_model_without_checkpoints_is_not_trained_anew(
+    trained: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with checkpoint.every=0, and a command that is always given resume=auto."""
+    before = (trained / "model.safetensors").read_bytes()
+    assert main(["train", str(file), "resume=auto"]) == 0
+    assert "all 4 steps are done, and nothing is left to do" in capsys.readouterr().out
+    assert main(["train", str(file), "resume=auto", "run.steps=6"]) == 2
+    assert "has a trained model and no whole checkpoint to go on from; choose" in capsys.readouterr().err
+    shutil.rmtree(save(file, 4).parent)
+    assert main(["train", str(file), "resume=auto", "run.steps=6"]) == 2
+    assert (trained / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty"])
+def test_a_damaged_trained_model_is_not_taken_for_one(
+    damage: str, trained: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if damage == "empty":
+        shutil.rmtree(trained)
+        trained.mkdir()
+    else:
+        (trained / "model.safetensors").write_bytes(b"")
+    assert main(["train", str(file), "resume=auto"]) == 2
+    assert "no whole checkpoint to go on from" in capsys.readouterr().err
+    save(file, 4)
+    assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
+    assert "is damaged, and will be written again: " in capsys.readouterr().out
+
+
+def test_what_a_checkpoint_lacks_and_what_is_left_behind_is_told_before_anything_starts(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(file, 5)
+    assert main(["train", str(file), "resume=auto", *GRPO, "data.batch_size=17"]) == 2
+    told = capsys.readouterr().out
+    assert "critic will not be in later checkpoints: algorithm.name=grpo trains none" in told
+    assert "run.steps=4 is less than the 5 that are done: nothing more is trained" in told
+    save(file, 6, *GRPO)
+    assert main(["train", str(file), "resume=auto"]) == 2
+    assert (
+        "step-00000006 has no critic, which algorithm.name=ppo trains; resume with" in capsys.readouterr().err
+    )
