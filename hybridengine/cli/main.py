@@ -82,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:
         return _unexpected()
     except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # how Rich says it
+            return 141
         if end.code == 128 + signal.SIGTERM:
             print("hybridengine: SIGTERM; what has been written so far is kept", file=sys.stderr)
         raise

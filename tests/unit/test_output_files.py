@@ -119,6 +119,17 @@ def test_stdout_that_takes_nothing(where: str, arguments: tuple[str, ...]) -> No
         assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_reader_of_tables_that_goes_away() -> None:
+    """Rich, which prints them, would end the program in its own way."""
+    config = Path(__file__).parents[2] / "configs" / "arithmetic.yaml"
+    command = [sys.executable, "-m", "hybridengine.cli.main", "train", str(config), "--dry-run"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_a_closed_stdout_does_not_keep_files_from_being_written(tmp_path: Path) -> None:
     file, picture = tmp_path / "x.json", tmp_path / "x.svg"
     command = [*COMMAND, "--json", str(file), "--plot", str(picture)]
