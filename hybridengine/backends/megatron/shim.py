@@ -11,7 +11,6 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -38,7 +37,7 @@ class _CudaToCpu(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.to:
             args = (args[0], *(_CPU if _names_cuda(argument) else argument for argument in args[1:]))
-        if _names_cuda(kwargs.get("device")):
+        if kwargs and _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         return func(*args, **kwargs)
 
@@ -86,6 +85,16 @@ _ANSWERS: dict[str, Any] = {
 _depth = 0
 
 
+@functools.cache
+def _places() -> list[tuple[Any, str, Any]]:
+    """(module, name in it, what stands there while the shim is active)."""
+    found = []
+    for path, answer in _ANSWERS.items():
+        owner, _, name = path.rpartition(".")
+        found.append((getattr(torch.cuda, owner) if owner else torch.cuda, name, answer))
+    return found
+
+
 @contextlib.contextmanager
 def device_shim() -> Iterator[None]:
     """Maps Megatron's CUDA calls to the CPU while the context is open; does nothing where there is a GPU."""
@@ -93,15 +102,18 @@ def device_shim() -> Iterator[None]:
     if not is_needed() or _depth:
         yield
         return
-    with contextlib.ExitStack() as stack:
-        for name, answer in _ANSWERS.items():
-            stack.enter_context(mock.patch(f"torch.cuda.{name}", answer))
-        stack.enter_context(_CudaToCpu())
-        _depth += 1
-        try:
+    places = _places()
+    before = [getattr(owner, name) for owner, name, _ in places]
+    _depth += 1
+    try:
+        for owner, name, answer in places:
+            setattr(owner, name, answer)
+        with _CudaToCpu():
             yield
-        finally:
-            _depth -= 1
+    finally:
+        _depth -= 1
+        for (owner, name, _), kept in zip(places, before, strict=True):
+            setattr(owner, name, kept)
 
 
 def device() -> torch.device:
