@@ -18,7 +18,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares, nnls
 
 from hybridengine.config import RunConfig
 from hybridengine.errors import ConfigError
@@ -143,6 +142,8 @@ def fit(cluster: Cluster, observations: Sequence[Observation], progress: Callabl
         progress(float(np.sqrt(np.mean(np.square(found)))))
         return np.array([*found, *(PRIOR_WEIGHT * (logs - start))])
 
+    from scipy.optimize import least_squares  # half a second, for those who fit
+
     solved = least_squares(
         residuals,
         start,
@@ -178,6 +179,8 @@ def with_compute(cluster: Cluster, **values: Any) -> Cluster:
 
 def host_calls(observations: Sequence[Observation]) -> HostCalls:
     """Seconds of calls without a model: of each call, and of each row that a rank has."""
+    from scipy.optimize import nnls
+
     points = defaultdict[str, list[tuple[float, float]]](list)
     for one in observations:
         ranks = next(iter(one.config.pools.values())).num_ranks

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 Box = tuple[tuple[int, int], ...]
 
 
+@lru_cache(maxsize=4096)
 def full_box(shape: tuple[int, ...]) -> Box:
     """The box that covers a whole tensor of `shape`."""
-    return tuple((0, size) for size in shape)
+    return tuple([(0, size) for size in shape])
 
 
 def extents(box: Box) -> tuple[int, ...]:
