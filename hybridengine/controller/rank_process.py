@@ -6,11 +6,9 @@ made them, the same on every rank, and in the main thread, which signal handlers
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import os
 import pickle
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ import ray
 from hybridengine.controller.calls import Arguments, Call
 from hybridengine.controller.context import RankContext
 from hybridengine.controller.failures import Outcome, failure_of
-from hybridengine.controller.whereabouts import WORD_SHARE, telling
+from hybridengine.controller.whereabouts import telling
 from hybridengine.errors import WorkerError
 from hybridengine.importing import import_object, nothing_collected
 from hybridengine.runtime.host_memory import held_bytes
@@ -167,13 +165,8 @@ class RankProcess:
                 return None
             return result if call.key is None else self._rows.keep(call, result)
 
-        # Before the controller's own deadline, after which it may end the process.
-        faulthandler.dump_traceback_later(WORD_SHARE * call.timeout_s, file=sys.__stderr__ or sys.stderr)
-        try:
-            with telling(call.timeout_s):
-                outcome, result = self._run(self._taken().rank, run)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        with telling(call.timeout_s):
+            outcome, result = self._run(self._taken().rank, run)
         if fetched:
             outcome = replace(outcome, fetch_seconds=fetched[0].seconds, transferred=fetched[0].transferred)
         return outcome, result

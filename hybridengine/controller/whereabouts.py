@@ -7,6 +7,7 @@ one; that one is elsewhere, or says nothing at all.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import sys
 import threading
 import traceback
@@ -30,7 +31,10 @@ _PATH_PARTS = 3
 
 @contextlib.contextmanager
 def telling(timeout_s: float) -> Iterator[None]:
-    """On a rank, in the thread of its calls: say where it is if the block takes almost as long as `timeout_s`."""
+    """On a rank, in the thread of its calls: say where it is if the block takes almost as long as `timeout_s`.
+
+    The stack of every thread goes to the process's log as well.
+    """
     key, thread = _key(ray.get_runtime_context().get_actor_id() or ""), threading.get_ident()
     said = False
 
@@ -41,6 +45,8 @@ def telling(timeout_s: float) -> Iterator[None]:
             said = True
             with contextlib.suppress(RayError, RuntimeError):  # the cluster is gone
                 internal_kv._internal_kv_put(key, _place(traceback.extract_stack(frame)[-1]).encode())
+        # Not by faulthandler's own timer, which reads the frames of threads that run meanwhile: ranks have died of it.
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
 
     timer = threading.Timer(WORD_SHARE * timeout_s, say)
     timer.daemon = True
