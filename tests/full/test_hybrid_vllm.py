@@ -143,7 +143,7 @@ def test_log_probs_of_both_backends_are_those_of_transformers(lived: Lived, numb
     assert compared == 4 // stages * len(by_replica) * len(prompts_of(0))
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 1])
 def test_samples_follow_their_seeds_on_all_ranks_of_an_engine(lived: Lived, number: int):
     first_of: dict[int, Round] = {}
     for replica, seen in lived.rounds(number):

@@ -67,7 +67,7 @@ def test_splitting_is_best_on_many(model: str, num_devices: int) -> None:
 def test_a_larger_critic_colocates_far_ahead_on_few_devices() -> None:
     """A 13B actor and reference with a 70B critic and reward model: the more devices, the less it is ahead."""
     leads = []
-    for num_devices in (32, 64, 96):
+    for num_devices in (32, 64):
         together, apart = colocated_and_split(num_devices, B13, *CRITIC_70B)
         leads.append(apart.step_s / together.step_s)
     assert leads[0] > 1.25 and leads[1] > 1.1
