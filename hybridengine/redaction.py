@@ -1,6 +1,6 @@
 """Keeps secrets out of what a run prints, writes and sends: configurations, errors, reports.
 
-A secret is the value of a name that says so (api_key, HF_TOKEN, DB_PASS, ...), in a configuration or in the environment,
+A secret is the value of a name that says so (api_key, HF_TOKEN, password, ...), in a configuration or in the environment,
 what stands before the @ of an address, and the credentials of an Authorization header.
 """
 
@@ -25,8 +25,9 @@ _NAME = re.compile(
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _IN_ADDRESS = re.compile(r"(?<=://)([^/\s:@]+:\S+|[^/\s@]+)@")
 _IN_HEADER = re.compile(
-    r"(authorization[\"']?\s*[:=]\s*[\"']?(?:basic|bearer|token|digest)\s+)[^\s\"',]+", re.IGNORECASE
+    r"""(authorization(?:[\\"']*\s*[:=]\s*|["']\s*,\s*)b?[\\"']*)[^\\"'\n]+""", re.IGNORECASE
 )
+"""As it is sent, in JSON, in JSON within JSON, and as a pair of byte strings; all up to the quote or the line's end."""
 _MARKER = re.compile(r"(^|_)(eos|bos|pad|stop|unk|sep|mask|end|start)_tokens?$", re.IGNORECASE)
 """Names of tokens of a text."""
 
@@ -84,7 +85,7 @@ def without_secrets(text: str) -> str:
     shown = {value: f"(hidden: {name})" for name, value in secrets.items()}
     for value in sorted({*shown, *_known}, key=len, reverse=True):
         text = text.replace(value, shown.get(value, HIDDEN))
-    return _IN_HEADER.sub(rf"\1{HIDDEN}", _IN_ADDRESS.sub(f"{HIDDEN}@", text))
+    return _IN_HEADER.sub(rf"\g<1>{HIDDEN}", _IN_ADDRESS.sub(f"{HIDDEN}@", text))
 
 
 def redacted(value: Any, name: str = "") -> Any:

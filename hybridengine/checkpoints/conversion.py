@@ -159,13 +159,7 @@ def import_model(
         (folder / "metadata.json").write_text(json.dumps(MEGATRON_FORMAT))
         torch.save({}, folder / "common.pt")
         (folder / ROLE_FILE).write_text(json.dumps({"shape": asdict(shape), "dtype": dtype}, indent=1) + "\n")
-        state = {
-            "state": {},
-            "best": {"step": None, "value": None},
-            "data": {"prompts_drawn": 0},
-            "config": {},
-            "source": str(source),
-        }
+        state = {"state": {}, "best": {"step": None, "value": None}, "config": {}, "source": str(source)}
         return complete_checkpoint(partial, 0, state, {}, out)
 
 

@@ -147,8 +147,13 @@ def prepare_files(config: RunConfig) -> RunFiles:
 def keep_config(config: RunConfig) -> None:
     """Write the configuration into the run's folder, whole or not at all: a run that goes on reads it."""
     new = config.run_folder / f".{CONFIG_FILE}"
-    new.write_text(yaml.safe_dump(config.described(), sort_keys=False))
+    new.write_text(config_text(config))
     new.replace(config.run_folder / CONFIG_FILE)
+
+
+def config_text(config: RunConfig) -> str:
+    """The configuration as it is kept: without secrets."""
+    return yaml.safe_dump(config.described(), sort_keys=False)
 
 
 class _Problems:

@@ -35,7 +35,9 @@ class StopRequest:
     def __init__(self, saves: bool = True) -> None:
         """`saves`: what is done is saved then."""
         self.asked = False
-        self._heard = self._interrupted = self._is_late = False
+        self.heard = False
+        """Also when it was too late to end anything."""
+        self._interrupted = self._is_late = False
         self._saves = saves
 
     @contextlib.contextmanager
@@ -67,11 +69,11 @@ class StopRequest:
             self._is_late = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self._heard:
+        if self.heard:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             raise SystemExit(128 + number)
-        self._heard, self.asked = True, not self._is_late
+        self.heard, self.asked = True, not self._is_late
         again = "Ctrl-C again" if number == signal.SIGINT else "a second SIGTERM"
         saved = ", and is saved" if self._saves else ""
         ends = "once its trained model is saved" if self._is_late else f"after this step{saved}"

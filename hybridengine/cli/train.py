@@ -26,7 +26,7 @@ from hybridengine.checkpoints.folders import (
 )
 from hybridengine.cli.dry_run import RANK_BYTES, cost_of, layout_lines
 from hybridengine.cli.iterations import iterate
-from hybridengine.cli.prepare import RunFiles, claim_run, keep_config, prepare_files
+from hybridengine.cli.prepare import RunFiles, claim_run, config_text, keep_config, prepare_files
 from hybridengine.cli.run_output import RunOutput, run_trackers, where_to_look
 from hybridengine.cli.stopping import StopRequest
 from hybridengine.config import RunConfig
@@ -60,7 +60,7 @@ from hybridengine.metrics.keys import STEP
 from hybridengine.metrics.report.run_record import CONFIG_FILE
 from hybridengine.metrics.rows import latest_rows, read_rows
 from hybridengine.metrics.trackers import Trackers, missing_trackers
-from hybridengine.redaction import HIDDEN, without_secrets
+from hybridengine.redaction import without_secrets
 
 SETTLED = ("model.build", "model.gguf", "data.task", "warmup")
 """Keys of which a run's folder has what they made: its model, its data, its warmed-up weights."""
@@ -87,21 +87,23 @@ def train(config: RunConfig) -> None:
             begun.enter_context(run_lock(config.run_folder))
             kept = _kept_config(config)
             _check_settled(config, kept)
-            config, checkpoint = _checkpoint_of(config, kept.get("resume"), say)
-            if (done := _steps_done(config, checkpoint, say)) >= config.run.steps:
+            if (done := _steps_done(config)) >= config.run.steps:
                 say(f"all {done} steps are done, and nothing is left to do; raise run.steps for more")
                 return
+            config, checkpoint = _checkpoint_of(config, kept.get("resume"), say)
+            _check_final(config, checkpoint, say)
             files = prepare_files(config)
             for line in layout_lines(config, cost_of(config)):
                 say(line)
             trackers = begun.enter_context(run_trackers(config))
             pools = RunPools(config)
             ends.push(begun.pop_all())
-        goes_on = f"hybridengine train {_config_to_name(config)} resume=auto goes on"
-        run = _Run(config, step_of, files, trackers, console, say, stop, goes_on)
+        run = _Run(config, step_of, files, trackers, console, say, stop)
         run.carry_out(pools, checkpoint)
     if stop.asked:
-        remedy = goes_on if config.checkpoint.every else "nothing is saved, because checkpoint.every=0"
+        remedy = (
+            _goes_on(config) if config.checkpoint.every else "nothing is saved, because checkpoint.every=0"
+        )
         say(f"stopped; {remedy}")
         return
     rows = read_rows(config.run_folder)
@@ -109,11 +111,15 @@ def train(config: RunConfig) -> None:
     say(where_to_look(_shown(config.run_folder)))
 
 
-def _config_to_name(config: RunConfig) -> str:
-    """What to type so that the run goes on as it is: the file in its folder has every override, but no secrets."""
-    if HIDDEN in yaml.safe_dump(config.described()):
-        return f"CONFIG run.name={config.run.name}"
-    return str(_shown(config.run_folder / CONFIG_FILE))
+def _goes_on(config: RunConfig) -> str:
+    """With which command the run goes on as it is: the file in its folder has every override, but no secrets.
+
+    Where ranks have never come to train with this configuration, the file is that of an earlier command, or of none.
+    """
+    file, described = config.run_folder / CONFIG_FILE, config_text(config)
+    if "(hidden" in described or not file.is_file() or file.read_text() != described:
+        return f"the same command with run.name={config.run.name} resume=auto goes on"
+    return f"hybridengine train {_shown(file)} resume=auto goes on"
 
 
 def _kept_config(config: RunConfig) -> dict[str, Any]:
@@ -201,30 +207,33 @@ def _final_folder(config: RunConfig) -> Path:
     return config.run_folder / "final"
 
 
-def _steps_done(config: RunConfig, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> int:
-    """Steps of a run whose trained model is there, whole; 0 of one that goes on or begins.
+def _steps_done(config: RunConfig) -> int:
+    """Steps of a run whose trained model is there, whole; 0 of any other. That of fewer steps goes before the next."""
+    if checkpoint_problems(_final_folder(config)):
+        return 0
+    rows = [int(row[STEP] or 0) for row in latest_rows(read_rows(config.run_folder))]
+    saved = [one.step for one in checkpoints_in(config.run_folder)]
+    return max([0, *rows, *saved])
+
+
+def _check_final(config: RunConfig, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
+    """Refuse to lose a trained model that the run's own checkpoints cannot bring back.
 
     Raises:
-        ConfigError: the run would begin anew where a trained model is.
+        ConfigError: there is one, and the run would begin anew.
     """
-    final, rows = _final_folder(config), latest_rows(read_rows(config.run_folder))
-    recorded = int(rows[-1][STEP] or 0) if rows else 0
+    final = _final_folder(config)
+    has_own = checkpoint is not None and checkpoint.folder.is_relative_to(config.run_folder)
     if not os.path.lexists(final):
-        if checkpoint is None and recorded:
+        if checkpoint is None and read_rows(config.run_folder):
             say("no checkpoint to go on from: the run begins anew")
-        return 0
-    done = checkpoint.step if checkpoint is not None else recorded
-    problems = checkpoint_problems(final)
-    if done >= config.run.steps and not problems:
-        return done
-    if checkpoint is None:
+    elif not has_own:
         raise ConfigError(
             f"resume=auto: {_shown(config.run_folder)} has a trained model and no whole checkpoint to go on from; choose"
             f" another run.name, or remove {_shown(final)} so that the run begins anew"
         )
-    if problems:
+    elif problems := checkpoint_problems(final):
         say(f"warning: {_shown(final)} is damaged, and will be written again: {problems[0]}")
-    return 0
 
 
 @dataclass
@@ -238,8 +247,6 @@ class _Run:
     console: Console
     say: Callable[[str], None]
     stop: StopRequest
-    goes_on: str
-    """With which command the run does so from what is saved."""
 
     def carry_out(self, pools: RunPools, checkpoint: Checkpoint | None) -> None:
         """All iterations. Where ranks fail, they are started again, and the run goes on from its newest checkpoint.
@@ -260,7 +267,7 @@ class _Run:
             except (WorkerError, RayError) as error:
                 seen = f"{progress.step} {failure_signature(error)}"
                 most = self.config.faults.max_restarts
-                if self.stop.asked or not is_passing(error) or restarts >= most or seen == last:
+                if self.stop.heard or not is_passing(error) or restarts >= most or seen == last:
                     self._say_what_is_left(progress)
                     raise
                 restarts, last = restarts + 1, seen
@@ -276,7 +283,7 @@ class _Run:
     def _say_what_is_left(self, progress: Progress) -> None:
         """After a failure that ends the run."""
         found = checkpoints_in(self.config.run_folder)
-        left = f"{self.goes_on} after step {found[0].step}" if found else "nothing has been saved"
+        left = f"{_goes_on(self.config)} after step {found[0].step}" if found else "nothing has been saved"
         self.say(f"failed {self._place(progress)}; {left}")
 
     def _place(self, progress: Progress) -> str:

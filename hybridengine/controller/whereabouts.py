@@ -33,20 +33,21 @@ _PATH_PARTS = 3
 def telling(timeout_s: float) -> Iterator[None]:
     """On a rank, in the thread of its calls: say where it is if the block takes almost as long as `timeout_s`.
 
-    The stack of every thread goes to the process's log as well.
+    The stack of every thread goes to the process's log as well. Native code that lets no other thread run keeps both from
+    happening.
     """
     key, thread = _key(ray.get_runtime_context().get_actor_id() or ""), threading.get_ident()
     said = False
 
     def say() -> None:
         nonlocal said
+        # Not by faulthandler's own timer, which reads the frames of threads that run meanwhile: ranks have died of it.
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
         frame = sys._current_frames().get(thread)
         if frame is not None:
             said = True
             with contextlib.suppress(RayError, RuntimeError):  # the cluster is gone
                 internal_kv._internal_kv_put(key, _place(traceback.extract_stack(frame)[-1]).encode())
-        # Not by faulthandler's own timer, which reads the frames of threads that run meanwhile: ranks have died of it.
-        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
 
     timer = threading.Timer(WORD_SHARE * timeout_s, say)
     timer.daemon = True

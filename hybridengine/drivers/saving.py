@@ -86,7 +86,8 @@ class Progress:
             state = {str(name): float(value) for name, value in found["state"].items()}
             step, value = found["best"]["step"], found["best"]["value"]
             best = Best() if step is None else Best(int(step), float(value))
-            drawn = found["data"]["prompts_drawn"]
+            # One that was converted has trained nothing.
+            drawn = found["data"]["prompts_drawn"] if found["step"] else 0
             return cls(int(found["step"]), state, best, max(0, int(drawn)))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{checkpoint.folder} does not say where its run was ({error!r})") from None

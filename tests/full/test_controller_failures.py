@@ -189,11 +189,12 @@ def test_a_later_wait_sees_what_failed_first_and_each_call_has_its_own_limit(ray
         assert len(group.describe().get()) == 2
         begin = time.monotonic()
         group.fail_before_collective(1)  # rank 0 hangs in it, and does not come to what is called next
-        later = group.describe()
         with pytest.raises(RankFailedError, match=r"probe\.fail_before_collective failed on rank 1"):
-            later.get(timeout_s=30)
+            group.describe().get(
+                timeout_s=30
+            )  # the next call says it, where it is known by then, or its wait
         assert time.monotonic() - begin < 3, "nobody waits for the rank that hangs"
-        pool.close()  # nobody waits for `later`
+        pool.close()  # nobody waits for that call
     with ResourcePool([3], timeout_s=60) as pool:
         group = WorkerGroup(pool, ProbeWorker, parallel="1-3-1", timeout_s=3)
         group.hang()

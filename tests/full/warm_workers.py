@@ -10,6 +10,7 @@ it or reads its log meets the rank.
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-START_LIMIT_S = 120.0
+REQUEST_LIMIT_S = 10.0
 LARGEST_REQUEST = 2**20
 STANDARD_FILES = (0, 1, 2)
 
@@ -79,11 +80,14 @@ def serve(address: str) -> None:
         os.write(sys.stdout.fileno(), b"ready\n")
         while listener in select.select([listener, sys.stdin], [], [])[0]:
             asking, _ = listener.accept()
-            with asking:
+            with asking, contextlib.suppress(OSError):  # who asks may be killed at any point
+                asking.settimeout(REQUEST_LIMIT_S)
                 request, files, _, _ = socket.recv_fds(asking, LARGEST_REQUEST, len(STANDARD_FILES))
+                if len(files) < len(STANDARD_FILES):
+                    continue
+                arguments, environment, folder = json.loads(request)
                 if os.fork() == 0:
                     listener.close()
-                    arguments, environment, folder = json.loads(request)
                     become_worker(arguments, environment, folder, files)
                 for file in files:
                     os.close(file)

@@ -103,7 +103,7 @@ def test_who_asks_while_the_model_is_saved_is_told_that_the_run_ends_by_itself(
             assert f"{number.name}: the run ends once its trained model is saved; " in capsys.readouterr().err
             with pytest.raises((SystemExit, KeyboardInterrupt)):
                 os.kill(os.getpid(), number)
-        assert not stop.asked
+        assert stop.heard and not stop.asked
 
 
 def test_an_interrupt_that_python_drops_ends_the_run_once_it_has_begun() -> None:

@@ -82,12 +82,21 @@ def test_names_that_only_the_environment_has(name: str, monkeypatch: pytest.Monk
     assert not is_secret("first_pass")
 
 
-@pytest.mark.parametrize(
-    "header", ["Authorization: Bearer {}", "{{'authorization': 'Basic {}'}}", "Authorization=token {}"]
-)
-def test_headers_with_credentials(header: str) -> None:
-    assert without_secrets(header.format(SECRET)) == header.format("(hidden)")
-    assert without_secrets("authorization is asked for") == "authorization is asked for"
+HEADERS = [
+    ("Authorization: Bearer {}", "Authorization: "),
+    ("{{'authorization': 'Basic {}'}}", "'authorization': '"),
+    (r"{{\"Authorization\": \"token {}\"}}", "Authorization"),
+    ("(b'Authorization', b'ApiKey {}')", "(b'Authorization', b'"),
+    ("Authorization={}", "Authorization="),
+]
+
+
+@pytest.mark.parametrize(("header", "kept"), HEADERS)
+def test_headers_with_credentials(header: str, kept: str) -> None:
+    found = without_secrets(header.format(SECRET))
+    assert kept in found and "(hidden)" in found and SECRET not in found
+    for text in ("authorization is asked for", "without authorization, nothing is sent"):
+        assert without_secrets(text) == text
 
 
 def test_values_of_the_environment_are_hidden_wherever_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:

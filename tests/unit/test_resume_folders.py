@@ -146,8 +146,16 @@ def test_a_trained_model_without_checkpoints_is_not_trained_anew(
     assert "all 4 steps are done, and nothing is left to do" in capsys.readouterr().out
     assert main(["train", str(file), "resume=auto", "run.steps=6"]) == 2
     assert "has a trained model and no whole checkpoint to go on from; choose" in capsys.readouterr().err
-    shutil.rmtree(save(file, 4).parent)
+    origin = save(file, 2, "run.name=other")
+    kept = trained.parent / "config.yaml"
+    kept.write_text(yaml.safe_dump(load_config(file).described() | {"resume": str(origin)}))
+    assert main(["train", str(file), "resume=auto"]) == 0  # not again from where it began
     assert main(["train", str(file), "resume=auto", "run.steps=6"]) == 2
+    assert "has a trained model and no whole checkpoint" in capsys.readouterr().err
+    shutil.rmtree(origin)
+    assert main(["train", str(file), "resume=auto"]) == 0
+    save(file, 3)  # the last one could not be written
+    assert main(["train", str(file), "resume=auto"]) == 0
     assert (trained / "model.safetensors").read_bytes() == before
 
 
