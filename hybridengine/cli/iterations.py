@@ -94,6 +94,7 @@ def iterate(
             metrics = _checked(
                 step_of(roles, _sampling(config, step), config.algorithm, progress.state), config, step
             )
+            _check_state(progress.state, config, step)
             pools.wait()
         seconds, records = time.time() - begin, exchange.take_records()
         payload_bytes = exchange.payload_bytes - payload_bytes
@@ -140,6 +141,24 @@ def _checked(metrics: object, config: RunConfig, step: int) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError):  # torch raises the last for a tensor of several
             raise ConfigError(f"{who} {name}={shown(value)}; {remedy} numbers") from None
     return metrics
+
+
+def _check_state(state: dict[str, float], config: RunConfig, step: int) -> None:
+    """Make numbers of what a dataflow keeps: a checkpoint has nothing else.
+
+    Raises:
+        ConfigError: there is something else.
+    """
+    for name, value in state.items():
+        try:
+            state[name] = float(value)
+            if not isinstance(name, str):
+                raise TypeError
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigError(
+                f"step {step} of algorithm.name={config.algorithm.name} keeps {shown(name)}={shown(value)} in its state;"
+                " keep names and numbers, so that a checkpoint can have them"
+            ) from None
 
 
 def _sampling(config: RunConfig, step: int) -> Sampling:

@@ -24,6 +24,7 @@ from hybridengine.data.tasks import ArithmeticTask, write_arithmetic_files
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
 from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all
 from hybridengine.metrics.report.run_record import CONFIG_FILE
+from hybridengine.writing import writing
 
 T = TypeVar("T")
 
@@ -147,8 +148,9 @@ def prepare_files(config: RunConfig) -> RunFiles:
 def keep_config(config: RunConfig) -> None:
     """Write the configuration into the run's folder, whole or not at all: a run that goes on reads it."""
     new = config.run_folder / f".{CONFIG_FILE}"
-    new.write_text(config_text(config))
-    new.replace(config.run_folder / CONFIG_FILE)
+    with writing(new):
+        new.write_text(config_text(config))
+        new.replace(config.run_folder / CONFIG_FILE)
 
 
 def config_text(config: RunConfig) -> str:

@@ -83,8 +83,8 @@ def train(config: RunConfig) -> None:
     stop = StopRequest(saves=bool(config.checkpoint.every))
     with contextlib.ExitStack() as ends:
         ends.enter_context(stop.interruptible())
+        ends.enter_context(run_lock(config.run_folder))  # who is refused leaves the other's folder alone
         with _nothing_left_behind(config, is_made_here, runs_are_new), contextlib.ExitStack() as begun:
-            begun.enter_context(run_lock(config.run_folder))
             kept = _kept_config(config)
             _check_settled(config, kept)
             if (done := _steps_done(config)) >= config.run.steps:
@@ -227,10 +227,10 @@ def _check_final(config: RunConfig, checkpoint: Checkpoint | None, say: Callable
     if not os.path.lexists(final):
         if checkpoint is None and read_rows(config.run_folder):
             say("no checkpoint to go on from: the run begins anew")
-    elif not has_own:
+    elif checkpoint is None or not has_own or checkpoint.step < _steps_done(config):
         raise ConfigError(
-            f"resume=auto: {_shown(config.run_folder)} has a trained model and no whole checkpoint to go on from; choose"
-            f" another run.name, or remove {_shown(final)} so that the run begins anew"
+            f"resume=auto: {_shown(config.run_folder)} has a trained model and no whole checkpoint of its step to go on"
+            f" from; choose another run.name, or move {_shown(final)} away"
         )
     elif problems := checkpoint_problems(final):
         say(f"warning: {_shown(final)} is damaged, and will be written again: {problems[0]}")
@@ -349,6 +349,8 @@ class _Run:
                 shutil.rmtree(final, ignore_errors=True)
             with self.stop.listening():
                 iterate(config, self.step_of, pools, roles, self.files, output, progress, saver, self.stop)
+                if self.stop.asked and config.checkpoint.every and saver.saved_step < progress.step:
+                    raise OutputError(f"step {progress.step}, after which the run ends, could not be saved")
                 if not self.stop.asked:
                     with self.stop.too_late():
                         actor.export_model(str(final), str(config.model_folder)).wait()

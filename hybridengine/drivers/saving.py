@@ -10,7 +10,8 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from hybridengine.planning.checkpoint_size import checkpoint_bytes
 
 SPARE_SHARE = 1.05
 """Of what a checkpoint takes: descriptions of tensors, and files that others write meanwhile."""
+POLL_S = 0.05
+"""Between two questions whether ranks have written."""
 FREE_KEYS = (
     "resume",
     "run.folder",
@@ -109,6 +112,8 @@ class RunSaver:
         # A run goes on from the newest whole one: later ones are damaged, until they are written again.
         self._damaged = {one.step for one in checkpoints_in(config.run_folder) if one.step > progress.step}
         self._writing: tuple[Path, int, dict[str, Any]] | None = None
+        self.saved_step = progress.step
+        """Of the newest checkpoint."""
         self._begun: int | None = None
         """Step whose checkpoint was begun last."""
 
@@ -158,20 +163,31 @@ class RunSaver:
             {role: group.begin_save(str(partial / role)) for role, group in self._groups.items()}
         )
         if error is not None:
+            self._wait(list(begun))
             _results({role: self._groups[role].end_save() for role in begun})
             self._give_up(step, error)
 
     def _poll(self) -> None:
-        if self._writing is not None:
-            asked = [group.save_has_ended() for group in self._groups.values()]
-            if all(all(one.get()) for one in asked):
-                self._complete()
+        if self._writing is not None and self._have_written(list(self._groups)):
+            self._complete()
+
+    def _have_written(self, roles: Sequence[str]) -> bool:
+        """Whether every rank has, or has failed to."""
+        asked = [self._groups[role].save_has_ended() for role in roles]
+        return all(all(one.get()) for one in asked)
+
+    def _wait(self, roles: Sequence[str]) -> None:
+        """Until every rank has written, for as long as `timeouts.save_s`: many short calls, each with a call's limit."""
+        deadline = time.monotonic() + self._config.timeouts.save_s
+        while not self._have_written(roles) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
     def _complete(self) -> None:
         """Wait until the checkpoint is written, give it its name, and delete old ones."""
         if self._writing is None:
             return
         partial, step, state = self._writing
+        self._wait(list(self._groups))
         ended, error = _results({role: group.end_save() for role, group in self._groups.items()})
         digests: dict[str, FileDigest] = {
             f"{role}/{name}": digest
@@ -186,7 +202,7 @@ class RunSaver:
         except (OSError, CheckpointError) as reason:
             self._give_up(step, reason)
             return
-        self._writing = None
+        self._writing, self.saved_step = None, step
         self._damaged.discard(step)
         with contextlib.suppress(OSError):  # then they stay a while longer
             prune(

@@ -41,10 +41,11 @@ class MetricsRecorder:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        _end_last_line(self.folder)
-        self._file = (self.folder / METRICS_FILE).open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(self.folder / TENSORBOARD_FOLDER))
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _end_last_line(self.folder)
+            self._file = (self.folder / METRICS_FILE).open("a", encoding="utf-8")
+            self._tensorboard = SummaryWriter(str(self.folder / TENSORBOARD_FOLDER))
 
     def record(self, step: SupportsIndex, metrics: Mapping[str, SupportsFloat]) -> Row:
         """Write the row of `step` and return it as it was written.

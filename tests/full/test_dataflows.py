@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from hybridengine.backends.megatron import compat
 from hybridengine.checkpoints.folders import checkpoints_in
 from hybridengine.cli import iterations as iterations_module
 from hybridengine.cli.iterations import iterate
@@ -237,6 +240,69 @@ def test_who_asks_to_stop_while_a_step_is_being_saved_loses_nothing(
     checkpoint.check()
     assert checkpoint.step == 1
     assert [one.name for one in checkpoint.folder.parent.iterdir()] == ["step-00000001"]
+
+
+@contextlib.contextmanager
+def writers(started: Started, change: str) -> Iterator[None]:
+    """While open, all ranks write checkpoints as this function of this module has it."""
+    rows = started.roles.prompts.training_prompts(Sampling(1, 4, 1, 0).prompts, 1).select("prompt_lengths")
+    started.roles.compute.measure(rows, f"{__name__}.{change}").get()
+    try:
+        yield
+    finally:
+        started.roles.compute.measure(rows, f"{__name__}.write_as_ever").get()
+
+
+WRITE = compat.write_save
+
+
+def write_slowly(rows: object, across: object) -> dict[str, float]:
+    def slowly(request: Any) -> None:
+        time.sleep(4)
+        WRITE(request)
+
+    compat.write_save = slowly
+    return {}
+
+
+def write_as_ever(rows: object, across: object) -> dict[str, float]:
+    compat.write_save = WRITE
+    return {}
+
+
+@pytest.mark.parametrize(("save_s", "saved"), [(60, True), (1, False)])
+def test_a_save_may_take_longer_than_a_call(
+    save_s: int, saved: bool, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call may take 3 s here, and a rank takes 4 to write."""
+    own = started.config.run.model_copy(update={"name": f"slow-{save_s}"})
+    timeouts = started.config.timeouts.model_copy(update={"save_s": save_s})
+    config = started.config.model_copy(update={"run": own, "timeouts": timeouts})
+    config.run_folder.mkdir()
+    monkeypatch.setattr(started.roles.actor, "timeout_s", 3.0)
+    said: list[str] = []
+    progress = Progress.start()
+    saver = RunSaver(config, started.roles, progress, said.append)
+    progress.step = 1
+    with writers(started, "write_slowly"):
+        saver.after_step({}, last=True)
+        if not saved:  # ranks that are late are left to end before others write as ever
+            time.sleep(4)
+    assert (saver.saved_step == 1) is saved
+    (told,) = said
+    if saved:
+        assert told.startswith("checkpoint of step 1 saved: ")
+    else:
+        assert "no checkpoint of step 1: " in told and "has not ended in time; raise timeouts.save_s" in told
+
+
+def test_a_state_that_no_checkpoint_can_have(started: Started) -> None:
+    def keeps_text(roles: object, sampling: object, settings: object, state: State) -> dict[str, float]:
+        state["phase"] = "warm"  # type: ignore[assignment]
+        return {"loss": 1.0}
+
+    match = r"step 1 of .* keeps \"phase\"=\"warm\" in its state; keep names and"
+    left_by(started, started.roles, keeps_text, "kept", ConfigError, match)
 
 
 def does_nothing(*_: object) -> dict[str, float]:

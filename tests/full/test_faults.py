@@ -198,6 +198,16 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_0(stopped: Outcome) -> N
     assert not (stopped.folder / "final").exists()
 
 
+def test_a_step_that_cannot_be_saved_before_the_run_ends_is_no_success(runs: Runs) -> None:
+    outcome = runs("unsaved", ["2-full-disk", "2-terminate"], *ONE_RANK)
+    assert outcome.status == 1
+    assert (
+        "warning: no checkpoint of step 2: " in outcome.console
+        and "nothing has been saved" in outcome.console
+    )
+    assert "OutputError: step 2, after which the run ends, could not be saved" in outcome.errors
+
+
 def test_a_run_goes_on_with_other_sizes(stopped: Outcome, runs: Runs, undisturbed: Outcome) -> None:
     """And twice as many ranks. Metrics equal within float tolerance: sums are in another order."""
     sizes = [

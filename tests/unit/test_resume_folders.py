@@ -145,7 +145,10 @@ def test_a_trained_model_without_checkpoints_is_not_trained_anew(
     assert main(["train", str(file), "resume=auto"]) == 0
     assert "all 4 steps are done, and nothing is left to do" in capsys.readouterr().out
     assert main(["train", str(file), "resume=auto", "run.steps=6"]) == 2
-    assert "has a trained model and no whole checkpoint to go on from; choose" in capsys.readouterr().err
+    assert (
+        "has a trained model and no whole checkpoint of its step to go on from; choose"
+        in capsys.readouterr().err
+    )
     origin = save(file, 2, "run.name=other")
     kept = trained.parent / "config.yaml"
     kept.write_text(yaml.safe_dump(load_config(file).described() | {"resume": str(origin)}))
@@ -156,6 +159,8 @@ def test_a_trained_model_without_checkpoints_is_not_trained_anew(
     assert main(["train", str(file), "resume=auto"]) == 0
     save(file, 3)  # the last one could not be written
     assert main(["train", str(file), "resume=auto"]) == 0
+    assert main(["train", str(file), "resume=auto", "run.steps=6"]) == 2
+    assert "no whole checkpoint of its step to go on from" in capsys.readouterr().err
     assert (trained / "model.safetensors").read_bytes() == before
 
 
@@ -169,7 +174,7 @@ def test_a_damaged_trained_model_is_not_taken_for_one(
     else:
         (trained / "model.safetensors").write_bytes(b"")
     assert main(["train", str(file), "resume=auto"]) == 2
-    assert "no whole checkpoint to go on from" in capsys.readouterr().err
+    assert "no whole checkpoint of its step to go on from" in capsys.readouterr().err
     save(file, 4)
     assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
     assert "is damaged, and will be written again: " in capsys.readouterr().out

@@ -99,7 +99,7 @@ class BackgroundSave:
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._error = TimeoutError(f"it did not end within {timeout_s:g} s")
+            self._error = TimeoutError("it has not ended in time; raise timeouts.save_s")
         what = f"{self._folder} could not be written"
         _agree(self._error, what, self._group)
         with device_shim():
