@@ -24,8 +24,14 @@ _NAME = re.compile(
 )
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _IN_ADDRESS = re.compile(r"(?<=://)([^/\s:@]+:\S+|[^/\s@]+)@")
+_IN_QUERY = re.compile(
+    r"([?&](?:api[_\-]?key|key|(?:access[_\-]?)?token|secret|password|sig(?:nature)?)=)(?!\(hidden)[^&\s\"'#]+",
+    re.IGNORECASE,
+)
+_BEARER = re.compile(r"(\bbearer\s+)(?!\(hidden)[\w.~+/\-]{16,}=*", re.IGNORECASE)
 _IN_HEADER = re.compile(
-    r"""(authorization(?:[\\"']*\s*[:=]\s*|["']\s*,\s*)b?[\\"']*)[^\\"'\n]+""", re.IGNORECASE
+    r"""((?:x-api-key|authorization)(?:[\\"']*\s*[:=]\s*|["']\s*,\s*)b?[\\"']*)(?!\(hidden)[^\\"'\n]+""",
+    re.IGNORECASE,
 )
 """As it is sent, in JSON, in JSON within JSON, and as a pair of byte strings; all up to the quote or the line's end."""
 _MARKER = re.compile(r"(^|_)(eos|bos|pad|stop|unk|sep|mask|end|start)_tokens?$", re.IGNORECASE)
@@ -85,7 +91,10 @@ def without_secrets(text: str) -> str:
     shown = {value: f"(hidden: {name})" for name, value in secrets.items()}
     for value in sorted({*shown, *_known}, key=len, reverse=True):
         text = text.replace(value, shown.get(value, HIDDEN))
-    return _IN_HEADER.sub(rf"\g<1>{HIDDEN}", _IN_ADDRESS.sub(f"{HIDDEN}@", text))
+    text = _IN_ADDRESS.sub(f"{HIDDEN}@", text)
+    for pattern in (_IN_QUERY, _IN_HEADER, _BEARER):
+        text = pattern.sub(rf"\g<1>{HIDDEN}", text)
+    return text
 
 
 def redacted(value: Any, name: str = "") -> Any:

@@ -113,7 +113,8 @@ class TrainedWorker(ModelWorker):
         """
         if self._save is not None:
             raise CheckpointError(f"{self.context.role} is still saving; end that save first")
-        self._save = BackgroundSave(self.trainer, Path(folder), {"updates": self._updates})
+        counters = {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
+        self._save = BackgroundSave(self.trainer, Path(folder), counters)
 
     @register(ONE_TO_ALL)
     def save_has_ended(self) -> bool:
@@ -139,7 +140,9 @@ class TrainedWorker(ModelWorker):
             CheckpointError: it is another model's, or damaged.
         """
         role = load_checkpoint(self.trainer, Path(folder))
-        self._updates = int(role.get("updates", 0))
+        self._updates, self._skipped_in_a_row = (
+            int(role.get(name, 0)) for name in ("updates", "skipped_in_a_row")
+        )
         return load_random(Path(folder), self.context.rank)
 
     def update_rows(

@@ -38,6 +38,7 @@ from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.saving import (
     Progress,
     RunSaver,
+    changed_surroundings,
     changed_values,
     differences,
     load_roles,
@@ -93,6 +94,8 @@ def train(config: RunConfig) -> None:
             config, checkpoint = _checkpoint_of(config, kept.get("resume"), say)
             _check_final(config, checkpoint, say)
             files = prepare_files(config)
+            for change in changed_surroundings(config, checkpoint) if checkpoint is not None else []:
+                say(f"  {change}")
             for line in layout_lines(config, cost_of(config)):
                 say(line)
             trackers = begun.enter_context(run_trackers(config))
@@ -256,7 +259,11 @@ class _Run:
         """
         restarts, last, first = 0, "", checkpoint
         while True:
-            progress = Progress.start() if checkpoint is None else Progress.at(checkpoint)
+            progress = (
+                Progress.start()
+                if checkpoint is None
+                else Progress.at(checkpoint, self.config.checkpoint.best)
+            )
             try:
                 with pools:
                     self._attempt(pools, progress, checkpoint)

@@ -7,12 +7,14 @@ It is completed between two later ones, once all ranks have written. A save that
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,8 @@ class Best:
 
     step: int | None = None
     value: float = -math.inf
+    metric: str | None = None
+    """Which one that was."""
 
 
 @dataclass
@@ -78,8 +82,11 @@ class Progress:
         return cls(0, {}, Best(), 0)
 
     @classmethod
-    def at(cls, checkpoint: Checkpoint) -> Progress:
+    def at(cls, checkpoint: Checkpoint, best_metric: str | None) -> Progress:
         """Of a run that goes on from a checkpoint.
+
+        Args:
+            best_metric: what decides from now on; the best by another one is forgotten.
 
         Raises:
             CheckpointError: it does not say where the run was.
@@ -87,8 +94,8 @@ class Progress:
         found = checkpoint.run_state()
         try:
             state = {str(name): float(value) for name, value in found["state"].items()}
-            step, value = found["best"]["step"], found["best"]["value"]
-            best = Best() if step is None else Best(int(step), float(value))
+            step, value, metric = (found["best"].get(name) for name in ("step", "value", "metric"))
+            best = Best() if step is None or metric != best_metric else Best(int(step), float(value), metric)
             # One that was converted has trained nothing.
             drawn = found["data"]["prompts_drawn"] if found["step"] else 0
             return cls(int(found["step"]), state, best, max(0, int(drawn)))
@@ -140,7 +147,7 @@ class RunSaver:
         value = metrics.get(name, math.nan) if name else math.nan
         self._best_before = best
         if value > best.value:
-            self._progress.best = Best(self._progress.step, value)
+            self._progress.best = Best(self._progress.step, value, name)
 
     def _begin(self) -> None:
         config, step = self._config, self._progress.step
@@ -253,7 +260,7 @@ def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:
         CheckpointError: it lacks a role.
     """
     groups = {role: getattr(roles, role) for role in roles_to_load(checkpoint, config)}
-    progress = Progress.at(checkpoint)
+    progress = Progress.at(checkpoint, config.checkpoint.best)
     for loaded in [
         *(group.load_checkpoint(str(checkpoint.folder / role)) for role, group in groups.items()),
         roles.prompts.go_on_after(progress.step, progress.prompts_drawn),
@@ -294,15 +301,38 @@ def run_state(config: RunConfig, progress: Progress) -> dict[str, Any]:
         "best": {
             "step": progress.best.step,
             "value": None if progress.best.step is None else progress.best.value,
+            "metric": progress.best.metric,
         },
         "data": {
             "prompts_drawn": progress.prompts_drawn,
             "batch_size": config.data.batch_size,
             "seed": config.run.seed,
+            "sha256": sha256_of(config.train_file),
         },
         "config": config.described(),
         "versions": dict(package_versions()),
     }
+
+
+@lru_cache(maxsize=2)
+def sha256_of(file: Path) -> str:
+    """Of its contents when it was first asked for."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def changed_surroundings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
+    """What is no longer as it was when a checkpoint was written, beside the configuration: prompts, packages."""
+    state = checkpoint.run_state()
+    data, versions = (
+        found if isinstance(found := state.get(name), dict) else {} for name in ("data", "versions")
+    )
+    changes = []
+    if data.get("sha256") not in (None, sha256_of(config.train_file)):
+        changes.append(f"{config.train_file} has other contents: prompts may come twice, or not at all")
+    if versions:
+        changes += [f"version of {change}" for change in changed_values(versions, package_versions())]
+    return changes
 
 
 def differences(config: RunConfig, checkpoint: Checkpoint) -> list[str]:

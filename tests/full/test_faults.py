@@ -4,6 +4,7 @@ says so. What counts in the end are the weights: those of the run that nothing h
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import re
@@ -146,7 +147,9 @@ def test_no_prompt_is_skipped_or_repeated(undisturbed: Outcome, disturbed: Outco
     """Lengths and rewards say which prompts a step had; a checkpoint says how many have been drawn."""
     for outcome in (undisturbed, disturbed):
         newest = checkpoints_in(outcome.folder)[0]
-        assert newest.run_state()["data"] == {"prompts_drawn": STEPS * 8, "batch_size": 8, "seed": 7}
+        drawn = hashlib.sha256((outcome.folder / "data" / "train.jsonl").read_bytes()).hexdigest()
+        found = newest.run_state()["data"]
+        assert found == {"prompts_drawn": STEPS * 8, "batch_size": 8, "seed": 7, "sha256": drawn}
 
 
 REPORTS = {

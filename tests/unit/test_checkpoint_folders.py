@@ -212,7 +212,7 @@ def test_a_state_with_odd_numbers_is_refused(state: str, tmp_path: Path) -> None
     resigned(checkpoint.folder, f'{{"step": 5, {state}}}')
     checkpoint.check()
     with pytest.raises(CheckpointError, match="does not say where its run was"):
-        Progress.at(checkpoint)
+        Progress.at(checkpoint, None)
 
 
 @pytest.mark.parametrize("config", ['{"run": "x"}', '{"model": {"path": [1]}, "run": {"folder": 3}}', "{}"])

@@ -88,6 +88,10 @@ HEADERS = [
     (r"{{\"Authorization\": \"token {}\"}}", "Authorization"),
     ("(b'Authorization', b'ApiKey {}')", "(b'Authorization', b'"),
     ("Authorization={}", "Authorization="),
+    ("x-api-key: {}", "x-api-key: "),
+    ("bearer sk-0123456789{}", "bearer "),
+    ("https://judge/v1?model=a&api_key={}&n=1", "https://judge/v1?model=a&api_key=(hidden)&n=1"),
+    ("GET /v1?token={} HTTP/1.1", "GET /v1?token=(hidden) HTTP/1.1"),
 ]
 
 
@@ -95,7 +99,7 @@ HEADERS = [
 def test_headers_with_credentials(header: str, kept: str) -> None:
     found = without_secrets(header.format(SECRET))
     assert kept in found and "(hidden)" in found and SECRET not in found
-    for text in ("authorization is asked for", "without authorization, nothing is sent"):
+    for text in ("authorization is asked for", "without authorization, nothing is sent", "a bearer of news"):
         assert without_secrets(text) == text
 
 

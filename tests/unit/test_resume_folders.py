@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
-from hybridengine.checkpoints.folders import begin_checkpoint, checkpoints_in, complete_checkpoint
+from hybridengine.checkpoints.folders import Checkpoint, begin_checkpoint, checkpoints_in, complete_checkpoint
 from hybridengine.cli.main import main
 from hybridengine.cli.prepare import build_model
 from hybridengine.config import load_config
 from hybridengine.config.run_config import TRAINED
+from hybridengine.drivers.saving import Best, Progress, changed_surroundings
+from hybridengine.package_versions import package_versions
 
 SMALL = {
     "run": {"steps": 4},
@@ -178,6 +181,34 @@ def test_a_damaged_trained_model_is_not_taken_for_one(
     save(file, 4)
     assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
     assert "is damaged, and will be written again: " in capsys.readouterr().out
+
+
+def checkpoint_that_says(file: Path, **state: object) -> Checkpoint:
+    config = load_config(file)
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    every = {"state": {"beta": 1}, "data": {"prompts_drawn": 8}, "best": {"step": None}, "config": {}}
+    return complete_checkpoint(begin_checkpoint(config.run_folder, 2), 2, {**every, **state}, {})
+
+
+def test_other_prompts_and_packages_are_told(file: Path) -> None:
+    config = load_config(file)
+    config.train_file.parent.mkdir(parents=True)
+    config.train_file.write_text("{}")
+    same = {"sha256": hashlib.sha256(b"{}").hexdigest()}
+    versions = dict(package_versions())
+    assert changed_surroundings(config, checkpoint_that_says(file, data=same, versions=versions)) == []
+    assert changed_surroundings(config, checkpoint_that_says(file)) == []  # says nothing
+    other = checkpoint_that_says(file, data={"sha256": "0"}, versions=versions | {"torch": "1.0"})
+    assert changed_surroundings(config, other) == [
+        f"{config.train_file} has other contents: prompts may come twice, or not at all",
+        f'version of torch: "1.0" -> "{versions["torch"]}"',
+    ]
+
+
+def test_the_best_by_another_metric_is_forgotten(file: Path) -> None:
+    found = checkpoint_that_says(file, best={"step": 1, "value": 50.0, "metric": "reward/mean"})
+    assert Progress.at(found, "reward/mean") == Progress(2, {"beta": 1.0}, Best(1, 50.0, "reward/mean"), 8)
+    assert Progress.at(found, "eval/score_mean").best == Best()
 
 
 def test_what_a_checkpoint_lacks_and_what_is_left_behind_is_told_before_anything_starts(
