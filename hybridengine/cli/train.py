@@ -6,19 +6,15 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import yaml
 from ray.exceptions import RayError
 from rich.console import Console
 
-from hybridengine.checkpoint_files import checkpoint_problems
 from hybridengine.checkpoints.folders import (
     Checkpoint,
-    checkpoint_at,
     checkpoints_in,
     drop_partial,
     newest_complete,
@@ -26,7 +22,17 @@ from hybridengine.checkpoints.folders import (
 )
 from hybridengine.cli.dry_run import RANK_BYTES, cost_of, layout_lines
 from hybridengine.cli.iterations import iterate
-from hybridengine.cli.prepare import RunFiles, claim_run, config_text, keep_config, prepare_files
+from hybridengine.cli.prepare import RunFiles, claim_run, keep_config, prepare_files
+from hybridengine.cli.resuming import (
+    as_typed,
+    check_final,
+    check_settled,
+    checkpoint_of,
+    final_folder,
+    goes_on,
+    kept_config,
+    steps_done,
+)
 from hybridengine.cli.run_output import RunOutput, run_trackers, where_to_look
 from hybridengine.cli.stopping import StopRequest
 from hybridengine.config import RunConfig
@@ -39,32 +45,20 @@ from hybridengine.drivers.saving import (
     Progress,
     RunSaver,
     changed_surroundings,
-    changed_values,
-    differences,
     load_roles,
-    roles_left_out,
-    roles_to_load,
 )
 from hybridengine.drivers.warmup import warm_up
 from hybridengine.errors import (
-    CheckpointError,
-    ConfigError,
     HybridEngineError,
     OutputError,
     WorkerError,
     raise_all,
-    shown,
 )
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.formatting import format_bytes
-from hybridengine.metrics.keys import STEP
-from hybridengine.metrics.report.run_record import CONFIG_FILE
 from hybridengine.metrics.rows import latest_rows, read_rows
 from hybridengine.metrics.trackers import Trackers, missing_trackers
 from hybridengine.redaction import without_secrets
-
-SETTLED = ("model.build", "model.gguf", "data.task", "warmup")
-"""Keys of which a run's folder has what they made: its model, its data, its warmed-up weights."""
 
 
 def train(config: RunConfig) -> None:
@@ -80,19 +74,19 @@ def train(config: RunConfig) -> None:
     step_of = load_step(config.algorithm)
     runs_are_new = not Path(config.run.folder).exists()
     config, is_made_here = claim_run(config)
-    say(f"run {_shown(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
+    say(f"run {as_typed(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
     stop = StopRequest(saves=bool(config.checkpoint.every))
     with contextlib.ExitStack() as ends:
         ends.enter_context(stop.interruptible())
         ends.enter_context(run_lock(config.run_folder))  # who is refused leaves the other's folder alone
         with _nothing_left_behind(config, is_made_here, runs_are_new), contextlib.ExitStack() as begun:
-            kept = _kept_config(config)
-            _check_settled(config, kept)
-            if (done := _steps_done(config)) >= config.run.steps:
+            kept = kept_config(config)
+            check_settled(config, kept)
+            if (done := steps_done(config)) >= config.run.steps:
                 say(f"all {done} steps are done, and nothing is left to do; raise run.steps for more")
                 return
-            config, checkpoint = _checkpoint_of(config, kept.get("resume"), say)
-            _check_final(config, checkpoint, say)
+            config, checkpoint = checkpoint_of(config, kept.get("resume"), say)
+            check_final(config, checkpoint, say)
             files = prepare_files(config)
             for change in changed_surroundings(config, checkpoint) if checkpoint is not None else []:
                 say(f"  {change}")
@@ -105,138 +99,13 @@ def train(config: RunConfig) -> None:
         run.carry_out(pools, checkpoint)
     if stop.asked:
         remedy = (
-            _goes_on(config) if config.checkpoint.every else "nothing is saved, because checkpoint.every=0"
+            goes_on(config) if config.checkpoint.every else "nothing is saved, because checkpoint.every=0"
         )
         say(f"stopped; {remedy}")
         return
     rows = read_rows(config.run_folder)
     RunConsole(config.run.steps, console).print_summary(latest_rows(rows))
-    say(where_to_look(_shown(config.run_folder)))
-
-
-def _goes_on(config: RunConfig) -> str:
-    """With which command the run goes on as it is: the file in its folder has every override, but no secrets.
-
-    Where ranks have never come to train with this configuration, the file is that of an earlier command, or of none.
-    """
-    file, described = config.run_folder / CONFIG_FILE, config_text(config)
-    if "(hidden" in described or not file.is_file() or file.read_text() != described:
-        return f"the same command with run.name={config.run.name} resume=auto goes on"
-    return f"hybridengine train {_shown(file)} resume=auto goes on"
-
-
-def _kept_config(config: RunConfig) -> dict[str, Any]:
-    """What the run's folder says of how the run began; empty where it does not.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    file = config.run_folder / CONFIG_FILE
-    if config.resume != "auto" or not os.path.lexists(file):
-        return {}
-    try:
-        kept = yaml.safe_load(file.read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        kept = error
-    if not isinstance(kept, dict):
-        raise ConfigError(
-            f"{_shown(file)} is no configuration ({shown(kept)}); remove it, or choose another run.name"
-        )
-    return kept
-
-
-def _check_settled(config: RunConfig, kept: Mapping[str, Any]) -> None:
-    """Refuse other values for what the run's folder has from its beginning.
-
-    Raises:
-        ConfigError: there are some.
-    """
-    changes = [change for change in changed_values(kept, config.described()) if change.startswith(SETTLED)]
-    if kept and changes:
-        raise ConfigError(
-            f"resume=auto: {'; '.join(changes)}, which was settled when {_shown(config.run_folder)} began; take it back,"
-            " or choose another run.name"
-        )
-
-
-def _checkpoint_of(
-    config: RunConfig, origin: object, say: Callable[[str], None]
-) -> tuple[RunConfig, Checkpoint | None]:
-    """Where a run goes on from, None where it begins; and its configuration, which names where it once began.
-
-    Args:
-        origin: `resume` of the run's beginning, for as long as the run has no checkpoint of its own.
-
-    Raises:
-        CheckpointError: `resume` names a folder that is no whole checkpoint.
-    """
-    if config.resume == "never":
-        return config, None
-    found = None
-    if config.resume == "auto":
-        found = newest_complete(config.run_folder, lambda text: say(f"warning: {text}"))
-        drop_partial(config.run_folder)
-        begun = origin not in (None, "auto", "never")
-        config = config.model_copy(update={"resume": str(origin)}) if begun else config
-    if found is None and config.resume != "auto":
-        found = checkpoint_at(Path(config.resume))
-        try:
-            found.check()
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"resume={config.resume} cannot be used: {error}; name another one"
-            ) from None
-    if found is None:
-        return config, None
-    left_out = roles_left_out(found, config)
-    roles_to_load(found, config)
-    say(f"going on after step {found.step}: {_shown(found.folder)}, all digests right")
-    for change in differences(config, found):
-        say(f"  the configuration has changed: {change}")
-    if left_out:
-        say(
-            f"  {' and '.join(left_out)} will not be in later checkpoints: algorithm.name={config.algorithm.name}"
-            " trains none"
-        )
-    if found.step > config.run.steps:
-        say(
-            f"  run.steps={config.run.steps} is less than the {found.step} that are done: nothing more is trained"
-        )
-    return config, found
-
-
-def _final_folder(config: RunConfig) -> Path:
-    """Of the trained model."""
-    return config.run_folder / "final"
-
-
-def _steps_done(config: RunConfig) -> int:
-    """Steps of a run whose trained model is there, whole; 0 of any other. That of fewer steps goes before the next."""
-    if checkpoint_problems(_final_folder(config)):
-        return 0
-    rows = [int(row[STEP] or 0) for row in latest_rows(read_rows(config.run_folder))]
-    saved = [one.step for one in checkpoints_in(config.run_folder)]
-    return max([0, *rows, *saved])
-
-
-def _check_final(config: RunConfig, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
-    """Refuse to lose a trained model that the run's own checkpoints cannot bring back.
-
-    Raises:
-        ConfigError: there is one, and the run would begin anew.
-    """
-    final = _final_folder(config)
-    has_own = checkpoint is not None and checkpoint.folder.is_relative_to(config.run_folder)
-    if not os.path.lexists(final):
-        if checkpoint is None and read_rows(config.run_folder):
-            say("no checkpoint to go on from: the run begins anew")
-    elif checkpoint is None or not has_own or checkpoint.step < _steps_done(config):
-        raise ConfigError(
-            f"resume=auto: {_shown(config.run_folder)} has a trained model and no whole checkpoint of its step to go on"
-            f" from; choose another run.name, or move {_shown(final)} away"
-        )
-    elif problems := checkpoint_problems(final):
-        say(f"warning: {_shown(final)} is damaged, and will be written again: {problems[0]}")
+    say(where_to_look(as_typed(config.run_folder)))
 
 
 @dataclass
@@ -290,7 +159,7 @@ class _Run:
     def _say_what_is_left(self, progress: Progress) -> None:
         """After a failure that ends the run."""
         found = checkpoints_in(self.config.run_folder)
-        left = f"{_goes_on(self.config)} after step {found[0].step}" if found else "nothing has been saved"
+        left = f"{goes_on(self.config)} after step {found[0].step}" if found else "nothing has been saved"
         self.say(f"failed {self._place(progress)}; {left}")
 
     def _place(self, progress: Progress) -> str:
@@ -338,7 +207,7 @@ class _Run:
                 lambda step, loss: say(f"warm-up {step}/{steps}: loss {loss:.3f}"),
             )
             actor.export_model(str(config.start_folder), str(config.model_folder)).wait()
-            say(f"warmed-up model saved: {_shown(config.start_folder)}")
+            say(f"warmed-up model saved: {as_typed(config.start_folder)}")
         actor.start_training()
         roles = pools.start_roles(actor)
         if checkpoint is not None:
@@ -349,10 +218,10 @@ class _Run:
         with RunOutput(config, pools.nodes, self.files.tokenizer, self.console, self.trackers) as output:
             saver = RunSaver(config, roles, progress, say)
             keep_config(config)
-            final = _final_folder(config)
+            final = final_folder(config)
             if progress.step < config.run.steps and final.exists():
                 # It would say that all steps are done.
-                say(f"{_shown(final)} is of fewer steps: removed, as the run goes on to {config.run.steps}")
+                say(f"{as_typed(final)} is of fewer steps: removed, as the run goes on to {config.run.steps}")
                 shutil.rmtree(final, ignore_errors=True)
             with self.stop.listening():
                 iterate(config, self.step_of, pools, roles, self.files, output, progress, saver, self.stop)
@@ -361,7 +230,7 @@ class _Run:
                 if not self.stop.asked:
                     with self.stop.too_late():
                         actor.export_model(str(final), str(config.model_folder)).wait()
-                    say(f"trained model saved: {_shown(final)}")
+                    say(f"trained model saved: {as_typed(final)}")
 
 
 def local_problems(config: RunConfig) -> list[str]:
@@ -403,8 +272,3 @@ def _nothing_left_behind(config: RunConfig, is_made_here: bool, runs_are_new: bo
             with contextlib.suppress(OSError):  # a tracker has files of its own there
                 Path(config.run.folder).rmdir()
         raise
-
-
-def _shown(path: Path) -> Path:
-    """`path` as a person would type it here."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

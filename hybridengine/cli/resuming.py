@@ -1,0 +1,159 @@
+"""Where a run goes on from: what its folder says of how it began, its checkpoints, and the model that it has left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridengine.checkpoint_files import checkpoint_problems
+from hybridengine.checkpoints.folders import (
+    Checkpoint,
+    checkpoint_at,
+    checkpoints_in,
+    drop_partial,
+    newest_complete,
+)
+from hybridengine.cli.prepare import config_text
+from hybridengine.config import RunConfig
+from hybridengine.drivers.saving import changed_values, differences, roles_left_out, roles_to_load
+from hybridengine.errors import CheckpointError, ConfigError, shown
+from hybridengine.metrics.keys import STEP
+from hybridengine.metrics.report.run_record import CONFIG_FILE
+from hybridengine.metrics.rows import latest_rows, read_rows
+
+SETTLED = ("model.build", "model.gguf", "data.task", "warmup")
+"""Keys of which a run's folder has what they made: its model, its data, its warmed-up weights."""
+
+
+def goes_on(config: RunConfig) -> str:
+    """With which command the run goes on as it is: the file in its folder has every override, but no secrets.
+
+    Where ranks have never come to train with this configuration, the file is that of an earlier command, or of none.
+    """
+    file, described = config.run_folder / CONFIG_FILE, config_text(config)
+    if "(hidden" in described or not file.is_file() or file.read_text() != described:
+        return f"the same command with run.name={config.run.name} resume=auto goes on"
+    return f"hybridengine train {as_typed(file)} resume=auto goes on"
+
+
+def kept_config(config: RunConfig) -> dict[str, Any]:
+    """What the run's folder says of how the run began; empty where it does not.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    file = config.run_folder / CONFIG_FILE
+    if config.resume != "auto" or not os.path.lexists(file):
+        return {}
+    try:
+        kept = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        kept = error
+    if not isinstance(kept, dict):
+        raise ConfigError(
+            f"{as_typed(file)} is no configuration ({shown(kept)}); remove it, or choose another run.name"
+        )
+    return kept
+
+
+def check_settled(config: RunConfig, kept: Mapping[str, Any]) -> None:
+    """Refuse other values for what the run's folder has from its beginning.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    changes = [change for change in changed_values(kept, config.described()) if change.startswith(SETTLED)]
+    if kept and changes:
+        raise ConfigError(
+            f"resume=auto: {'; '.join(changes)}, which was settled when {as_typed(config.run_folder)} began; take it"
+            " back, or choose another run.name"
+        )
+
+
+def checkpoint_of(
+    config: RunConfig, origin: object, say: Callable[[str], None]
+) -> tuple[RunConfig, Checkpoint | None]:
+    """Where a run goes on from, None where it begins; and its configuration, which names where it once began.
+
+    Args:
+        origin: `resume` of the run's beginning, for as long as the run has no checkpoint of its own.
+
+    Raises:
+        CheckpointError: `resume` names a folder that is no whole checkpoint.
+    """
+    if config.resume == "never":
+        return config, None
+    found = None
+    if config.resume == "auto":
+        found = newest_complete(config.run_folder, lambda text: say(f"warning: {text}"))
+        drop_partial(config.run_folder)
+        begun = origin not in (None, "auto", "never")
+        config = config.model_copy(update={"resume": str(origin)}) if begun else config
+    if found is None and config.resume != "auto":
+        found = checkpoint_at(Path(config.resume))
+        try:
+            found.check()
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"resume={config.resume} cannot be used: {error}; name another one"
+            ) from None
+    if found is None:
+        return config, None
+    left_out = roles_left_out(found, config)
+    roles_to_load(found, config)
+    say(f"going on after step {found.step}: {as_typed(found.folder)}, all digests right")
+    for change in differences(config, found):
+        say(f"  the configuration has changed: {change}")
+    if left_out:
+        say(
+            f"  {' and '.join(left_out)} will not be in later checkpoints: algorithm.name={config.algorithm.name}"
+            " trains none"
+        )
+    if found.step > config.run.steps:
+        say(
+            f"  run.steps={config.run.steps} is less than the {found.step} that are done: nothing more is trained"
+        )
+    return config, found
+
+
+def final_folder(config: RunConfig) -> Path:
+    """Of the trained model."""
+    return config.run_folder / "final"
+
+
+def steps_done(config: RunConfig) -> int:
+    """Steps of a run whose trained model is there, whole; 0 of any other. That of fewer steps goes before the next."""
+    if checkpoint_problems(final_folder(config)):
+        return 0
+    rows = [int(row[STEP] or 0) for row in latest_rows(read_rows(config.run_folder))]
+    saved = [one.step for one in checkpoints_in(config.run_folder)]
+    return max([0, *rows, *saved])
+
+
+def check_final(config: RunConfig, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
+    """Refuse to lose a trained model that the run's own checkpoints cannot bring back.
+
+    Raises:
+        ConfigError: there is one, and the run would begin anew.
+    """
+    final = final_folder(config)
+    has_own = checkpoint is not None and checkpoint.folder.is_relative_to(config.run_folder)
+    if not os.path.lexists(final):
+        if checkpoint is None and read_rows(config.run_folder):
+            say("no checkpoint to go on from: the run begins anew")
+    elif checkpoint is None or not has_own or checkpoint.step < steps_done(config):
+        raise ConfigError(
+            f"resume=auto: {as_typed(config.run_folder)} has a trained model and no whole checkpoint of its step to go on"
+            f" from; choose another run.name, or move {as_typed(final)} away"
+        )
+    elif problems := checkpoint_problems(final):
+        say(f"warning: {as_typed(final)} is damaged, and will be written again: {problems[0]}")
+
+
+def as_typed(path: Path) -> Path:
+    """`path` as a person would type it here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
