@@ -315,10 +315,13 @@ def run_state(config: RunConfig, progress: Progress) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=2)
-def sha256_of(file: Path) -> str:
-    """Of its contents when it was first asked for."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def sha256_of(file: Path) -> str | None:
+    """Of its contents when it was first asked for; None where it is gone, which ends no run that has read it."""
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError:
+        return None
 
 
 def changed_surroundings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
