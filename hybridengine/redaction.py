@@ -1,7 +1,7 @@
 """Keeps secrets out of what a run prints, writes and sends: configurations, errors, reports.
 
 A secret is the value of a name that says so (api_key, HF_TOKEN, password, ...), in a configuration or in the environment,
-what stands before the @ of an address, and the credentials of an Authorization header.
+what stands before the @ of an address or in its query under such a name, and the credentials of an Authorization header.
 """
 
 from __future__ import annotations

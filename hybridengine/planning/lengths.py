@@ -169,9 +169,8 @@ def _lognormal(text: str, values: str, max_tokens: int) -> np.ndarray:
     from scipy.special import ndtr  # a quarter of a second, which other lengths need not wait for
 
     sigma = math.sqrt(math.log1p(variation**2))
-    with np.errstate(
-        divide="ignore"
-    ):  # no response is shorter than 0 tokens: log(0) is -inf, and its share 1
+    # No response is shorter than 0 tokens: log(0) is -inf, and its share 1.
+    with np.errstate(divide="ignore"):
         return ndtr((math.log(mean) - sigma**2 / 2 - np.log(np.arange(max_tokens))) / sigma)
 
 

@@ -115,7 +115,7 @@ def become_worker(arguments: list[str], environment: dict[str, str], folder: str
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException:  # told in the worker's log; whatever it is, the fork must not go on as the server
         traceback.print_exc()
     finally:
         sys.stdout.flush()
