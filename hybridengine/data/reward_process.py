@@ -180,12 +180,13 @@ class RewardProcess:
             self._send(pickle.dumps((*request, limit)), deadline)
             length = int.from_bytes(self._receive(LENGTH_BYTES, deadline), "big")
             return pickle.loads(self._receive(length, deadline))
-        except TimeoutError:
-            stacks = self._read_stacks()
-            self._end()
-            text = f"did not return within {timeout_s:g} s, and was ended"
-            raise _NoReply(text, "correct the function", stacks, timed_out=True) from None
-        except (EOFError, ConnectionError):
+        except (TimeoutError, EOFError, ConnectionError):
+            # After the limit it may also end while it writes its stacks down, which other threads change meanwhile.
+            if time.monotonic() >= limit:
+                stacks = self._read_stacks()
+                self._end()
+                text = f"did not return within {timeout_s:g} s, and was ended"
+                raise _NoReply(text, "correct the function", stacks, timed_out=True) from None
             ended = self._has_ended()
             code = self._end()
             text = (

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,7 @@ class RunSaver:
         """Of the newest checkpoint."""
         self._begun: int | None = None
         """Step whose checkpoint was begun last."""
+        sha256_of(config.train_file)  # now, as it was read: every checkpoint says it
 
     def after_step(self, metrics: Mapping[str, float], *, last: bool = False) -> None:
         """Complete what has been written meanwhile; begin another checkpoint where it is time, or the run ends.
@@ -151,27 +152,27 @@ class RunSaver:
 
     def _begin(self) -> None:
         config, step = self._config, self._progress.step
-        folder = config.run_folder
+        run_folder = config.run_folder
         try:
             expected = SPARE_SHARE * checkpoint_bytes(config)
-            if (free := shutil.disk_usage(folder).free) < expected:
+            if (free := shutil.disk_usage(run_folder).free) < expected:
                 raise CheckpointError(
-                    f"{folder} has {format_bytes(free)} free, and a checkpoint takes {format_bytes(int(expected))}; make"
-                    " room, or lower checkpoint.keep"
+                    f"{run_folder} has {format_bytes(free)} free, and a checkpoint takes {format_bytes(int(expected))};"
+                    " make room, or lower checkpoint.keep"
                 )
-            partial = begin_checkpoint(folder, step)
+            folder = begin_checkpoint(run_folder, step)
             for role in self._groups:
-                (partial / role).mkdir()
+                (folder / role).mkdir()
         except (OSError, CheckpointError) as error:
             self._give_up(step, error)
             return
-        self._writing = partial, step, run_state(config, self._progress)
+        self._writing = folder, step, run_state(config, self._progress)
         begun, error = _results(
-            {role: group.begin_save(str(partial / role)) for role, group in self._groups.items()}
+            {role: partial(group.begin_save, str(folder / role)) for role, group in self._groups.items()}
         )
         if error is not None:
             self._wait(list(begun))
-            _results({role: self._groups[role].end_save() for role in begun})
+            _results({role: self._groups[role].end_save for role in begun})
             self._give_up(step, error)
 
     def _poll(self) -> None:
@@ -193,9 +194,9 @@ class RunSaver:
         """Wait until the checkpoint is written, give it its name, and delete old ones."""
         if self._writing is None:
             return
-        partial, step, state = self._writing
+        folder, step, state = self._writing
         self._wait(list(self._groups))
-        ended, error = _results({role: group.end_save() for role, group in self._groups.items()})
+        ended, error = _results({role: group.end_save for role, group in self._groups.items()})
         digests: dict[str, FileDigest] = {
             f"{role}/{name}": digest
             for role, by_rank in ended.items()
@@ -205,7 +206,7 @@ class RunSaver:
         try:
             if error is not None:
                 raise error
-            checkpoint = complete_checkpoint(partial, step, state, digests)
+            checkpoint = complete_checkpoint(folder, step, state, digests)
         except (OSError, CheckpointError) as reason:
             self._give_up(step, reason)
             return
@@ -231,21 +232,34 @@ class RunSaver:
         self._say(f"warning: no checkpoint of step {step}: {error}; the run goes on, earlier ones are kept")
 
 
-def _results(asked: Mapping[str, Future]) -> tuple[dict[str, Any], CheckpointError | None]:
-    """What each role's ranks have returned, and the first error of those that could not write; waits for all.
+def _results(calls: Mapping[str, Callable[[], Future]]) -> tuple[dict[str, Any], CheckpointError | None]:
+    """What each role's ranks return, and the first error of those that could not write; asks all, and waits for all.
 
     Raises:
         RankFailedError: a rank failed for another reason.
     """
-    results, first = dict[str, Any](), None
-    for role, future in asked.items():
+    results, errors = dict[str, Any](), list[CheckpointError]()
+
+    @contextlib.contextmanager
+    def kept() -> Iterator[None]:
         try:
-            results[role] = future.get()
+            yield
         except RankFailedError as error:
             if not isinstance(error.original, CheckpointError):
                 raise
-            first = first or error.original
-    return results, first
+            errors.append(error.original)
+
+    asked = dict[str, Future]()
+    for role, call in calls.items():
+        while role not in asked:
+            with (
+                kept()
+            ):  # what another role's call has met by now, which a pool says once where it is asked again
+                asked[role] = call()
+    for role, future in asked.items():
+        with kept():
+            results[role] = future.get()
+    return results, next(iter(errors), None)
 
 
 def _trained_groups(config: RunConfig, roles: Roles) -> dict[str, WorkerGroup]:

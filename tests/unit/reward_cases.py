@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -172,6 +173,13 @@ def hangs_in_c(responses: Texts, answers: Texts) -> list[float]:
     if responses[0] == "sleep":
         ctypes.PyDLL(None).sleep(100)  # without letting go of the interpreter's lock
     re.match(r"(a+)+$", "a" * 64 + "b")
+    return []
+
+
+def crashes_after(responses: Texts, answers: Texts) -> list[float]:
+    """Ends its process after so many seconds."""
+    time.sleep(float(responses[0]))
+    os.kill(os.getpid(), signal.SIGSEGV)
     return []
 
 

@@ -261,6 +261,12 @@ def test_a_function_that_does_not_return_is_ended_at_the_limit(process, function
     assert "reward_child.py" not in text
 
 
+def test_a_process_that_ends_while_its_stacks_are_written_has_not_returned(process):
+    """Python writes the stacks of all threads while they go on, and may die of it."""
+    text = failure_of(process("crashes_after", timeout_s=TIMEOUT_S), str(TIMEOUT_S + 0.05))
+    assert f"did not return within {TIMEOUT_S} s, and was ended" in text
+
+
 def test_after_a_hang_there_is_a_new_process(process):
     one = process("hangs", timeout_s=TIMEOUT_S)
     (before,) = one.call(columns("a"))

@@ -1,0 +1,37 @@
+"""The groups that all tests of this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import yaml
+
+from hybridengine.cli.prepare import claim_run, prepare_files
+from hybridengine.config import load_config
+from hybridengine.drivers.launch import RunPools
+from tests.full.dataflows.shared import COST_LIMIT, MULTIPLIER_LR, Started
+from tests.full.tiny_runs import SECTIONS
+
+
+@pytest.fixture(scope="package")
+def started(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Iterator[Started]:
+    folder = tmp_path_factory.mktemp("dataflows")
+    changes = {
+        "run": {"steps": 1, "seed": 3, "folder": str(folder / "runs")},
+        "warmup": None,
+        "algorithm": {"name": "safe_rlhf", "cost_limit": COST_LIMIT, "multiplier_lr": MULTIPLIER_LR},
+        # An untrained model has no right answers, but responses of several lengths; short ones are to be better.
+        "reward": {"terms": {"short": {"function": "hybridengine.data.tasks:length_cost", "weight": -1.0}}},
+        "cost": {"terms": {"tokens": {"function": "hybridengine.data.tasks:length_cost", "weight": 2.0}}},
+        "cost_critic": SECTIONS["critic"],
+        "actor": SECTIONS["actor"] | {"kl_loss_coef": 0.01},
+    }
+    (folder / "all.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
+    config, _ = claim_run(load_config(folder / "all.yaml"))
+    files = prepare_files(config)
+    with RunPools(config) as pools:
+        pools.start()
+        actor = pools.start_actor(folder=config.model_folder, stop_token_ids=files.stop_token_ids)
+        actor.start_training()
+        yield Started(config, files, pools, pools.start_roles(actor))

@@ -1,0 +1,83 @@
+"""Groups for all roles that any dataflow has, and what a run leaves that fails on them."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import pytest
+from rich.console import Console
+
+from hybridengine.cli.iterations import iterate
+from hybridengine.cli.prepare import RunFiles
+from hybridengine.cli.run_output import RunOutput
+from hybridengine.cli.stopping import StopRequest
+from hybridengine.config import RunConfig
+from hybridengine.drivers.dataflow import Step
+from hybridengine.drivers.launch import RunPools
+from hybridengine.drivers.roles import Roles
+from hybridengine.drivers.saving import Progress, RunSaver
+from hybridengine.metrics.rows import Row, read_rows
+from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
+
+COST_LIMIT, MULTIPLIER_LR = 20.0, 0.1
+
+
+@dataclass(frozen=True)
+class Started:
+    """Groups for all roles that any dataflow has."""
+
+    config: RunConfig
+    files: RunFiles
+    pools: RunPools
+    roles: Roles
+
+
+def own_run(started: Started, name: str, **changes: dict[str, object]) -> RunConfig:
+    """The configuration of a run with a folder of its own; changes are {section: {key: value}}."""
+    changes["run"] = {"name": name} | changes.get("run", {})
+    sections = {
+        section: getattr(started.config, section).model_copy(update=values)
+        for section, values in changes.items()
+    }
+    config = started.config.model_copy(update=sections)
+    config.run_folder.mkdir()
+    return config
+
+
+def go_on(
+    started: Started,
+    config: RunConfig,
+    step: Step,
+    progress: Progress,
+    saver: RunSaver,
+    stop: StopRequest | None = None,
+    roles: Roles | None = None,
+) -> None:
+    """The iterations that are left, as `hybridengine train` has them."""
+    with RunOutput(
+        config, started.pools.nodes, started.files.tokenizer, Console(file=io.StringIO())
+    ) as output:
+        iterate(
+            config,
+            step,
+            started.pools,
+            roles or started.roles,
+            started.files,
+            output,
+            progress,
+            saver,
+            stop or StopRequest(),
+        )
+
+
+def left_by(
+    started: Started, roles: Roles, step: Step, name: str, error: type[BaseException], match: str
+) -> tuple[list[Row], set[tuple[int | None, str]]]:
+    """Rows of metrics and (step, bar) of the timeline that a run leaves which fails with an error."""
+    config = own_run(started, name)
+    progress = Progress.start()
+    with pytest.raises(error, match=match):
+        go_on(started, config, step, progress, RunSaver(config, roles, progress, print), roles=roles)
+    spans = read_timeline(config.run_folder / TIMELINE_FILE).spans
+    return read_rows(config.run_folder), {(span.step, span.name) for span in spans}

@@ -1,0 +1,99 @@
+"""Every dataflow on real ranks, one iteration each on the same groups: Megatron, vLLM, the critics and the scorers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hybridengine.config import load_config
+from hybridengine.config.algorithm_sections import ALGORITHM_ROLES, CorrectionSection
+from hybridengine.controller.exchange import row_exchange
+from hybridengine.drivers.dataflow import load_step
+from hybridengine.drivers.roles import Sampling, State
+from hybridengine.metrics import keys
+from tests.full.dataflows.shared import COST_LIMIT, MULTIPLIER_LR, Started
+
+pytestmark = pytest.mark.timeout(600)
+
+PROMPTS, SAMPLES = 8, 4
+
+
+def one_step(
+    started: Started,
+    name: str,
+    state: State,
+    step: int = 1,
+    num_prompts: int = PROMPTS,
+    num_samples: int = SAMPLES,
+    **settings: object,
+) -> dict[str, float]:
+    """Metrics of an iteration, with 32 rows unless told."""
+    algorithm = started.config.algorithm.model_copy(update={"name": name, **settings})
+    sampling = Sampling(
+        step=step, num_prompts=num_prompts, samples_per_prompt=num_samples, first_seed=100 * step
+    )
+    metrics = load_step(algorithm)(started.roles, sampling, algorithm, state)
+    started.pools.wait()
+    return metrics
+
+
+def test_a_runs_configuration_lies_beside_it_and_can_be_run_again(started: Started) -> None:
+    assert load_config(started.config.run_folder / "config.yaml") == started.config
+
+
+@pytest.mark.parametrize("name", ALGORITHM_ROLES)
+def test_an_iteration(started: Started, name: str) -> None:
+    exchange = row_exchange()
+    started.pools.wait()
+    exchange.take_records()
+    payload = exchange.payload_bytes
+    state = State()
+    metrics = one_step(started, name, state)
+    called = {record.role for record in exchange.take_records()}
+    assert called - {"prompts", "compute"} == set(ALGORITHM_ROLES[name])
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["rollout/dropped_rows"] == 0
+    assert metrics["reward/short_mean"] == pytest.approx(-metrics["reward/mean"]), (
+        "the only term, weighted by -1"
+    )
+    assert ("cost/tokens_mean" in metrics) == (name == "safe_rlhf")
+    if name == "grpo_from_engine":  # nobody asks the trainer
+        assert keys.LOG_PROB_ABS_DIFF_MAX not in metrics
+    else:
+        assert metrics[keys.LOG_PROB_ABS_DIFF_MAX] < 1e-3
+    assert metrics["actor/grad_norm"] > 0
+    rows = PROMPTS * SAMPLES
+    # Online DPO picks pairs by scores [rows] float32 and whether they were dropped [rows] bool; no other fetches rows.
+    assert exchange.payload_bytes - payload == (rows * (4 + 1) if name == "online_dpo" else 0)
+    for role in ("critic", "cost_critic"):
+        assert (f"{role}/grad_norm" in metrics) == (role in ALGORITHM_ROLES[name])
+
+
+def test_engines_with_different_numbers_of_rows(started: Started) -> None:
+    """18 rows on 4 engines: trainer and engines agree on every row, so each is where it belongs."""
+    metrics = one_step(started, "grpo", State(), num_prompts=6, num_samples=3)
+    assert started.roles.actor.num_ranks == 4
+    assert metrics[keys.LOG_PROB_ABS_DIFF_MAX] < 1e-3
+    assert metrics["rollout/dropped_rows"] == 0
+
+
+def test_the_multiplier_follows_the_mean_cost(started: Started) -> None:
+    """ln lam += lr·lam·(J_c - d): arXiv 2310.12773, equation 31."""
+    state = State()
+    logarithm = 0.0
+    for step in (1, 2):
+        metrics = one_step(started, "safe_rlhf", state, step)
+        logarithm += MULTIPLIER_LR * math.exp(logarithm) * (metrics["cost/mean"] - COST_LIMIT)
+        assert state["log_multiplier"] == pytest.approx(logarithm, rel=1e-6)
+        assert metrics["cost/multiplier"] == pytest.approx(math.exp(logarithm), rel=1e-6)
+    assert metrics["cost/tokens_mean"] == pytest.approx(metrics["rollout/response_tokens_mean"], rel=0.3)
+    assert metrics["cost/mean"] == pytest.approx(2.0 * metrics["cost/tokens_mean"])
+
+
+def test_a_correction_leaves_a_batch_on_policy_alone(started: Started) -> None:
+    """Engine and trainer agree to 1e-4 here, so that weights are 1 and nothing is dropped."""
+    correction = CorrectionSection(name="sequence_mis", high=1.5)
+    metrics = one_step(started, "grpo", State(), correction=correction)
+    assert metrics["actor/grad_norm"] > 0
+    assert metrics["rollout/dropped_rows"] == 0

@@ -1,0 +1,187 @@
+"""What a run saves between the steps of a dataflow, and what ends or delays it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridengine.backends.megatron import compat
+from hybridengine.checkpoints.folders import checkpoints_in
+from hybridengine.cli.stopping import StopRequest
+from hybridengine.data.epochs import shuffled_rows
+from hybridengine.drivers.dataflow import load_step
+from hybridengine.drivers.roles import Sampling, State
+from hybridengine.drivers.saving import Progress, RunSaver
+from hybridengine.errors import ConfigError
+from hybridengine.metrics import keys
+from hybridengine.metrics.rows import read_rows
+from tests.full.dataflows.shared import COST_LIMIT, MULTIPLIER_LR, Started, go_on, left_by, own_run
+from tests.full.tiny_runs import value
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_prompts_go_on_after_those_that_were_drawn(started: Started) -> None:
+    """19 of them in 3 steps, by batches of other sizes."""
+    prompts = started.roles.prompts
+    prompts.go_on_after(3, 19).wait()
+    try:
+        found = [
+            prompts.training_prompts(Sampling(step, 8, 1, 0).prompts, step).get("row_ids") for step in (4, 5)
+        ]
+    finally:
+        prompts.go_on_after(0, 0).wait()
+    num_rows, seed = len(started.files.prompts), started.config.run.seed
+    stream = [row for step in range(5) for row in shuffled_rows(num_rows, 8, seed, step)]
+    assert [row for rows in found for row in rows["row_ids"].tolist()] == stream[19 : 19 + 16]
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_who_asks_to_stop_while_a_step_is_being_saved_loses_nothing(
+    started: Started, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal after the run has looked for one: where a checkpoint is due, and where none is."""
+    config = own_run(started, f"stopped-{every}", run={"steps": 3}, checkpoint={"every": every})
+    progress, stop = Progress.start(), StopRequest()
+    saver = RunSaver(config, started.roles, progress, print)
+    poll = saver._poll
+
+    def interrupted() -> None:
+        if not stop.asked:
+            os.kill(os.getpid(), signal.SIGINT)
+        poll()
+
+    monkeypatch.setattr(saver, "_poll", interrupted)
+    with stop.listening():
+        go_on(started, config, does_nothing, progress, saver, stop)
+    assert stop.asked and progress.step == 1
+    (checkpoint,) = checkpoints_in(config.run_folder)
+    checkpoint.check()
+    assert checkpoint.step == 1
+    assert [one.name for one in checkpoint.folder.parent.iterdir()] == ["step-00000001"]
+
+
+@contextlib.contextmanager
+def writers(started: Started, change: str) -> Iterator[None]:
+    """While open, all ranks write checkpoints as this function of this module has it."""
+    rows = started.roles.prompts.training_prompts(Sampling(1, 4, 1, 0).prompts, 1).select("prompt_lengths")
+    started.roles.compute.measure(rows, f"{__name__}.{change}").get()
+    try:
+        yield
+    finally:
+        started.roles.compute.measure(rows, f"{__name__}.write_as_ever").get()
+
+
+WRITE = compat.write_save
+
+
+def write_slowly(rows: object, across: object) -> dict[str, float]:
+    def slowly(request: Any) -> None:
+        time.sleep(4)
+        WRITE(request)
+
+    compat.write_save = slowly
+    return {}
+
+
+def write_as_ever(rows: object, across: object) -> dict[str, float]:
+    compat.write_save = WRITE
+    return {}
+
+
+@pytest.mark.parametrize(("save_s", "saved"), [(60, True), (1, False)])
+def test_a_save_may_take_longer_than_a_call(
+    save_s: int, saved: bool, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call may take 3 s here, and a rank takes 4 to write. Who has not, is known before the next role is asked."""
+    config = own_run(started, f"slow-{save_s}", timeouts={"save_s": save_s})
+    monkeypatch.setattr(started.roles.actor, "timeout_s", 3.0)
+    monkeypatch.setattr(started.roles.critic, "end_save", a_little_later(started.roles.critic.end_save))
+    said: list[str] = []
+    progress = Progress.start()
+    saver = RunSaver(config, started.roles, progress, said.append)
+    progress.step = 1
+    with writers(started, "write_slowly"):
+        saver.after_step({}, last=True)
+        if not saved:  # ranks that are late are left to end before others write as ever
+            time.sleep(4)
+    assert (saver.saved_step == 1) is saved
+    (told,) = said
+    if saved:
+        assert told.startswith("checkpoint of step 1 saved: ")
+    else:
+        assert "no checkpoint of step 1: " in told and "has not ended in time; raise timeouts.save_s" in told
+
+
+def does_nothing(*_: object) -> dict[str, float]:
+    return {"loss": 1.0}
+
+
+def test_the_multiplier_and_the_best_go_on_from_a_checkpoint(started: Started) -> None:
+    """ln lam += lr·lam·(J_c - d) over four steps (arXiv 2310.12773, equation 31), which two runs share."""
+    two = own_run(started, "multiplied", run={"steps": 2}, checkpoint={"every": 2, "best": "cost/mean"})
+    four = two.model_copy(update={"run": two.run.model_copy(update={"steps": 4})})
+    progress = Progress.start()
+    for config in (two, four):
+        saver = RunSaver(config, started.roles, progress, print)
+        go_on(started, config, load_step(config.algorithm), progress, saver)
+        newest = checkpoints_in(config.run_folder)[0]
+        assert newest.step == config.run.steps
+        progress = Progress.at(newest, "cost/mean")
+    rows = read_rows(two.run_folder)
+    assert [row[keys.STEP] for row in rows] == [0, 1, 2, 3, 4]
+    logarithm = 0.0
+    for row in rows[1:]:
+        logarithm += MULTIPLIER_LR * math.exp(logarithm) * (value(row, "cost/mean") - COST_LIMIT)
+        assert row["cost/multiplier"] == pytest.approx(math.exp(logarithm), rel=1e-6)
+    assert progress.state["log_multiplier"] == pytest.approx(logarithm, rel=1e-6)
+    # Only steps that are saved can be the best.
+    assert progress.best.value == max(value(rows[step], "cost/mean") for step in (2, 4))
+
+
+def a_little_later(call: Callable[..., Any]) -> Callable[..., Any]:
+    def later(*arguments: object) -> Any:
+        time.sleep(0.5)
+        return call(*arguments)
+
+    return later
+
+
+def test_a_role_that_cannot_begin_to_save(
+    started: Started, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the others have begun is ended, so that the next save is a whole one."""
+    config, roles = own_run(started, "not-begun"), started.roles
+    monkeypatch.setattr(roles.critic, "begin_save", a_little_later(roles.critic.begin_save))
+    said: list[str] = []
+    progress = Progress.start()
+    saver = RunSaver(config, roles, progress, said.append)
+    roles.actor.begin_save(str(tmp_path)).wait()
+    progress.step = 1
+    saver.after_step({}, last=True)
+    while not all(roles.actor.save_has_ended().get()):
+        time.sleep(0.05)
+    roles.actor.end_save().wait()
+    progress.step = 2
+    saver.after_step({}, last=True)
+    refused, told = said
+    assert "no checkpoint of step 1: actor is still saving; end that save first" in refused
+    assert told.startswith("checkpoint of step 2 saved: ")
+    assert [one.step for one in checkpoints_in(config.run_folder)] == [saver.saved_step] == [2]
+
+
+def test_a_state_that_no_checkpoint_can_have(started: Started) -> None:
+    def keeps_text(roles: object, sampling: object, settings: object, state: State) -> dict[str, float]:
+        state["phase"] = "warm"  # type: ignore[assignment]
+        return {"loss": 1.0}
+
+    match = r"step 1 of .* keeps \"phase\"=\"warm\" in its state; keep names and"
+    left_by(started, started.roles, keeps_text, "kept", ConfigError, match)
