@@ -18,7 +18,7 @@ IN_ENVIRONMENT = ("_KEY", "_PASS", "_PWD", "_PAT", "_DSN")
 """How names of secrets end in the environment, but not in a configuration, where passes are counted."""
 
 _NAME = re.compile(
-    r"((^|[_\-.])(auth|authorization|bearer|tokens?|(access|private|secret|encryption|auth)[_\-]?keys?)"
+    r"((^|[_\-.])(auth|authorization|bearer|dsn|tokens?|(access|private|secret|encryption|auth)[_\-]?keys?)"
     r"|api[_\-]?keys?|passw(or)?ds?|passphrases?|secrets?|credentials?)$",
     re.IGNORECASE,
 )

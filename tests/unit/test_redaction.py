@@ -31,6 +31,7 @@ SECRET = "sk-0123456789"
         "accessToken",
         "Authorization",
         "credentials",
+        "judge_dsn",
     ],
 )
 def test_names_of_secrets(name: str) -> None:
