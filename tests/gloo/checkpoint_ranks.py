@@ -76,19 +76,6 @@ def save_while_training(
     return outcomes
 
 
-def save_after_a_step(
-    rank: int, source: Path, layouts: list[tuple[str, str]], dtype: str, checkpoints: Path
-) -> None:
-    """A checkpoint of every layout."""
-    registry, shape = ProcessGroups(), ModelShape.from_folder(source)
-    for sizes, order in layouts:
-        trainer = make_trainer(
-            shape, Grid(TrainSizes.parse(sizes), RankOrder[order]), rank, registry, source, dtype
-        )
-        step(trainer, 0)
-        BackgroundSave(trainer, empty_folder(checkpoints / f"{sizes}-{order}"), {}).end(LIMIT_S)
-
-
 def load_and_save(
     rank: int, source: Path, loads: list[tuple[str, str]], dtype: str, checkpoints: Path, out: Path
 ) -> None:
