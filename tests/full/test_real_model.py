@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -34,10 +35,11 @@ CONVERT = """
 import sys
 from pathlib import Path
 from hybridengine.cli.main import main
-status = main(["convert", *sys.argv[1:]])
-(line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-print(line.split()[1])
-sys.exit(status)
+for arguments in sys.argv[1:]:
+    if status := main(["convert", *arguments.split()]):
+        sys.exit(status)
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    print(line.split()[1])
 """
 
 
@@ -52,17 +54,18 @@ class Converted:
     back_bytes: int
 
 
-def convert(*arguments: object) -> int:
-    """Peak of the command's resident memory in bytes, in a process of its own."""
+def convert(small: str, large: str) -> int:
+    """So much more memory the second command takes than the first one, in bytes: peaks of one process."""
     done = subprocess.run(
-        [sys.executable, "-c", CONVERT, *map(str, arguments)],
+        [sys.executable, "-c", CONVERT, small, large],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return 1024 * int(done.stdout.split()[-1])
+    *_, before, after = re.findall(r"^\d+$", done.stdout, re.MULTILINE)
+    return 1024 * (int(after) - int(before))
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +77,12 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
     source = config.model_folder
     (source / "README.md").write_text(CARD)
     write_model(folder / "tiny", "llama", tied=True)
-    tiny = convert(folder / "tiny", folder / "tiny-start")
-    there = convert(source, folder / "start")
-    tiny_back = convert(folder / "tiny-start", folder / "tiny-again", "--companions", folder / "tiny")
-    back = convert(folder / "start", folder / "exported", "--companions", source, "--max-file", "200MiB")
-    return Converted(source, folder / "start", folder / "exported", there - tiny, back - tiny_back)
+    there = convert(f"{folder}/tiny {folder}/tiny-start", f"{source} {folder}/start")
+    back = convert(
+        f"{folder}/tiny-start {folder}/tiny-again --companions {folder}/tiny",
+        f"{folder}/start {folder}/exported --companions {source} --max-file 200MiB",
+    )
+    return Converted(source, folder / "start", folder / "exported", there, back)
 
 
 def test_a_round_trip_is_bitwise(converted: Converted) -> None:
