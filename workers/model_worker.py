@@ -105,32 +105,39 @@ class TrainedWorker(ModelWorker):
         self.trainer.start_optimizer(optimizer_settings(self.section, self.run.run.steps))
 
     @register(ONE_TO_ALL)
-    def begin_save(self, folder: str) -> None:
+    def begin_save(self, folder: str) -> CheckpointError | None:
         """Copy weights, optimizer and counters to host memory, and begin to write them into an empty folder.
 
-        Raises:
-            CheckpointError: a rank cannot write there, or an earlier save has not been ended.
+        Returns:
+            Why that cannot be, on all ranks: one of them cannot write there, or an earlier save has not been ended.
         """
         if self._save is not None:
-            raise CheckpointError(f"{self.context.role} is still saving; end that save first")
+            return CheckpointError(f"{self.context.role} is still saving; end that save first")
         counters = {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
-        self._save = BackgroundSave(self.trainer, Path(folder), counters)
+        try:
+            self._save = BackgroundSave(self.trainer, Path(folder), counters)
+        except CheckpointError as error:
+            return error
+        return None
 
     @register(ONE_TO_ALL)
-    def save_has_ended(self) -> bool:
-        """Whether this rank has written its files, or failed to."""
-        return self._save is None or self._save.has_ended
+    def end_save(self, last: bool) -> dict[str, FileDigest] | CheckpointError | None:
+        """Complete a save, if all ranks have written.
 
-    @register(ONE_TO_ALL)
-    def end_save(self) -> dict[str, FileDigest]:
-        """Complete a save that all ranks have written; the files of this rank.
+        Args:
+            last: whoever has not written by now gives up.
 
-        Raises:
-            CheckpointError: a rank could not write, or has not yet, on all of them.
+        Returns:
+            The files of this rank; on all ranks, why there will be none; None where some rank still writes.
         """
+        assert self._save is not None, "begin_save comes first"
+        if not last and not self._save.all_have_ended():
+            return None
         save, self._save = self._save, None
-        assert save is not None, "begin_save comes first"
-        return save.end(0.0)
+        try:
+            return save.end(0.0)
+        except CheckpointError as error:
+            return error
 
     @register(ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> bool:

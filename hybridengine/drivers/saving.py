@@ -1,7 +1,8 @@
 """Saves a run while it goes on, and has a new one go on from there.
 
 A save begins between two iterations: every trained role copies its state to host memory, and writes it in the background.
-It is completed between two later ones, once all ranks have written. A save that fails costs the run nothing but itself.
+It is completed between two calls of a later one, once all ranks have written. A save that fails costs the run nothing but
+itself.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from hybridengine.checkpoints.folders import (
 )
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import TRAINED
-from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.futures import Future
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.roles import Roles, State
@@ -39,8 +39,10 @@ from hybridengine.planning.checkpoint_size import checkpoint_bytes
 
 SPARE_SHARE = 1.05
 """Of what a checkpoint takes: descriptions of tensors, and files that others write meanwhile."""
-POLL_S = 0.05
-"""Between two questions whether ranks have written."""
+POLL_S, LONGEST_POLL_S = 0.05, 1.0
+"""Between two questions whether ranks have written, where the run waits for that: at first, and after a while."""
+SAVE_CALLS = ("begin_save", "end_save")
+"""Methods of roles that are asked in the middle of a step, and are no part of what it computes."""
 FREE_KEYS = (
     "resume",
     "run.folder",
@@ -103,6 +105,23 @@ class Progress:
             raise CheckpointError(f"{checkpoint.folder} does not say where its run was ({error!r})") from None
 
 
+@dataclass
+class _Writing:
+    """A checkpoint that ranks are writing."""
+
+    folder: Path
+    step: int
+    run_state: dict[str, Any]
+    asked: dict[str, Future]
+    """Roles that have been asked whether they have written, and have not answered."""
+    answers: dict[str, list[dict[str, FileDigest]]]
+    """Roles that have written: the files of each rank."""
+    error: CheckpointError | None = None
+    """Why there will be no checkpoint."""
+    roles: Sequence[str] = ()
+    """Those that have begun to write and have not ended."""
+
+
 class RunSaver:
     """Makes the checkpoints of a run; one is written at a time.
 
@@ -118,7 +137,8 @@ class RunSaver:
         self._groups, self._best_before = _trained_groups(config, roles), progress.best
         # A run goes on from the newest whole one: later ones are damaged, until they are written again.
         self._damaged = {one.step for one in checkpoints_in(config.run_folder) if one.step > progress.step}
-        self._writing: tuple[Path, int, dict[str, Any]] | None = None
+        self._writing: _Writing | None = None
+        self._is_asking = False
         self.saved_step = progress.step
         """Of the newest checkpoint."""
         self._begun: int | None = None
@@ -126,12 +146,12 @@ class RunSaver:
         sha256_of(config.train_file)  # now, as it was read: every checkpoint says it
 
     def after_step(self, metrics: Mapping[str, float], *, last: bool = False) -> None:
-        """Complete what has been written meanwhile; begin another checkpoint where it is time, or the run ends.
+        """Begin a checkpoint where it is time, or the run ends; the one before it is completed first.
 
         Args:
             last: the run ends after this step; also where that turns out only after an earlier call for it.
         """
-        self._poll()
+        self.poll()
         every, step = self._config.checkpoint.every, self._progress.step
         if not every or not (last or step % every == 0):
             return
@@ -142,6 +162,20 @@ class RunSaver:
             self._begun = step
         if last:
             self._complete()
+
+    def poll(self) -> None:
+        """Complete a checkpoint that all ranks have written. Waits for nothing: for between any two calls of a step.
+
+        Raises:
+            RankFailedError: a rank has failed, and not for what the disk has refused to it.
+        """
+        writing = self._writing
+        if writing is None or self._is_asking:  # asking is a call as well
+            return
+        if not writing.asked:
+            self._ask(last=False)
+        elif all(one.done() for one in writing.asked.values()):
+            self._take_answers()
 
     def _rate(self, metrics: Mapping[str, float]) -> None:
         name, best = self._config.checkpoint.best, self._progress.best
@@ -166,52 +200,73 @@ class RunSaver:
         except (OSError, CheckpointError) as error:
             self._give_up(step, error)
             return
-        self._writing = folder, step, run_state(config, self._progress)
-        begun, error = _results(
-            {role: partial(group.begin_save, str(folder / role)) for role, group in self._groups.items()}
-        )
-        if error is not None:
-            self._wait(list(begun))
-            _results({role: self._groups[role].end_save for role in begun})
-            self._give_up(step, error)
-
-    def _poll(self) -> None:
-        if self._writing is not None and self._have_written(list(self._groups)):
+        writing = _Writing(folder, step, run_state(config, self._progress), {}, {})
+        begun = {role: group.begin_save(str(folder / role)) for role, group in self._groups.items()}
+        refused = {role: _first_error(one.get()) for role, one in begun.items()}
+        writing.roles = [role for role, error in refused.items() if error is None]
+        writing.error = next((error for error in refused.values() if error is not None), None)
+        self._writing = writing
+        if writing.error is not None:
             self._complete()
 
-    def _have_written(self, roles: Sequence[str]) -> bool:
-        """Whether every rank has, or has failed to."""
-        asked = [self._groups[role].save_has_ended() for role in roles]
-        return all(all(one.get()) for one in asked)
+    def _ask(self, last: bool) -> None:
+        """Have the roles that still write end it, if they have written.
 
-    def _wait(self, roles: Sequence[str]) -> None:
-        """Until every rank has written, for as long as `timeouts.save_s`: many short calls, each with a call's limit."""
-        deadline = time.monotonic() + self._config.timeouts.save_s
-        while not self._have_written(roles) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        Args:
+            last: they have had all the time that there is: those that have not written give up.
+        """
+        assert self._writing is not None, "asked for a checkpoint"
+        self._is_asking = True
+        try:
+            self._writing.asked = {role: self._groups[role].end_save(last) for role in self._writing.roles}
+        finally:
+            self._is_asking = False
+
+    def _take_answers(self) -> None:
+        """Wait for the answers; where no role writes any more, the checkpoint is complete, or given up."""
+        writing = self._writing
+        assert writing is not None, "asked for a checkpoint"
+        for role, asked in writing.asked.items():
+            answers = asked.get()
+            if (error := _first_error(answers)) is not None:
+                writing.error = writing.error or error
+            elif None not in answers:
+                writing.answers[role] = answers
+            else:
+                continue
+            writing.roles = [one for one in writing.roles if one != role]
+        writing.asked = {}
+        if not writing.roles:
+            self._name(writing)
 
     def _complete(self) -> None:
-        """Wait until the checkpoint is written, give it its name, and delete old ones."""
-        if self._writing is None:
-            return
-        folder, step, state = self._writing
-        self._wait(list(self._groups))
-        ended, error = _results({role: group.end_save for role, group in self._groups.items()})
+        """Wait until there is no checkpoint that is being written, for as long as `timeouts.save_s`."""
+        deadline, pause = time.monotonic() + self._config.timeouts.save_s, POLL_S
+        while (writing := self._writing) is not None:
+            if not writing.asked:
+                self._ask(last=time.monotonic() >= deadline)
+            self._take_answers()
+            if self._writing is not None:
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_POLL_S)
+
+    def _name(self, writing: _Writing) -> None:
+        """Give a checkpoint that is written its name, and delete old ones."""
         digests: dict[str, FileDigest] = {
             f"{role}/{name}": digest
-            for role, by_rank in ended.items()
+            for role, by_rank in writing.answers.items()
             for own in by_rank
             for name, digest in own.items()
         }
         try:
-            if error is not None:
-                raise error
-            checkpoint = complete_checkpoint(folder, step, state, digests)
+            if writing.error is not None:
+                raise writing.error
+            checkpoint = complete_checkpoint(writing.folder, writing.step, writing.run_state, digests)
         except (OSError, CheckpointError) as reason:
-            self._give_up(step, reason)
+            self._give_up(writing.step, reason)
             return
-        self._writing, self.saved_step = None, step
-        self._damaged.discard(step)
+        self._writing, self.saved_step = None, writing.step
+        self._damaged.discard(writing.step)
         with contextlib.suppress(OSError):  # then they stay a while longer
             prune(
                 self._config.run_folder,
@@ -220,46 +275,21 @@ class RunSaver:
                 self._damaged,
             )
         size = sum(digest.num_bytes for digest in digests.values())
-        self._say(f"checkpoint of step {step} saved: {checkpoint.folder.name}, {format_bytes(size)}")
+        self._say(f"checkpoint of step {writing.step} saved: {checkpoint.folder.name}, {format_bytes(size)}")
 
     def _give_up(self, step: int, error: Exception) -> None:
         """A checkpoint could not be written: say so, and let the run go on."""
         if self._writing is not None:
-            shutil.rmtree(self._writing[0], ignore_errors=True)
+            shutil.rmtree(self._writing.folder, ignore_errors=True)
         self._writing = None
         if self._progress.best.step == step:
             self._progress.best = self._best_before
         self._say(f"warning: no checkpoint of step {step}: {error}; the run goes on, earlier ones are kept")
 
 
-def _results(calls: Mapping[str, Callable[[], Future]]) -> tuple[dict[str, Any], CheckpointError | None]:
-    """What each role's ranks return, and the first error of those that could not write; asks all, and waits for all.
-
-    Raises:
-        RankFailedError: a rank failed for another reason.
-    """
-    results, errors = dict[str, Any](), list[CheckpointError]()
-
-    @contextlib.contextmanager
-    def kept() -> Iterator[None]:
-        try:
-            yield
-        except RankFailedError as error:
-            if not isinstance(error.original, CheckpointError):
-                raise
-            errors.append(error.original)
-
-    asked = dict[str, Future]()
-    for role, call in calls.items():
-        while role not in asked:
-            with (
-                kept()
-            ):  # what another role's call has met by now, which a pool says once where it is asked again
-                asked[role] = call()
-    for role, future in asked.items():
-        with kept():
-            results[role] = future.get()
-    return results, next(iter(errors), None)
+def _first_error(answers: Sequence[Any]) -> CheckpointError | None:
+    """Of all ranks' answers."""
+    return next((one for one in answers if isinstance(one, CheckpointError)), None)
 
 
 def _trained_groups(config: RunConfig, roles: Roles) -> dict[str, WorkerGroup]:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -36,6 +36,8 @@ from hybridengine.errors import CheckpointError
 from hybridengine.reshard.boxes import Box, extents, starts
 from hybridengine.reshard.flat_ranges import RangePiece, pieces_in_range
 from hybridengine.reshard.layout import Piece
+
+T = TypeVar("T")
 
 MASTER = "master"
 PROBE_BYTES = 65_536
@@ -91,6 +93,10 @@ class BackgroundSave:
         """Whether this rank has written its files, or failed to."""
         return not self._thread.is_alive()
 
+    def all_have_ended(self) -> bool:
+        """Whether all ranks have, or have failed to. Collective."""
+        return all(_gathered(self.has_ended, self._group))
+
     def end(self, timeout_s: float) -> dict[str, FileDigest]:
         """Wait for the files, complete the folder, and say what this rank has written. Collective.
 
@@ -125,12 +131,17 @@ def _agree(error: Exception | None, what: str, group: dist.ProcessGroup) -> None
     Raises:
         CheckpointError: one of them has; names the first.
     """
-    errors: list[str | None] = [None] * group.size()
-    with device_shim():
-        dist.all_gather_object(errors, error and f"{type(error).__name__}: {error}", group=group)
-    for rank, found in enumerate(errors):
+    for rank, found in enumerate(_gathered(error and f"{type(error).__name__}: {error}", group)):
         if found:
             raise CheckpointError(f"{what} by rank {rank}: {found}")
+
+
+def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:
+    """What each rank of the group has. Collective."""
+    values: list[Any] = [None] * group.size()
+    with device_shim():
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def load_checkpoint(trainer: MegatronTrainer, folder: Path) -> dict[str, Any]:

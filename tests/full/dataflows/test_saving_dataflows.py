@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hybridengine.checkpoints.folders import checkpoints_in
 from hybridengine.cli.stopping import StopRequest
 from hybridengine.data.epochs import shuffled_rows
 from hybridengine.drivers.dataflow import load_step
-from hybridengine.drivers.roles import Sampling, State
+from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.drivers.saving import Progress, RunSaver
 from hybridengine.errors import ConfigError
 from hybridengine.metrics import keys
@@ -52,14 +52,14 @@ def test_who_asks_to_stop_while_a_step_is_being_saved_loses_nothing(
     config = own_run(started, f"stopped-{every}", run={"steps": 3}, checkpoint={"every": every})
     progress, stop = Progress.start(), StopRequest()
     saver = RunSaver(config, started.roles, progress, print)
-    poll = saver._poll
+    poll = saver.poll
 
     def interrupted() -> None:
         if not stop.asked:
             os.kill(os.getpid(), signal.SIGINT)
         poll()
 
-    monkeypatch.setattr(saver, "_poll", interrupted)
+    monkeypatch.setattr(saver, "poll", interrupted)
     with stop.listening():
         go_on(started, config, does_nothing, progress, saver, stop)
     assert stop.asked and progress.step == 1
@@ -101,10 +101,9 @@ def write_as_ever(rows: object, across: object) -> dict[str, float]:
 def test_a_save_may_take_longer_than_a_call(
     save_s: int, saved: bool, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call may take 3 s here, and a rank takes 4 to write. Who has not, is known before the next role is asked."""
+    """A call may take 3 s here, and a rank takes 4 to write."""
     config = own_run(started, f"slow-{save_s}", timeouts={"save_s": save_s})
     monkeypatch.setattr(started.roles.actor, "timeout_s", 3.0)
-    monkeypatch.setattr(started.roles.critic, "end_save", a_little_later(started.roles.critic.end_save))
     said: list[str] = []
     progress = Progress.start()
     saver = RunSaver(config, started.roles, progress, said.append)
@@ -147,35 +146,48 @@ def test_the_multiplier_and_the_best_go_on_from_a_checkpoint(started: Started) -
     assert progress.best.value == max(value(rows[step], "cost/mean") for step in (2, 4))
 
 
-def a_little_later(call: Callable[..., Any]) -> Callable[..., Any]:
-    def later(*arguments: object) -> Any:
-        time.sleep(0.5)
-        return call(*arguments)
-
-    return later
-
-
-def test_a_role_that_cannot_begin_to_save(
-    started: Started, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_role_that_cannot_begin_to_save(started: Started, tmp_path: Path) -> None:
     """What the others have begun is ended, so that the next save is a whole one."""
     config, roles = own_run(started, "not-begun"), started.roles
-    monkeypatch.setattr(roles.critic, "begin_save", a_little_later(roles.critic.begin_save))
     said: list[str] = []
     progress = Progress.start()
     saver = RunSaver(config, roles, progress, said.append)
     roles.actor.begin_save(str(tmp_path)).wait()
     progress.step = 1
     saver.after_step({}, last=True)
-    while not all(roles.actor.save_has_ended().get()):
+    while None in roles.actor.end_save(False).get():
         time.sleep(0.05)
-    roles.actor.end_save().wait()
     progress.step = 2
     saver.after_step({}, last=True)
     refused, told = said
     assert "no checkpoint of step 1: actor is still saving; end that save first" in refused
     assert told.startswith("checkpoint of step 2 saved: ")
     assert [one.step for one in checkpoints_in(config.run_folder)] == [saver.saved_step] == [2]
+
+
+def test_a_checkpoint_has_its_name_as_soon_as_it_is_written(started: Started) -> None:
+    """In the middle of the step after it: that step may take a quarter of an hour, and not be survived."""
+    config = own_run(started, "named", run={"steps": 2}, checkpoint={"every": 1})
+    progress = Progress.start()
+    saver = RunSaver(config, started.roles, progress, print)
+    seen: list[list[int]] = []
+
+    def calls_until_it_is_there(
+        roles: Roles, sampling: Sampling, settings: object, state: State
+    ) -> dict[str, float]:
+        deadline = time.monotonic() + 60
+        while True:
+            roles.prompts.training_prompts(sampling.prompts, sampling.step).get("prompt_lengths")
+            seen.append([one.step for one in checkpoints_in(config.run_folder)])
+            if sampling.step == 1 or seen[-1]:
+                return {"loss": 1.0}
+            assert time.monotonic() < deadline
+
+    go_on(started, config, calls_until_it_is_there, progress, saver)
+    assert seen[0] == [] and seen[-1] == [1]
+    assert [one.step for one in checkpoints_in(config.run_folder)] == [2, 1]
+    rows = read_rows(config.run_folder)
+    assert not [key for row in rows for key in row if "save" in key], "no part of what a step computes"
 
 
 def test_a_state_that_no_checkpoint_can_have(started: Started) -> None:
