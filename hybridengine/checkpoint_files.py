@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +22,29 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 
-COMPANIONS = (
+MODEL_COMPANIONS = (
     CONFIG_FILE,
     "generation_config.json",
+    "README.md",
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+)
+"""Files beside the weights that say what they are; README.md is the model card."""
+TOKENIZER_COMPANIONS = (
     "tokenizer.json",
+    "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "vocab.json",
     "merges.txt",
-    "README.md",
 )
-"""Files beside the weights that make a checkpoint folder complete; README.md is the model card."""
+COMPANIONS = (*MODEL_COMPANIONS, *TOKENIZER_COMPANIONS)
+"""Files beside the weights that make a checkpoint folder complete."""
+COMPANIONS_FOLDER = "companions"
+"""Of a run: such files for all models that it writes."""
 
 WEIGHT_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """Weight types that can be loaded -> bytes of an element."""
@@ -224,3 +236,19 @@ def _listed(names: list[str]) -> str:
 def _joined(parts: list[str], separator: str = ", ") -> str:
     more = f"{separator}and {len(parts) - MAX_LISTED} more" if len(parts) > MAX_LISTED else ""
     return separator.join(parts[:MAX_LISTED]) + more
+
+
+def copy_companions(model: Path, tokenizer: Path, out: Path) -> None:
+    """Copy what belongs to a model's weights into a folder, and the tokenizer, which may be another folder's.
+
+    Raises:
+        OSError: a file cannot be read or written; there is no folder then.
+    """
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for folder, names in ((model, MODEL_COMPANIONS), (tokenizer, TOKENIZER_COMPANIONS)):
+        for name in names:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, partial / name)
+    partial.rename(out)

@@ -99,6 +99,7 @@ class TrainedWorker(ModelWorker):
         self._updates = 0
         self._skipped_in_a_row = 0
         self._save: BackgroundSave | None = None
+        self._given_up: BackgroundSave | None = None
 
     def start_optimizer(self) -> None:
         """Start RL's optimizer, with fresh state."""
@@ -113,6 +114,14 @@ class TrainedWorker(ModelWorker):
         """
         if self._save is not None:
             return CheckpointError(f"{self.context.role} is still saving; end that save first")
+        if (
+            self._given_up is not None and not self._given_up.all_have_ended()
+        ):  # another copy would take memory as well
+            return CheckpointError(
+                f"an earlier save of {self.context.role}, which was given up, is still being written; see whether the"
+                " disk hangs"
+            )
+        self._given_up = None
         counters = {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
         try:
             self._save = BackgroundSave(self.trainer, Path(folder), counters)
@@ -137,6 +146,7 @@ class TrainedWorker(ModelWorker):
         try:
             return save.end(0.0)
         except CheckpointError as error:
+            self._given_up = save
             return error
 
     @register(ONE_TO_ALL)

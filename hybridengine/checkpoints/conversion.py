@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from hybridengine.checkpoint_files import check_checkpoint, tensors_of
+from hybridengine.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE, check_checkpoint, tensors_of
 from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER, Checkpoint, complete_checkpoint
 from hybridengine.checkpoints.hf_writer import HfWriter, gone_on_failure
 from hybridengine.checkpoints.tensors import TensorFolder
@@ -211,7 +211,7 @@ class _OneByOneWriter(FileSystemWriter):
 
 
 def default_companions(checkpoint: Checkpoint) -> Path | None:
-    """Folder of the model that the run began with; None where it is gone."""
+    """Folder of what belongs to the weights of the checkpoint's run; None where it is gone."""
     config = checkpoint.run_state().get("config") or {}
 
     def said(section: str, key: str) -> str:
@@ -220,9 +220,8 @@ def default_companions(checkpoint: Checkpoint) -> Path | None:
         value = found.get(key) if isinstance(found, dict) else None
         return value if isinstance(value, str) else ""
 
-    places = [Path(path)] if (path := said("model", "path")) else []
+    runs = [Path(said("run", "folder")) / said("run", "name")]
     if checkpoint.folder.parent.name == CHECKPOINTS_FOLDER:
-        places.append(checkpoint.folder.parent.parent / "model")
-    places.append(Path(said("run", "folder")) / said("run", "name") / "model")
-    found = iter(places)
-    return next((place for place in found if (place / "config.json").is_file()), None)
+        runs.insert(0, checkpoint.folder.parent.parent)
+    places = (run / COMPANIONS_FOLDER for run in runs)
+    return next((place for place in places if (place / CONFIG_FILE).is_file()), None)

@@ -5,16 +5,18 @@ RUN/checkpoints/step-00000020/
     run.json            step, numbers that the dataflow keeps, sizes, configuration, versions
     actor/              weights and optimizer state (Megatron-core's dist_checkpointing), role.json, rng-RANK
     critic/             the same
-RUN/checkpoints/.step-00000030.partial/     one that is still being written, or whose writer has died
+RUN/checkpoints/.step-00000030-1f2e.partial/     one that is still being written, or whose writer has died
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -28,6 +30,8 @@ from hybridengine.errors import CheckpointError, ConfigError
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFEST, RUN_STATE = "manifest.json", "run.json"
 LOCK_FILE = "run.lock"
+NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
+"""What file systems say that know no locks."""
 FORMAT = 1
 """Of the folder; readers refuse others."""
 _NAME = re.compile(r"step-(\d{8,})")
@@ -132,7 +136,9 @@ def newest_complete(run_folder: Path, warn: Callable[[str], None]) -> Checkpoint
     if folder.is_dir():
         for one in sorted(folder.iterdir(), reverse=True):
             if one.name.endswith(".partial"):
-                warn(f"checkpoint {one.name} is incomplete (its run ended while it was written); left out")
+                warn(
+                    f"checkpoint {one.name} is incomplete (its run, or its ranks, ended while it was written); left out"
+                )
             elif _NAME.match(one.name) and not (one / MANIFEST).is_file():
                 why = f"incomplete ({MANIFEST} is missing)" if one.is_dir() else "a file"
                 warn(f"checkpoint {one.name} is {why}; left out")
@@ -147,8 +153,11 @@ def newest_complete(run_folder: Path, warn: Callable[[str], None]) -> Checkpoint
 
 
 @contextlib.contextmanager
-def run_lock(run_folder: Path) -> Iterator[None]:
+def run_lock(run_folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
     """While open, no other process on a machine that sees the folder carries out the same run.
+
+    Args:
+        warn: told where the file system has no locks, and nobody else would be refused.
 
     Raises:
         ConfigError: one does, or the folder cannot be written to.
@@ -156,13 +165,22 @@ def run_lock(run_folder: Path) -> Iterator[None]:
     with contextlib.ExitStack() as ends:
         try:
             file = ends.enter_context((run_folder / LOCK_FILE).open("a+b", buffering=0))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                warn(
+                    f"{run_folder} is on a file system without locks ({error.strerror}): see to it that the run is"
+                    " started once, or mount it with locks (NFS: not nolock; Lustre: flock)"
+                )
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         except BlockingIOError:
             owner = (run_folder / LOCK_FILE).read_text().strip() or "another process"
             raise ConfigError(
-                f"{run_folder} is being carried out by {owner}; wait until it has ended, or choose another run.name"
+                f"{run_folder} is being carried out by {owner}; wait until it has ended, or choose another run.name;"
+                f" where that machine is gone for good, remove {LOCK_FILE}"
             ) from None
         except OSError as error:
             raise ConfigError(
@@ -175,11 +193,13 @@ def run_lock(run_folder: Path) -> Iterator[None]:
 def begin_checkpoint(run_folder: Path, step: int) -> Path:
     """An empty folder to write a checkpoint into, beside the complete ones and under another name.
 
+    No attempt has the name of another: ranks of a node that was thought to be lost may still be writing.
+
     Raises:
         OSError: it cannot be made.
     """
-    partial = run_folder / CHECKPOINTS_FOLDER / f".{_folder_name(step)}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    name = f".{_folder_name(step)}-{secrets.token_hex(4)}.partial"
+    partial = run_folder / CHECKPOINTS_FOLDER / name
     partial.mkdir(parents=True)
     return partial
 

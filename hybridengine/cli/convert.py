@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def add_convert_command(subparsers: Any) -> None:
 def run_convert(options: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status."""
     source, out = options.source, options.destination
-    if out.exists():
+    if os.path.lexists(out):  # also a link to nothing
         raise ConfigError(f"DESTINATION {out} exists; name a folder that does not, so that nothing is lost")
     if not out.resolve().parent.is_dir():
         raise ConfigError(f"DESTINATION {out}: there is no folder {out.resolve().parent}; make it first")

@@ -13,7 +13,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from hybridengine.checkpoint_files import check_checkpoint
+from hybridengine.checkpoint_files import check_checkpoint, copy_companions
 from hybridengine.config import RunConfig, holder_shape, model_holders
 from hybridengine.config.reward_checks import reward_sections
 from hybridengine.config.run_config import SCORERS
@@ -140,6 +140,10 @@ def prepare_files(config: RunConfig) -> RunFiles:
             )
     files = _read_rows(config, tokenizer, problems)
     problems.raise_all()
+    if not config.companions_folder.is_dir():
+        # Now, while they are there: folders of models are moved in the weeks that a run takes.
+        with writing(config.companions_folder):
+            copy_companions(config.model_folder, config.tokenizer_folder, config.companions_folder)
     if not (config.run_folder / CONFIG_FILE).is_file():
         keep_config(config)
     return files

@@ -70,6 +70,9 @@ def train(config: RunConfig) -> None:
         line = f"[{time.perf_counter() - started:6.1f}s] {without_secrets(text)}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def warn(text: str) -> None:
+        say(f"warning: {text}")
+
     raise_all([*local_problems(config), *missing_trackers(config.run.trackers)])
     step_of = load_step(config.algorithm)
     runs_are_new = not Path(config.run.folder).exists()
@@ -78,7 +81,9 @@ def train(config: RunConfig) -> None:
     stop = StopRequest(saves=bool(config.checkpoint.every))
     with contextlib.ExitStack() as ends:
         ends.enter_context(stop.interruptible())
-        ends.enter_context(run_lock(config.run_folder))  # who is refused leaves the other's folder alone
+        ends.enter_context(
+            run_lock(config.run_folder, warn)
+        )  # who is refused leaves the other's folder alone
         with _nothing_left_behind(config, is_made_here, runs_are_new), contextlib.ExitStack() as begun:
             kept = kept_config(config)
             check_settled(config, kept)
@@ -206,7 +211,7 @@ class _Run:
                 config.warmup,
                 lambda step, loss: say(f"warm-up {step}/{steps}: loss {loss:.3f}"),
             )
-            actor.export_model(str(config.start_folder), str(config.model_folder)).wait()
+            actor.export_model(str(config.start_folder), str(config.companions_folder)).wait()
             say(f"warmed-up model saved: {as_typed(config.start_folder)}")
         actor.start_training()
         roles = pools.start_roles(actor)
@@ -229,7 +234,7 @@ class _Run:
                     raise OutputError(f"step {progress.step}, after which the run ends, could not be saved")
                 if not self.stop.asked:
                     with self.stop.too_late():
-                        actor.export_model(str(final), str(config.model_folder)).wait()
+                        actor.export_model(str(final), str(config.companions_folder)).wait()
                     say(f"trained model saved: {as_typed(final)}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
+from hybridengine.checkpoint_files import COMPANIONS_FOLDER
 from hybridengine.config.algorithm_sections import AlgorithmSection, Role
 from hybridengine.config.reliability_sections import (
     CheckpointSection,
@@ -174,6 +175,11 @@ class RunConfig(Section):
     def tokenizer_folder(self) -> Path:
         """Folder of the tokenizer."""
         return Path(self.model.tokenizer) if self.model.tokenizer else self.model_folder
+
+    @property
+    def companions_folder(self) -> Path:
+        """What belongs to the weights of every model that the run writes: configuration, tokenizer, card."""
+        return self.run_folder / COMPANIONS_FOLDER
 
     @property
     def data_folder(self) -> Path:

@@ -7,6 +7,7 @@ turns failures into a `RankFailedError` (one rank, with its traceback) and hangs
 from __future__ import annotations
 
 import pickle
+import re
 import traceback
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -20,6 +21,8 @@ from hybridengine.redaction import without_secrets
 
 PASSING = (StorageError, TransferError, WorkerError)
 """Errors of this project that say something of the moment, not of what was asked for."""
+_NUMBER = re.compile(r"\b(0x)?[0-9a-f]*\d[0-9a-f]*\b")
+"""Decimal or hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -166,10 +169,12 @@ def is_passing(error: BaseException) -> bool:
 
 
 def failure_signature(error: BaseException) -> str:
-    """What a failure that comes again has in common with itself."""
+    """What a failure that comes again has in common with itself: not the numbers of processes, ports and bytes."""
     if isinstance(error, RankFailedError):
-        return f"{error.failure.operation} {_first_line(error.failure.error)}"
-    return f"{type(error).__name__} {_first_line(str(error))}"
+        text = f"{error.failure.operation} {_first_line(error.failure.error)}"
+    else:
+        text = f"{type(error).__name__} {_first_line(str(error))}"
+    return _NUMBER.sub("#", text)
 
 
 def locate(failure: RankFailure, role: str, method: str, place: str) -> RankFailure:

@@ -156,7 +156,7 @@ REPORTS = {
     "killed rank": r"failed in step 3: \S+ died on rank 1 \(.*tp=.*, node [\d.]+\): .*Died",
     "engine": r"failed in step 7: actor\.generate_sequences failed on rank 1 \(pp=0 dp=0 tp=1, node [\d.]+\):"
     r" EngineBrokenError: an illegal memory access",
-    "full disk": r"warning: no checkpoint of step 4: \S+/\.step-00000004\.partial/\w+ could not be written by rank 1:"
+    "full disk": r"warning: no checkpoint of step 4: \S+/\.step-00000004-\w+\.partial/\w+ could not be written by rank 1:"
     r" \w+: .*; the run goes on, earlier ones are kept",
     "hang": rf"failed in step 9: \S+ did not end within {LIMIT_S} s: .*\n  rank 1 \(.*\): in _hang \(",
     "restart": r"starting the ranks again \(3 of at most 3 times\)",

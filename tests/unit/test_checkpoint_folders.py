@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -48,7 +50,7 @@ def test_a_checkpoint_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
     warnings: list[str] = []
     assert newest_complete(tmp_path, warnings.append) is None
     assert warnings == [
-        "checkpoint .step-00000010.partial is incomplete (its run ended while it was written); left out"
+        f"checkpoint {partial.name} is incomplete (its run, or its ranks, ended while it was written); left out"
     ]
     known = {
         "weights": FileDigest(4, "03ac674216f3e15c761ee1a5e255f067953623c8b388b4459e13f978d7c846f4")
@@ -220,16 +222,32 @@ def test_companions_of_a_state_that_may_be_anybodys(config: str, tmp_path: Path)
     checkpoint = write(tmp_path, 5)
     resigned(checkpoint.folder, f'{{"step": 5, "config": {config}}}')
     assert default_companions(checkpoint) is None
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").touch()
-    assert default_companions(checkpoint) == tmp_path / "model"
+    (tmp_path / "companions").mkdir()
+    (tmp_path / "companions" / "config.json").touch()
+    assert default_companions(checkpoint) == tmp_path / "companions"
+
+
+def test_a_file_system_without_locks_is_told_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some mounts of Lustre and FUSE; the doctor says the same."""
+
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    told: list[str] = []
+    with run_lock(tmp_path, told.append):
+        pass
+    (text,) = told
+    assert f"{tmp_path} is on a file system without locks (Function not implemented): see to it" in text
 
 
 def test_a_run_on_a_full_disk_is_one_error(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).symlink_to("/dev/full")
     with (
         pytest.raises(ConfigError, match=r"cannot be written to \(.*\); make room there"),
-        run_lock(tmp_path),
+        run_lock(tmp_path, print),
     ):
         pass
 
@@ -264,12 +282,12 @@ def test_other_things_than_checkpoints_are_left_out(tmp_path: Path) -> None:
 
 def test_one_process_at_a_time_carries_out_a_run(tmp_path: Path) -> None:
     with (
-        run_lock(tmp_path),
+        run_lock(tmp_path, print),
         pytest.raises(ConfigError, match=rf"is being carried out by process {os.getpid()} on "),
-        run_lock(tmp_path),
+        run_lock(tmp_path, print),
     ):
         pass
-    with run_lock(tmp_path):
+    with run_lock(tmp_path, print):
         pass
 
 

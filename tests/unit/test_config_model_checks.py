@@ -190,3 +190,32 @@ def test_every_model_must_know_the_actors_tokens(
     ):
         prepare_files(config)
     prepare_files(claim_run(load_config(built, [f"critic.path={tmp_path / 'large'}"]))[0])
+
+
+def test_what_belongs_to_the_weights_is_kept_from_the_beginning(
+    tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer of `model.tokenizer`, and none of the model's folder, which may be gone when the run ends."""
+    monkeypatch.chdir(tmp_path)
+    prepare_files(claim_run(load_config(built, ["run.name=first"]))[0])
+    first = tmp_path / "runs" / "first" / "model"
+    own = tmp_path / "tokenizer"
+    own.mkdir()
+    for file in first.glob("*token*"):
+        file.rename(own / file.name)
+    template = own / "chat_template.jinja"
+    if (first / template.name).exists():
+        (first / template.name).rename(template)
+    (first / "README.md").write_text("# A model\n")
+    (first / "vocab.json").write_text("{}")
+    config, _ = claim_run(
+        load_config(
+            built, ["run.name=second", f"model.path={first}", "model.build=null", f"model.tokenizer={own}"]
+        )
+    )
+    prepare_files(config)
+    kept = {file.name: file.read_bytes() for file in config.companions_folder.iterdir()}
+    expected = {file.name: file.read_bytes() for file in own.iterdir()}
+    for name in ("config.json", "generation_config.json", "README.md"):
+        expected[name] = (first / name).read_bytes()
+    assert kept == expected

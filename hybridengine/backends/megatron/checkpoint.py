@@ -52,22 +52,24 @@ class BackgroundSave:
         more: what else role.json keeps.
 
     Raises:
-        CheckpointError: the folder cannot be written to.
+        CheckpointError: on all ranks: one cannot write to the folder, or has no memory for the copy.
     """
 
     def __init__(self, trainer: MegatronTrainer, folder: Path, more: dict[str, Any]) -> None:
         self._rank, self._folder = trainer.rank, folder
-        tensors = {
-            place: _sharded(name, box, whole, part.detach().to("cpu", copy=True).contiguous())
-            for place, name, box, whole, part in _saved(trainer)
-        }
+        tensors, refused = dict[str, ShardedTensor](), _probe(folder, self._rank)
+        try:
+            for place, name, box, whole, part in _saved(trainer):
+                tensors[place] = _sharded(name, box, whole, part.detach().to("cpu", copy=True).contiguous())
+        except (MemoryError, RuntimeError) as error:  # torch's, where there is no memory for it
+            refused = refused or error
         self._role = {"shape": _shape_json(trainer), "dtype": trainer.dtype, **trainer.counters(), **more}
         with device_shim():
             tracker: Any = get_cuda_rng_tracker()
             tracked = {name: state.cpu() for name, state in tracker.get_states().items()}
         self._random = RandomStates.now(tracked)
         self._group = trainer.groups.intra_dist_opt
-        _agree(_probe(folder, self._rank), f"{folder} cannot be written to", self._group)
+        _agree(refused, f"{folder} cannot be written to", self._group)
         with device_shim():
             self._request = compat.begin_save(tensors, folder)
         self._error: Exception | None = None
@@ -114,7 +116,7 @@ class BackgroundSave:
         return self._digests
 
 
-def _probe(folder: Path, rank: int) -> OSError | None:
+def _probe(folder: Path, rank: int) -> Exception | None:
     """Why this rank cannot write there; None where it can."""
     file = folder / f"probe-{rank}"
     try:

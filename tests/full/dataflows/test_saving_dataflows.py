@@ -110,8 +110,11 @@ def test_a_save_may_take_longer_than_a_call(
     progress.step = 1
     with writers(started, "write_slowly"):
         saver.after_step({}, last=True)
-        if not saved:  # ranks that are late are left to end before others write as ever
-            time.sleep(4)
+        if not saved:  # no second copy is made meanwhile
+            progress.step = 2
+            saver.after_step({}, last=True)
+            assert "an earlier save of actor, which was given up, is still being written" in said.pop()
+            time.sleep(4)  # ranks that are late are left to end before others write as ever
     assert (saver.saved_step == 1) is saved
     (told,) = said
     if saved:
