@@ -29,7 +29,8 @@ DESCRIPTION = """Examine this machine's installation, then every node of the clu
 versions       Python and packages: there, new enough, importable, the same on all nodes
 devices        GPUs, their drivers and what else runs on them; without GPUs, the processor
 memory         of hosts, shared memory, and how many files a process may open
-shared files   whether all nodes write to the same run.folder and see its locks; its speed and space
+shared files   whether all nodes write to the same run.folder and see its locks; its speed and space; with CONFIG, whether
+               they read its models and data
 clock          of every node, against this machine's
 ports, links   every node to every other one; bytes from node to node; a world of ranks that sums a tensor
 
@@ -125,6 +126,7 @@ def _wanted(config: RunConfig | None, folder: str | None) -> Wanted:
         kept_bytes=kept * saved,
         checkpoint_bytes=saved,
         start_limit_s=config.timeouts.start_s,
+        reads={key: str(path) for key, path in config.paths_to_read.items()},
     )
 
 

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from hybridengine.checkpoint_files import check_checkpoint, copy_companions
 from hybridengine.config import RunConfig, holder_shape, model_holders
 from hybridengine.config.reward_checks import reward_sections
-from hybridengine.config.run_config import SCORERS
+from hybridengine.config.run_config import PATHS, SCORERS
 from hybridengine.data.demonstrations import DemonstrationDataset
 from hybridengine.data.prompts import PromptDataset
 from hybridengine.data.rewards import check_reward_functions
@@ -66,18 +66,6 @@ def claim_run(config: RunConfig) -> tuple[RunConfig, bool]:
             raise ConfigError(
                 f"run.folder={config.run.folder} cannot be written to ({error.strerror}); name a folder that can"
             ) from None
-
-
-PATHS = {
-    "run": ("folder",),
-    "model": ("path", "tokenizer"),
-    "data": ("train_file", "eval_file"),
-    "critic": ("path",),
-    "cost_critic": ("path",),
-    "reward": ("path",),
-    "cost": ("path",),
-}
-"""Paths that ranks read or write."""
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -38,6 +38,16 @@ TRAINED: tuple[Role, ...] = ("actor", "critic", "cost_critic")
 """Roles whose weights are updated."""
 SCORERS: tuple[Role, ...] = ("reward", "cost")
 """Roles that score responses, with functions, models or both."""
+PATHS = {
+    "run": ("folder",),
+    "model": ("path", "tokenizer"),
+    "data": ("train_file", "eval_file"),
+    "critic": ("path",),
+    "cost_critic": ("path",),
+    "reward": ("path",),
+    "cost": ("path",),
+}
+"""Keys of a configuration, by section, with paths that ranks read or write."""
 
 
 def ranks_key(pool: str) -> str:
@@ -175,6 +185,20 @@ class RunConfig(Section):
     def tokenizer_folder(self) -> Path:
         """Folder of the tokenizer."""
         return Path(self.model.tokenizer) if self.model.tokenizer else self.model_folder
+
+    @property
+    def paths_to_read(self) -> dict[str, Path]:
+        """Key -> file or folder that must be there, on every node, before the run begins."""
+        named = {
+            f"{section}.{key}": getattr(getattr(self, section), key)
+            for section, keys in PATHS.items()
+            for key in keys
+            if section != "run"
+        }
+        for role in SCORERS:
+            for term, scorer in getattr(self, role).terms.items():
+                named[f"{role}.terms.{term}.path"] = scorer.path
+        return {key: Path(path).resolve() for key, path in named.items() if path is not None}
 
     @property
     def companions_folder(self) -> Path:

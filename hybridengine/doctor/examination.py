@@ -23,6 +23,7 @@ from hybridengine.doctor.judging import (
     judge_devices,
     judge_folder,
     judge_memory,
+    judge_reads,
     judge_versions,
 )
 from hybridengine.doctor.judging_network import (
@@ -83,6 +84,8 @@ def examine_cluster(wanted: Wanted, own: NodeFacts, say: Say) -> list[Finding]:
         findings += judge_memory(nodes, needs)
         say(f"writing to {wanted.folder} from every node")
         findings += _folder_findings(posts, wanted.folder, needs)
+        read = posts.ask_all("unreadable", list(wanted.reads.values()), of=computing)
+        findings += judge_reads(wanted.reads, read)
         say("comparing clocks")
         findings += judge_clocks(posts.clock_offsets())
         if len(posts.nodes) > 1:

@@ -251,6 +251,26 @@ def judge_memory(facts: Sequence[NodeFacts], needs: Needs | None = None) -> list
     return findings
 
 
+def judge_reads(reads: Mapping[str, str], unreadable: Mapping[str, Mapping[str, str]]) -> list[Finding]:
+    """Files and folders that a run reads.
+
+    Args:
+        reads: key of the configuration -> path.
+        unreadable: node -> paths that it cannot read -> why.
+    """
+    findings = list[Finding]()
+    for node, reasons in unreadable.items():
+        for key, path in reads.items():
+            if path in reasons:
+                remedy = "mount its file system there under the same path, or copy it there"
+                findings.append(
+                    problem(Subject.FILES, f"{key}={path} cannot be read ({reasons[path]})", remedy, node)
+                )
+    if reads and not findings:
+        findings.append(fine(Subject.FILES, f"{', '.join(reads)}: every node reads what the run names"))
+    return findings
+
+
 def judge_folder(
     folder: str,
     seen: Mapping[str, FolderFacts],

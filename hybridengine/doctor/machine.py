@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -42,6 +42,8 @@ class Wanted:
     checkpoint_bytes: int = 0
     start_limit_s: float = 600.0
     """Until ranks have started."""
+    reads: Mapping[str, str] = field(default_factory=dict)
+    """Key of the configuration -> file or folder that ranks read, wherever they are."""
 
 
 def required() -> Required:

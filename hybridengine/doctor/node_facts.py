@@ -207,6 +207,21 @@ def try_folder(folder: str) -> FolderFacts:
         return FolderFacts(error=f"{type(error).__name__}: {error.strerror or error}")
 
 
+def unreadable(paths: list[str]) -> dict[str, str]:
+    """Files and folders that this node cannot read -> why."""
+    reasons = dict[str, str]()
+    for path in paths:
+        try:
+            if os.path.isdir(path):
+                os.listdir(path)
+            else:
+                with open(path, "rb") as file:
+                    file.read(1)
+        except OSError as error:
+            reasons[path] = error.strerror or str(error)
+    return reasons
+
+
 def leave_mark(folder: str) -> str:
     """Make a file in a folder, for other nodes to find; its name."""
     name = f".doctor-{uuid.uuid4().hex}"

@@ -18,6 +18,7 @@ from hybridengine.doctor.node_facts import (
     marks_seen,
     node_facts,
     try_folder,
+    unreadable,
 )
 
 BLOCK_BYTES = 2**20
@@ -59,6 +60,10 @@ class NodePost:
     def try_folder(self, folder: str) -> FolderFacts:
         """Whether the node can write there."""
         return try_folder(folder)
+
+    def unreadable(self, paths: list[str]) -> dict[str, str]:
+        """Those that the node cannot read -> why."""
+        return unreadable(paths)
 
     def leave_mark(self, folder: str) -> str:
         """Make a file for other nodes to find; its name."""

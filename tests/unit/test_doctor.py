@@ -170,3 +170,10 @@ def test_a_cluster_that_is_not_there_takes_no_finding_away(
 def test_wrong_input(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_files_and_folders_that_a_node_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "none")
+    paths = [str(tmp_path), str(tmp_path / "rows.jsonl"), str(tmp_path / "link"), "/none"]
+    assert NodePost("a").unreadable(paths) == dict.fromkeys(paths[2:], "No such file or directory")

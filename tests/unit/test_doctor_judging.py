@@ -16,6 +16,7 @@ from hybridengine.doctor.judging import (
     judge_devices,
     judge_folder,
     judge_memory,
+    judge_reads,
     judge_versions,
 )
 from hybridengine.doctor.judging_network import (
@@ -319,3 +320,14 @@ def test_ranks_go_to_nodes_as_runs_place_them() -> None:
 def test_this_installation_is_what_its_metadata_asks_for() -> None:
     own = NodeFacts("here", "", ".".join(map(str, sys.version_info[:3])), installed_packages())
     assert told(judge_versions([own], required())) == []
+
+
+def test_what_a_run_reads() -> None:
+    reads = {"model.path": "/models/7b", "data.train_file": "/data/rows.jsonl"}
+    gone = {"b": {"/models/7b": "No such file or directory"}, "a": {}}
+    (found,) = judge_reads(reads, gone)
+    assert (found.level, found.nodes) == (Level.PROBLEM, ("b",))
+    assert found.text == "model.path=/models/7b cannot be read (No such file or directory)"
+    (found,) = judge_reads(reads, {"a": {}, "b": {}})
+    assert found.level == Level.OK
+    assert judge_reads({}, {"a": {}}) == []
