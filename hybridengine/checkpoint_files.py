@@ -239,10 +239,11 @@ def _joined(parts: list[str], separator: str = ", ") -> str:
 
 
 def copy_companions(model: Path, tokenizer: Path, out: Path) -> None:
-    """Copy what belongs to a model's weights into a folder, and the tokenizer, which may be another folder's.
+    """Copy what belongs to a model's weights into a folder, in place of an older one, and the tokenizer, which may be
+    another folder's.
 
     Raises:
-        OSError: a file cannot be read or written; there is no folder then.
+        OSError: a file cannot be read or written.
     """
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -251,4 +252,5 @@ def copy_companions(model: Path, tokenizer: Path, out: Path) -> None:
         for name in names:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, partial / name)
+    shutil.rmtree(out, ignore_errors=True)
     partial.rename(out)

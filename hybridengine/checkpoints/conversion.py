@@ -211,7 +211,7 @@ class _OneByOneWriter(FileSystemWriter):
 
 
 def default_companions(checkpoint: Checkpoint) -> Path | None:
-    """Folder of what belongs to the weights of the checkpoint's run; None where it is gone."""
+    """Folder of what belongs to the weights: the run's, or that of its first model; None where both are gone."""
     config = checkpoint.run_state().get("config") or {}
 
     def said(section: str, key: str) -> str:
@@ -220,8 +220,11 @@ def default_companions(checkpoint: Checkpoint) -> Path | None:
         value = found.get(key) if isinstance(found, dict) else None
         return value if isinstance(value, str) else ""
 
-    runs = [Path(said("run", "folder")) / said("run", "name")]
-    if checkpoint.folder.parent.name == CHECKPOINTS_FOLDER:
-        runs.insert(0, checkpoint.folder.parent.parent)
-    places = (run / COMPANIONS_FOLDER for run in runs)
+    runs = [checkpoint.folder.parent.parent] if checkpoint.folder.parent.name == CHECKPOINTS_FOLDER else []
+    if (folder := said("run", "folder")) and (name := said("run", "name")):
+        runs.append(Path(folder) / name)
+    places = [run / COMPANIONS_FOLDER for run in runs]
+    if path := said("model", "path"):  # of a run that ended before it had kept them
+        places.append(Path(path))
+    places += [run / "model" for run in runs]
     return next((place for place in places if (place / CONFIG_FILE).is_file()), None)

@@ -19,7 +19,7 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,8 +190,8 @@ def run_lock(run_folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
         file.truncate(0)
 
 
-def begin_checkpoint(run_folder: Path, step: int) -> Path:
-    """An empty folder to write a checkpoint into, beside the complete ones and under another name.
+def begin_checkpoint(run_folder: Path, step: int, roles: Iterable[str] = ()) -> Path:
+    """A folder to write a checkpoint into, with one for each role, beside the complete ones and under another name.
 
     No attempt has the name of another: ranks of a node that was thought to be lost may still be writing.
 
@@ -200,7 +200,13 @@ def begin_checkpoint(run_folder: Path, step: int) -> Path:
     """
     name = f".{_folder_name(step)}-{secrets.token_hex(4)}.partial"
     partial = run_folder / CHECKPOINTS_FOLDER / name
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+        for role in roles:
+            (partial / role).mkdir()
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     return partial
 
 

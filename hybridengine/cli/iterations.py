@@ -10,12 +10,12 @@ from hybridengine.cli.prepare import RunFiles
 from hybridengine.cli.run_output import RunOutput
 from hybridengine.cli.stopping import StopRequest
 from hybridengine.config import RunConfig
-from hybridengine.controller.exchange import CallRecord, row_exchange
+from hybridengine.controller.exchange import row_exchange
 from hybridengine.drivers.dataflow import Step
 from hybridengine.drivers.evaluation import evaluate
 from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.roles import Roles, Sampling
-from hybridengine.drivers.saving import SAVE_CALLS, Progress, RunSaver
+from hybridengine.drivers.saving import Progress, RunSaver
 from hybridengine.drivers.step_metrics import call_metrics
 from hybridengine.errors import ConfigError, HybridEngineError, shown
 from hybridengine.metrics import keys
@@ -45,10 +45,6 @@ def iterate(
     """
     steps, exchange = config.run.steps, row_exchange()
 
-    def take_records() -> list[CallRecord]:
-        """Of the calls so far, but for those of saves."""
-        return [one for one in exchange.take_records() if one.method not in SAVE_CALLS]
-
     def measure(step: int) -> dict[str, float]:
         if files.held_out is None:
             return {}
@@ -56,7 +52,7 @@ def iterate(
         metrics, samples = evaluate(roles, len(files.held_out))
         output.show_samples(step, samples)
         pools.wait()
-        output.draw(step, take_records())
+        output.draw(step, exchange.take_records())
         return metrics
 
     @contextlib.contextmanager
@@ -80,7 +76,7 @@ def iterate(
                 elif counts:
                     output.record_failure(step, counts)
                 pools.settle()
-                output.draw(step, take_records())
+                output.draw(step, exchange.take_records())
             raise
 
     exchange.take_records()  # of the start
@@ -89,40 +85,38 @@ def iterate(
             metrics = measure(0)
             counts = roles.take_scorer_metrics()
         output.record(0, metrics | counts)
-    with pools.before_calls(saver.poll):
-        for step in range(progress.step + 1, steps + 1):
+    for step in range(progress.step + 1, steps + 1):
+        pools.wait()
+        exchange.take_records()  # what was asked between two steps is part of neither
+        output.begin_step(step)
+        begin, payload_bytes = time.time(), exchange.payload_bytes
+        with failures_kept(step):
+            metrics = _checked(
+                step_of(roles, _sampling(config, step), config.algorithm, progress.state), config, step
+            )
+            _check_state(progress.state, config, step)
             pools.wait()
-            exchange.take_records()  # what was asked between two steps is part of neither
-            output.begin_step(step)
-            begin, payload_bytes = time.time(), exchange.payload_bytes
-            with failures_kept(step):
-                metrics = _checked(
-                    step_of(roles, _sampling(config, step), config.algorithm, progress.state), config, step
-                )
-                _check_state(progress.state, config, step)
-                pools.wait()
-            seconds = time.time() - begin
-            records = take_records()
-            payload_bytes = exchange.payload_bytes - payload_bytes
-            metrics |= call_metrics(records, payload_bytes, begin, begin + seconds)
-            metrics[keys.STEP_S] = seconds
-            if keys.TOKENS in metrics:
-                metrics[keys.TOKENS_PER_S] = metrics[keys.TOKENS] / seconds
-            output.draw(step, records)
-            every = config.run.eval_every
-            with failures_kept(step, metrics):
-                if step == steps or (every and step % every == 0):
-                    metrics |= measure(step)
-                counts = roles.take_scorer_metrics()
-            metrics |= counts
-            output.record(step, metrics)
-            progress.step, progress.prompts_drawn = step, progress.prompts_drawn + config.data.batch_size
-            last = step == steps or stop.asked
-            saver.after_step(metrics, last=last)
-            if not last and (last := stop.asked):  # while a save was begun, which has to be completed then
-                saver.after_step(metrics, last=True)
-            if last:
-                return
+        seconds, records = time.time() - begin, exchange.take_records()
+        payload_bytes = exchange.payload_bytes - payload_bytes
+        metrics |= call_metrics(records, payload_bytes, begin, begin + seconds)
+        metrics[keys.STEP_S] = seconds
+        if keys.TOKENS in metrics:
+            metrics[keys.TOKENS_PER_S] = metrics[keys.TOKENS] / seconds
+        output.draw(step, records)
+        every = config.run.eval_every
+        with failures_kept(step, metrics):
+            if step == steps or (every and step % every == 0):
+                metrics |= measure(step)
+            counts = roles.take_scorer_metrics()
+        metrics |= counts
+        output.record(step, metrics)
+        progress.step, progress.prompts_drawn = step, progress.prompts_drawn + config.data.batch_size
+        last = step == steps or stop.asked
+        saver.after_step(metrics, last=last)
+        if not last and (last := stop.asked):  # while a save was begun, which has to be completed then
+            saver.after_step(metrics, last=True)
+        if last:
+            return
 
 
 def _checked(metrics: object, config: RunConfig, step: int) -> dict[str, float]:

@@ -128,10 +128,9 @@ def prepare_files(config: RunConfig) -> RunFiles:
             )
     files = _read_rows(config, tokenizer, problems)
     problems.raise_all()
-    if not config.companions_folder.is_dir():
-        # Now, while they are there: folders of models are moved in the weeks that a run takes.
-        with writing(config.companions_folder):
-            copy_companions(config.model_folder, config.tokenizer_folder, config.companions_folder)
+    # Now, while they are there: folders of models are moved in the weeks that a run takes.
+    with writing(config.companions_folder):
+        copy_companions(config.model_folder, config.tokenizer_folder, config.companions_folder)
     if not (config.run_folder / CONFIG_FILE).is_file():
         keep_config(config)
     return files

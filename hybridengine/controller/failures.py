@@ -21,8 +21,8 @@ from hybridengine.redaction import without_secrets
 
 PASSING = (StorageError, TransferError, WorkerError)
 """Errors of this project that say something of the moment, not of what was asked for."""
-_NUMBER = re.compile(r"\b(0x)?[0-9a-f]*\d[0-9a-f]*\b")
-"""Decimal or hexadecimal."""
+_NUMBER = re.compile(r"(0x)?[0-9a-f]*\d[0-9a-f]*", re.IGNORECASE)
+"""Decimal or hexadecimal, also where a unit or a name goes on with it."""
 
 
 @dataclass(frozen=True)
@@ -171,10 +171,10 @@ def is_passing(error: BaseException) -> bool:
 def failure_signature(error: BaseException) -> str:
     """What a failure that comes again has in common with itself: not the numbers of processes, ports and bytes."""
     if isinstance(error, RankFailedError):
-        text = f"{error.failure.operation} {_first_line(error.failure.error)}"
+        what, text = error.failure.operation, error.failure.error
     else:
-        text = f"{type(error).__name__} {_first_line(str(error))}"
-    return _NUMBER.sub("#", text)
+        what, text = type(error).__name__, str(error)
+    return f"{what} {_first_line(_NUMBER.sub('#', text))}"
 
 
 def locate(failure: RankFailure, role: str, method: str, place: str) -> RankFailure:

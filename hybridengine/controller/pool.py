@@ -81,8 +81,6 @@ class ResourcePool:
         self._dropped: deque[int] = deque()
         self._roles: set[str] = set()
         self._closed = False
-        self.before_call: Callable[[], object] = lambda: None
-        """Done before each call of a group; may make calls of its own, and raise what they raise."""
 
     @property
     def num_ranks(self) -> int:

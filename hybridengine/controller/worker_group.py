@@ -127,7 +127,6 @@ class WorkerGroup:
             self._signatures[method].bind(self, *args, **kwargs)
         except TypeError as error:
             raise WrongArgumentsError(f"{operation}{self._signatures[method]}: {error}") from None
-        self.pool.before_call()
         registration = self._methods[method][1]
         protocol = registration.protocol
         requests = split_requests(registration, self.topology, args, kwargs, operation, self.pool)

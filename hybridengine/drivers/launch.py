@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import TracebackType
 
 from hybridengine.backends.vllm import environment
@@ -105,18 +104,6 @@ class RunPools:
         """Write down what the calls took that have ended by now."""
         for pool in self._pools.values():
             pool.settle()
-
-    @contextmanager
-    def before_calls(self, action: Callable[[], object]) -> Iterator[None]:
-        """While open, `action` is done before each call of a group."""
-        before = {pool: pool.before_call for pool in self._pools.values()}
-        for pool in before:
-            pool.before_call = action
-        try:
-            yield
-        finally:
-            for pool, other in before.items():
-                pool.before_call = other
 
     def start_actor(self, **arguments: object) -> WorkerGroup:
         """The actor's group; `arguments` go to its worker."""

@@ -1,8 +1,7 @@
 """Saves a run while it goes on, and has a new one go on from there.
 
 A save begins between two iterations: every trained role copies its state to host memory, and writes it in the background.
-It is completed between two calls of a later one, once all ranks have written. A save that fails costs the run nothing but
-itself.
+It is completed between two later ones, once all ranks have written. A save that fails costs the run nothing but itself.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from hybridengine.checkpoints.folders import (
 )
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import TRAINED
-from hybridengine.controller.futures import Future
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.roles import Roles, State
 from hybridengine.errors import CheckpointError
@@ -41,8 +39,6 @@ SPARE_SHARE = 1.05
 """Of what a checkpoint takes: descriptions of tensors, and files that others write meanwhile."""
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
 """Between two questions whether ranks have written, where the run waits for that: at first, and after a while."""
-SAVE_CALLS = ("begin_save", "end_save")
-"""Methods of roles that are asked in the middle of a step, and are no part of what it computes."""
 FREE_KEYS = (
     "resume",
     "run.folder",
@@ -112,14 +108,12 @@ class _Writing:
     folder: Path
     step: int
     run_state: dict[str, Any]
-    asked: dict[str, Future]
-    """Roles that have been asked whether they have written, and have not answered."""
-    answers: dict[str, list[dict[str, FileDigest]]]
-    """Roles that have written: the files of each rank."""
-    error: CheckpointError | None = None
-    """Why there will be no checkpoint."""
-    roles: Sequence[str] = ()
+    roles: list[str]
     """Those that have begun to write and have not ended."""
+    error: CheckpointError | None
+    """Why there will be no checkpoint."""
+    files: dict[str, FileDigest] = field(default_factory=dict)
+    """Of the roles that have ended."""
 
 
 class RunSaver:
@@ -138,7 +132,6 @@ class RunSaver:
         # A run goes on from the newest whole one: later ones are damaged, until they are written again.
         self._damaged = {one.step for one in checkpoints_in(config.run_folder) if one.step > progress.step}
         self._writing: _Writing | None = None
-        self._is_asking = False
         self.saved_step = progress.step
         """Of the newest checkpoint."""
         self._begun: int | None = None
@@ -146,12 +139,12 @@ class RunSaver:
         sha256_of(config.train_file)  # now, as it was read: every checkpoint says it
 
     def after_step(self, metrics: Mapping[str, float], *, last: bool = False) -> None:
-        """Begin a checkpoint where it is time, or the run ends; the one before it is completed first.
+        """Complete a checkpoint that all ranks have written meanwhile; begin another where it is time, or the run ends.
 
         Args:
             last: the run ends after this step; also where that turns out only after an earlier call for it.
         """
-        self.poll()
+        self._poll()
         every, step = self._config.checkpoint.every, self._progress.step
         if not every or not (last or step % every == 0):
             return
@@ -162,20 +155,6 @@ class RunSaver:
             self._begun = step
         if last:
             self._complete()
-
-    def poll(self) -> None:
-        """Complete a checkpoint that all ranks have written. Waits for nothing: for between any two calls of a step.
-
-        Raises:
-            RankFailedError: a rank has failed, and not for what the disk has refused to it.
-        """
-        writing = self._writing
-        if writing is None or self._is_asking:  # asking is a call as well
-            return
-        if not writing.asked:
-            self._ask(last=False)
-        elif all(one.done() for one in writing.asked.values()):
-            self._take_answers()
 
     def _rate(self, metrics: Mapping[str, float]) -> None:
         name, best = self._config.checkpoint.best, self._progress.best
@@ -194,74 +173,54 @@ class RunSaver:
                     f"{run_folder} has {format_bytes(free)} free, and a checkpoint takes {format_bytes(int(expected))};"
                     " make room, or lower checkpoint.keep"
                 )
-            folder = begin_checkpoint(run_folder, step)
-            for role in self._groups:
-                (folder / role).mkdir()
+            folder = begin_checkpoint(run_folder, step, self._groups)
         except (OSError, CheckpointError) as error:
             self._give_up(step, error)
             return
-        writing = _Writing(folder, step, run_state(config, self._progress), {}, {})
         begun = {role: group.begin_save(str(folder / role)) for role, group in self._groups.items()}
         refused = {role: _first_error(one.get()) for role, one in begun.items()}
-        writing.roles = [role for role, error in refused.items() if error is None]
-        writing.error = next((error for error in refused.values() if error is not None), None)
-        self._writing = writing
-        if writing.error is not None:
+        error = next((error for error in refused.values() if error is not None), None)
+        roles = [role for role, error in refused.items() if error is None]
+        self._writing = _Writing(folder, step, run_state(config, self._progress), roles, error)
+        if error is not None:
             self._complete()
-
-    def _ask(self, last: bool) -> None:
-        """Have the roles that still write end it, if they have written.
-
-        Args:
-            last: they have had all the time that there is: those that have not written give up.
-        """
-        assert self._writing is not None, "asked for a checkpoint"
-        self._is_asking = True
-        try:
-            self._writing.asked = {role: self._groups[role].end_save(last) for role in self._writing.roles}
-        finally:
-            self._is_asking = False
-
-    def _take_answers(self) -> None:
-        """Wait for the answers; where no role writes any more, the checkpoint is complete, or given up."""
-        writing = self._writing
-        assert writing is not None, "asked for a checkpoint"
-        for role, asked in writing.asked.items():
-            answers = asked.get()
-            if (error := _first_error(answers)) is not None:
-                writing.error = writing.error or error
-            elif None not in answers:
-                writing.answers[role] = answers
-            else:
-                continue
-            writing.roles = [one for one in writing.roles if one != role]
-        writing.asked = {}
-        if not writing.roles:
-            self._name(writing)
 
     def _complete(self) -> None:
         """Wait until there is no checkpoint that is being written, for as long as `timeouts.save_s`."""
         deadline, pause = time.monotonic() + self._config.timeouts.save_s, POLL_S
-        while (writing := self._writing) is not None:
-            if not writing.asked:
-                self._ask(last=time.monotonic() >= deadline)
-            self._take_answers()
-            if self._writing is not None:
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_POLL_S)
+        self._poll()
+        while self._writing is not None:
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL_S)
+            self._poll(last=time.monotonic() >= deadline)
+
+    def _poll(self, last: bool = False) -> None:
+        """Have the roles that still write end it, if they have written; then the checkpoint is complete, or given up.
+
+        Args:
+            last: they have had all the time that there is: those that have not written give up.
+        """
+        writing = self._writing
+        if writing is None:
+            return
+        for role, asked in {role: self._groups[role].end_save(last) for role in writing.roles}.items():
+            answers = asked.get()
+            if (error := _first_error(answers)) is not None:
+                writing.error = writing.error or error
+            elif None in answers:
+                continue
+            else:
+                writing.files |= {f"{role}/{name}": digest for own in answers for name, digest in own.items()}
+            writing.roles.remove(role)
+        if not writing.roles:
+            self._name(writing)
 
     def _name(self, writing: _Writing) -> None:
         """Give a checkpoint that is written its name, and delete old ones."""
-        digests: dict[str, FileDigest] = {
-            f"{role}/{name}": digest
-            for role, by_rank in writing.answers.items()
-            for own in by_rank
-            for name, digest in own.items()
-        }
         try:
             if writing.error is not None:
                 raise writing.error
-            checkpoint = complete_checkpoint(writing.folder, writing.step, writing.run_state, digests)
+            checkpoint = complete_checkpoint(writing.folder, writing.step, writing.run_state, writing.files)
         except (OSError, CheckpointError) as reason:
             self._give_up(writing.step, reason)
             return
@@ -274,7 +233,7 @@ class RunSaver:
                 self._progress.best.step,
                 self._damaged,
             )
-        size = sum(digest.num_bytes for digest in digests.values())
+        size = sum(digest.num_bytes for digest in writing.files.values())
         self._say(f"checkpoint of step {writing.step} saved: {checkpoint.folder.name}, {format_bytes(size)}")
 
     def _give_up(self, step: int, error: Exception) -> None:

@@ -222,9 +222,10 @@ def test_companions_of_a_state_that_may_be_anybodys(config: str, tmp_path: Path)
     checkpoint = write(tmp_path, 5)
     resigned(checkpoint.folder, f'{{"step": 5, "config": {config}}}')
     assert default_companions(checkpoint) is None
-    (tmp_path / "companions").mkdir()
-    (tmp_path / "companions" / "config.json").touch()
-    assert default_companions(checkpoint) == tmp_path / "companions"
+    for place in ("model", "companions"):  # the better one comes last
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "config.json").touch()
+        assert default_companions(checkpoint) == tmp_path / place
 
 
 def test_a_file_system_without_locks_is_told_and_used(

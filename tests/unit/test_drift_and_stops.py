@@ -154,10 +154,12 @@ def test_the_same_failure_is_known_again() -> None:
 def test_a_rank_that_dies_again_is_another_process() -> None:
     """As Ray says it, and as CUDA does."""
     for text in (
-        "ActorDiedError: The actor died unexpectedly. actor_id: {:032x} pid: {} ip: 10.0.0.{}",
+        "ActorDiedError: The actor died unexpectedly. actor_id: {:032x} pid: {} ip: 10.0.0.{}"
+        + " and so on" * 30,
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.{} GiB. Process {} has {:.2f} GiB",
     ):
         one, again = (
-            failed(RuntimeError(text.format(*numbers))) for numbers in ((0x9C3F4E, 4711, 12), (0xA1, 815, 13))
+            failed(RuntimeError(text.format(*numbers)))
+            for numbers in ((0x9C3F4E, 4711222, 12), (0xA1, 815, 13))
         )
         assert failure_signature(one) == failure_signature(again)

@@ -62,7 +62,8 @@ class BackgroundSave:
             for place, name, box, whole, part in _saved(trainer):
                 tensors[place] = _sharded(name, box, whole, part.detach().to("cpu", copy=True).contiguous())
         except (MemoryError, RuntimeError) as error:  # torch's, where there is no memory for it
-            refused = refused or error
+            refused = refused or error.with_traceback(None)  # whose frame would hold the copies
+            tensors.clear()
         self._role = {"shape": _shape_json(trainer), "dtype": trainer.dtype, **trainer.counters(), **more}
         with device_shim():
             tracker: Any = get_cuda_rng_tracker()
@@ -71,15 +72,17 @@ class BackgroundSave:
         self._group = trainer.groups.intra_dist_opt
         _agree(refused, f"{folder} cannot be written to", self._group)
         with device_shim():
-            self._request = compat.begin_save(tensors, folder)
+            self._request: compat.AsyncRequest | None = compat.begin_save(tensors, folder)
         self._error: Exception | None = None
         self._digests: dict[str, FileDigest] = {}
-        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(self._request,), name="checkpoint", daemon=True
+        )
         self._thread.start()
 
-    def _write(self) -> None:
+    def _write(self, request: compat.AsyncRequest) -> None:
         try:
-            compat.write_save(self._request)
+            compat.write_save(request)
             own = [one.name for one in self._folder.glob(f"__{self._rank}_*.distcp")]
             own.append(_random_file(self._rank))
             self._random.save(self._folder / own[-1])
@@ -109,9 +112,11 @@ class BackgroundSave:
         if self._thread.is_alive():
             self._error = TimeoutError("it has not ended in time; raise timeouts.save_s")
         what = f"{self._folder} could not be written"
+        request, self._request = self._request, None  # it holds the copy
+        assert request is not None, "ended once"
         _agree(self._error, what, self._group)
         with device_shim():
-            refused = compat.end_save(self._request)
+            refused = compat.end_save(request)
         _agree(refused, what, self._group)
         return self._digests
 

@@ -18,7 +18,7 @@ from hybridengine.checkpoints.folders import checkpoints_in
 from hybridengine.cli.stopping import StopRequest
 from hybridengine.data.epochs import shuffled_rows
 from hybridengine.drivers.dataflow import load_step
-from hybridengine.drivers.roles import Roles, Sampling, State
+from hybridengine.drivers.roles import Sampling, State
 from hybridengine.drivers.saving import Progress, RunSaver
 from hybridengine.errors import ConfigError
 from hybridengine.metrics import keys
@@ -52,14 +52,14 @@ def test_who_asks_to_stop_while_a_step_is_being_saved_loses_nothing(
     config = own_run(started, f"stopped-{every}", run={"steps": 3}, checkpoint={"every": every})
     progress, stop = Progress.start(), StopRequest()
     saver = RunSaver(config, started.roles, progress, print)
-    poll = saver.poll
+    poll = saver._poll
 
-    def interrupted() -> None:
+    def interrupted(last: bool = False) -> None:
         if not stop.asked:
             os.kill(os.getpid(), signal.SIGINT)
-        poll()
+        poll(last)
 
-    monkeypatch.setattr(saver, "poll", interrupted)
+    monkeypatch.setattr(saver, "_poll", interrupted)
     with stop.listening():
         go_on(started, config, does_nothing, progress, saver, stop)
     assert stop.asked and progress.step == 1
@@ -166,31 +166,6 @@ def test_a_role_that_cannot_begin_to_save(started: Started, tmp_path: Path) -> N
     assert "no checkpoint of step 1: actor is still saving; end that save first" in refused
     assert told.startswith("checkpoint of step 2 saved: ")
     assert [one.step for one in checkpoints_in(config.run_folder)] == [saver.saved_step] == [2]
-
-
-def test_a_checkpoint_has_its_name_as_soon_as_it_is_written(started: Started) -> None:
-    """In the middle of the step after it: that step may take a quarter of an hour, and not be survived."""
-    config = own_run(started, "named", run={"steps": 2}, checkpoint={"every": 1})
-    progress = Progress.start()
-    saver = RunSaver(config, started.roles, progress, print)
-    seen: list[list[int]] = []
-
-    def calls_until_it_is_there(
-        roles: Roles, sampling: Sampling, settings: object, state: State
-    ) -> dict[str, float]:
-        deadline = time.monotonic() + 60
-        while True:
-            roles.prompts.training_prompts(sampling.prompts, sampling.step).get("prompt_lengths")
-            seen.append([one.step for one in checkpoints_in(config.run_folder)])
-            if sampling.step == 1 or seen[-1]:
-                return {"loss": 1.0}
-            assert time.monotonic() < deadline
-
-    go_on(started, config, calls_until_it_is_there, progress, saver)
-    assert seen[0] == [] and seen[-1] == [1]
-    assert [one.step for one in checkpoints_in(config.run_folder)] == [2, 1]
-    rows = read_rows(config.run_folder)
-    assert not [key for row in rows for key in row if "save" in key], "no part of what a step computes"
 
 
 def test_a_state_that_no_checkpoint_can_have(started: Started) -> None:
