@@ -5,7 +5,7 @@ RUN/checkpoints/step-00000020/
     run.json            step, numbers that the dataflow keeps, sizes, configuration, versions
     actor/              weights and optimizer state (Megatron-core's dist_checkpointing), role.json, rng-RANK
     critic/             the same
-RUN/checkpoints/.step-00000030-1f2e.partial/     one that is still being written, or whose writer has died
+RUN/checkpoints/.step-00000030-1f2e3d4c.partial/   one that is still being written, or whose writer has died
 """
 
 from __future__ import annotations

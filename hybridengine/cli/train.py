@@ -81,9 +81,8 @@ def train(config: RunConfig) -> None:
     stop = StopRequest(saves=bool(config.checkpoint.every))
     with contextlib.ExitStack() as ends:
         ends.enter_context(stop.interruptible())
-        ends.enter_context(
-            run_lock(config.run_folder, warn)
-        )  # who is refused leaves the other's folder alone
+        # First of all: who is refused leaves the other's folder alone.
+        ends.enter_context(run_lock(config.run_folder, warn))
         with _nothing_left_behind(config, is_made_here, runs_are_new), contextlib.ExitStack() as begun:
             kept = kept_config(config)
             check_settled(config, kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,19 +133,24 @@ def counts_to_three(roles: Roles, sampling: Sampling, settings: object, state: S
     return {"counted": 3.0}
 
 
-@pytest.mark.parametrize("error", [DataError("nobody judges"), KeyboardInterrupt()], ids=repr)
-def test_a_step_keeps_its_metrics_when_the_evaluation_after_it_does_not_end(
-    started: Started, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    evaluations = iter([({"eval/score_mean": 0.5}, None), error])
+def in_turn(*results: Any) -> Callable[..., Any]:
+    """A function that returns the results one after another, and raises those that are exceptions."""
+    left = iter(results)
 
-    def evaluate(*_: object) -> Any:
-        result = next(evaluations)
+    def answer(*_: object) -> Any:
+        result = next(left)
         if isinstance(result, BaseException):
             raise result
         return result
 
-    monkeypatch.setattr(iterations_module, "evaluate", evaluate)
+    return answer
+
+
+@pytest.mark.parametrize("error", [DataError("nobody judges"), KeyboardInterrupt()], ids=repr)
+def test_a_step_keeps_its_metrics_when_the_evaluation_after_it_does_not_end(
+    started: Started, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    monkeypatch.setattr(iterations_module, "evaluate", in_turn(({"eval/score_mean": 0.5}, None), error))
     monkeypatch.setattr(RunOutput, "show_samples", lambda *_: None)
     name = f"unjudged-{type(error).__name__}"
     rows, bars = left_by(started, started.roles, counts_to_three, name, type(error), ".*")
@@ -161,15 +167,8 @@ def test_a_step_keeps_its_metrics_when_nobody_can_say_what_the_functions_did(
     """The first one that asks finds a rank gone, and the one that asks for last words is interrupted."""
     monkeypatch.setattr(iterations_module, "evaluate", lambda *_: ({"eval/score_mean": 0.5}, None))
     monkeypatch.setattr(RunOutput, "show_samples", lambda *_: None)
-    answers = iter([{}, DataError("a rank is gone"), KeyboardInterrupt()])
-
-    def take(*_: object) -> Any:
-        answer = next(answers)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(Roles, "take_scorer_metrics", take)
+    answers = in_turn({}, DataError("a rank is gone"), KeyboardInterrupt())
+    monkeypatch.setattr(Roles, "take_scorer_metrics", answers)
     rows, _ = left_by(started, started.roles, counts_to_three, "unasked", KeyboardInterrupt, ".*")
     assert [row[keys.STEP] for row in rows] == [0, 1]
     assert (rows[1]["counted"], rows[1][keys.SCORE_MEAN]) == (3.0, 0.5)
