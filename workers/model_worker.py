@@ -25,7 +25,6 @@ from hybridengine.backends.megatron.trainer import (
     StepResult,
 )
 from hybridengine.backends.megatron.weights import load_weights
-from hybridengine.checkpoints.digests import FileDigest
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import TrainedSection
 from hybridengine.controller.context import RankContext
@@ -99,7 +98,6 @@ class TrainedWorker(ModelWorker):
         self._updates = 0
         self._skipped_in_a_row = 0
         self._save: BackgroundSave | None = None
-        self._given_up: BackgroundSave | None = None
 
     def start_optimizer(self) -> None:
         """Start RL's optimizer, with fresh state."""
@@ -110,18 +108,12 @@ class TrainedWorker(ModelWorker):
         """Copy weights, optimizer and counters to host memory, and begin to write them into an empty folder.
 
         Returns:
-            Why that cannot be, on all ranks: one of them cannot write there, or an earlier save has not been ended.
+            Why that cannot be, on all ranks: one of them cannot write there, or is still at an earlier save.
         """
-        if self._save is not None:
-            return CheckpointError(f"{self.context.role} is still saving; end that save first")
-        if (
-            self._given_up is not None and not self._given_up.all_have_ended()
-        ):  # another copy would take memory as well
+        if self._save is not None and self._save.some_rank_writes():  # another copy would take memory as well
             return CheckpointError(
-                f"an earlier save of {self.context.role}, which was given up, is still being written; see whether the"
-                " disk hangs"
+                f"an earlier save of {self.context.role} is still being written; see whether the disk hangs"
             )
-        self._given_up = None
         counters = {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
         try:
             self._save = BackgroundSave(self.trainer, Path(folder), counters)
@@ -130,24 +122,14 @@ class TrainedWorker(ModelWorker):
         return None
 
     @register(ONE_TO_ALL)
-    def end_save(self, last: bool) -> dict[str, FileDigest] | CheckpointError | None:
-        """Complete a save, if all ranks have written.
+    def end_save(self, last: bool) -> bool | CheckpointError:
+        """Whether the folder of the save is whole, or why it will not be. Rank 0 knows.
 
         Args:
-            last: whoever has not written by now gives up.
-
-        Returns:
-            The files of this rank; on all ranks, why there will be none; None where some rank still writes.
+            last: whoever has not written by now has given up.
         """
         assert self._save is not None, "begin_save comes first"
-        if not last and not self._save.all_have_ended():
-            return None
-        save, self._save = self._save, None
-        try:
-            return save.end(0.0)
-        except CheckpointError as error:
-            self._given_up = save
-            return error
+        return self._save.end(last)
 
     @register(ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> bool:

@@ -28,7 +28,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from hybridengine.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE, check_checkpoint, tensors_of
-from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER, Checkpoint, complete_checkpoint
+from hybridengine.checkpoints.folders import (
+    CHECKPOINTS_FOLDER,
+    Checkpoint,
+    complete_checkpoint,
+    write_run_state,
+)
 from hybridengine.checkpoints.hf_writer import HfWriter, gone_on_failure
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError
@@ -160,7 +165,8 @@ def import_model(
         torch.save({}, folder / "common.pt")
         (folder / ROLE_FILE).write_text(json.dumps({"shape": asdict(shape), "dtype": dtype}, indent=1) + "\n")
         state = {"state": {}, "best": {"step": None, "value": None}, "config": {}, "source": str(source)}
-        return complete_checkpoint(partial, 0, state, {}, out)
+        write_run_state(partial, 0, state)
+        return complete_checkpoint(partial, out)
 
 
 def _first_cause(error: CheckpointException) -> BaseException:

@@ -3,9 +3,12 @@
 RUN/checkpoints/step-00000020/
     manifest.json       size and SHA-256 of every other file
     run.json            step, numbers that the dataflow keeps, sizes, configuration, versions
-    actor/              weights and optimizer state (Megatron-core's dist_checkpointing), role.json, rng-RANK
+    actor/              weights and optimizer state (Megatron-core's dist_checkpointing), role.json, rng-RANK,
+                        files.json: what its ranks wrote, there once all have
     critic/             the same
-RUN/checkpoints/.step-00000030-1f2e3d4c.partial/   one that is still being written, or whose writer has died
+RUN/checkpoints/.step-00000030-1f2e3d4c.partial/   one that is still being written, or whose writer has died; it only
+                        lacks its name where run.json and every role's files.json are there
+RUN/checkpoints/.step-00000010.deleted/            one that is being deleted
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ from hybridengine.checkpoints.digests import FileDigest, check_files, digests_js
 from hybridengine.errors import CheckpointError, ConfigError
 
 CHECKPOINTS_FOLDER = "checkpoints"
-MANIFEST, RUN_STATE = "manifest.json", "run.json"
+MANIFEST, RUN_STATE, ROLE_FILES = "manifest.json", "run.json", "files.json"
 LOCK_FILE = "run.lock"
 NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 """What file systems say that know no locks."""
+PARTIAL, DELETED = ".partial", ".deleted"
+"""How the names of folders end that are no checkpoints yet, or no longer."""
 FORMAT = 1
 """Of the folder; readers refuse others."""
 _NAME = re.compile(r"step-(\d{8,})")
@@ -55,18 +60,9 @@ class Checkpoint:
             raise CheckpointError(
                 f"{MANIFEST} says format {manifest.get('format')!r}, this version reads {FORMAT}"
             )
-        files = manifest.get("files")
-        if not isinstance(files, dict) or RUN_STATE not in files:
+        expected = _listed(manifest, MANIFEST)
+        if RUN_STATE not in expected:
             raise CheckpointError(f"{MANIFEST} does not list {RUN_STATE}")
-        try:
-            expected = {
-                str(name): FileDigest(int(size), str(digest)) for name, (size, digest) in files.items()
-            }
-        except (TypeError, ValueError, OverflowError):
-            raise CheckpointError(f"{MANIFEST} has no size and digest for each file") from None
-        for name in expected:
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise CheckpointError(f"{MANIFEST} lists {name}, which is not beneath the checkpoint")
         try:
             check_files(self.folder, expected)
         except OSError as error:
@@ -77,6 +73,14 @@ class Checkpoint:
             raise CheckpointError(f"{more[0]} is there, and {MANIFEST} does not list it")
         if (step := self.run_state().get("step")) != self.step:
             raise CheckpointError(f"{RUN_STATE} says step {step!r}: the folder has another one's name")
+
+    def num_bytes(self) -> int:
+        """Of all files that the manifest lists.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return sum(one.num_bytes for one in _listed(_json_of(self.folder / MANIFEST), MANIFEST).values())
 
     def run_state(self) -> dict[str, Any]:
         """Contents of run.json.
@@ -135,7 +139,7 @@ def newest_complete(run_folder: Path, warn: Callable[[str], None]) -> Checkpoint
         raise CheckpointError(f"{folder} is a file; move it away, so that checkpoints have a place")
     if folder.is_dir():
         for one in sorted(folder.iterdir(), reverse=True):
-            if one.name.endswith(".partial"):
+            if one.name.endswith(PARTIAL):
                 warn(
                     f"checkpoint {one.name} is incomplete (its run, or its ranks, ended while it was written); left out"
                 )
@@ -190,7 +194,9 @@ def run_lock(run_folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
         file.truncate(0)
 
 
-def begin_checkpoint(run_folder: Path, step: int, roles: Iterable[str] = ()) -> Path:
+def begin_checkpoint(
+    run_folder: Path, step: int, run_state: Mapping[str, Any], roles: Iterable[str] = ()
+) -> Path:
     """A folder to write a checkpoint into, with one for each role, beside the complete ones and under another name.
 
     No attempt has the name of another: ranks of a node that was thought to be lost may still be writing.
@@ -198,37 +204,59 @@ def begin_checkpoint(run_folder: Path, step: int, roles: Iterable[str] = ()) -> 
     Raises:
         OSError: it cannot be made.
     """
-    name = f".{_folder_name(step)}-{secrets.token_hex(4)}.partial"
+    name = f".{_folder_name(step)}-{secrets.token_hex(4)}{PARTIAL}"
     partial = run_folder / CHECKPOINTS_FOLDER / name
     try:
         partial.mkdir(parents=True)
         for role in roles:
             (partial / role).mkdir()
+        write_run_state(partial, step, run_state)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return partial
 
 
-def complete_checkpoint(
-    partial: Path,
-    step: int,
-    run_state: Mapping[str, Any],
-    digests: Mapping[str, FileDigest],
-    named: Path | None = None,
-) -> Checkpoint:
-    """Write run.json and the manifest, and give the folder its name.
-
-    Args:
-        digests: of the files that its writers know; others are read.
-        named: the folder's name; that of its step where left out.
+def write_run_state(partial: Path, step: int, run_state: Mapping[str, Any]) -> None:
+    """What a checkpoint says of its run, beside the roles.
 
     Raises:
-        OSError: writing failed; the folder keeps its temporary name.
+        OSError: it cannot be written.
     """
     _write_json(partial / RUN_STATE, {"format": FORMAT, "step": step, **run_state})
-    others = [name for name in _files_beneath(partial) if name not in digests]
-    known = {**digests, **settled_digests(partial, others)}
+
+
+def end_role(folder: Path, digests: Mapping[str, FileDigest]) -> None:
+    """Say that all ranks have written a role, and which files; from now on it is whole.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    unfinished = folder / f".{ROLE_FILES}"
+    _write_json(unfinished, {"files": digests_json(digests)})
+    unfinished.rename(folder / ROLE_FILES)
+    sync(folder)
+
+
+def complete_checkpoint(partial: Path, named: Path | None = None) -> Checkpoint:
+    """Write the manifest of a folder that has everything else, and give it its name.
+
+    Args:
+        named: that name; the one of its step where left out.
+
+    Raises:
+        CheckpointError: it lacks something.
+        OSError: writing failed; the folder keeps its temporary name.
+    """
+    step = _json_of(partial / RUN_STATE).get("step")
+    if not isinstance(step, int):
+        raise CheckpointError(f"{RUN_STATE} says no step")
+    known = dict[str, FileDigest]()
+    for file in partial.glob(f"*/{ROLE_FILES}"):
+        role = file.parent.name
+        known |= {f"{role}/{name}": digest for name, digest in _listed(_json_of(file), ROLE_FILES).items()}
+    others = [name for name in _files_beneath(partial) if name not in known and name != MANIFEST]
+    known |= settled_digests(partial, others)
     _write_json(partial / MANIFEST, {"format": FORMAT, "files": digests_json(known)})
     for folder in [*(one for one in partial.rglob("*") if one.is_dir()), partial]:
         sync(folder)
@@ -238,6 +266,59 @@ def complete_checkpoint(
     partial.rename(named)
     sync(named.parent)
     return Checkpoint(named, step)
+
+
+def settle_checkpoints(run_folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint that a run goes on from, None where there is none; afterwards there are only named ones.
+
+    Those that only lack their name get it: all ranks had written them when their run, or its ranks, ended.
+
+    Args:
+        say: told of those, and of each one that is left out, and why.
+
+    Raises:
+        CheckpointError: there is a file where the folder of checkpoints should be, or the disk takes nothing more.
+    """
+    name_written(run_folder, say)
+    newest = newest_complete(run_folder, lambda text: say(f"warning: {text}"))
+    for unfinished in _unfinished(run_folder, PARTIAL, DELETED):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return newest
+
+
+def name_written(run_folder: Path, say: Callable[[str], None]) -> None:
+    """Give their names to checkpoints that lack nothing else, unless there is a whole one of their step.
+
+    Args:
+        say: told of each.
+
+    Raises:
+        CheckpointError: the disk does not let one have it.
+    """
+    for partial in _unfinished(run_folder, PARTIAL):
+        roles = [one for one in partial.iterdir() if one.is_dir()]
+        if not roles or not all((role / ROLE_FILES).is_file() for role in roles):
+            continue
+        try:
+            step = _json_of(partial / RUN_STATE).get("step")
+            if any(one.step == step and _is_whole(one) for one in checkpoints_in(run_folder)):
+                continue
+            named = complete_checkpoint(partial).folder.name
+        except CheckpointError:  # nothing is as it was written
+            continue
+        except OSError as error:
+            raise CheckpointError(
+                f"{partial} is a whole checkpoint that cannot have its name ({error.strerror}); make room there"
+            ) from None
+        say(f"{named} was written, but its run, or its ranks, ended before it had its name; it has it now")
+
+
+def _is_whole(checkpoint: Checkpoint) -> bool:
+    try:
+        checkpoint.check()
+    except CheckpointError:
+        return False
+    return True
 
 
 def prune(
@@ -253,7 +334,7 @@ def prune(
     for checkpoint in counted[keep:]:
         if checkpoint.step != best_step:
             # First the name that readers look for: what is half deleted is no checkpoint.
-            gone = checkpoint.folder.with_name(f".{checkpoint.folder.name}.partial")
+            gone = checkpoint.folder.with_name(f".{checkpoint.folder.name}{DELETED}")
             shutil.rmtree(gone, ignore_errors=True)
             checkpoint.folder.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
@@ -261,11 +342,10 @@ def prune(
     return deleted
 
 
-def drop_partial(run_folder: Path) -> None:
-    """Delete what was never completed."""
+def _unfinished(run_folder: Path, *endings: str) -> list[Path]:
+    """Folders of checkpoints that have no name, or no longer one."""
     folder = run_folder / CHECKPOINTS_FOLDER
-    for partial in folder.glob(".step-*.partial"):
-        shutil.rmtree(partial, ignore_errors=True)
+    return sorted(one for ending in endings for one in folder.glob(f".step-*{ending}"))
 
 
 def _folder_name(step: int) -> str:
@@ -274,6 +354,25 @@ def _folder_name(step: int) -> str:
 
 def _files_beneath(folder: Path) -> list[str]:
     return sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if not one.is_dir())
+
+
+def _listed(found: Mapping[str, Any], where: str) -> dict[str, FileDigest]:
+    """Files beneath the folder in which a list of them lies.
+
+    Raises:
+        CheckpointError: it is no such list.
+    """
+    files = found.get("files")
+    try:
+        if not isinstance(files, dict):
+            raise TypeError
+        listed = {str(name): FileDigest(int(size), str(digest)) for name, (size, digest) in files.items()}
+    except (TypeError, ValueError, OverflowError):
+        raise CheckpointError(f"{where} has no size and digest for each file") from None
+    for name in listed:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{where} lists {name}, which is not beneath the checkpoint")
+    return listed
 
 
 def _json_of(file: Path) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from hybridengine.checkpoints.folders import (
     Checkpoint,
     checkpoint_at,
     checkpoints_in,
-    drop_partial,
-    newest_complete,
+    settle_checkpoints,
 )
 from hybridengine.cli.prepare import config_text
 from hybridengine.config import RunConfig
@@ -89,8 +88,7 @@ def checkpoint_of(
         return config, None
     found = None
     if config.resume == "auto":
-        found = newest_complete(config.run_folder, lambda text: say(f"warning: {text}"))
-        drop_partial(config.run_folder)
+        found = settle_checkpoints(config.run_folder, say)
         begun = origin not in (None, "auto", "never")
         config = config.model_copy(update={"resume": str(origin)}) if begun else config
     if found is None and config.resume != "auto":

@@ -16,9 +16,9 @@ from rich.console import Console
 from hybridengine.checkpoints.folders import (
     Checkpoint,
     checkpoints_in,
-    drop_partial,
-    newest_complete,
+    name_written,
     run_lock,
+    settle_checkpoints,
 )
 from hybridengine.cli.dry_run import RANK_BYTES, cost_of, layout_lines
 from hybridengine.cli.iterations import iterate
@@ -49,6 +49,7 @@ from hybridengine.drivers.saving import (
 )
 from hybridengine.drivers.warmup import warm_up
 from hybridengine.errors import (
+    CheckpointError,
     HybridEngineError,
     OutputError,
     WorkerError,
@@ -154,14 +155,14 @@ class _Run:
                 self.say(f"failed {self._place(progress)}: {error}")
                 self.say(f"starting the ranks again ({restarts} of at most {most} times)")
                 failure = error
-            newest = newest_complete(self.config.run_folder, lambda text: self.say(f"warning: {text}"))
-            checkpoint = newest or first
-            drop_partial(self.config.run_folder)
+            checkpoint = settle_checkpoints(self.config.run_folder, self.say) or first
             self.say(f"going on after step {checkpoint.step if checkpoint else 0}")
             pools = self._pools_after(failure)
 
     def _say_what_is_left(self, progress: Progress) -> None:
         """After a failure that ends the run."""
+        with contextlib.suppress(CheckpointError):
+            name_written(self.config.run_folder, self.say)
         found = checkpoints_in(self.config.run_folder)
         left = f"{goes_on(self.config)} after step {found[0].step}" if found else "nothing has been saved"
         self.say(f"failed {self._place(progress)}; {left}")

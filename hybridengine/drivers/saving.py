@@ -1,7 +1,8 @@
 """Saves a run while it goes on, and has a new one go on from there.
 
 A save begins between two iterations: every trained role copies its state to host memory, and writes it in the background.
-It is completed between two later ones, once all ranks have written. A save that fails costs the run nothing but itself.
+Between two later ones, once all have written, it gets its name; where a run ends before that, whoever goes on gives it.
+A save that fails costs the run nothing but itself.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hybridengine.checkpoints.digests import FileDigest
 from hybridengine.checkpoints.folders import (
     Checkpoint,
     begin_checkpoint,
@@ -107,13 +107,10 @@ class _Writing:
 
     folder: Path
     step: int
-    run_state: dict[str, Any]
     roles: list[str]
     """Those that have begun to write and have not ended."""
     error: CheckpointError | None
     """Why there will be no checkpoint."""
-    files: dict[str, FileDigest] = field(default_factory=dict)
-    """Of the roles that have ended."""
 
 
 class RunSaver:
@@ -173,15 +170,15 @@ class RunSaver:
                     f"{run_folder} has {format_bytes(free)} free, and a checkpoint takes {format_bytes(int(expected))};"
                     " make room, or lower checkpoint.keep"
                 )
-            folder = begin_checkpoint(run_folder, step, self._groups)
+            folder = begin_checkpoint(run_folder, step, run_state(config, self._progress), self._groups)
         except (OSError, CheckpointError) as error:
             self._give_up(step, error)
             return
         begun = {role: group.begin_save(str(folder / role)) for role, group in self._groups.items()}
-        refused = {role: _first_error(one.get()) for role, one in begun.items()}
+        refused = {role: one.get()[0] for role, one in begun.items()}  # all ranks answer the same
         error = next((error for error in refused.values() if error is not None), None)
         roles = [role for role, error in refused.items() if error is None]
-        self._writing = _Writing(folder, step, run_state(config, self._progress), roles, error)
+        self._writing = _Writing(folder, step, roles, error)
         if error is not None:
             self._complete()
 
@@ -195,7 +192,7 @@ class RunSaver:
             self._poll(last=time.monotonic() >= deadline)
 
     def _poll(self, last: bool = False) -> None:
-        """Have the roles that still write end it, if they have written; then the checkpoint is complete, or given up.
+        """Ask the roles that still write whether they have; where all have, the checkpoint is complete, or given up.
 
         Args:
             last: they have had all the time that there is: those that have not written give up.
@@ -204,14 +201,11 @@ class RunSaver:
         if writing is None:
             return
         for role, asked in {role: self._groups[role].end_save(last) for role in writing.roles}.items():
-            answers = asked.get()
-            if (error := _first_error(answers)) is not None:
-                writing.error = writing.error or error
-            elif None in answers:
-                continue
-            else:
-                writing.files |= {f"{role}/{name}": digest for own in answers for name, digest in own.items()}
-            writing.roles.remove(role)
+            ended = asked.get()[0]  # rank 0's
+            if isinstance(ended, CheckpointError):
+                writing.error = writing.error or ended
+            if ended:
+                writing.roles.remove(role)
         if not writing.roles:
             self._name(writing)
 
@@ -220,7 +214,7 @@ class RunSaver:
         try:
             if writing.error is not None:
                 raise writing.error
-            checkpoint = complete_checkpoint(writing.folder, writing.step, writing.run_state, writing.files)
+            checkpoint = complete_checkpoint(writing.folder)
         except (OSError, CheckpointError) as reason:
             self._give_up(writing.step, reason)
             return
@@ -233,8 +227,8 @@ class RunSaver:
                 self._progress.best.step,
                 self._damaged,
             )
-        size = sum(digest.num_bytes for digest in writing.files.values())
-        self._say(f"checkpoint of step {writing.step} saved: {checkpoint.folder.name}, {format_bytes(size)}")
+        size = format_bytes(checkpoint.num_bytes())
+        self._say(f"checkpoint of step {writing.step} saved: {checkpoint.folder.name}, {size}")
 
     def _give_up(self, step: int, error: Exception) -> None:
         """A checkpoint could not be written: say so, and let the run go on."""
@@ -244,11 +238,6 @@ class RunSaver:
         if self._progress.best.step == step:
             self._progress.best = self._best_before
         self._say(f"warning: no checkpoint of step {step}: {error}; the run goes on, earlier ones are kept")
-
-
-def _first_error(answers: Sequence[Any]) -> CheckpointError | None:
-    """Of all ranks' answers."""
-    return next((one for one in answers if isinstance(one, CheckpointError)), None)
 
 
 def _trained_groups(config: RunConfig, roles: Roles) -> dict[str, WorkerGroup]:

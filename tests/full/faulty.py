@@ -2,7 +2,7 @@
 disk, signals.
 
 `algorithm.options.faults` is a folder with a file for each fault, named STEP-FAULT; who carries it out removes the file
-first, so that it happens once.
+first, so that it happens once. `algorithm.options.checkpoints` is where the run has its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ VICTIM = 1
 FILE_BYTES = 100_000
 """Largest file on a disk that is full: less than a part of a checkpoint, more than what says that it can be written."""
 POISONED_ROW = 8
-HANG_S = 600.0
+HANG_S, SAVED_S = 600.0, 20.0
+ROLES = ("actor", "critic")
 DECODED_TOKENS = 3
 """Until the engine raises."""
 
@@ -51,7 +52,10 @@ def step(roles: Roles, sampling: Sampling, settings: AlgorithmSection, state: St
             cluster.node_offers = list  # what Ray says of a cluster without nodes
         else:
             rows = roles.prompts.training_prompts(sampling.prompts, sampling.step)
-            roles.compute.measure(rows.select("prompt_lengths"), f"{__name__}.inject", name).get()
+            checkpoints = str(settings.options["checkpoints"])
+            roles.compute.measure(
+                rows.select("prompt_lengths"), f"{__name__}.inject", name, checkpoints
+            ).get()
     if sampling.step in [settings.options.get("poisoned")]:
         roles = _Poisoned(roles)  # type: ignore[assignment]
     return ppo.step(roles, sampling, settings, state)
@@ -63,11 +67,21 @@ SIGNALS = {
 }
 
 
-def inject(rows: TensorDictBase, across: Across, name: str) -> dict[str, float]:
+def inject(rows: TensorDictBase, across: Across, name: str, checkpoints: str) -> dict[str, float]:
     """On every rank: the victim prepares or meets the fault."""
     if dist.get_rank() == min(VICTIM, dist.get_world_size() - 1):
+        if name == "kill-rank-when-saved":
+            _wait_until_saved(Path(checkpoints))
         FAULTS[name]()
     return {}
+
+
+def _wait_until_saved(checkpoints: Path) -> None:
+    """In the middle of a step, as in a long generation: until all ranks have written the newest checkpoint."""
+    (partial,), deadline = checkpoints.glob(".*"), time.monotonic() + SAVED_S
+    while not all((partial / role / "files.json").exists() for role in ROLES):
+        assert time.monotonic() < deadline, "the checkpoint is not written while the ranks work"
+        time.sleep(0.01)
 
 
 def _kill() -> None:
@@ -123,6 +137,7 @@ def _damage_switch() -> None:
 
 FAULTS = {
     "kill-rank": _kill,
+    "kill-rank-when-saved": _kill,
     "kill-node": _kill_node,
     "hang": _hang,
     "engine": _break_engine,

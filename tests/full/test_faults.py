@@ -21,7 +21,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from hybridengine.checkpoints.folders import checkpoints_in
+from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER, checkpoints_in
 from hybridengine.cli.main import main
 from hybridengine.cli.stopping import StopRequest
 from hybridengine.controller import cluster
@@ -97,7 +97,8 @@ class Runs:
         to_come.mkdir(exist_ok=True)
         for fault in faults:
             (to_come / fault).touch()
-        options = {"faults": str(to_come), "poisoned": POISONED}
+        checkpoints = self.folder(name) / CHECKPOINTS_FOLDER
+        options = {"faults": str(to_come), "checkpoints": str(checkpoints), "poisoned": POISONED}
         algorithm = {
             "name": "tests.full.faulty",
             "roles": ["actor", "critic", "reference", "reward"],
@@ -129,7 +130,7 @@ def undisturbed(runs: Runs) -> Outcome:
 @pytest.fixture(scope="module")
 def disturbed(runs: Runs) -> Outcome:
     """One run with a killed rank, an engine that raises, a full disk while saving, and a rank that hangs."""
-    faults = ["3-kill-rank", "4-full-disk", "7-engine", "9-hang"]
+    faults = ["3-kill-rank-when-saved", "4-full-disk", "7-engine", "9-hang"]
     outcome = runs("disturbed", faults)
     assert outcome.status == 0, outcome.console
     return outcome
@@ -171,14 +172,29 @@ def test_every_fault_is_reported_with_role_rank_node_and_operation(fault: str, d
 def test_after_a_fault_the_run_goes_on_from_the_newest_whole_checkpoint(disturbed: Outcome) -> None:
     """The last one that was said to be saved; that of step 4 could not be written at first."""
     saved, restarts = 0, 0
-    told = re.findall(r"(checkpoint of|going on after) step (\d+)( saved|$)", disturbed.console, re.MULTILINE)
+    told = re.findall(
+        r"(checkpoint of step |step-|going on after step )(\d+)( saved| was written, but|$)",
+        disturbed.console,
+        re.MULTILINE,
+    )
     for what, step, _ in told:
-        if what == "checkpoint of":
-            saved = int(step)
-        else:
+        if what.startswith("going on"):
             restarts += 1
             assert int(step) == saved
+        else:
+            saved = int(step)
     assert restarts == 3
+
+
+def test_a_checkpoint_that_all_ranks_have_written_is_not_lost_to_the_step_that_goes_on(
+    disturbed: Outcome,
+) -> None:
+    """That of step 2, whose ranks were in the middle of step 3 until one of them died."""
+    _, fault, then = disturbed.console.partition("failed in step 3: ")
+    assert fault and "checkpoint of step 2 saved" not in disturbed.console
+    assert then.index("step-00000002 was written, but its run, or its ranks, ended") < then.index(
+        "going on after step 2\n"
+    )
 
 
 def test_gradients_that_are_no_numbers_are_skipped_and_counted(undisturbed: Outcome) -> None:

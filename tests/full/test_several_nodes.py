@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER
 from hybridengine.metrics import keys
 from hybridengine.metrics.rows import Row, latest_rows, read_rows
 from hybridengine.metrics.timeline import TIMELINE_FILE, Span, read_timeline
@@ -61,7 +62,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str]) -> 
     algorithm = {
         "name": "tests.full.faulty",
         "roles": ["actor", "critic", "reference", "reward"],
-        "options": {"faults": str(folder / "faults")},
+        "options": {
+            "faults": str(folder / "faults"),
+            "checkpoints": str(folder / "runs" / "nodes" / CHECKPOINTS_FOLDER),
+        },
     }
     changes |= {"algorithm": algorithm, "checkpoint": {"every": 1}}
     (folder / "nodes.yaml").write_text(yaml.safe_dump(SECTIONS | changes))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridengine.backends.megatron import checkpoint, compat
 from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_checkpoint
 from hybridengine.backends.megatron.trainer import MegatronTrainer
-from hybridengine.checkpoints.digests import digests_of
+from hybridengine.checkpoints.digests import digests_json, digests_of
+from hybridengine.checkpoints.folders import ROLE_FILES
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError
 from hybridengine.model_shapes import ModelShape
@@ -46,6 +48,21 @@ def empty_folder(folder: Path) -> Path:
     return folder
 
 
+def ended(save: BackgroundSave) -> None:
+    """Wait until the folder is whole.
+
+    Raises:
+        CheckpointError: it will not be; on all ranks.
+    """
+    deadline, told = time.monotonic() + LIMIT_S, [save.end(last=False)]
+    while dist.get_rank() == 0 and told[0] is False:
+        time.sleep(0.01)
+        told = [save.end(last=time.monotonic() > deadline)]
+    dist.broadcast_object_list(told)
+    if isinstance(told[0], CheckpointError):
+        raise told[0]
+
+
 def save_while_training(
     rank: int, source: Path, layouts: list[tuple[str, str]], dtype: str, checkpoints: Path
 ) -> list[list[str]]:
@@ -61,12 +78,10 @@ def save_while_training(
         save = BackgroundSave(trainer, folder, {"updates": 7})
         for index in (2, 3):
             step(trainer, index)
-        digests = save.end(LIMIT_S)
-        assert digests == digests_of(folder, digests), "a file changed after its digest was taken"
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, list(digests))
-        names = [name for one in gathered for name in one]
-        assert len(names) == len(set(names)), "two ranks claim a file"
+        ended(save)
+        listed = json.loads((folder / ROLE_FILES).read_text())["files"]
+        there = {one.name for one in folder.iterdir()} - {ROLE_FILES}
+        assert listed == digests_json(digests_of(folder, there)), "a file changed after its digest was taken"
         resumed = make_trainer(shape, grid, rank, registry, source, dtype)
         role = load_checkpoint(resumed, folder)
         assert role["updates"] == 7
@@ -84,7 +99,7 @@ def load_and_save(
     for written, sizes in loads:
         trainer = make_trainer(shape, Grid(TrainSizes.parse(sizes)), rank, registry, source, dtype)
         load_checkpoint(trainer, checkpoints / written)
-        BackgroundSave(trainer, empty_folder(out / f"{written} in {sizes}"), {}).end(LIMIT_S)
+        ended(BackgroundSave(trainer, empty_folder(out / f"{written} in {sizes}"), {}))
 
 
 def load_converted(rank: int, source: Path, checkpoint: Path) -> list[str]:
@@ -115,24 +130,28 @@ def load_what_is_refused(rank: int, source: Path, checkpoint: Path) -> tuple[str
     return "none", False
 
 
-def save_where_the_disk_fills(rank: int, source: Path, folder: Path, most: int) -> tuple[list[str], int]:
-    """Errors of completing a save whose files are written, and of the next one, where rank 0 may write `most` bytes."""
+def save_where_the_disk_fills(
+    rank: int, source: Path, folder: Path, before: str, most: int
+) -> tuple[list[str], int]:
+    """Errors of two saves; in the first, rank 0 may write `most` bytes from `before` it completes the folder on."""
     shape = ModelShape.from_folder(source)
     trainer = make_trainer(shape, Grid(TrainSizes(1, 1, 2)), rank, ProcessGroups(), source)
-    errors, before = list[str](), resource.getrlimit(resource.RLIMIT_FSIZE)
-    for name in ("one", "other"):
-        save = BackgroundSave(trainer, empty_folder(folder / name), {})
-        while not save.has_ended:
-            time.sleep(0.01)
-        dist.barrier()
-        if rank == 0 and name == "one":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    errors, limits = list[str](), resource.getrlimit(resource.RLIMIT_FSIZE)
+    owner = compat if hasattr(compat, before) else checkpoint
+    function = getattr(owner, before)
+
+    def limited(*arguments: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        function(*arguments)
+
+    for name, attempt in {"one": limited, "other": function}.items():
+        setattr(owner, before, attempt)
         try:
-            save.end(LIMIT_S)
+            ended(BackgroundSave(trainer, empty_folder(folder / name), {}))
             errors.append("none")
         except CheckpointError as error:
             errors.append(str(error))
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return errors, len(TensorFolder(folder / "other").shapes)
 
 
@@ -140,4 +159,4 @@ def save_at_once(rank: int, source: Path, folder: Path) -> None:
     """Save a model that no step has changed."""
     shape = ModelShape.from_folder(source)
     trainer = make_trainer(shape, Grid(TrainSizes(2, 2, 1)), rank, ProcessGroups(), source)
-    BackgroundSave(trainer, empty_folder(folder), {}).end(LIMIT_S)
+    ended(BackgroundSave(trainer, empty_folder(folder), {}))

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybridengine.checkpoints.conversion import import_model
+from hybridengine.checkpoints.folders import ROLE_FILES
 from hybridengine.checkpoints.tensors import TensorFolder, read_metadata
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.boxes import full_box
@@ -149,15 +150,18 @@ def test_another_models_checkpoint_is_refused_before_anything_changes(
         assert untouched
 
 
-@pytest.mark.parametrize("most", [1000, 10])
-def test_a_disk_that_fills_up_at_the_end_of_a_save(most: int, tmp_path: Path, run_ranks: RankLauncher):
-    """The description of tensors no longer fits, or not even Megatron-core's own file; all ranks learn it, none waits."""
+@pytest.mark.parametrize(("before", "most"), [("end_save", 1000), ("end_role", 10)])
+def test_a_disk_that_fills_up_at_the_end_of_a_save(
+    before: str, most: int, tmp_path: Path, run_ranks: RankLauncher
+):
+    """The description of tensors no longer fits, or not even the list of files."""
     write_model(tmp_path / "source", "qwen2", tied=False)
     for errors, num_tensors in run_ranks(
-        2, save_where_the_disk_fills, tmp_path / "source", tmp_path / "saved", most
+        2, save_where_the_disk_fills, tmp_path / "source", tmp_path / "saved", before, most
     ):
         refused, again = errors
-        assert refused.startswith(f"{tmp_path / 'saved' / 'one'} could not be written by rank 0: OSError: ")
+        assert refused.startswith(f"{tmp_path / 'saved' / 'one'} could not be completed by rank 0: OSError: ")
+        assert not (tmp_path / "saved" / "one" / ROLE_FILES).exists()
         assert again == "none"
         assert num_tensors == 3 * len(ModelShape.from_folder(tmp_path / "source").tensors)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -147,7 +148,9 @@ def test_a_checkpoint_written_while_training_goes_on_brings_everything_back(trai
     saved = state()
     save = BackgroundSave(trainer, tmp_path, {})
     _step(trainer)
-    save.end(60)
+    while (outcome := save.end(last=False)) is False:
+        time.sleep(0.05)
+    assert outcome is True
     assert any(not torch.equal(value, saved[name]) for name, value in state().items())
     load_checkpoint(trainer, tmp_path)
     assert all(torch.equal(value, saved[name]) for name, value in state().items())

@@ -8,14 +8,15 @@ import hashlib
 import json
 import os
 import pickle
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from hybridengine.checkpoints.conversion import default_companions
-from hybridengine.checkpoints.digests import FileDigest
+from hybridengine.checkpoints.digests import FileDigest, settled_digests
 from hybridengine.checkpoints.folders import (
     CHECKPOINTS_FOLDER,
     LOCK_FILE,
@@ -25,10 +26,11 @@ from hybridengine.checkpoints.folders import (
     checkpoint_at,
     checkpoints_in,
     complete_checkpoint,
-    drop_partial,
+    end_role,
     newest_complete,
     prune,
     run_lock,
+    settle_checkpoints,
 )
 from hybridengine.checkpoints.tensors import METADATA_FILE, read_metadata
 from hybridengine.drivers.saving import Progress
@@ -37,15 +39,20 @@ from hybridengine.errors import CheckpointError, ConfigError
 
 def write(run: Path, step: int) -> Checkpoint:
     """A checkpoint with one file of a role."""
-    partial = begin_checkpoint(run, step)
-    (partial / "actor").mkdir()
+    return complete_checkpoint(written(run, step))
+
+
+def written(run: Path, step: int) -> Path:
+    """Its folder, as long as it has no name."""
+    partial = begin_checkpoint(run, step, {"state": {"multiplier": 0.1}}, ["actor"])
     (partial / "actor" / "weights").write_bytes(bytes(range(256)) * step)
-    return complete_checkpoint(partial, step, {"state": {"multiplier": 0.1}}, {})
+    end_role(partial / "actor", settled_digests(partial / "actor", ["weights"]))
+    return partial
 
 
 def test_a_checkpoint_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
-    partial = begin_checkpoint(tmp_path, 10)
-    (partial / "weights").write_bytes(b"1234")
+    partial = begin_checkpoint(tmp_path, 10, {"state": {}}, ["actor"])
+    (partial / "actor" / "weights").write_bytes(b"1234")
     assert checkpoints_in(tmp_path) == []
     warnings: list[str] = []
     assert newest_complete(tmp_path, warnings.append) is None
@@ -55,7 +62,8 @@ def test_a_checkpoint_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
     known = {
         "weights": FileDigest(4, "03ac674216f3e15c761ee1a5e255f067953623c8b388b4459e13f978d7c846f4")
     }  # sha256sum
-    done = complete_checkpoint(partial, 10, {"state": {}}, known)
+    end_role(partial / "actor", known)
+    done = complete_checkpoint(partial)
     assert checkpoints_in(tmp_path) == [done]
     done.check()
     assert done.run_state()["step"] == 10
@@ -96,7 +104,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / MANIFEST).write_text('{"format": 99}'),
         "format 99, this version reads 1",
     ),
-    "no list": (lambda folder: (folder / MANIFEST).write_text('{"format": 1}'), "does not list run.json"),
+    "no list": (
+        lambda folder: (folder / MANIFEST).write_text('{"format": 1}'),
+        "has no size and digest for each file",
+    ),
     "outside": (
         lambda folder: (folder / MANIFEST).write_text(
             '{"format": 1, "files": {"run.json": [1, "a"], "../x": [1, "a"]}}'
@@ -153,12 +164,89 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert prune(tmp_path, 2, best_step=3) == [4, 2, 1]
     assert [one.step for one in checkpoints_in(tmp_path)] == [6, 5, 3]
     assert prune(tmp_path, 2, best_step=None) == [3]
-    begin_checkpoint(tmp_path, 9)
-    drop_partial(tmp_path)
+    begin_checkpoint(tmp_path, 9, {})
+    assert settle_checkpoints(tmp_path, print) == checkpoints_in(tmp_path)[0]
     assert sorted(one.name for one in (tmp_path / CHECKPOINTS_FOLDER).iterdir()) == [
         "step-00000005",
         "step-00000006",
     ]
+
+
+NO_CHECKPOINTS: dict[str, Callable[[Path], object]] = {
+    "a role is being written": lambda partial: (partial / "critic").mkdir(),
+    "it was just begun": lambda partial: shutil.rmtree(partial / "actor"),
+    "it says nothing of its run": lambda partial: (partial / "run.json").write_text("{"),
+    "it was being deleted": lambda partial: partial.rename(partial.with_suffix(".deleted")),
+}
+
+
+@pytest.mark.parametrize("why", NO_CHECKPOINTS)
+def test_what_lacks_only_its_name_gets_it_and_nothing_else_does(why: str, tmp_path: Path) -> None:
+    older, lacks_its_name, lacks_more = write(tmp_path, 2), written(tmp_path, 4), written(tmp_path, 6)
+    NO_CHECKPOINTS[why](lacks_more)
+    said: list[str] = []
+    found = settle_checkpoints(tmp_path, said.append)
+    assert found is not None
+    assert found == Checkpoint(lacks_its_name.with_name("step-00000004"), 4)
+    found.check()
+    assert said[0].startswith(
+        "step-00000004 was written, but its run, or its ranks, ended before it had its name"
+    )
+    assert sorted(older.folder.parent.iterdir()) == [older.folder, found.folder]
+
+
+def test_a_whole_checkpoint_is_not_replaced_by_another_of_its_step(tmp_path: Path) -> None:
+    named = write(tmp_path, 4)
+    before = (named.folder / MANIFEST).stat().st_ino
+    written(tmp_path, 4)
+    assert settle_checkpoints(tmp_path, print) == named
+    assert (named.folder / MANIFEST).stat().st_ino == before
+    flip(named.folder / "actor" / "weights")
+    written(tmp_path, 4)
+    assert settle_checkpoints(tmp_path, print) == named
+    assert (named.folder / MANIFEST).stat().st_ino != before
+
+
+def test_a_crash_while_a_checkpoint_gets_its_name_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every moment at which something has just come to the disk."""
+    sync, moments = os.fsync, iter(range(100))
+    for crash_at in moments:
+        run = tmp_path / str(crash_at)
+        left = iter(range(crash_at))
+
+        def crashes(descriptor: int, left: Iterator[int] = left) -> None:
+            sync(descriptor)
+            if next(left, None) is None:
+                raise InterruptedError
+
+        partial = written(run, 4)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", crashes)
+            try:
+                complete_checkpoint(partial)
+                break
+            except InterruptedError:
+                pass
+        found = settle_checkpoints(run, print)
+        assert found is not None
+        found.check()
+    assert crash_at > 6
+
+
+def test_a_disk_that_takes_no_name_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partial, limits = written(tmp_path, 4), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(
+            CheckpointError, match=rf"{partial} is a whole checkpoint .* \(File too large\); make room"
+        ):
+            settle_checkpoints(tmp_path, print)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    found = settle_checkpoints(tmp_path, print)
+    assert found is not None and found.step == 4
 
 
 def test_damaged_checkpoints_take_no_place(tmp_path: Path) -> None:
@@ -180,7 +268,7 @@ def test_every_file_is_on_disk_before_the_checkpoint_has_its_name(
     monkeypatch.setattr(os, "fsync", note)
     checkpoint = write(tmp_path, 5)
     found = {str(one.relative_to(checkpoint.folder)) for one in checkpoint.folder.rglob("*")}
-    assert found == {"actor", "actor/weights", "run.json", MANIFEST}
+    assert found == {"actor", "actor/weights", "actor/files.json", "run.json", MANIFEST}
     assert found <= synced
 
 

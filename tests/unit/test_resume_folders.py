@@ -53,11 +53,8 @@ def save(file: Path, step: int, *overrides: str) -> Path:
     }
     config.run_folder.mkdir(parents=True, exist_ok=True)
     (config.run_folder / "config.yaml").write_text(yaml.safe_dump(config.described()))
-    partial = begin_checkpoint(config.run_folder, step)
-    for role in TRAINED:
-        if role in config.algorithm.used_roles:
-            (partial / role).mkdir()
-    return complete_checkpoint(partial, step, state, {}).folder
+    roles = [role for role in TRAINED if role in config.algorithm.used_roles]
+    return complete_checkpoint(begin_checkpoint(config.run_folder, step, state, roles)).folder
 
 
 @pytest.fixture
@@ -187,7 +184,7 @@ def checkpoint_that_says(file: Path, **state: object) -> Checkpoint:
     config = load_config(file)
     config.run_folder.mkdir(parents=True, exist_ok=True)
     every = {"state": {"beta": 1}, "data": {"prompts_drawn": 8}, "best": {"step": None}, "config": {}}
-    return complete_checkpoint(begin_checkpoint(config.run_folder, 2), 2, {**every, **state}, {})
+    return complete_checkpoint(begin_checkpoint(config.run_folder, 2, every | state))
 
 
 def test_other_prompts_and_packages_are_told(file: Path) -> None:

@@ -12,6 +12,7 @@ depends on the sizes it was written with, and any others can read it.
 from __future__ import annotations
 
 import json
+import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -24,28 +25,36 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.storage import WriteResult
 
 from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.checkpoints.conversion import ROLE_FILE, WEIGHTS, read_role
 from hybridengine.checkpoints.digests import FileDigest, settled_digests
+from hybridengine.checkpoints.folders import end_role
 from hybridengine.checkpoints.random_states import RandomStates, load_random_states
 from hybridengine.checkpoints.tensors import read_metadata
 from hybridengine.errors import CheckpointError
 from hybridengine.reshard.boxes import Box, extents, starts
 from hybridengine.reshard.flat_ranges import RangePiece, pieces_in_range
 from hybridengine.reshard.layout import Piece
+from hybridengine.runtime.process_groups import world_store
 
 T = TypeVar("T")
 
 MASTER = "master"
 PROBE_BYTES = 65_536
 """More than the files that a save writes before all ranks have met."""
+POLL_S, LONGEST_POLL_S = 0.05, 1.0
+"""Between two looks of rank 0 for what the others have written: at first, and after a while."""
 
 
 class BackgroundSave:
     """One save of a trainer, of which a copy in host memory is written while training goes on.
+
+    A thread of each rank writes its files, and one of rank 0 completes the folder as soon as all have: nothing waits for
+    the ranks themselves, which may be in the middle of a step then.
 
     Args:
         folder: an empty one that all ranks see.
@@ -70,55 +79,94 @@ class BackgroundSave:
             tracked = {name: state.cpu() for name, state in tracker.get_states().items()}
         self._random = RandomStates.now(tracked)
         self._group = trainer.groups.intra_dist_opt
-        _agree(refused, f"{folder} cannot be written to", self._group)
+        self._agree_on(refused)
         with device_shim():
-            self._request: compat.AsyncRequest | None = compat.begin_save(tensors, folder)
-        self._error: Exception | None = None
-        self._digests: dict[str, FileDigest] = {}
-        self._thread = threading.Thread(
-            target=self._write, args=(self._request,), name="checkpoint", daemon=True
-        )
+            planned = compat.begin_save(tensors, folder)
+        self._store = world_store(f"save into {folder}")
+        self._late = set(range(self._group.size()))
+        self._given_up = threading.Event()
+        self._outcome: bool | CheckpointError = False
+        self._thread = threading.Thread(target=self._write, args=(planned,), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _write(self, request: compat.AsyncRequest) -> None:
+    def _agree_on(self, refused: Exception | None) -> None:
+        """Have all ranks raise where one of them is refused: none waits for another that has given up."""
+        for rank, why in enumerate(_gathered(_text_of(refused), self._group)):
+            if why:
+                raise CheckpointError(f"{self._folder} cannot be written to by rank {rank}: {why}")
+
+    def _write(self, planned: compat.PlannedSave) -> None:
         try:
-            compat.write_save(request)
-            own = [one.name for one in self._folder.glob(f"__{self._rank}_*.distcp")]
-            own.append(_random_file(self._rank))
-            self._random.save(self._folder / own[-1])
+            told: _Written | str = self._write_own(planned)
+        except Exception as error:
+            told = _text_of(error)
+        try:
+            self._store.set(str(self._rank), pickle.dumps(told))  # pyright: ignore[reportArgumentType]
             if self._rank == 0:
-                own.append(ROLE_FILE)
-                (self._folder / ROLE_FILE).write_text(json.dumps(self._role, indent=1) + "\n")
-            self._digests = settled_digests(self._folder, own)
-        except Exception as error:  # told to whoever ends the save
-            self._error = error
+                self._complete(planned)
+                self._outcome = True
+        except Exception as error:
+            if not isinstance(error, CheckpointError):
+                error = CheckpointError(f"{self._folder} could not be completed by rank 0: {_text_of(error)}")
+            self._outcome = error.with_traceback(None)  # whose frames would hold the copy
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether this rank has written its files, or failed to."""
-        return not self._thread.is_alive()
+    def _write_own(self, planned: compat.PlannedSave) -> _Written:
+        """What this rank is to write; where it is, and its digests, once it is on disk."""
+        results = compat.write_save(planned)
+        own = [one.name for one in self._folder.glob(f"__{self._rank}_*.distcp")]
+        own.append(_random_file(self._rank))
+        self._random.save(self._folder / own[-1])
+        if self._rank == 0:
+            own.append(ROLE_FILE)
+            (self._folder / ROLE_FILE).write_text(json.dumps(self._role, indent=1) + "\n")
+        return results, settled_digests(self._folder, own)
 
-    def all_have_ended(self) -> bool:
-        """Whether all ranks have, or have failed to. Collective."""
-        return all(_gathered(self.has_ended, self._group))
-
-    def end(self, timeout_s: float) -> dict[str, FileDigest]:
-        """Wait for the files, complete the folder, and say what this rank has written. Collective.
+    def _complete(self, planned: compat.PlannedSave) -> None:
+        """On rank 0: wait for all ranks, and write what says that the folder is whole.
 
         Raises:
-            CheckpointError: a rank could not write, on all ranks; or this one does not end.
+            CheckpointError: a rank could not write.
+            OSError: this one cannot.
         """
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            self._error = TimeoutError("it has not ended in time; raise timeouts.save_s")
-        what = f"{self._folder} could not be written"
-        request, self._request = self._request, None  # it holds the copy
-        assert request is not None, "ended once"
-        _agree(self._error, what, self._group)
-        with device_shim():
-            refused = compat.end_save(request)
-        _agree(refused, what, self._group)
-        return self._digests
+        results, digests, pause = dict[int, list[WriteResult]](), dict[str, FileDigest](), POLL_S
+        while self._late:
+            for rank in sorted(self._late):
+                if self._store.check([str(rank)]):
+                    told: _Written | str = pickle.loads(self._store.get(str(rank)))
+                    self._store.delete_key(str(rank))
+                    self._late.discard(rank)
+                    if isinstance(told, str):
+                        raise CheckpointError(f"{self._folder} could not be written by rank {rank}: {told}")
+                    results[rank] = told[0]
+                    digests |= told[1]
+            if self._late and self._given_up.wait(pause):
+                raise CheckpointError(f"{self._folder} was given up")
+            pause = min(2 * pause, LONGEST_POLL_S)
+        compat.end_save(planned, [results[rank] for rank in sorted(results)], self._folder)
+        others = [one.name for one in self._folder.iterdir() if one.name not in digests]
+        end_role(self._folder, digests | settled_digests(self._folder, others))
+
+    def end(self, last: bool) -> bool | CheckpointError:
+        """Whether the folder is whole, or why it will not be. Rank 0 knows.
+
+        Args:
+            last: whoever has not written by now has given up.
+        """
+        if last and self._outcome is False:
+            self._given_up.set()
+            late = ", ".join(map(str, sorted(self._late) or [0]))
+            return CheckpointError(
+                f"{self._folder} could not be written by rank {late}: it has not ended in time; raise timeouts.save_s"
+            )
+        return self._outcome
+
+    def some_rank_writes(self) -> bool:
+        """Whether a rank is still at it, also where it has been given up. Collective."""
+        return any(_gathered(self._thread.is_alive(), self._group))
+
+
+_Written = tuple[list[WriteResult], dict[str, FileDigest]]
+"""Where a rank has written what, and its files."""
 
 
 def _probe(folder: Path, rank: int) -> Exception | None:
@@ -132,15 +180,8 @@ def _probe(folder: Path, rank: int) -> Exception | None:
     return None
 
 
-def _agree(error: Exception | None, what: str, group: dist.ProcessGroup) -> None:
-    """Have all ranks raise where one of them has met an error: none waits for another that has given up.
-
-    Raises:
-        CheckpointError: one of them has; names the first.
-    """
-    for rank, found in enumerate(_gathered(error and f"{type(error).__name__}: {error}", group)):
-        if found:
-            raise CheckpointError(f"{what} by rank {rank}: {found}")
+def _text_of(error: Exception | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:

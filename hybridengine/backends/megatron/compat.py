@@ -6,8 +6,8 @@ uneven stages                  a stage's layers are handed in as a list: the pip
                                the global parallel state's stage instead of the stage of the groups
 buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
 optimizer state by parameter   a distributed optimizer's ranges and moments are read where it keeps them
-saves in the background        files are written by a thread of the rank, where Megatron-core forks processes, and are
-                               reported to it through its queue of results
+saves in the background        files are written by a thread of the rank, where Megatron-core forks processes; another one
+                               of rank 0 completes the folder, where Megatron-core has all ranks meet between two steps
 one replica                    reduce-scatter and all-gather among one rank, which copy everything, are left out
 """
 
@@ -24,10 +24,14 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor, serialization
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -35,6 +39,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
+from torch.distributed.checkpoint.storage import WriteResult
 
 from hybridengine.backends.megatron.attention import FusedAttention
 from hybridengine.backends.megatron.norm import RootMeanSquareNorm
@@ -206,26 +211,51 @@ def _counts_by_parameter(optimizer: Any) -> bool:
     return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
-def begin_save(tensors: dict[str, ShardedTensor], folder: Path) -> AsyncRequest:
-    """The part of a save that all ranks do together; `write_save`, in the background, and `end_save` follow."""
-    # Results come back from a thread of this process, not from others.
+class _KeptPlan(TorchDistSaveShardedStrategy):
+    """Keeps what completes the folder, which Megatron-core would have all ranks do together, between two steps."""
+
+    writer: Any = None
+    metadata: Any = None
+    """On rank 0."""
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *more: Any) -> Any:
+        self.writer, (_, self.metadata, _) = writer, save_state_dict_ret
+        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *more)
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """Which rank writes what; holds the tensors until they are written."""
+
+    request: AsyncRequest
+    plan: _KeptPlan
+
+
+def begin_save(tensors: dict[str, ShardedTensor], folder: Path) -> PlannedSave:
+    """The part of a save that all ranks do together; `write_save` and on rank 0 `end_save` follow, in the background."""
+    # Otherwise Megatron-core would start a process, through which others would hand it their results.
     filesystem_async._results_queue = queue.Queue()
     save: Any = dist_checkpointing.save
     options = {"async_strategy": "mcore"} if "async_strategy" in signature(save).parameters else {}
-    request = save(tensors, str(folder), async_sharded_save=True, **options)
+    plan = _KeptPlan("torch_dist", 1)
+    request = save(tensors, str(folder), plan, async_sharded_save=True, **options)
     assert request is not None, "async_sharded_save returns a request"
-    return request
+    return PlannedSave(request, plan)
 
 
-def write_save(request: AsyncRequest) -> None:
+def write_save(planned: PlannedSave) -> list[WriteResult]:
     """Write this rank's files: in the calling thread, where Megatron-core would fork a process with all its threads.
 
+    Returns:
+        Where everything is.
+
     Raises:
-        OSError: a file cannot be written; no rank may call `end_save` then.
+        OSError: a file cannot be written.
     """
+    request = planned.request
     if request.async_fn is None:
-        return
-    _, buckets, results = request.async_fn_args
+        return []
+    _, buckets, _ = request.async_fn_args
     transforms, *_ = request.async_fn.args  # type: ignore[attr-defined]
     written: Any = queue.Queue()
     counts: Any = queue.Queue()
@@ -234,45 +264,22 @@ def write_save(request: AsyncRequest) -> None:
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(
             transforms, number, bucket, written, counts, True
         )
-    outcomes = dict(written.get_nowait() for _ in buckets)
-    failed = [one for one in outcomes.values() if isinstance(one, Exception)]
-    if failed:  # Megatron-core would raise this on one rank, while the others wait for it
-        raise failed[0]
-    results.put(outcomes)
+    outcomes = [outcome for _, outcome in (written.get_nowait() for _ in buckets)]
+    buckets.clear()  # which have the tensors
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return [result for outcome in outcomes for result in outcome]
 
 
-def end_save(request: AsyncRequest) -> OSError | None:
-    """Complete the folder, once every rank has written. Collective.
+def end_save(planned: PlannedSave, results: list[list[WriteResult]], folder: Path) -> None:
+    """Complete the folder on rank 0, with what all ranks have written.
 
-    Returns:
-        What the disk refused to the rank that completes it. Raised in the middle, it would leave the others waiting.
+    Raises:
+        OSError: the disk does not take it.
     """
-    refused = list[OSError]()
-    with (
-        _refusals_kept(filesystem_async.FileSystemWriterAsync, "finish", refused),
-        _refusals_kept(serialization, "save_config", refused),
-    ):
-        for finalize in request.finalize_fns:
-            finalize()
-    return refused[0] if refused else None
-
-
-@contextlib.contextmanager
-def _refusals_kept(owner: Any, name: str, refused: list[OSError]) -> Iterator[None]:
-    """While open, a function that writes adds to `refused` what the disk refuses, and does not raise it."""
-    write = getattr(owner, name)
-
-    def attempt(*arguments: Any, **named: Any) -> None:
-        try:
-            write(*arguments, **named)
-        except OSError as error:
-            refused.append(error)
-
-    setattr(owner, name, attempt)
-    try:
-        yield
-    finally:
-        setattr(owner, name, write)
+    planned.plan.writer.finish(planned.plan.metadata, results)
+    save_config(CheckpointingConfig(planned.plan.backend, planned.plan.version), str(folder))
 
 
 def load_tensors(tensors: dict[str, ShardedTensor], folder: Path) -> None:
