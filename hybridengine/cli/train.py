@@ -124,6 +124,8 @@ class _Run:
     console: Console
     say: Callable[[str], None]
     stop: StopRequest
+    has_started: bool = False
+    """Whether ranks are ready and steps go on."""
 
     def carry_out(self, pools: RunPools, checkpoint: Checkpoint | None) -> None:
         """All iterations. Where ranks fail, they are started again, and the run goes on from its newest checkpoint.
@@ -169,9 +171,9 @@ class _Run:
 
     def _place(self, progress: Progress) -> str:
         """Where a failure was."""
-        return (
-            f"in step {progress.step + 1}" if progress.step < self.config.run.steps else "after the last step"
-        )
+        if progress.step >= self.config.run.steps:
+            return "after the last step"
+        return f"{'in' if self.has_started else 'while it started, before'} step {progress.step + 1}"
 
     def _pools_after(self, failure: Exception) -> RunPools:
         """Nodes for the ranks once more.
@@ -194,7 +196,7 @@ class _Run:
 
     def _attempt(self, pools: RunPools, progress: Progress, checkpoint: Checkpoint | None) -> None:
         """From starting the processes to the end of the run, or to a failure."""
-        config, say = self.config, self.say
+        config, say, self.has_started = self.config, self.say, False
         say(
             f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process (about a minute on a CPU)"
         )
@@ -228,6 +230,7 @@ class _Run:
                 # It would say that all steps are done.
                 say(f"{as_typed(final)} is of fewer steps: removed, as the run goes on to {config.run.steps}")
                 shutil.rmtree(final, ignore_errors=True)
+            self.has_started = True
             with self.stop.listening():
                 iterate(config, self.step_of, pools, roles, self.files, output, progress, saver, self.stop)
                 if self.stop.asked and config.checkpoint.every and saver.saved_step < progress.step:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from hybridengine.redaction import redacted, without_secrets
 
 PROJECT = "hybridengine"
 """wandb's project and MLflow's experiment, where the environment names no other."""
@@ -52,13 +56,14 @@ class WandbTracker:
         settings: dict[str, Any] = {"console": "off", "login_timeout": LOGIN_TIMEOUT_S}
         if "finish_timeout" in getattr(wandb.Settings, "model_fields", ()):  # newer versions
             settings["finish_timeout"] = FINISH_TIMEOUT_S
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run.name,
-            dir=str(run.folder),
-            config=dict(run.config),
-            settings=wandb.Settings(**settings),
-        )
+        with _arguments_without_secrets():
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                name=run.name,
+                dir=str(run.folder),
+                config=dict(run.config),
+                settings=wandb.Settings(**settings),
+            )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log a row. wandb leaves out a step that is not beyond the last one, and says so."""
@@ -66,6 +71,22 @@ class WandbTracker:
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)
+
+
+@contextlib.contextmanager
+def _arguments_without_secrets() -> Iterator[None]:
+    """For wandb, which keeps the command line of whoever opens a run; an override may have a secret."""
+    typed = sys.argv
+    sys.argv = [_without_secret(argument) for argument in typed]
+    try:
+        yield
+    finally:
+        sys.argv = typed
+
+
+def _without_secret(argument: str) -> str:
+    key, is_override, value = argument.partition("=")
+    return f"{key}={redacted(value, key)}" if is_override else without_secrets(argument)
 
 
 class MlflowTracker:

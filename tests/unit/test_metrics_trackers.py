@@ -124,6 +124,28 @@ def test_mlflow_takes_its_server_and_experiment_from_the_environment(
     assert len(mlflow.runs[0].params) == 250
 
 
+def test_wandb_keeps_a_command_line_without_secrets(
+    run: TrackedRun, wandb: Wandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "k-0123456")
+    typed = [
+        "hybridengine",
+        "train",
+        "a.yaml",
+        "run.steps=3",
+        "reward.terms.judge.options.api_key=abc",
+        "k-0123456",
+    ]
+    monkeypatch.setattr(sys, "argv", typed)
+    _log_all(["wandb"], run)
+    assert wandb.runs[0].command_line == [
+        *typed[1:4],
+        "reward.terms.judge.options.api_key=(hidden)",
+        "(hidden: JUDGE_API_KEY)",
+    ]
+    assert sys.argv is typed
+
+
 def test_a_run_that_failed_is_marked_so(run: TrackedRun, wandb: Wandb, mlflow: MlflowServer) -> None:
     with pytest.raises(KeyboardInterrupt), Trackers(["wandb", "mlflow"], run):
         raise KeyboardInterrupt

@@ -6,6 +6,7 @@ What they take, refuse and keep was seen of wandb 0.31.0 and mlflow 3.17.2 (docs
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,8 @@ class WandbRun:
     """What wandb.init returns."""
 
     arguments: dict[str, Any]
+    command_line: list[str]
+    """Which wandb keeps beside what it is given."""
     history: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     exit_code: int | None = None
 
@@ -44,9 +47,8 @@ class Wandb(ModuleType):
     def init(self, *, project: str, name: str, dir: str, config: dict[str, Any], settings: Any) -> WandbRun:
         if self.failure:
             raise self.failure
-        self.runs.append(
-            WandbRun({"project": project, "name": name, "dir": dir, "config": config} | vars(settings))
-        )
+        told = {"project": project, "name": name, "dir": dir, "config": config} | vars(settings)
+        self.runs.append(WandbRun(told, sys.argv[1:]))
         return self.runs[-1]
 
 
