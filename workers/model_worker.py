@@ -123,7 +123,7 @@ class TrainedWorker(ModelWorker):
 
     @register(ONE_TO_ALL)
     def end_save(self, last: bool) -> bool | CheckpointError:
-        """Whether the folder of the save is whole, or why it will not be. Rank 0 knows.
+        """Whether the folder of the save is whole, or why it will not be, as far as this rank knows; rank 0 does.
 
         Args:
             last: whoever has not written by now has given up.

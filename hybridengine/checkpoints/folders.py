@@ -139,11 +139,7 @@ def newest_complete(run_folder: Path, warn: Callable[[str], None]) -> Checkpoint
         raise CheckpointError(f"{folder} is a file; move it away, so that checkpoints have a place")
     if folder.is_dir():
         for one in sorted(folder.iterdir(), reverse=True):
-            if one.name.endswith(PARTIAL):
-                warn(
-                    f"checkpoint {one.name} is incomplete (its run, or its ranks, ended while it was written); left out"
-                )
-            elif _NAME.match(one.name) and not (one / MANIFEST).is_file():
+            if _NAME.match(one.name) and not (one / MANIFEST).is_file():
                 why = f"incomplete ({MANIFEST} is missing)" if one.is_dir() else "a file"
                 warn(f"checkpoint {one.name} is {why}; left out")
     for checkpoint in checkpoints_in(run_folder):
@@ -248,13 +244,14 @@ def complete_checkpoint(partial: Path, named: Path | None = None) -> Checkpoint:
         CheckpointError: it lacks something.
         OSError: writing failed; the folder keeps its temporary name.
     """
-    step = _json_of(partial / RUN_STATE).get("step")
-    if not isinstance(step, int):
-        raise CheckpointError(f"{RUN_STATE} says no step")
+    step = _step_of(partial)
     known = dict[str, FileDigest]()
     for file in partial.glob(f"*/{ROLE_FILES}"):
         role = file.parent.name
-        known |= {f"{role}/{name}": digest for name, digest in _listed(_json_of(file), ROLE_FILES).items()}
+        known |= {f"{role}/{name}": digest for name, digest in _listed(_parsed(file), ROLE_FILES).items()}
+    for name, digest in known.items():
+        if not (partial / name).is_file() or (partial / name).stat().st_size != digest.num_bytes:
+            raise CheckpointError(f"{name} is not as it was written")
     others = [name for name in _files_beneath(partial) if name not in known and name != MANIFEST]
     known |= settled_digests(partial, others)
     _write_json(partial / MANIFEST, {"format": FORMAT, "files": digests_json(known)})
@@ -262,14 +259,33 @@ def complete_checkpoint(partial: Path, named: Path | None = None) -> Checkpoint:
         sync(folder)
     named = named or partial.parent / _folder_name(step)
     if named.exists():  # of an attempt that was damaged later
-        shutil.rmtree(named)
+        discard(named)
     partial.rename(named)
-    sync(named.parent)
+    with contextlib.suppress(OSError):  # whoever finds it without its name gives it once more
+        sync(named.parent)
     return Checkpoint(named, step)
 
 
+def discard(folder: Path) -> None:
+    """Delete what is no checkpoint, or no longer.
+
+    First its name goes: what is half deleted is never taken for a whole one, and late ranks write no more into it.
+
+    Raises:
+        OSError: it cannot lose its name.
+    """
+    shutil.rmtree(_unnamed(folder), ignore_errors=True)
+
+
+def _unnamed(folder: Path) -> Path:
+    """The folder under a name that nobody looks for or writes to."""
+    gone = folder.with_name(f".{folder.name.removesuffix(PARTIAL).lstrip('.')}{DELETED}")
+    shutil.rmtree(gone, ignore_errors=True)
+    return folder.rename(gone)
+
+
 def settle_checkpoints(run_folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint that a run goes on from, None where there is none; afterwards there are only named ones.
+    """The checkpoint that a run goes on from, None where there is none; what was never completed is deleted.
 
     Those that only lack their name get it: all ranks had written them when their run, or its ranks, ended.
 
@@ -277,40 +293,54 @@ def settle_checkpoints(run_folder: Path, say: Callable[[str], None]) -> Checkpoi
         say: told of those, and of each one that is left out, and why.
 
     Raises:
-        CheckpointError: there is a file where the folder of checkpoints should be, or the disk takes nothing more.
+        CheckpointError: there is a file where the folder of checkpoints should be.
     """
+    for partial in _unfinished(run_folder, PARTIAL):
+        if not _is_written(partial):
+            gone = _unnamed(partial)
+            if _is_written(gone):  # by ranks that were late, until just now
+                gone.rename(partial)
+                continue
+            say(
+                f"warning: checkpoint {partial.name} is incomplete (its run, or its ranks, ended while it was written);"
+                " left out"
+            )
+    for gone in _unfinished(run_folder, DELETED):
+        shutil.rmtree(gone, ignore_errors=True)
     name_written(run_folder, say)
-    newest = newest_complete(run_folder, lambda text: say(f"warning: {text}"))
-    for unfinished in _unfinished(run_folder, PARTIAL, DELETED):
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return newest
+    return newest_complete(run_folder, lambda text: say(f"warning: {text}"))
 
 
 def name_written(run_folder: Path, say: Callable[[str], None]) -> None:
-    """Give their names to checkpoints that lack nothing else, unless there is a whole one of their step.
+    """Give their names to checkpoints that lack nothing else; those of whose step there is a whole one are deleted.
 
     Args:
-        say: told of each.
-
-    Raises:
-        CheckpointError: the disk does not let one have it.
+        say: told of each, and of each one that cannot have it, which stays as it is.
     """
     for partial in _unfinished(run_folder, PARTIAL):
-        roles = [one for one in partial.iterdir() if one.is_dir()]
-        if not roles or not all((role / ROLE_FILES).is_file() for role in roles):
+        if not _is_written(partial):
             continue
         try:
-            step = _json_of(partial / RUN_STATE).get("step")
+            step = _step_of(partial)
             if any(one.step == step and _is_whole(one) for one in checkpoints_in(run_folder)):
+                discard(partial)
                 continue
             named = complete_checkpoint(partial).folder.name
-        except CheckpointError:  # nothing is as it was written
-            continue
+        except CheckpointError as error:
+            say(f"warning: checkpoint {partial.name} is damaged ({error}); left out")
+            discard(partial)
         except OSError as error:
-            raise CheckpointError(
-                f"{partial} is a whole checkpoint that cannot have its name ({error.strerror}); make room there"
-            ) from None
-        say(f"{named} was written, but its run, or its ranks, ended before it had its name; it has it now")
+            say(f"warning: {partial} is written, but cannot have its name now ({error}); it stays as it is")
+        else:
+            say(
+                f"{named} was written, but its run, or its ranks, ended before it had its name; it has it now"
+            )
+
+
+def _is_written(partial: Path) -> bool:
+    """Whether all ranks have written all roles."""
+    roles = [one for one in partial.iterdir() if one.is_dir()]
+    return bool(roles) and all((role / ROLE_FILES).is_file() for role in roles)
 
 
 def _is_whole(checkpoint: Checkpoint) -> bool:
@@ -319,6 +349,19 @@ def _is_whole(checkpoint: Checkpoint) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def _step_of(partial: Path) -> int:
+    """What run.json says.
+
+    Raises:
+        CheckpointError: nothing.
+        OSError: it cannot be read.
+    """
+    step = _parsed(partial / RUN_STATE).get("step")
+    if not isinstance(step, int):
+        raise CheckpointError(f"{RUN_STATE} says no step")
+    return step
 
 
 def prune(
@@ -333,11 +376,7 @@ def prune(
     counted = [one for one in checkpoints_in(run_folder) if one.step not in ignored]
     for checkpoint in counted[keep:]:
         if checkpoint.step != best_step:
-            # First the name that readers look for: what is half deleted is no checkpoint.
-            gone = checkpoint.folder.with_name(f".{checkpoint.folder.name}{DELETED}")
-            shutil.rmtree(gone, ignore_errors=True)
-            checkpoint.folder.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            discard(checkpoint.folder)
             deleted.append(checkpoint.step)
     return deleted
 
@@ -345,7 +384,7 @@ def prune(
 def _unfinished(run_folder: Path, *endings: str) -> list[Path]:
     """Folders of checkpoints that have no name, or no longer one."""
     folder = run_folder / CHECKPOINTS_FOLDER
-    return sorted(one for ending in endings for one in folder.glob(f".step-*{ending}"))
+    return sorted(one for ending in endings for one in folder.glob(f".step-*{ending}") if one.is_dir())
 
 
 def _folder_name(step: int) -> str:
@@ -376,9 +415,27 @@ def _listed(found: Mapping[str, Any], where: str) -> dict[str, FileDigest]:
 
 
 def _json_of(file: Path) -> dict[str, Any]:
+    """What a file of a checkpoint says.
+
+    Raises:
+        CheckpointError: nothing, or it cannot be read.
+    """
+    try:
+        return _parsed(file)
+    except OSError as error:
+        raise CheckpointError(f"{file.name} cannot be read ({error})") from None
+
+
+def _parsed(file: Path) -> dict[str, Any]:
+    """As `_json_of`.
+
+    Raises:
+        CheckpointError: it says nothing.
+        OSError: it cannot be read, now.
+    """
     try:
         found = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file.name} cannot be read ({error})") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{file.name} is no JSON object")

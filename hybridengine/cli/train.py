@@ -49,7 +49,6 @@ from hybridengine.drivers.saving import (
 )
 from hybridengine.drivers.warmup import warm_up
 from hybridengine.errors import (
-    CheckpointError,
     HybridEngineError,
     OutputError,
     WorkerError,
@@ -163,7 +162,7 @@ class _Run:
 
     def _say_what_is_left(self, progress: Progress) -> None:
         """After a failure that ends the run."""
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(OSError):
             name_written(self.config.run_folder, self.say)
         found = checkpoints_in(self.config.run_folder)
         left = f"{goes_on(self.config)} after step {found[0].step}" if found else "nothing has been saved"

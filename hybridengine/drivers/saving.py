@@ -24,6 +24,8 @@ from hybridengine.checkpoints.folders import (
     begin_checkpoint,
     checkpoints_in,
     complete_checkpoint,
+    discard,
+    name_written,
     prune,
 )
 from hybridengine.config import RunConfig
@@ -164,6 +166,7 @@ class RunSaver:
         config, step = self._config, self._progress.step
         run_folder = config.run_folder
         try:
+            name_written(run_folder, self._say)
             expected = SPARE_SHARE * checkpoint_bytes(config)
             if (free := shutil.disk_usage(run_folder).free) < expected:
                 raise CheckpointError(
@@ -201,7 +204,8 @@ class RunSaver:
         if writing is None:
             return
         for role, asked in {role: self._groups[role].end_save(last) for role in writing.roles}.items():
-            ended = asked.get()[0]  # rank 0's
+            answers = asked.get()
+            ended = next((one for one in answers if isinstance(one, CheckpointError)), answers[0])
             if isinstance(ended, CheckpointError):
                 writing.error = writing.error or ended
             if ended:
@@ -215,7 +219,13 @@ class RunSaver:
             if writing.error is not None:
                 raise writing.error
             checkpoint = complete_checkpoint(writing.folder)
-        except (OSError, CheckpointError) as reason:
+        except (
+            OSError
+        ) as reason:  # it has everything else: whoever goes on gives the name, or the next save does
+            self._writing = None
+            self._say(f"warning: {writing.folder} is written, but cannot have its name now ({reason})")
+            return
+        except CheckpointError as reason:
             self._give_up(writing.step, reason)
             return
         self._writing, self.saved_step = None, writing.step
@@ -233,7 +243,8 @@ class RunSaver:
     def _give_up(self, step: int, error: Exception) -> None:
         """A checkpoint could not be written: say so, and let the run go on."""
         if self._writing is not None:
-            shutil.rmtree(self._writing.folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # whoever goes on tries once more
+                discard(self._writing.folder)
         self._writing = None
         if self._progress.best.step == step:
             self._progress.best = self._best_before

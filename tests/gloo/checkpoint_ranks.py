@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -153,6 +156,62 @@ def save_where_the_disk_fills(
             errors.append(str(error))
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return errors, len(TensorFolder(folder / "other").shapes)
+
+
+def save_where_a_rank_is_refused(rank: int, source: Path, folder: Path) -> tuple[str, bool, int, str]:
+    """Error where rank 1 is refused at once and rank 0 writes for a second; whether one still writes then; how many
+    copies of tensors are left on this rank, without a garbage collection; and the error of the next save.
+    """
+    trainer = make_trainer(
+        ModelShape.from_folder(source), Grid(TrainSizes(1, 1, 2)), rank, ProcessGroups(), source
+    )
+    write, limits = compat.write_save, resource.getrlimit(resource.RLIMIT_FSIZE)
+    copies, errors = list[weakref.ref[Tensor]](), list[str]()
+
+    def note(planned: compat.PlannedSave) -> None:
+        _, buckets, _ = planned.request.async_fn_args
+        copies.extend(weakref.ref(tensor) for _, _, (_, items) in buckets for _, tensor in items)
+
+    def write_in_own_time(planned: compat.PlannedSave) -> Any:
+        note(planned)
+        if rank == 0:
+            time.sleep(1)
+        return write(planned)
+
+    compat.write_save = write_in_own_time
+    gc.disable()
+    for name in ("refused", "next"):
+        if rank == 1 and name == "refused":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (checkpoint.PROBE_BYTES, limits[1]))
+        save = BackgroundSave(trainer, empty_folder(folder / name), {})
+        try:
+            ended(save)
+            errors.append("none")
+        except CheckpointError as error:
+            errors.append(str(error))
+        if name == "refused":
+            writes, left = save.some_rank_writes(), sum(one() is not None for one in copies)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    gc.enable()
+    assert copies, "this rank saves nothing"
+    return errors[0], writes, left, errors[1]
+
+
+def save_telling_much(rank: int, source: Path, folder: Path) -> int:
+    """What ranks tell rank 0 goes in pieces of 1 KB; how many bytes this one tells."""
+    trainer = make_trainer(
+        ModelShape.from_folder(source), Grid(TrainSizes(1, 1, 2)), rank, ProcessGroups(), source
+    )
+    checkpoint.MOST_BYTES = 1000
+    tell, sizes = BackgroundSave._tell, list[int]()
+
+    def tell_noting(self: BackgroundSave, told: bytes) -> None:
+        sizes.append(len(told))
+        tell(self, told)
+
+    BackgroundSave._tell = tell_noting
+    ended(BackgroundSave(trainer, empty_folder(folder), {}))
+    return sizes[0]
 
 
 def save_at_once(rank: int, source: Path, folder: Path) -> None:

@@ -23,6 +23,8 @@ from tests.gloo.checkpoint_ranks import (
     load_converted,
     load_what_is_refused,
     save_at_once,
+    save_telling_much,
+    save_where_a_rank_is_refused,
     save_where_the_disk_fills,
     save_while_training,
 )
@@ -164,6 +166,25 @@ def test_a_disk_that_fills_up_at_the_end_of_a_save(
         assert not (tmp_path / "saved" / "one" / ROLE_FILES).exists()
         assert again == "none"
         assert num_tensors == 3 * len(ModelShape.from_folder(tmp_path / "source").tensors)
+
+
+def test_a_rank_that_is_refused_waits_for_the_others_and_keeps_nothing(
+    tmp_path: Path, run_ranks: RankLauncher
+):
+    write_model(tmp_path / "source", "qwen2", tied=False)
+    for refused, writes, left, again in run_ranks(
+        2, save_where_a_rank_is_refused, tmp_path / "source", tmp_path / "saved"
+    ):
+        assert refused.startswith(f"{tmp_path / 'saved' / 'refused'} could not be written by rank 1: ")
+        assert (writes, left, again) == (False, 0, "none")
+
+
+def test_ranks_tell_more_than_a_store_takes_at_once(tmp_path: Path, run_ranks: RankLauncher):
+    write_model(tmp_path / "source", "qwen2", tied=False)
+    told = run_ranks(2, save_telling_much, tmp_path / "source", tmp_path / "saved")
+    assert min(told) > 3000
+    original, read = TensorFolder(tmp_path / "saved"), ModelShape.from_folder(tmp_path / "source")
+    assert len(original.shapes) == 3 * len(read.tensors)
 
 
 class Harmful:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridengine.checkpoints import folders
 from hybridengine.checkpoints.conversion import default_companions
 from hybridengine.checkpoints.digests import FileDigest, settled_digests
 from hybridengine.checkpoints.folders import (
@@ -56,9 +57,7 @@ def test_a_checkpoint_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
     assert checkpoints_in(tmp_path) == []
     warnings: list[str] = []
     assert newest_complete(tmp_path, warnings.append) is None
-    assert warnings == [
-        f"checkpoint {partial.name} is incomplete (its run, or its ranks, ended while it was written); left out"
-    ]
+    assert warnings == []
     known = {
         "weights": FileDigest(4, "03ac674216f3e15c761ee1a5e255f067953623c8b388b4459e13f978d7c846f4")
     }  # sha256sum
@@ -172,27 +171,77 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     ]
 
 
-NO_CHECKPOINTS: dict[str, Callable[[Path], object]] = {
-    "a role is being written": lambda partial: (partial / "critic").mkdir(),
-    "it was just begun": lambda partial: shutil.rmtree(partial / "actor"),
-    "it says nothing of its run": lambda partial: (partial / "run.json").write_text("{"),
-    "it was being deleted": lambda partial: partial.rename(partial.with_suffix(".deleted")),
+NO_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str | None]] = {
+    "a role is being written": (
+        lambda partial: (partial / "critic").mkdir(),
+        "is incomplete (its run, or its",
+    ),
+    "it was just begun": (lambda partial: shutil.rmtree(partial / "actor"), "is incomplete (its run, or its"),
+    "it says nothing of its run": (
+        lambda partial: (partial / "run.json").write_text("{"),
+        "is damaged (run.json cannot be read",
+    ),
+    "it lacks a file": (
+        lambda partial: (partial / "actor" / "weights").unlink(),
+        "is damaged (actor/weights is not as it was written)",
+    ),
+    "it was being deleted": (lambda partial: partial.rename(partial.with_suffix(".deleted")), None),
 }
 
 
 @pytest.mark.parametrize("why", NO_CHECKPOINTS)
 def test_what_lacks_only_its_name_gets_it_and_nothing_else_does(why: str, tmp_path: Path) -> None:
     older, lacks_its_name, lacks_more = write(tmp_path, 2), written(tmp_path, 4), written(tmp_path, 6)
-    NO_CHECKPOINTS[why](lacks_more)
+    change, warning = NO_CHECKPOINTS[why]
+    change(lacks_more)
+    stray = lacks_more.with_name(".step-00000007-00.partial")
+    stray.touch()
     said: list[str] = []
     found = settle_checkpoints(tmp_path, said.append)
     assert found is not None
     assert found == Checkpoint(lacks_its_name.with_name("step-00000004"), 4)
     found.check()
-    assert said[0].startswith(
-        "step-00000004 was written, but its run, or its ranks, ended before it had its name"
-    )
-    assert sorted(older.folder.parent.iterdir()) == [older.folder, found.folder]
+    warnings = [text for text in said if text.startswith("warning: ")]
+    named = [text for text in said if text not in warnings]
+    assert [text.split(" was written, but its run, or its")[0] for text in named] == ["step-00000004"]
+    assert [f"checkpoint {lacks_more.name} {warning}" in text for text in warnings] == [True] * bool(warning)
+    assert sorted(older.folder.parent.iterdir()) == [stray, older.folder, found.folder]
+
+
+def test_what_is_written_in_the_last_moment_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ranks of a node that was thought to be lost, after somebody has looked and before they are shut out."""
+    partial = begin_checkpoint(tmp_path, 4, {}, ["actor"])
+    shut_out = folders._unnamed
+
+    def late(folder: Path) -> Path:
+        end_role(partial / "actor", {})
+        return shut_out(folder)
+
+    monkeypatch.setattr(folders, "_unnamed", late)
+    found = settle_checkpoints(tmp_path, print)
+    assert found is not None and found.step == 4
+
+
+def test_what_cannot_be_read_now_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partial, read = written(tmp_path, 4), Path.read_text
+    for name in ("run.json", "files.json"):
+        said: list[str] = []
+
+        def fails(file: Path, name: str = name) -> str:
+            if file.name == name:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return read(file)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "read_text", fails)
+            assert settle_checkpoints(tmp_path, said.append) is None
+        why = "[Errno 5] Input/output error"
+        assert said == [
+            f"warning: {partial} is written, but cannot have its name now ({why}); it stays as it is"
+        ]
+    assert settle_checkpoints(tmp_path, print) is not None
 
 
 def test_a_whole_checkpoint_is_not_replaced_by_another_of_its_step(tmp_path: Path) -> None:
@@ -207,6 +256,10 @@ def test_a_whole_checkpoint_is_not_replaced_by_another_of_its_step(tmp_path: Pat
     assert (named.folder / MANIFEST).stat().st_ino != before
 
 
+class CrashError(BaseException):
+    """Stands for the end of the process, after which nothing more is done."""
+
+
 def test_a_crash_while_a_checkpoint_gets_its_name_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +272,7 @@ def test_a_crash_while_a_checkpoint_gets_its_name_loses_nothing(
         def crashes(descriptor: int, left: Iterator[int] = left) -> None:
             sync(descriptor)
             if next(left, None) is None:
-                raise InterruptedError
+                raise CrashError
 
         partial = written(run, 4)
         with monkeypatch.context() as patched:
@@ -227,7 +280,7 @@ def test_a_crash_while_a_checkpoint_gets_its_name_loses_nothing(
             try:
                 complete_checkpoint(partial)
                 break
-            except InterruptedError:
+            except CrashError:
                 pass
         found = settle_checkpoints(run, print)
         assert found is not None
@@ -235,16 +288,15 @@ def test_a_crash_while_a_checkpoint_gets_its_name_loses_nothing(
     assert crash_at > 6
 
 
-def test_a_disk_that_takes_no_name_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    partial, limits = written(tmp_path, 4), resource.getrlimit(resource.RLIMIT_FSIZE)
+def test_a_disk_that_takes_no_name_loses_nothing(tmp_path: Path) -> None:
+    older, _ = write(tmp_path, 2), written(tmp_path, 4)
+    limits, said = resource.getrlimit(resource.RLIMIT_FSIZE), list[str]()
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
     try:
-        with pytest.raises(
-            CheckpointError, match=rf"{partial} is a whole checkpoint .* \(File too large\); make room"
-        ):
-            settle_checkpoints(tmp_path, print)
+        assert settle_checkpoints(tmp_path, said.append) == older
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "is written, but cannot have its name now ([Errno 27] File too large)" in said[0]
     found = settle_checkpoints(tmp_path, print)
     assert found is not None and found.step == 4
 

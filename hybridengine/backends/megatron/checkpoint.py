@@ -48,6 +48,8 @@ PROBE_BYTES = 65_536
 """More than the files that a save writes before all ranks have met."""
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
 """Between two looks of rank 0 for what the others have written: at first, and after a while."""
+MOST_BYTES = 4 * 2**20
+"""Under one key of a store: TCPStore closes the connection at twice as many."""
 
 
 class BackgroundSave:
@@ -84,6 +86,7 @@ class BackgroundSave:
             planned = compat.begin_save(tensors, folder)
         self._store = world_store(f"save into {folder}")
         self._late = set(range(self._group.size()))
+        self._refused = list[str]()
         self._given_up = threading.Event()
         self._outcome: bool | CheckpointError = False
         self._thread = threading.Thread(target=self._write, args=(planned,), name="checkpoint", daemon=True)
@@ -101,7 +104,7 @@ class BackgroundSave:
         except Exception as error:
             told = _text_of(error)
         try:
-            self._store.set(str(self._rank), pickle.dumps(told))  # pyright: ignore[reportArgumentType]
+            self._tell(pickle.dumps(told))
             if self._rank == 0:
                 self._complete(planned)
                 self._outcome = True
@@ -121,6 +124,22 @@ class BackgroundSave:
             (self._folder / ROLE_FILE).write_text(json.dumps(self._role, indent=1) + "\n")
         return results, settled_digests(self._folder, own)
 
+    def _tell(self, told: bytes) -> None:
+        """Have rank 0 find what this rank has to say: in pieces that a store takes, then how many there are."""
+        pieces = [told[at : at + MOST_BYTES] for at in range(0, len(told), MOST_BYTES)]
+        for number, piece in enumerate(pieces):
+            self._store.set(f"{self._rank}/{number}", piece)  # pyright: ignore[reportArgumentType]
+        self._store.set(str(self._rank), str(len(pieces)))
+
+    def _taken_from(self, rank: int) -> bytes:
+        """What a rank has told."""
+        told = b""
+        for number in range(int(self._store.get(str(rank)))):
+            told += self._store.get(key := f"{rank}/{number}")
+            self._store.delete_key(key)
+        self._store.delete_key(str(rank))
+        return told
+
     def _complete(self, planned: compat.PlannedSave) -> None:
         """On rank 0: wait for all ranks, and write what says that the folder is whole.
 
@@ -129,36 +148,41 @@ class BackgroundSave:
             OSError: this one cannot.
         """
         results, digests, pause = dict[int, list[WriteResult]](), dict[str, FileDigest](), POLL_S
-        while self._late:
+        while self._late and not self._given_up.is_set():
             for rank in sorted(self._late):
                 if self._store.check([str(rank)]):
-                    told: _Written | str = pickle.loads(self._store.get(str(rank)))
-                    self._store.delete_key(str(rank))
+                    told: _Written | str = pickle.loads(self._taken_from(rank))
                     self._late.discard(rank)
-                    if isinstance(told, str):
-                        raise CheckpointError(f"{self._folder} could not be written by rank {rank}: {told}")
-                    results[rank] = told[0]
-                    digests |= told[1]
-            if self._late and self._given_up.wait(pause):
-                raise CheckpointError(f"{self._folder} was given up")
-            pause = min(2 * pause, LONGEST_POLL_S)
+                    if isinstance(told, str):  # the others are still waited for: they write into the folder
+                        self._refused.append(f"by rank {rank}: {told}")
+                    else:
+                        results[rank] = told[0]
+                        digests |= told[1]
+            if self._late:
+                self._given_up.wait(pause)
+                pause = min(2 * pause, LONGEST_POLL_S)
+        if self._refused or self._given_up.is_set():
+            raise self._unwritten()
         compat.end_save(planned, [results[rank] for rank in sorted(results)], self._folder)
         others = [one.name for one in self._folder.iterdir() if one.name not in digests]
         end_role(self._folder, digests | settled_digests(self._folder, others))
 
     def end(self, last: bool) -> bool | CheckpointError:
-        """Whether the folder is whole, or why it will not be. Rank 0 knows.
+        """Whether the folder is whole, or why it will not be. Rank 0 knows; others, what keeps them from telling it.
 
         Args:
             last: whoever has not written by now has given up.
         """
-        if last and self._outcome is False:
+        if last and self._outcome is False and self._rank == 0:
             self._given_up.set()
-            late = ", ".join(map(str, sorted(self._late) or [0]))
-            return CheckpointError(
-                f"{self._folder} could not be written by rank {late}: it has not ended in time; raise timeouts.save_s"
-            )
+            return self._unwritten()
         return self._outcome
+
+    def _unwritten(self) -> CheckpointError:
+        """Why there will be no folder: what a rank was refused, or who has not ended."""
+        late = ", ".join(map(str, sorted(self._late) or [0]))
+        late = f"by rank {late}: it has not ended in time; raise timeouts.save_s"
+        return CheckpointError(f"{self._folder} could not be written {next(iter(self._refused), late)}")
 
     def some_rank_writes(self) -> bool:
         """Whether a rank is still at it, also where it has been given up. Collective."""

@@ -259,17 +259,29 @@ def write_save(planned: PlannedSave) -> list[WriteResult]:
     transforms, *_ = request.async_fn.args  # type: ignore[attr-defined]
     written: Any = queue.Queue()
     counts: Any = queue.Queue()
-    for number, bucket in enumerate(buckets):
+    results = list[WriteResult]()
+    for number in range(len(buckets)):
         counts.put(number)
+        # A bucket has tensors: each is let go of when it is written, also where that failed.
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-            transforms, number, bucket, written, counts, True
+            transforms, number, buckets[number], written, counts, True
         )
-    outcomes = [outcome for _, outcome in (written.get_nowait() for _ in buckets)]
-    buckets.clear()  # which have the tensors
-    for outcome in outcomes:
+        buckets[number] = None
+        _, outcome = written.get_nowait()
         if isinstance(outcome, Exception):
-            raise outcome
-    return [result for outcome in outcomes for result in outcome]
+            buckets.clear()
+            raise _without_frames(outcome)
+        results += outcome
+    return results
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The error, and those that it came of, without their frames, which would keep what they were writing."""
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__context__
+    return error
 
 
 def end_save(planned: PlannedSave, results: list[list[WriteResult]], folder: Path) -> None:
