@@ -2,7 +2,7 @@
 
 RUN/checkpoints/step-00000020/
     manifest.json       size and SHA-256 of every other file
-    run.json            step, numbers that the dataflow keeps, sizes, configuration, versions
+    run.json            step, roles, numbers that the dataflow keeps, sizes, configuration, versions
     actor/              weights and optimizer state (Megatron-core's dist_checkpointing), role.json, rng-RANK,
                         files.json: what its ranks wrote, there once all have
     critic/             the same
@@ -201,12 +201,12 @@ def begin_checkpoint(
         OSError: it cannot be made.
     """
     name = f".{_folder_name(step)}-{secrets.token_hex(4)}{PARTIAL}"
-    partial = run_folder / CHECKPOINTS_FOLDER / name
+    partial, roles = run_folder / CHECKPOINTS_FOLDER / name, list(roles)
     try:
         partial.mkdir(parents=True)
         for role in roles:
             (partial / role).mkdir()
-        write_run_state(partial, step, run_state)
+        write_run_state(partial, step, {"roles": roles, **run_state})
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -244,7 +244,11 @@ def complete_checkpoint(partial: Path, named: Path | None = None) -> Checkpoint:
         CheckpointError: it lacks something.
         OSError: writing failed; the folder keeps its temporary name.
     """
-    step = _step_of(partial)
+    state = _parsed(partial / RUN_STATE)
+    step = _step_in(state)
+    for role in state.get("roles") or []:
+        if not (partial / str(role) / ROLE_FILES).is_file():
+            raise CheckpointError(f"{role}/{ROLE_FILES} is missing")
     known = dict[str, FileDigest]()
     for file in partial.glob(f"*/{ROLE_FILES}"):
         role = file.parent.name
@@ -321,7 +325,7 @@ def name_written(run_folder: Path, say: Callable[[str], None]) -> None:
         if not _is_written(partial):
             continue
         try:
-            step = _step_of(partial)
+            step = _step_in(_parsed(partial / RUN_STATE))
             if any(one.step == step and _is_whole(one) for one in checkpoints_in(run_folder)):
                 discard(partial)
                 continue
@@ -351,14 +355,13 @@ def _is_whole(checkpoint: Checkpoint) -> bool:
     return True
 
 
-def _step_of(partial: Path) -> int:
+def _step_in(run_state: Mapping[str, Any]) -> int:
     """What run.json says.
 
     Raises:
         CheckpointError: nothing.
-        OSError: it cannot be read.
     """
-    step = _parsed(partial / RUN_STATE).get("step")
+    step = run_state.get("step")
     if not isinstance(step, int):
         raise CheckpointError(f"{RUN_STATE} says no step")
     return step

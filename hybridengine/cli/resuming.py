@@ -137,11 +137,12 @@ def check_final(config: RunConfig, checkpoint: Checkpoint | None, say: Callable[
 
     Raises:
         ConfigError: there is one, and the run would begin anew.
+        DataError: the run's rows, which are read once more at its end, are damaged.
     """
-    final = final_folder(config)
+    final, rows = final_folder(config), read_rows(config.run_folder)
     has_own = checkpoint is not None and checkpoint.folder.is_relative_to(config.run_folder)
     if not os.path.lexists(final):
-        if checkpoint is None and read_rows(config.run_folder):
+        if checkpoint is None and rows:
             say("no checkpoint to go on from: the run begins anew")
     elif checkpoint is None or not has_own or checkpoint.step < steps_done(config):
         raise ConfigError(

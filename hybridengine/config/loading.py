@@ -138,7 +138,8 @@ def _unresolved(path: str | Path, error: OmegaConfBaseException) -> str:
 def _drop_empty_sections(values: dict[str, Any]) -> None:
     """`critic:` with nothing beneath means the section's defaults."""
     for name, field in RunConfig.model_fields.items():
-        if name in values and values[name] is None and not _is_optional(field.annotation):
+        is_section = not isinstance(field.default, str)
+        if is_section and name in values and values[name] is None and not _is_optional(field.annotation):
             del values[name]
 
 

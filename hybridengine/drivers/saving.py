@@ -133,6 +133,7 @@ class RunSaver:
         self._writing: _Writing | None = None
         self.saved_step = progress.step
         """Of the newest checkpoint."""
+        self._has_warned = False
         self._begun: int | None = None
         """Step whose checkpoint was begun last."""
         sha256_of(config.train_file)  # now, as it was read: every checkpoint says it
@@ -159,6 +160,14 @@ class RunSaver:
         name, best = self._config.checkpoint.best, self._progress.best
         value = metrics.get(name, math.nan) if name else math.nan
         self._best_before = best
+        is_measured = name is not None and (not _is_evaluated(name) or any(map(_is_evaluated, metrics)))
+        if is_measured and name not in metrics and not self._has_warned:
+            self._has_warned = True
+            known = ", ".join(sorted(metrics))
+            self._say(
+                f"warning: checkpoint.best={name} is no metric of this run, so that no best checkpoint is kept; choose"
+                f" from {known}"
+            )
         if value > best.value:
             self._progress.best = Best(self._progress.step, value, name)
 
@@ -249,6 +258,11 @@ class RunSaver:
         if self._progress.best.step == step:
             self._progress.best = self._best_before
         self._say(f"warning: no checkpoint of step {step}: {error}; the run goes on, earlier ones are kept")
+
+
+def _is_evaluated(metric: str) -> bool:
+    """Whether only steps with an evaluation have it."""
+    return metric.startswith("eval/")
 
 
 def _trained_groups(config: RunConfig, roles: Roles) -> dict[str, WorkerGroup]:

@@ -32,6 +32,7 @@ from hybridengine.checkpoints.folders import (
     prune,
     run_lock,
     settle_checkpoints,
+    write_run_state,
 )
 from hybridengine.checkpoints.tensors import METADATA_FILE, read_metadata
 from hybridengine.drivers.saving import Progress
@@ -180,6 +181,10 @@ NO_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "it says nothing of its run": (
         lambda partial: (partial / "run.json").write_text("{"),
         "is damaged (run.json cannot be read",
+    ),
+    "it lacks a role": (
+        lambda partial: write_run_state(partial, 6, {"roles": ["actor", "critic"]}),
+        "is damaged (critic/files.json is missing)",
     ),
     "it lacks a file": (
         lambda partial: (partial / "actor" / "weights").unlink(),

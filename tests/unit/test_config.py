@@ -276,6 +276,7 @@ def test_empty_sections_mean_defaults(tmp_path: Path) -> None:
         ("run.name=${nothing}", ["Interpolation key 'nothing' not found"]),
         ("run.folder=' '", ["run.folder: the path is empty"]),
         ("run.folder=", ["run.folder=null must be a string; "]),
+        ("resume=", ["resume=null must be a string; "]),
     ],
 )
 def test_bad_overrides(small: Path, override: str, messages: list[str]) -> None:

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridengine.checkpoints.folders import Checkpoint, begin_checkpoint, checkpoints_in, complete_checkpoint
+from hybridengine.checkpoints.folders import (
+    Checkpoint,
+    begin_checkpoint,
+    checkpoints_in,
+    complete_checkpoint,
+    end_role,
+)
 from hybridengine.cli.main import main
 from hybridengine.cli.prepare import build_model
 from hybridengine.config import load_config
@@ -54,7 +60,10 @@ def save(file: Path, step: int, *overrides: str) -> Path:
     config.run_folder.mkdir(parents=True, exist_ok=True)
     (config.run_folder / "config.yaml").write_text(yaml.safe_dump(config.described()))
     roles = [role for role in TRAINED if role in config.algorithm.used_roles]
-    return complete_checkpoint(begin_checkpoint(config.run_folder, step, state, roles)).folder
+    partial = begin_checkpoint(config.run_folder, step, state, roles)
+    for role in roles:
+        end_role(partial / role, {})
+    return complete_checkpoint(partial).folder
 
 
 @pytest.fixture
@@ -200,6 +209,13 @@ def test_other_prompts_and_packages_are_told(file: Path) -> None:
         f"{config.train_file} has other contents: prompts may come twice, or not at all",
         f'version of torch: "1.0" -> "{versions["torch"]}"',
     ]
+
+
+def test_damaged_rows_are_told_before_anything_starts(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = save(file, 2).parents[1] / "metrics.jsonl"
+    rows.write_text('{"step": 0}\n{"step": 1, "rew\n')
+    assert main(["train", str(file), "resume=auto"]) == 2
+    assert f"{rows}:2: " in capsys.readouterr().err
 
 
 def test_the_best_by_another_metric_is_forgotten(file: Path) -> None:

@@ -149,6 +149,24 @@ def test_the_multiplier_and_the_best_go_on_from_a_checkpoint(started: Started) -
     assert progress.best.value == max(value(rows[step], "cost/mean") for step in (2, 4))
 
 
+@pytest.mark.parametrize(
+    ("best", "warned"),
+    [("eval/score_mean", False), ("eval/score", True), ("loss", False), ("los", True), (None, False)],
+)
+def test_a_best_metric_that_the_run_does_not_have_is_told_once(
+    started: Started, best: str | None, warned: bool
+) -> None:
+    config = own_run(started, f"best-{str(best).replace('/', '-')}", checkpoint={"best": best})
+    said: list[str] = []
+    saver = RunSaver(config, started.roles, Progress.start(), said.append)
+    saver._rate({"loss": 1.0})
+    saver._rate({"loss": 1.0, "eval/score_mean": 0.5})
+    saver._rate({"loss": 1.0, "eval/score_mean": 0.5})
+    assert [text.split(", so that")[0] for text in said] == [
+        f"warning: checkpoint.best={best} is no metric of this run"
+    ] * warned
+
+
 def test_a_role_that_cannot_begin_to_save(started: Started, tmp_path: Path) -> None:
     """What the others have begun is ended, so that the next save is a whole one."""
     config, roles = own_run(started, "not-begun"), started.roles
