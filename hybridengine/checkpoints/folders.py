@@ -246,7 +246,8 @@ def complete_checkpoint(partial: Path, named: Path | None = None) -> Checkpoint:
     """
     state = _parsed(partial / RUN_STATE)
     step = _step_in(state)
-    for role in state.get("roles") or []:
+    roles = state.get("roles", [])
+    for role in roles if isinstance(roles, list) else [roles]:
         if not (partial / str(role) / ROLE_FILES).is_file():
             raise CheckpointError(f"{role}/{ROLE_FILES} is missing")
     known = dict[str, FileDigest]()
@@ -273,12 +274,11 @@ def complete_checkpoint(partial: Path, named: Path | None = None) -> Checkpoint:
 def discard(folder: Path) -> None:
     """Delete what is no checkpoint, or no longer.
 
-    First its name goes: what is half deleted is never taken for a whole one, and late ranks write no more into it.
-
-    Raises:
-        OSError: it cannot lose its name.
+    First its name goes: what is half deleted is never taken for a whole one, and late ranks write no more into it. What
+    cannot lose its name stays.
     """
-    shutil.rmtree(_unnamed(folder), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        shutil.rmtree(_unnamed(folder), ignore_errors=True)
 
 
 def _unnamed(folder: Path) -> Path:
@@ -300,15 +300,16 @@ def settle_checkpoints(run_folder: Path, say: Callable[[str], None]) -> Checkpoi
         CheckpointError: there is a file where the folder of checkpoints should be.
     """
     for partial in _unfinished(run_folder, PARTIAL):
-        if not _is_written(partial):
+        if _is_written(partial):
+            continue
+        say(
+            f"warning: checkpoint {partial.name} is incomplete (its run, or its ranks, ended while it was written); left"
+            " out"
+        )
+        with contextlib.suppress(OSError):  # of a disk that lets nothing go: then it stays
             gone = _unnamed(partial)
             if _is_written(gone):  # by ranks that were late, until just now
                 gone.rename(partial)
-                continue
-            say(
-                f"warning: checkpoint {partial.name} is incomplete (its run, or its ranks, ended while it was written);"
-                " left out"
-            )
     for gone in _unfinished(run_folder, DELETED):
         shutil.rmtree(gone, ignore_errors=True)
     name_written(run_folder, say)

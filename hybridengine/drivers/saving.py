@@ -252,8 +252,7 @@ class RunSaver:
     def _give_up(self, step: int, error: Exception) -> None:
         """A checkpoint could not be written: say so, and let the run go on."""
         if self._writing is not None:
-            with contextlib.suppress(OSError):  # whoever goes on tries once more
-                discard(self._writing.folder)
+            discard(self._writing.folder)
         self._writing = None
         if self._progress.best.step == step:
             self._progress.best = self._best_before

@@ -182,6 +182,10 @@ NO_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str | None]] = {
         lambda partial: (partial / "run.json").write_text("{"),
         "is damaged (run.json cannot be read",
     ),
+    "it says other things": (
+        lambda partial: write_run_state(partial, 6, {"roles": 5}),
+        "is damaged (5/files.json is missing)",
+    ),
     "it lacks a role": (
         lambda partial: write_run_state(partial, 6, {"roles": ["actor", "critic"]}),
         "is damaged (critic/files.json is missing)",
