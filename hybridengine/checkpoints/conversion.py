@@ -28,13 +28,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from hybridengine.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE, check_checkpoint, tensors_of
-from hybridengine.checkpoints.folders import (
-    CHECKPOINTS_FOLDER,
-    Checkpoint,
-    complete_checkpoint,
-    write_run_state,
-)
+from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER, Checkpoint
 from hybridengine.checkpoints.hf_writer import HfWriter, gone_on_failure
+from hybridengine.checkpoints.making import complete_checkpoint, write_run_state
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError
 from hybridengine.model_shapes import LM_HEAD, SCORE_HEAD, ModelShape

@@ -10,12 +10,8 @@ from typing import Any
 import yaml
 
 from hybridengine.checkpoint_files import checkpoint_problems
-from hybridengine.checkpoints.folders import (
-    Checkpoint,
-    checkpoint_at,
-    checkpoints_in,
-    settle_checkpoints,
-)
+from hybridengine.checkpoints.folders import Checkpoint, checkpoint_at, checkpoints_in
+from hybridengine.checkpoints.making import settle_checkpoints
 from hybridengine.cli.prepare import config_text
 from hybridengine.config import RunConfig
 from hybridengine.drivers.saving import changed_values, differences, roles_left_out, roles_to_load

@@ -13,13 +13,9 @@ from pathlib import Path
 from ray.exceptions import RayError
 from rich.console import Console
 
-from hybridengine.checkpoints.folders import (
-    Checkpoint,
-    checkpoints_in,
-    name_written,
-    run_lock,
-    settle_checkpoints,
-)
+from hybridengine.checkpoints.folders import Checkpoint, checkpoints_in
+from hybridengine.checkpoints.making import name_written, settle_checkpoints
+from hybridengine.checkpoints.run_lock import run_lock
 from hybridengine.cli.dry_run import RANK_BYTES, cost_of, layout_lines
 from hybridengine.cli.iterations import iterate
 from hybridengine.cli.prepare import RunFiles, claim_run, keep_config, prepare_files

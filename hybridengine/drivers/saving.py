@@ -19,10 +19,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hybridengine.checkpoints.folders import (
-    Checkpoint,
+from hybridengine.checkpoints.folders import Checkpoint, checkpoints_in
+from hybridengine.checkpoints.making import (
     begin_checkpoint,
-    checkpoints_in,
     complete_checkpoint,
     discard,
     name_written,

@@ -15,25 +15,26 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.checkpoints import folders
+from hybridengine.checkpoints import making
 from hybridengine.checkpoints.conversion import default_companions
 from hybridengine.checkpoints.digests import FileDigest, settled_digests
 from hybridengine.checkpoints.folders import (
     CHECKPOINTS_FOLDER,
-    LOCK_FILE,
     MANIFEST,
     Checkpoint,
-    begin_checkpoint,
     checkpoint_at,
     checkpoints_in,
+    newest_complete,
+)
+from hybridengine.checkpoints.making import (
+    begin_checkpoint,
     complete_checkpoint,
     end_role,
-    newest_complete,
     prune,
-    run_lock,
     settle_checkpoints,
     write_run_state,
 )
+from hybridengine.checkpoints.run_lock import LOCK_FILE, run_lock
 from hybridengine.checkpoints.tensors import METADATA_FILE, read_metadata
 from hybridengine.drivers.saving import Progress
 from hybridengine.errors import CheckpointError, ConfigError
@@ -222,13 +223,13 @@ def test_what_is_written_in_the_last_moment_is_not_deleted(
 ) -> None:
     """By ranks of a node that was thought to be lost, after somebody has looked and before they are shut out."""
     partial = begin_checkpoint(tmp_path, 4, {}, ["actor"])
-    shut_out = folders._unnamed
+    shut_out = making._unnamed
 
     def late(folder: Path) -> Path:
         end_role(partial / "actor", {})
         return shut_out(folder)
 
-    monkeypatch.setattr(folders, "_unnamed", late)
+    monkeypatch.setattr(making, "_unnamed", late)
     found = settle_checkpoints(tmp_path, print)
     assert found is not None and found.step == 4
 

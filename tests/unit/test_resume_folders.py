@@ -9,13 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridengine.checkpoints.folders import (
-    Checkpoint,
-    begin_checkpoint,
-    checkpoints_in,
-    complete_checkpoint,
-    end_role,
-)
+from hybridengine.checkpoints.folders import Checkpoint, checkpoints_in
+from hybridengine.checkpoints.making import begin_checkpoint, complete_checkpoint, end_role
 from hybridengine.cli.main import main
 from hybridengine.cli.prepare import build_model
 from hybridengine.config import load_config

@@ -32,7 +32,7 @@ from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.checkpoints.conversion import ROLE_FILE, WEIGHTS, read_role
 from hybridengine.checkpoints.digests import FileDigest, settled_digests
-from hybridengine.checkpoints.folders import end_role
+from hybridengine.checkpoints.making import end_role
 from hybridengine.checkpoints.random_states import RandomStates, load_random_states
 from hybridengine.checkpoints.tensors import read_metadata
 from hybridengine.errors import CheckpointError

@@ -1,0 +1,55 @@
+"""One process at a time carries out a run: a lock on its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hybridengine.errors import ConfigError
+
+LOCK_FILE = "run.lock"
+NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
+"""What file systems say that know no locks."""
+
+
+@contextlib.contextmanager
+def run_lock(run_folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
+    """While open, no other process on a machine that sees the folder carries out the same run.
+
+    Args:
+        warn: told where the file system has no locks, and nobody else would be refused.
+
+    Raises:
+        ConfigError: one does, or the folder cannot be written to.
+    """
+    with contextlib.ExitStack() as ends:
+        try:
+            file = ends.enter_context((run_folder / LOCK_FILE).open("a+b", buffering=0))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                warn(
+                    f"{run_folder} is on a file system without locks ({error.strerror}): see to it that the run is"
+                    " started once, or mount it with locks (NFS: not nolock; Lustre: flock)"
+                )
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except BlockingIOError:
+            owner = (run_folder / LOCK_FILE).read_text().strip() or "another process"
+            raise ConfigError(
+                f"{run_folder} is being carried out by {owner}; wait until it has ended, or choose another run.name;"
+                f" where that machine is gone for good, remove {LOCK_FILE}"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"{run_folder} cannot be written to ({error.strerror}); make room there, or name another run.folder"
+            ) from None
+        yield
+        file.truncate(0)
