@@ -227,9 +227,8 @@ class RunSaver:
             if writing.error is not None:
                 raise writing.error
             checkpoint = complete_checkpoint(writing.folder)
-        except (
-            OSError
-        ) as reason:  # it has everything else: whoever goes on gives the name, or the next save does
+        except OSError as reason:
+            # It has everything else: the next save gives the name, or whoever goes on.
             self._writing = None
             self._say(f"warning: {writing.folder} is written, but cannot have its name now ({reason})")
             return
