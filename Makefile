@@ -48,8 +48,7 @@ train: install ## the main job: PPO on arithmetic (CONFIG=configs/NAME.yaml for 
 .PHONY: test
 test: install ## all tests (ARGS="tests/unit -x" for some of them)
 ifeq ($(strip $(ARGS)),)
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder tests/unit tests/gloo
-	$(VENV)/bin/python -m pytest tests/full
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder tests/unit tests/gloo tests/full
 else
 	$(VENV)/bin/python -m pytest $(ARGS)
 endif

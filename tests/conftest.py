@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 settings.register_profile("shared", deadline=None)  # no test is about time: machines are shared
 settings.load_profile("shared")
@@ -29,6 +31,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_gpu and not _has_gpu():
         config.hook.pytest_deselected(items=on_gpu)
         items[:] = [item for item in items if item not in on_gpu]
+
+
+class FilesOrFull(LoadScopeScheduling):
+    """Several workers take file after file; tests/full is one worker's, which starts Ray and its ranks once.
+
+    Runs wait for processes that start and for limits that they find: meanwhile the other workers have the cores.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/full" if nodeid.startswith("tests/full/") else nodeid.split("::", 1)[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesOrFull:
+    """What several workers share out among them."""
+    return FilesOrFull(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
