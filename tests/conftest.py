@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ class FilesOrFull(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return "tests/full" if nodeid.startswith("tests/full/") else nodeid.split("::", 1)[0]
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One for each core, and the one that mostly waits."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesOrFull:

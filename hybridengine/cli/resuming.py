@@ -14,6 +14,7 @@ from hybridengine.checkpoints.folders import Checkpoint, checkpoint_at, checkpoi
 from hybridengine.checkpoints.making import settle_checkpoints
 from hybridengine.cli.prepare import config_text
 from hybridengine.config import RunConfig
+from hybridengine.config.run_config import TRAINED
 from hybridengine.drivers.saving import changed_values, differences, roles_left_out, roles_to_load
 from hybridengine.errors import CheckpointError, ConfigError, shown
 from hybridengine.metrics.keys import STEP
@@ -98,10 +99,13 @@ def checkpoint_of(
     if found is None:
         return config, None
     left_out = roles_left_out(found, config)
-    roles_to_load(found, config)
+    there = roles_to_load(found, config)
+    anew = [role for role in TRAINED if role in config.algorithm.used_roles and role not in there]
     say(f"going on after step {found.step}: {as_typed(found.folder)}, all digests right")
     for change in differences(config, found):
         say(f"  the configuration has changed: {change}")
+    if anew:
+        say(f"  not in it, and begun as in a new run: {', '.join(anew)}")
     if left_out:
         say(
             f"  {' and '.join(left_out)} will not be in later checkpoints: algorithm.name={config.algorithm.name}"

@@ -353,10 +353,14 @@ def changed_surroundings(config: RunConfig, checkpoint: Checkpoint) -> list[str]
 
 
 def differences(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
-    """Where a configuration computes other things than the one that a checkpoint was written by; sizes and ranks too."""
+    """Where a configuration computes other things than the one that a checkpoint was written by; sizes and ranks too.
+
+    Nowhere, where the checkpoint was converted: no run has written it.
+    """
+    before = checkpoint.run_state().get("config")
     return [
         change
-        for change in changed_values(checkpoint.run_state().get("config", {}), config.described())
+        for change in (changed_values(before, config.described()) if before else [])
         if not change.startswith(tuple(f"{free}{end}" for free in FREE_KEYS for end in ".:"))
     ]
 

@@ -12,6 +12,12 @@ from hybridengine.controller import cluster
 from hybridengine.errors import ConfigError, WorkerError
 
 
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of tests/full may have started Ray in this process."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+
 @pytest.mark.parametrize("num_late", [0, 2, 3])
 def test_a_machine_too_busy_for_ray_gets_another_chance(monkeypatch: pytest.MonkeyPatch, num_late: int):
     """Ray raises a bare exception when its processes take more than 30 s."""

@@ -127,6 +127,20 @@ def test_a_run_that_began_from_a_checkpoint_and_has_none_of_its_own_yet_begins_t
     assert "step-00000003 is damaged" in told and "going on after step 2: " in told
 
 
+def test_of_a_converted_checkpoint_what_it_lacks_is_told_and_no_configuration_is_compared(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    partial = begin_checkpoint(tmp_path / "made", 0, {"state": {}, "config": {}}, ["actor"])
+    end_role(partial / "actor", {})
+    start = complete_checkpoint(partial).folder
+    assert main(["train", str(file), f"resume={start}", "data.batch_size=17"]) == 2
+    told = capsys.readouterr().out
+    assert "going on after step 0: " in told and "has changed" not in told
+    assert "not in it, and begun as in a new run: critic\n" in told
+    assert main(["train", str(file), f"resume={start}", "data.batch_size=17", *GRPO]) == 2
+    assert "not in it" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kept", [b"resume: [", b"text", b"\xff\xfe\x80", 5000 * b"[", None])
 def test_a_kept_configuration_that_is_none(
     kept: bytes | None, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
