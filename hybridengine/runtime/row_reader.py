@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import pickle
-import socket
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,7 +19,7 @@ from tensordict import NonTensorStack
 from torch import Tensor
 
 from hybridengine.errors import TransferError
-from hybridengine.runtime import process_memory
+from hybridengine.runtime import process_memory, row_connection
 from hybridengine.runtime.stored_rows import DTYPES, Owner, StoredArray, StoredRows
 
 Runs = list[tuple[int, int]]
@@ -207,11 +205,7 @@ class RowReader:
 
     def _connect(self, owner: Owner) -> Connection:
         connection = Client((owner.node, owner.port), authkey=None)
-        seconds = int(self._timeout_s)
-        limit = struct.pack("ll", seconds, int((self._timeout_s - seconds) * 1e6))
-        with socket.socket(fileno=os.dup(connection.fileno())) as twin:  # every wait ends
-            twin.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            twin.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        row_connection.configure(connection, self._timeout_s)
         answer_challenge(connection, self._secret)
         deliver_challenge(connection, self._secret)
         return connection

@@ -22,7 +22,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from hybridengine.errors import StorageError
-from hybridengine.runtime import process_memory
+from hybridengine.runtime import process_memory, row_connection
 from hybridengine.runtime.batch import columns_of, is_tensor_column
 from hybridengine.runtime.stored_rows import Owner, StoredArray, StoredColumn, StoredRows
 
@@ -156,6 +156,7 @@ class RowStore:
     def _serve(self, connection: Connection) -> None:
         """Answer one reader until it hangs up."""
         try:
+            row_connection.configure(connection)
             deliver_challenge(connection, self._secret)
             answer_challenge(connection, self._secret)
             while True:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -142,6 +144,34 @@ def test_only_the_rows_that_are_wanted_are_fetched(keepers: list[Keeper], near: 
     one = reader(near)
     one.column("wide", [keeper.block for keeper in keepers], np.array([8, 1, 1, 8, 8]))
     assert one.received_bytes == 2 * 6 * 4
+
+
+def test_no_message_waits_until_the_one_before_is_acknowledged() -> None:
+    """Else every column that is fetched over TCP takes 40 ms more, and one of texts 80."""
+    store = RowStore("127.0.0.1", SECRET)
+    try:
+        stored = store.keep(1, batch_of(0, 2))
+        one = reader(near=False)
+        column = one.column("wide", [Block(0, stored)], np.arange(2))
+        assert isinstance(column, torch.Tensor) and torch.equal(column, WHOLE["wide"][:2])
+        assert sends_at_once(stored.owner.port) == [True, True]
+    finally:
+        store.close()
+
+
+def sends_at_once(port: int) -> list[bool]:
+    """Of each end that this process has of connections to a port."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        # OSError: of a descriptor closed meanwhile, or a socket that has no other end.
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as twin:
+                is_tcp = twin.family == socket.AF_INET and twin.type == socket.SOCK_STREAM
+                if is_tcp and port in (twin.getsockname()[1], twin.getpeername()[1]):
+                    found.append(bool(twin.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+    return found
 
 
 @pytest.mark.parametrize("near", [True, False])
