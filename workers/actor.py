@@ -15,9 +15,11 @@ from hybridengine.algorithms.losses.dpo import dpo_loss, sequence_log_probs
 from hybridengine.algorithms.losses.entropy import entropy_bonus
 from hybridengine.algorithms.losses.kl_loss import kl_loss
 from hybridengine.algorithms.losses.policy import policy_loss
+from hybridengine.backends.engine import SamplingSettings, generate
 from hybridengine.backends.megatron.outputs import response_log_probs
 from hybridengine.backends.megatron.weights import save_weights
-from hybridengine.backends.vllm.engine import EngineSettings, SamplingSettings, VllmEngine
+from hybridengine.backends.vllm.construction import EngineSettings
+from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
 from hybridengine.controller.context import RankContext
 from hybridengine.errors import ProtocolError
@@ -28,8 +30,8 @@ from hybridengine.runtime.digests import digests
 from hybridengine.runtime.drift import check_drift, save_reproduction
 from hybridengine.runtime.hybrid_engine import HybridEngine
 from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS, cut_rows
-from hybridengine.runtime.peer_memory import make_transport
 from hybridengine.runtime.row_requests import ROW_NUMBERS
+from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.runtime.verify import Verify
 from hybridengine.topology.links import NodeMap
 from workers.model_worker import TrainedWorker, optimizer_settings
@@ -77,7 +79,7 @@ class ActorWorker(TrainedWorker):
             context.rank,
             self.trainer,
             self._engine,
-            make_transport(self.registry.new(generation.domains)),
+            PointToPointTransport(self.registry.new(generation.domains)),
             verify=Verify(run.actor.verify),
             resume_from=str(folder),
         )
@@ -139,7 +141,8 @@ class ActorWorker(TrainedWorker):
         """
         lengths = prompts["prompt_lengths"].tolist()
         rows = prompts["prompt_tokens"].tolist()
-        outputs = self._engine.generate(
+        outputs = generate(
+            self._engine,
             [row[:length] for row, length in zip(rows, lengths, strict=True)],
             ((first_seed + prompts[ROW_NUMBERS]) % 2**31).tolist(),
             SamplingSettings(

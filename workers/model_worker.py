@@ -17,14 +17,9 @@ from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_check
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.shim import device
-from hybridengine.backends.megatron.step import LossFunction, MicroBatch, OutputFunction
-from hybridengine.backends.megatron.trainer import (
-    MegatronModel,
-    MegatronTrainer,
-    OptimizerSettings,
-    StepResult,
-)
+from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer, OptimizerSettings
 from hybridengine.backends.megatron.weights import load_weights
+from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import TrainedSection
 from hybridengine.controller.context import RankContext

@@ -31,7 +31,7 @@ class Actor:
         self.module.requires_grad_(False)
         self.layout: Layout = megatron_layout(shape, grid, names)
         self.weights = WeightStorage(self._parameters(), current=self._parameters)
-        self.version = 0
+        self.version, self.gradient_bytes = 0, 0
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters())

@@ -29,7 +29,6 @@ from hybridengine.topology.links import NodeMap
 Say = Callable[[str], None]
 
 VERIFY_PRICES = ("always", "never")
-ONLY_MESSAGES = "micro-dp (messages)"
 Result = TypeVar("Result")
 
 
@@ -79,21 +78,12 @@ class Measurement:
                 self._add(
                     f"micro-dp (verify: {verify})", MethodName.MICRO_DP, replace(setting, verify=verify)
                 )
-            if self._reads_memory():
-                self._add(ONLY_MESSAGES, MethodName.MICRO_DP, replace(setting, only_messages=True))
         self._raw = _RawGather(self._actor, GenerationGrid(grid, pair.gen))
 
     def _add(self, label: str, name: MethodName, setting: Setting) -> None:
         method = METHODS[name](setting)
         method.prepare()
         self._contestants[label] = _Contestant(label, method)
-
-    def _reads_memory(self) -> bool:
-        """Whether micro-dp reads its peers' memory on any rank."""
-        method = self._contestants[MethodName.MICRO_DP.value].method
-        found = [False] * dist.get_world_size()
-        dist.all_gather_object(found, getattr(method, "reads_memory", False))
-        return any(found)
 
     def run(self) -> PairResult:
         """Results over all ranks, the same on each.
@@ -164,7 +154,6 @@ class Measurement:
             {name: by_label[name.value] for name in self._spec.methods},
             raw,
             verify_always_over_never=ratio(always, never),
-            messages_over_memory=ratio(ONLY_MESSAGES, MethodName.MICRO_DP.value),
         )
 
 

@@ -110,8 +110,6 @@ class PairResult:
     """None where the micro-DP group has one rank."""
     verify_always_over_never: float | None
     """Seconds there of micro-dp with every move checked over those without; None where micro-dp did not run."""
-    messages_over_memory: float | None = None
-    """Seconds there of micro-dp with messages only over those with its peers' memory; None where it read none."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form of what belongs to the pair and to no method."""
@@ -125,7 +123,6 @@ class PairResult:
             "raw_all_gather_seconds_min": raw.seconds.lowest if raw else None,
             "raw_all_gather_seconds_max": raw.seconds.highest if raw else None,
             "verify_always_over_never": self.verify_always_over_never,
-            "messages_over_memory": self.messages_over_memory,
         }
 
 
@@ -135,7 +132,6 @@ def summarise(
     samples: Mapping[MethodName, Sequence[RankSamples]],
     raw: RawAllGather | None,
     verify_always_over_never: float | None = None,
-    messages_over_memory: float | None = None,
 ) -> PairResult:
     """Results of a pair from the samples of every rank."""
     there = {m: Timing.of([rank.seconds_there for rank in ranks]) for m, ranks in samples.items()}
@@ -160,7 +156,7 @@ def summarise(
                 seconds_back_over_micro_dp=back[method].median / back[ours].median if ours else None,
             )
         )
-    return PairResult(pair, tuple(results), raw, verify_always_over_never, messages_over_memory)
+    return PairResult(pair, tuple(results), raw, verify_always_over_never)
 
 
 def report_as_dict(

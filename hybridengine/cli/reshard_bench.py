@@ -225,11 +225,6 @@ def notes(pair: PairResult) -> list[str]:
         lines.append(
             f"verify=always takes x{pair.verify_always_over_never:.2f} of verify=never (micro-dp, there)"
         )
-    if pair.messages_over_memory is not None:
-        lines.append(
-            "micro-dp reads the memory of ranks on the same host; through gloo alone, as the others, it takes"
-            f" x{pair.messages_over_memory:.2f} of that"
-        )
     return lines
 
 

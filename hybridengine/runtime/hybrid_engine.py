@@ -37,20 +37,30 @@ class Mode(str, Enum):
 
 
 class TrainingSide(Protocol):
-    """What the HybridEngine needs of a trainer."""
+    """What the HybridEngine needs of a policy (`backends.policy.Policy`)."""
 
     @property
     def weights(self) -> WeightStorage: ...
 
+    @property
+    def version(self) -> int:
+        """Number of optimizer steps that the weights have taken."""
+        ...
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes that gradients own now."""
+        ...
+
     def leave_training(self) -> None:
-        """Release what only training needs: gradient buffers, and optimizer state where that is offloaded."""
+        """Release what only training needs: gradients without a pending step, and optimizer state that is offloaded."""
 
     def enter_training(self) -> None:
         """Take it back."""
 
 
 class GenerationSide(Protocol):
-    """What the HybridEngine needs of a generation engine."""
+    """What the HybridEngine needs of a generation engine (`backends.engine.Engine`)."""
 
     @property
     def weights(self) -> WeightStorage: ...
@@ -58,8 +68,8 @@ class GenerationSide(Protocol):
     def leave_generation(self) -> None:
         """Release the KV cache."""
 
-    def enter_generation(self) -> None:
-        """Take the KV cache back and forget everything that was computed with other weights.
+    def enter_generation(self, version: int) -> None:
+        """Take the KV cache back; nothing that other weights have computed is left, and those of `version` are there.
 
         What the trainer's weights have given up is still in the allocator's hands, which gives it to the next tensors;
         where the KV cache cannot come from there, hand it back to the system first.
@@ -138,9 +148,9 @@ class HybridEngine:
         except BaseException as error:
             self._restore_training(error)
             raise
-        report = self._ledger.finish("to_generate", Mode.GENERATING)
+        report = self._ledger.finish("to_generate", Mode.GENERATING, self._training.gradient_bytes)
         self.mode = Mode.GENERATING
-        self._generation.enter_generation()
+        self._generation.enter_generation(self._training.version)
         return report
 
     def to_train(self) -> SwitchReport:
@@ -166,7 +176,7 @@ class HybridEngine:
             raise
         finally:
             self._cut_buckets = self._cut.num_complete
-        report = self._ledger.finish("to_train", Mode.TRAINING)
+        report = self._ledger.finish("to_train", Mode.TRAINING, self._training.gradient_bytes)
         self._training.enter_training()
         self.mode = Mode.TRAINING
         self._cut_buckets = 0

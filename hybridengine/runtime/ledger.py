@@ -23,6 +23,8 @@ class SwitchReport:
     """Bytes of the other mode's weights that are still held after the switch."""
     weight_bytes: int
     """Bytes of weights held after the switch."""
+    gradient_bytes: int
+    """Bytes of gradients that wait for their optimizer step, and so stay through the switch."""
     seconds: float
 
     def as_dict(self) -> dict[str, str | int | float]:
@@ -73,8 +75,8 @@ class StorageLedger:
         """Count bytes that arrived from another rank."""
         self._received += num_bytes
 
-    def finish(self, direction: str, mode: str) -> SwitchReport:
-        """Report of the switch that ends in `mode`."""
+    def finish(self, direction: str, mode: str, gradient_bytes: int = 0) -> SwitchReport:
+        """Return the report of the switch that ends in `mode`."""
         self._recount()
         self.note()
         others = sum(storage.live_bytes for name, storage in self._storages.items() if name != mode)
@@ -84,6 +86,7 @@ class StorageLedger:
             peak_weight_bytes=self._peak,
             redundant_bytes=others,
             weight_bytes=self.live_bytes,
+            gradient_bytes=gradient_bytes,
             seconds=time.perf_counter() - self._started,
         )
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybridengine.backends.vllm.engine import EngineSettings, Generated, SamplingSettings, VllmEngine
+from hybridengine.backends.engine import Request, Response, SamplingSettings, generate
+from hybridengine.backends.vllm.construction import EngineSettings
+from hybridengine.backends.vllm.engine import VllmEngine
+from hybridengine.errors import DataError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import LocalParameter
 from hybridengine.topology.generation import GenerationGrid
@@ -26,7 +30,7 @@ class Filled:
     replica: int
     differing: list[str]
     """Parameters in which vLLM's loader has put something else than the layout says."""
-    generated: list[Generated]
+    generated: list[Response]
     """Greedy responses to `PROMPTS`."""
 
 
@@ -37,6 +41,8 @@ def fill_engine(rank: int, folder: Path, generation: GenerationGrid) -> Filled:
     engine = VllmEngine(
         folder, shape, generation, EngineSettings(64, kv_cache_bytes=64 * 2**20, seed=17), identity
     )
+    with pytest.raises(DataError, match="no tokenizer"):
+        engine.add([Request("text", (1,), 1, SamplingSettings(4, stop_strings=("end",)))])
     tensors = load_file(folder / "model.safetensors")
     model = engine._runner.model
     model.load_weights(tensors.items())
@@ -51,7 +57,7 @@ def fill_engine(rank: int, folder: Path, generation: GenerationGrid) -> Filled:
             for name in sorted({*found, *expected})
             if name not in found or name not in expected or not torch.equal(found[name], expected[name])
         ],
-        generated=engine.generate(PROMPTS, range(len(PROMPTS)), SamplingSettings(NEW_TOKENS, 0.0)),
+        generated=generate(engine, PROMPTS, range(len(PROMPTS)), SamplingSettings(NEW_TOKENS, 0.0)),
     )
 
 

@@ -102,17 +102,17 @@ def _break_engine() -> None:
     """The model of the engine raises in the middle of the next responses."""
     from hybridengine.backends.vllm.engine import VllmEngine
 
-    generate, passes = VllmEngine.generate, iter(range(1000))
+    add, passes = VllmEngine.add, iter(range(1000))
 
     def raise_later(*_: Any) -> None:
         if next(passes) >= DECODED_TOKENS:
             raise EngineBrokenError("an illegal memory access was encountered")
 
-    def generate_and_raise(engine: VllmEngine, *arguments: Any) -> Any:
+    def add_and_raise(engine: VllmEngine, requests: Any) -> None:
         engine._runner.model.register_forward_pre_hook(raise_later)
-        return generate(engine, *arguments)
+        add(engine, requests)
 
-    VllmEngine.generate = generate_and_raise  # type: ignore[method-assign]
+    VllmEngine.add = add_and_raise  # type: ignore[method-assign]
 
 
 def _fill_disk() -> None:

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridengine.backends.engine import Response, SamplingSettings, generate
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.trainer import MegatronTrainer, OptimizerSettings
 from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
 from hybridengine.backends.megatron.weights import load_weights, save_weights
-from hybridengine.backends.vllm.engine import EngineSettings, Generated, SamplingSettings, VllmEngine
+from hybridengine.backends.vllm.construction import EngineSettings
+from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.backends.vllm.groups import SHARED_MEMORY
 from hybridengine.errors import StorageError
 from hybridengine.model_shapes import ModelShape
@@ -25,9 +27,9 @@ from hybridengine.reshard.planner import compile_plan
 from hybridengine.runtime import host_memory
 from hybridengine.runtime.hybrid_engine import HybridEngine
 from hybridengine.runtime.ledger import SwitchReport
-from hybridengine.runtime.peer_memory import make_transport
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import return_memory_to_system
+from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
@@ -56,11 +58,11 @@ class Round:
 
     to_generate: SwitchReport
     to_train: SwitchReport
-    greedy: list[Generated]
-    sampled: list[Generated]
-    sampled_again: list[Generated]
+    greedy: list[Response]
+    sampled: list[Response]
+    sampled_again: list[Response]
     """The same requests a second time, with their prompts in the prefix cache."""
-    sampled_otherwise: list[Generated]
+    sampled_otherwise: list[Response]
     """With other seeds."""
     megatron_log_probs: list[list[list[float]]]
     """Of every engine's `sampled` tokens, [replica][request][token]; empty on all stages but the last."""
@@ -125,7 +127,7 @@ def live_through_rounds(rank: int, folder: Path, sizes: tuple[str, str, RankOrde
         num_threads=num_threads,
         caches_prefixes=cache.enable_prefix_caching,
         block_tokens=cache.block_size,
-        error_while_training=_error_of(lambda: engine.generate([[1]], [0], SamplingSettings(1))),
+        error_while_training=_error_of(lambda: generate(engine, [[1]], [0], SamplingSettings(1))),
         shared_memory=[path.name for path in SHARED_MEMORY.glob(f"{identity}-*")],
     )
     for number in range(3):
@@ -200,7 +202,7 @@ def _hybrid(
         rank,
         trainer,
         engine,
-        make_transport(registry.new(generation.domains)),
+        PointToPointTransport(registry.new(generation.domains)),
     )
 
 
@@ -220,17 +222,17 @@ def _round(
     to_generate = hybrid.to_generate()
     resident.append(_resident_bytes())
     cache_bytes = [engine.kv_cache_bytes]
-    greedy = engine.generate(prompts, SEEDS, SamplingSettings(NEW_TOKENS, 0.0))
-    sampled = engine.generate(prompts, SEEDS, sampling)
+    greedy = generate(engine, prompts, SEEDS, SamplingSettings(NEW_TOKENS, 0.0))
+    sampled = generate(engine, prompts, SEEDS, sampling)
     # Trained weights change nothing of how seeds are followed: the third round shows their tokens alone.
     repeated = number < 2
-    again = engine.generate(prompts, SEEDS, sampling) if repeated else []
-    otherwise = engine.generate(prompts, OTHER_SEEDS, sampling) if repeated else []
+    again = generate(engine, prompts, SEEDS, sampling) if repeated else []
+    otherwise = generate(engine, prompts, OTHER_SEEDS, sampling) if repeated else []
     to_train = hybrid.to_train()
     cache_bytes.append(engine.kv_cache_bytes)
     resident.append(_resident_bytes())
-    by_replica: dict[int, list[Generated]] = {}
-    everywhere: list[tuple[int, list[Generated]] | None] = [None] * dist.get_world_size()
+    by_replica: dict[int, list[Response]] = {}
+    everywhere: list[tuple[int, list[Response]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (replica, sampled))
     by_replica = dict(sorted(entry for entry in everywhere if entry is not None))
     return Round(
@@ -248,7 +250,7 @@ def _round(
 
 
 def _log_probs(
-    trainer: MegatronTrainer, shape: ModelShape, by_replica: dict[int, list[Generated]]
+    trainer: MegatronTrainer, shape: ModelShape, by_replica: dict[int, list[Response]]
 ) -> list[list[list[float]]]:
     """Log-probabilities that the trainer gives to generated tokens; one micro-batch per engine."""
     batches = []

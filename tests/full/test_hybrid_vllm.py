@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hybridengine.backends.vllm.engine import Generated
+from hybridengine.backends.engine import Response
 from hybridengine.topology.grid import RankOrder
 from tests.full.hybrid_rounds import (
     KV_CACHE_BYTES,
@@ -208,7 +208,7 @@ def test_memory_goes_back_to_the_system(tmp_path: Path, run_vllm_ranks: VllmRank
         assert max(seen.resident_training) - min(seen.resident_training) < 16 * MEBIBYTE
 
 
-def expected_logits(model: PreTrainedModel, prompt: list[int], generated: Generated) -> torch.Tensor:
+def expected_logits(model: PreTrainedModel, prompt: list[int], generated: Response) -> torch.Tensor:
     """Logits from which each generated token was drawn, [tokens, V] float64."""
     return logits_of(model, tuple(prompt + generated.token_ids))[len(prompt) - 1 : -1].double()
 
@@ -219,11 +219,11 @@ def logits_of(model: PreTrainedModel, tokens: tuple[int, ...]) -> torch.Tensor:
         return model(torch.tensor([tokens])).logits[0]
 
 
-def token_log_probs(model: PreTrainedModel, prompt: list[int], generated: Generated) -> torch.Tensor:
+def token_log_probs(model: PreTrainedModel, prompt: list[int], generated: Response) -> torch.Tensor:
     """Log-probability of each generated token under the distribution it was drawn from, [tokens] float32."""
     log_probs = (expected_logits(model, prompt, generated) / TEMPERATURE).log_softmax(-1)
     return log_probs.gather(1, torch.tensor(generated.token_ids).unsqueeze(1)).squeeze(1).float()
 
 
-def token_ids(outputs: list[Generated]) -> list[list[int]]:
+def token_ids(outputs: list[Response]) -> list[list[int]]:
     return [output.token_ids for output in outputs]

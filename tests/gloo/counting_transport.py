@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from hybridengine.runtime.peer_memory import PeerMemoryTransport
 from hybridengine.runtime.transport import Message, Messages, Pending, PointToPointTransport
 
 
@@ -34,7 +33,3 @@ class CountingTransport(PointToPointTransport):
                 for peer, tensor in moved:
                     count[peer] += tensor.nbytes
         return super().post(messages)
-
-
-class CountingMemoryTransport(CountingTransport, PeerMemoryTransport):
-    """The same where weights are read from the memory of peers."""

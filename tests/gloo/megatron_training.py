@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.megatron.groups import initialize_globals
-from hybridengine.backends.megatron.step import LossFunction
 from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer, OptimizerSettings
 from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
 from hybridengine.backends.megatron.weights import load_weights
+from hybridengine.backends.policy import LossFunction
 from hybridengine.model_shapes import ModelShape
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.topology.grid import Grid

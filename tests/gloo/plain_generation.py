@@ -37,7 +37,7 @@ class PlainGeneration:
     def leave_generation(self) -> None:
         self.calls.append("leave")
 
-    def enter_generation(self) -> None:
+    def enter_generation(self, version: int) -> None:
         self.calls.append("enter")
 
 

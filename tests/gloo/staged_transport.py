@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.reshard.plan import Bucket
-from hybridengine.runtime.peer_memory import PeerMemoryTransport
 from hybridengine.runtime.programs import Copies, Program, ProgramBuilder
 from hybridengine.runtime.transport import Messages, Pending, PointToPointTransport
 
@@ -57,10 +56,6 @@ class StagedTransport(PointToPointTransport):
             bucket, step = _buckets[id(messages)]
             received = tuple(tensor.view(-1).view(torch.uint8) for _, tensor in messages.receives)
             self._at_stage(Stage(name, bucket, step, received))
-
-
-class StagedMemoryTransport(StagedTransport, PeerMemoryTransport):
-    """The same where weights are read from the memory of peers."""
 
 
 @dataclass(frozen=True)

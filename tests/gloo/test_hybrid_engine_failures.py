@@ -28,7 +28,7 @@ from tests.gloo.megatron_by_hand import gather_unsharded
 from tests.gloo.megatron_training import copy_weights, make_trainer, same_weights, step
 from tests.gloo.plain_generation import make_engine
 from tests.gloo.ranks import RankLauncher
-from tests.gloo.staged_transport import Stage, StagedMemoryTransport, StagedTransport, stages_known
+from tests.gloo.staged_transport import Stage, StagedTransport, stages_known
 from tests.gloo.tiny_models import write_model
 
 TIMEOUT_S = 3.0
@@ -53,8 +53,6 @@ class Break:
     """Sleeps until the others have given up, instead of dying."""
     hosts_store: bool = False
     """The store with the notes dies with the rank."""
-    in_memory: bool = False
-    """Ranks read each other's memory instead of sending messages."""
     freezes: bool = False
     """The whole process stops, its threads as well, and is killed after the others should have ended."""
 
@@ -83,8 +81,8 @@ class Break:
 
     def __str__(self) -> str:
         where = f" bucket {self.bucket} step {self.step}" if self.stage in ("post", "arrived", "copy") else ""
-        back, memory = " on the way back" if self.back else "", " in memory" if self.in_memory else ""
-        return f"{'hangs' if self.hangs else 'dies'} {self.stage}{where}{back}{memory}"
+        back = " on the way back" if self.back else ""
+        return f"{'hangs' if self.hangs else 'dies'} {self.stage}{where}{back}"
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ def break_a_switch(rank: int, folder: Path, case: Break) -> Aftermath:
             "1-1",
             ProcessGroups(TIMEOUT_S),
             BUCKET_ELEMENTS,
-            lambda group: (StagedMemoryTransport if case.in_memory else StagedTransport)(group, at_stage),
+            lambda group: StagedTransport(group, at_stage),
             nodes=NODES,
             direct_elements=1000,
         )
@@ -184,16 +182,10 @@ WHILE_OTHERS_WAIT = [
     Break("arrived", MIDDLE, step=1),
     Break("before", hangs=True),
     Break("post", MIDDLE, step=1, hangs=True),
-    Break("before", in_memory=True),
-    Break("post", MIDDLE, in_memory=True),
-    Break("arrived", MIDDLE, in_memory=True),
-    Break("arrived", MIDDLE, step=1, in_memory=True),
-    Break("post", MIDDLE, step=1, hangs=True, in_memory=True),
 ]
 WHILE_NOBODY_WAITS = [
     Break("after"),
     Break("copy", MIDDLE, back=True),
-    Break("after", in_memory=True),
 ]
 
 

@@ -26,7 +26,7 @@ from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.links import NodeMap
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 from tests.gloo import sharding_by_hand as by_hand
-from tests.gloo.counting_transport import CountingMemoryTransport, CountingTransport
+from tests.gloo.counting_transport import CountingTransport
 from tests.gloo.megatron_by_hand import gather_unsharded, num_retained
 from tests.gloo.megatron_training import copy_weights, make_trainer, same_weights
 from tests.gloo.plain_generation import PlainGeneration, make_engine
@@ -102,8 +102,6 @@ class Pair:
     grouping: Grouping
     nodes: NodeMap | None
     direct_elements: int
-    in_memory: bool
-    """Ranks read each other's memory instead of sending messages."""
 
     def train_part(self, shape: ModelShape, rank: int) -> by_hand.Part:
         p, t, d = (int(size) for size in self.training.sizes.split("-"))
@@ -124,7 +122,7 @@ class Pair:
         nodes = f" on nodes of {self.nodes.ranks_per_node}" if self.nodes else ""
         return (
             f"{self.training.sizes} ({self.training.order.name}) -> {self.gen} {self.grouping.value}{nodes}, in place"
-            f" from {self.direct_elements}{', by memory' if self.in_memory else ''}"
+            f" from {self.direct_elements}"
         )
 
 
@@ -135,9 +133,7 @@ def pairs_of(training: Training) -> list[Pair]:
     for turn, gen in enumerate(training.gens.split()):
         grouping = Grouping.VANILLA if gen.endswith("v") else Grouping.INTERVAL
         nodes = NODES[num_ranks][(turn + 1) % 3]
-        pair = Pair(
-            training, GenSizes.parse(gen.rstrip("v")), grouping, nodes, DIRECT[turn // 3 % 3], turn % 2 == 1
-        )
+        pair = Pair(training, GenSizes.parse(gen.rstrip("v")), grouping, nodes, DIRECT[turn // 3 % 3])
         found.setdefault((pair.gen, tuple(pair.gen_place(rank) for rank in range(num_ranks))), pair)
     return list(found.values())
 
@@ -225,7 +221,7 @@ def engine_of(
     transports: list[CountingTransport] = []
 
     def counting(group) -> CountingTransport:
-        transports.append((CountingMemoryTransport if pair.in_memory else CountingTransport)(group))
+        transports.append(CountingTransport(group))
         return transports[0]
 
     engine, side = make_engine(

@@ -24,11 +24,10 @@ from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
-from hybridengine.runtime.executor import PlanExecutor
-from hybridengine.runtime.fingerprint import check_agreement
-from hybridengine.runtime.ledger import StorageLedger
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import WeightStorage
+from hybridengine.runtime.verify import Verify
+from hybridengine.runtime.weight_push import WeightPush
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid, Groups
 from hybridengine.topology.links import NodeMap
@@ -131,10 +130,8 @@ def push_three_times(rank: int, folder: Path, pool: Pool) -> Pushed:
         pool.nodes,
         direct_elements=1000,
     )
-    check_agreement(plan, rank, world)
     transport = CountingTransport(world)
-    ledger = StorageLedger({"training": source, "generating": destination})
-    executor = PlanExecutor(plan, rank, source, destination, transport, ledger, release_source=False)
+    sync = WeightPush(plan, rank, source, destination, transport, Verify.ALWAYS)
     weights_equal, received_bytes, peak_bytes = [], [], 0
     for number in range(NUM_PUSHES):
         tensors: list[dict[str, Tensor] | None] = [None]
@@ -146,9 +143,7 @@ def push_three_times(rank: int, folder: Path, pool: Pool) -> Pushed:
                 source[name].mul_(number + 1.5)
             tensors[0], before = gather_unsharded(model, training), copy_weights(model)
         dist.broadcast_object_list(tensors, src=0)
-        ledger.begin()
-        executor.run(verify=number != 1)
-        report = ledger.finish("push", "generating")
+        report = sync.push()
         received_bytes.append(report.received_bytes)
         peak_bytes = max(peak_bytes, report.peak_weight_bytes)
         if model is not None:

@@ -31,7 +31,7 @@ from hybridengine.topology.sizes import TrainSizes
 from tests.gloo.megatron_training import copy_weights, make_trainer, same_weights, step
 from tests.gloo.plain_generation import make_engine
 from tests.gloo.ranks import RankLauncher
-from tests.gloo.staged_transport import Stage, StagedMemoryTransport, stages_known
+from tests.gloo.staged_transport import Stage, StagedTransport, stages_known
 from tests.gloo.tiny_models import write_model
 
 TIMEOUT_S = 3.0
@@ -296,7 +296,7 @@ def stop_alone(rank: int, folder: Path) -> list[tuple[str, float]]:
                 raise stop
 
         with stages_known():
-            engine = make(transport=lambda group, at_stage=at_stage: StagedMemoryTransport(group, at_stage))
+            engine = make(transport=lambda group, at_stage=at_stage: StagedTransport(group, at_stage))
             if stop is None and rank == BROKEN_RANK:
                 engine.mode = Mode.GENERATING
             started = time.monotonic()
@@ -322,7 +322,7 @@ def test_others_learn_of_a_rank_that_stops_by_itself(folder: Path, run_ranks: Ra
         for (error, seconds), reason in zip(by_rank[rank], reasons, strict=True):
             assert re.search(f"rank {BROKEN_RANK} failed by itself in {reason}", error), error
             assert "missing" not in error
-            assert seconds < 2 * TIMEOUT_S
+            assert seconds < 10 * TIMEOUT_S
     for (error, _), said in zip(
         by_rank[BROKEN_RANK], ("of this test", "'of this test'", "switch once"), strict=True
     ):
@@ -339,7 +339,7 @@ def err_and_die(rank: int, folder: Path) -> str:
 
     is_second = False
     with stages_known():
-        engine = make(transport=lambda group: StagedMemoryTransport(group, at_stage))
+        engine = make(transport=lambda group: StagedTransport(group, at_stage))
         engine.to_generate()
         if rank == BROKEN_RANK:
             assert error_of(engine.to_generate).startswith("StorageError: the engine is generating")

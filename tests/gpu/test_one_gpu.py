@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from hybridengine.backends.engine import SamplingSettings, generate
 from hybridengine.backends.megatron import shim
 from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_checkpoint
 from hybridengine.backends.megatron.groups import initialize_globals
@@ -18,7 +19,8 @@ from hybridengine.backends.megatron.outputs import response_log_probs
 from hybridengine.backends.megatron.trainer import MegatronTrainer, OptimizerSettings
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.vllm import environment
-from hybridengine.backends.vllm.engine import EngineSettings, SamplingSettings, VllmEngine
+from hybridengine.backends.vllm.construction import EngineSettings
+from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.runtime.hybrid_engine import HybridEngine
@@ -170,7 +172,7 @@ def test_a_switch_gives_and_takes_memory_as_the_ledger_says(hybrid, trainer):
     assert released >= 4 * sum(weight.numel() for weight in weights.values()) - rounding, (
         "float32 gradients at least"
     )
-    generated = generation.generate([PROMPT], [7], SamplingSettings(RESPONSE_TOKENS))[0]
+    generated = generate(generation, [PROMPT], [7], SamplingSettings(RESPONSE_TOKENS))[0]
     back = engine.to_train()
     assert back.redundant_bytes == 0 and generation.weights.live_bytes == 0 and generation.kv_cache_bytes == 0
     torch.cuda.synchronize()

@@ -1,11 +1,11 @@
 """Pipelined passes over micro-batches: forward only, or forward and backward, with explicit groups.
 
-Shapes: B rows, T positions, W = padded vocabulary / t.
+Shapes: as in `backends/policy.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,18 +17,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from hybridengine.backends.megatron.shim import device, device_shim
-
-MicroBatch = dict[str, Tensor]
-"""Columns of some rows; `tokens` [B, T] goes into the model, the rest to the output function.
-
-`positions` [B, R], where it is there, says at which positions the model's logits are wanted.
-"""
-
-OutputFunction = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
-"""(model output [B, T, W], with `positions` logits [B, R, W], micro-batch) -> tensors by name."""
-
-LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, Any]]
-"""(model output as above, micro-batch) -> (loss summed over tokens, number of tokens, whatever the caller collects)."""
+from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction
 
 
 class WantedPositions:
@@ -70,7 +59,8 @@ class PipelineRunner:
         self.groups = groups
         self._wanted = wanted
         self._config = get_model_config(module)
-        self._config.finalize_model_grads_func = finalize_model_grads
+        self._config.finalize_model_grads_func = self._note_tokens
+        self._num_tokens: Tensor | None = None
         self._communicator = P2PCommunicator(pp_group=groups.pp, config=self._config)
 
     @property
@@ -89,12 +79,27 @@ class PipelineRunner:
             return self._run(batches, collect, forward_only=True)
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
-        """Accumulate the gradient of the mean loss per token over all micro-batches of all data-parallel ranks.
+        """Add the gradient of the loss sum over micro-batches to what earlier calls have left on this rank.
 
-        Returns what `loss` gives to collect for each micro-batch; empty on all stages but the last.
+        Returns what `loss` gives to collect for each micro-batch; nothing on all stages but the last.
         """
         self.module.train()
         return self._run(batches, loss, forward_only=False)
+
+    @property
+    def has_gradients(self) -> bool:
+        """True where passes have left gradients that are not finished."""
+        return self._num_tokens is not None
+
+    def finish_gradients(self) -> None:
+        """Exchange what all passes have left between replicas and stages, and divide it by their number of tokens."""
+        with device_shim():
+            finalize_model_grads([self.module], self._num_tokens, pg_collection=self.groups)
+        self._num_tokens = None
+
+    def _note_tokens(self, model: object, num_tokens: Tensor, **_: object) -> None:
+        """Stand where Megatron would finish gradients after each pass."""
+        self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
 
     def _run(self, batches: Sequence[MicroBatch], loss: LossFunction, forward_only: bool) -> list[Any]:
         def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,13 +24,8 @@ from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.groups import build_groups
 from hybridengine.backends.megatron.model import DTYPES, build_model
 from hybridengine.backends.megatron.shim import device, device_shim
-from hybridengine.backends.megatron.step import (
-    LossFunction,
-    MicroBatch,
-    OutputFunction,
-    PipelineRunner,
-    WantedPositions,
-)
+from hybridengine.backends.megatron.step import PipelineRunner, WantedPositions
+from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.errors import StorageError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout
@@ -58,19 +53,6 @@ class OptimizerSettings:
     """Largest norm of the gradient over all ranks; 0 for none."""
     offload: str = "none"
     """`none`, or `optimizer`: keep optimizer state in host memory while generating."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did."""
-
-    grad_norm: float
-    """Norm over all ranks, before clipping."""
-    lr: float
-    collected: list[Any]
-    """What the loss function gave to collect for each micro-batch; empty on all stages but the last."""
-    skipped: bool = False
-    """The gradient was not finite on some rank: nothing has changed, and `grad_norm` is NaN."""
 
 
 class MegatronModel:
@@ -139,6 +121,8 @@ class MegatronTrainer(MegatronModel):
         super().__init__(shape, grid, rank, registry, dtype, names, recompute)
         self._settings: OptimizerSettings | None = None
         self._optimizer: Any = None
+        self.version = 0
+        """Number of optimizer steps that the weights have taken."""
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True
         )
@@ -211,37 +195,51 @@ class MegatronTrainer(MegatronModel):
         return compat.optimizer_parts(self._optimizer, self._module)
 
     def counters(self) -> dict[str, int]:
-        """What the optimizer and the schedule count; the same on all ranks."""
-        return {"adam_steps": compat.adam_steps(self._optimizer), "schedule_steps": self._schedule.num_steps}
+        """Return what the optimizer and the schedule count, and the weights' version; the same on all ranks."""
+        return {
+            "adam_steps": compat.adam_steps(self._optimizer),
+            "schedule_steps": self._schedule.num_steps,
+            "version": self.version,
+        }
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Have both go on from there."""
         compat.set_adam_steps(self._optimizer, counters["adam_steps"])
         self._schedule.num_steps = 0
         self._schedule.step(increment=counters["schedule_steps"])
+        self.version = counters["version"]
 
-    def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
-        """One optimizer step over all micro-batches of all data-parallel ranks.
+    def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
+        """Add the gradients of some micro-batches to those that wait for the next optimizer step (`Policy`)."""
+        self.expect_weights()
+        if not self._runner.has_gradients:
+            with device_shim():
+                self._ddp.zero_grad_buffer()
+        return self._runner.forward_backward(batches, loss)
 
-        The gradient is that of the loss sum divided by the number of tokens over all ranks. Where it is not finite, the
-        step is skipped on all ranks: weights, moments and schedule stay as they are.
-
-        Raises:
-            StorageError: the generation engine has the weights.
-        """
+    def optimizer_step(self) -> StepResult:
+        """Take one step along the mean gradient per token since the last step, or skip it (`Policy`)."""
         assert self._optimizer is not None, "start_optimizer comes before the first step"
         self.expect_weights()
-        with device_shim():
-            self._ddp.zero_grad_buffer()
-            self._optimizer.zero_grad()
-        collected = self._runner.forward_backward(batches, loss)
+        if not self._runner.has_gradients:
+            raise StorageError(
+                "no gradients wait for an optimizer step; call forward_backward before optimizer_step"
+            )
+        self._runner.finish_gradients()
+        lr = self._optimizer.param_groups[0]["lr"]
         if not self._gradients_are_finite():
-            return StepResult(math.nan, self._optimizer.param_groups[0]["lr"], collected, skipped=True)
+            return StepResult(math.nan, lr, skipped=True)
         with device_shim():
             _, grad_norm, _ = self._optimizer.step()
-            lr = self._optimizer.param_groups[0]["lr"]
             self._schedule.step(increment=1)
-        return StepResult(float(grad_norm), lr, collected)
+            self._optimizer.zero_grad()
+        self.version += 1
+        return StepResult(float(grad_norm), lr)
+
+    def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
+        """Take one optimizer step over the micro-batches of one pass, with what the loss function collected."""
+        collected = self.forward_backward(batches, loss)
+        return replace(self.optimizer_step(), collected=collected)
 
     def _gradients_are_finite(self) -> bool:
         """True where no rank has an infinite gradient or one that is not a number; all ranks get the same answer.
@@ -255,9 +253,13 @@ class MegatronTrainer(MegatronModel):
         return not found.item()
 
     def leave_training(self) -> None:
-        """Release gradient buffers, and move optimizer state to host memory where the settings say so."""
-        for buffer in self._gradients:
-            buffer.untyped_storage().resize_(0)
+        """Release gradient buffers, and move optimizer state to host memory where the settings say so.
+
+        Gradients that wait for their optimizer step stay.
+        """
+        if not self._runner.has_gradients:
+            for buffer in self._gradients:
+                buffer.untyped_storage().resize_(0)
         if self._offloads_optimizer:
             self._move_optimizer_state(torch.device("cpu"))
 

@@ -1,73 +1,40 @@
 """A vLLM engine inside the rank's own process, whose weights and KV cache can give up their memory.
 
-All ranks of an engine run the same requests in lockstep (vLLM's external launcher); every request has a seed of its own,
-so that tensor-parallel peers, which sample for themselves, draw equal tokens.
+All ranks of an engine run the same requests in the same steps (vLLM's external launcher); every request has a seed of its
+own, so that tensor-parallel peers, which sample for themselves, draw equal tokens.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import os
-import random
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from hybridengine.backends.engine import Request, Response
+from hybridengine.backends.vllm.construction import (
+    EngineSettings,
+    build_llm,
+    prepare_pipeline,
+    process_state_kept,
+)
 from hybridengine.backends.vllm.groups import install_groups
-from hybridengine.backends.vllm.lockstep import LockstepDecoder
+from hybridengine.backends.vllm.requests import RunningRequests
+from hybridengine.backends.vllm.sleeping import SleepingWeights
 from hybridengine.errors import DataError, StorageError
 from hybridengine.importing import nothing_collected
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.vllm import vllm_layout
-from hybridengine.runtime.storage import StoragePart, WeightStorage, return_memory_to_system
+from hybridengine.runtime.storage import WeightStorage, return_memory_to_system
 from hybridengine.topology.generation import GenerationGrid
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """How an engine is built."""
-
-    max_model_tokens: int
-    """Longest prompt and response together."""
-    max_sequences: int = 256
-    """Sequences that run at the same time."""
-    kv_cache_bytes: int = 256 * 2**20
-    """KV cache of one rank."""
-    dtype: str = "float32"
-    seed: int = 0
-    cuda_graphs: bool = False
-    """Capture CUDA graphs; their addresses must not change, so weights then go through vLLM's sleep mode."""
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """How responses are drawn."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    """0 is greedy."""
-    stop_token_ids: tuple[int, ...] = ()
-    """What ends a response; nothing else does."""
-
-
-@dataclass(frozen=True)
-class Generated:
-    """One response."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    """Log-probability of each token under the distribution it was drawn from."""
-
-
 class VllmEngine:
-    """One rank's part of a generation engine. Built by all ranks of the world together.
+    """One rank's part of a generation engine (`backends.engine.Engine`). Built by all ranks of the world together.
 
     Args:
         folder: a checkpoint folder, of which only `config.json` is read; weights are filled in by a switch.
@@ -83,27 +50,27 @@ class VllmEngine:
         identity: str,
     ) -> None:
         self.layout: Layout = vllm_layout(shape, generation)
-        self._on_gpu = torch.cuda.is_available()
+        on_gpu = torch.cuda.is_available()
         stages = shape.gen_stage_layers(generation.train.sizes.pp_size, generation.sizes.pp_size)
         with nothing_collected():  # else vLLM imports them while it builds
             importlib.import_module("vllm.entrypoints.llm")
             importlib.import_module("vllm.v1.engine.core")
-        with _process_state_kept():
+        with process_state_kept():
             install_groups(generation, identity)
-            self._llm = _build(folder, generation, settings, stages, self._on_gpu)
-        self._runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        _prepare_pipeline(self._runner, generation)
+            self._llm = build_llm(folder, generation, settings, stages, on_gpu)
+        self._engine = self._llm.llm_engine
+        self._runner = self._engine.model_executor.driver_worker.worker.model_runner
+        prepare_pipeline(self._runner, generation)
         self.weights = (
             SleepingWeights(self._parameters(), self._llm)
             if settings.cuda_graphs
             else WeightStorage(self._parameters(), current=self._parameters)
         )
+        self.version = 0
+        """Version of the weights that draw the next tokens."""
         self._caches = _cache_storages(self._runner.kv_caches)
-        self._lockstep = (
-            None if self._on_gpu or generation.sizes.pp_size > 1 else LockstepDecoder(self._runner)
-        )
-        self._max_sequences, self._max_model_tokens = settings.max_sequences, settings.max_model_tokens
-        self._sleeps = settings.cuda_graphs
+        self._requests = RunningRequests(self._engine, self._runner)
+        self._settings = settings
         self._is_ready = True
 
     def _parameters(self) -> dict[str, Tensor]:
@@ -114,213 +81,97 @@ class VllmEngine:
         """Bytes that the KV cache owns now."""
         return sum(storage.nbytes() for storage, _ in self._caches)
 
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that have not ended."""
+        return len(self._requests)
+
     def leave_generation(self) -> None:
-        """Release the KV cache. Weights are released by the HybridEngine."""
+        """Release the KV cache; weights are released by the HybridEngine. Unfinished requests are computed anew later."""
         self._is_ready = False
-        if not self._sleeps:
+        self._forget_kv()
+        if not self._settings.cuda_graphs:
             for storage, _ in self._caches:
                 storage.resize_(0)
 
-    def enter_generation(self) -> None:
-        """Take the KV cache back, zeroed, and forget cached prefixes: they were computed with other weights."""
+    def enter_generation(self, version: int) -> None:
+        """Take the KV cache back, zeroed; the weights are those of `version` now."""
         # The cache is one piece, which the heap's gaps cannot hold, or comes from vLLM's own allocator.
         return_memory_to_system(if_short=True)
-        if self._sleeps:
+        if self._settings.cuda_graphs:
             self._llm.wake_up(tags=["kv_cache"])
         else:
             for storage, num_bytes in self._caches:
                 storage.resize_(num_bytes)
                 _as_bytes(storage).zero_()
-        if not self._llm.llm_engine.reset_prefix_cache():
-            raise StorageError(
-                "vLLM kept its prefix cache because requests are running; finish them before a switch"
-            )
-        self._is_ready = True
+        self.version, self._is_ready = version, True
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingSettings
-    ) -> list[Generated]:
-        """A response to each prompt (token ids), in order. All ranks of an engine call with the same arguments.
+    def weights_changed(self, version: int, keep_kv: bool) -> None:
+        """Go on with weights of `version` that were written while the engine had them.
+
+        Args:
+            keep_kv: keep keys and values that older weights have computed; otherwise compute unfinished requests anew.
+        """
+        if not keep_kv:
+            self._forget_kv()
+        self.version = version
+
+    def _forget_kv(self) -> None:
+        """Drop cached prefixes, and have unfinished requests computed anew: a prefix cache survives a weight change."""
+        self._requests.settle(self.version)
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests: all of them, or none.
 
         Raises:
-            StorageError: in training mode, when the weights are elsewhere.
-            DataError: an empty prompt, or one that leaves no room for its response.
+            DataError: a request's id is taken, its prompt is empty or leaves no room for the response, or it has stop
+                strings and the engine has no tokenizer.
         """
+        self._expect_weights()
+        taken = self._requests.ids
+        for request in requests:
+            self._check(request, taken)
+            taken.add(request.request_id)
+        self._requests.add(requests)
+
+    def _check(self, request: Request, taken: set[str]) -> None:
+        sampling, name = request.sampling, request.request_id
+        if name in taken:
+            raise DataError(f"the engine has a request {name!r} already; give each an id of its own")
+        longest = self._settings.max_model_tokens - sampling.max_tokens
+        if not 1 <= len(request.prompt_token_ids) <= longest:
+            raise DataError(
+                f"the prompt of request {name!r} has {len(request.prompt_token_ids)} tokens, and its response up to"
+                f" {sampling.max_tokens}; the engine takes prompts of 1 to {longest}"
+            )
+        if sampling.stop_strings and self._settings.tokenizer is None:
+            raise DataError(
+                f"request {name!r} has stop_strings={list(sampling.stop_strings)}, and the engine has no tokenizer to"
+                " find them; build the engine with one, or give stop_token_ids"
+            )
+
+    def advance(self, num_steps: int = 1) -> list[Response]:
+        """Take `num_steps` engine steps, fewer where nothing is left to do; return the responses that have ended.
+
+        Raises:
+            StorageError: the engine has no weights in training mode.
+        """
+        self._expect_weights()
+        ended: list[Response] = []
+        for _ in range(num_steps):
+            if not self._requests:
+                break
+            ended += self._requests.step(self.version)
+        return ended
+
+    def abort(self, request_ids: Iterable[str]) -> list[Response]:
+        """Drop requests that have not ended, and return what has been drawn for each so far."""
+        return self._requests.abort(request_ids)
+
+    def _expect_weights(self) -> None:
         if not self._is_ready:
             raise StorageError("the engine has no weights in training mode; switch to generation first")
-        longest = self._max_model_tokens - sampling.max_tokens
-        for row, prompt in enumerate(prompts):
-            if not 1 <= len(prompt) <= longest:
-                raise DataError(
-                    f"prompt {row} has {len(prompt)} tokens, and a response up to {sampling.max_tokens}; the engine takes"
-                    f" prompts of 1 to {longest}"
-                )
-        if self._lockstep is not None:
-            return self._advance_together(self._lockstep, prompts, seeds, sampling)
-        return self._schedule(prompts, seeds, sampling)
-
-    def _advance_together(
-        self,
-        decoder: LockstepDecoder,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int],
-        sampling: SamplingSettings,
-    ) -> list[Generated]:
-        generated = []
-        for rows in decoder.batches(prompts, sampling.max_tokens, self._max_sequences):
-            part = slice(rows.start, rows.stop)
-            drawn = decoder.generate(
-                prompts[part], seeds[part], sampling.max_tokens, sampling.temperature, sampling.stop_token_ids
-            )
-            found = zip(drawn.tokens.tolist(), drawn.log_probs.tolist(), drawn.lengths.tolist(), strict=True)
-            generated += [Generated(tokens[:end], log_probs[:end]) for tokens, log_probs, end in found]
-        return generated
-
-    def _schedule(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingSettings
-    ) -> list[Generated]:
-        from vllm import SamplingParams
-
-        params = [
-            SamplingParams(
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                seed=seed,
-                stop_token_ids=list(sampling.stop_token_ids),
-                ignore_eos=True,  # what ends a response is said once, for every way of generating
-                logprobs=0,
-                detokenize=False,
-            )
-            for seed in seeds
-        ]
-        inputs: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self._llm.generate(inputs, params, use_tqdm=False)
-        return [_generated(output.outputs[0]) for output in outputs]
-
-
-class SleepingWeights(WeightStorage):
-    """Weights whose addresses must not change: vLLM's sleep mode takes and gives their memory, all at once.
-
-    The first bucket of a switch therefore materialises everything, and the ledger reports the higher peak.
-    """
-
-    def __init__(self, tensors: dict[str, Tensor], llm: Any) -> None:
-        self._llm, self._awake, self._released = llm, True, set[str]()
-        super().__init__(tensors)
-
-    @property
-    def live_bytes(self) -> int:
-        return self.total_bytes if self._awake else 0
-
-    def is_live(self, name: str) -> bool:
-        return self._awake
-
-    def part(self, names: Iterable[str], zero: Iterable[str] = ()) -> StoragePart:
-        return _SleepingPart(self, tuple(names), tuple(zero))
-
-    def fall_asleep(self, released: Iterable[str]) -> None:
-        """Note what nobody needs any more; the memory goes with the last of it."""
-        self._released |= set(released)
-        if self._awake and self._released >= set(self.names):
-            self._llm.sleep(level=2)
-            self._awake, self.counted_bytes = False, 0
-
-    def wake_up(self) -> None:
-        """Take the memory of all weights, where it is gone."""
-        if not self._awake:
-            self._llm.wake_up(tags=["weights"])
-            self._awake, self._released, self.counted_bytes = True, set(), self.total_bytes
-
-
-class _SleepingPart(StoragePart):
-    """A part of weights that come and go all at once."""
-
-    def __init__(self, weights: SleepingWeights, names: tuple[str, ...], zero: tuple[str, ...]) -> None:
-        super().__init__(weights, [weights[name] for name in names], [weights[name] for name in zero])
-        self._weights, self._names = weights, names
-
-    def materialise(self) -> None:
-        self._weights.wake_up()
-        if self._zeroed:
-            torch._foreach_zero_(self._zeroed)
-
-    def release(self) -> None:
-        self._weights.fall_asleep(self._names)
-
-
-def _build(
-    folder: str | Path,
-    generation: GenerationGrid,
-    settings: EngineSettings,
-    stages: Sequence[range],
-    on_gpu: bool,
-) -> Any:
-    from vllm import LLM
-
-    if not on_gpu:
-        _keep_plain_weights()
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_memory_bytes
-    os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(str(len(stage)) for stage in stages)
-    return LLM(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        dtype=settings.dtype,  # type: ignore[arg-type]
-        tensor_parallel_size=generation.sizes.tp_size,
-        pipeline_parallel_size=generation.sizes.pp_size,
-        distributed_executor_backend="external_launcher",
-        enforce_eager=not settings.cuda_graphs,
-        enable_sleep_mode=settings.cuda_graphs,
-        kv_cache_memory_bytes=settings.kv_cache_bytes,
-        max_model_len=settings.max_model_tokens,
-        max_num_seqs=settings.max_sequences,
-        max_num_batched_tokens=max(settings.max_model_tokens, 8192),
-        seed=settings.seed,
-        logprobs_mode="processed_logprobs",
-        async_scheduling=False,
-        disable_log_stats=True,
-    )
-
-
-def _keep_plain_weights() -> None:
-    """Keep vLLM's CPU linear layers from repacking their weights into handles that a switch could not fill."""
-    from vllm.model_executor.layers import utils
-
-    def plain_linear(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = plain_linear
-
-
-def _prepare_pipeline(runner: Any, generation: GenerationGrid) -> None:
-    """Make the buffer for a later stage's input, which vLLM makes in a warm-up run that its CPU worker leaves out."""
-    if generation.sizes.pp_size > 1 and getattr(runner, "intermediate_tensors", None) is None:
-        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-        )
-
-
-@contextlib.contextmanager
-def _process_state_kept() -> Iterator[None]:
-    """Building an engine reseeds every generator and takes `torch.set_num_threads` away; put both back.
-
-    Also keeps the end of an engine from destroying the default process group, which the trainer uses.
-    """
-    from vllm.v1.engine import core
-
-    core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    set_num_threads = torch.set_num_threads
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu)
-        torch.set_num_threads = set_num_threads
 
 
 def _cache_storages(caches: Sequence[Any]) -> list[tuple[torch.UntypedStorage, int]]:
@@ -335,9 +186,3 @@ def _cache_storages(caches: Sequence[Any]) -> list[tuple[torch.UntypedStorage, i
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _generated(output: Any) -> Generated:
-    token_ids = list(output.token_ids)
-    log_probs = [entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True)]
-    return Generated(token_ids, log_probs)

@@ -34,8 +34,6 @@ class Setting:
     """Longest that any wait may take."""
     nodes: NodeMap | None
     """Which ranks share a node; None where all do."""
-    only_messages: bool = False
-    """micro-dp sends messages through the process group where it could read its peers' memory."""
 
     @property
     def bucket_elements(self) -> int:

@@ -7,7 +7,6 @@ from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.runtime.hybrid_engine import HybridEngine
 from hybridengine.runtime.ledger import SwitchReport
-from hybridengine.runtime.peer_memory import PeerMemoryTransport, make_transport
 from hybridengine.runtime.storage import WeightStorage
 from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.runtime.verify import Verify
@@ -23,7 +22,7 @@ class PlainGeneration:
     def leave_generation(self) -> None:
         """There is no KV cache."""
 
-    def enter_generation(self) -> None:
+    def enter_generation(self, version: int) -> None:
         """There is no KV cache."""
 
 
@@ -39,15 +38,12 @@ class MicroDp(Method):
         plan = compile_plan(
             actor.layout, self.layout, domain, self.setting.bucket_elements, self.setting.nodes
         )
-        group = actor.registry.new(generation.domains)
-        transport = PointToPointTransport(group) if self.setting.only_messages else make_transport(group)
-        self.reads_memory = isinstance(transport, PeerMemoryTransport)
         self._engine = HybridEngine(
             plan,
             actor.rank,
             actor,
             PlainGeneration(self.destination),
-            transport,
+            PointToPointTransport(actor.registry.new(generation.domains)),
             Verify(self.setting.verify),
         )
 

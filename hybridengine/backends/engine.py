@@ -1,0 +1,176 @@
+"""What a generation engine is: requests come and go, and each token carries the weights' version that drew it.
+
+vLLM is one (`backends/vllm`); another would be one folder that implements `Engine`. Every rank of an engine calls the
+same methods with the same arguments in the same order, because tensor-parallel peers compute each step together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hybridengine.errors import DataError, StorageError
+from hybridengine.reshard.layout import Layout
+from hybridengine.runtime.storage import WeightStorage
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How a response is drawn.
+
+    Log-probs are those of the distribution that tokens are drawn from: after temperature, top_k, top_p and min_p.
+
+    Raises:
+        DataError: a value is out of range.
+    """
+
+    max_tokens: int
+    """Longest response, in tokens."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Smallest probability mass that tokens are drawn from."""
+    top_k: int = 0
+    """Number of likeliest tokens to draw from; 0 for all."""
+    min_p: float = 0.0
+    """Least probability of a token, relative to the likeliest one."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, of which they are the last token; no other token ends one."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a response, once the decoded tokens contain one; needs an engine with a tokenizer."""
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "a number of at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "at least 0, which stands for all tokens"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("stop_strings", all(self.stop_strings), "texts of at least one character"),
+        )
+        for name, holds, rule in rules:
+            if not holds:
+                raise DataError(
+                    f"sampling {name}={getattr(self, name)!r} must be {rule}; choose another value"
+                )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to draw."""
+
+    request_id: str
+    """Unique among the requests that an engine has."""
+    prompt_token_ids: tuple[int, ...]
+    seed: int
+    """Decides every draw, together with the position of the token in the response and nothing else."""
+    sampling: SamplingSettings
+    first_position: int = 0
+    """Position in the response of the first token to draw: the prompt ends with that many tokens drawn earlier."""
+
+
+@dataclass
+class Response:
+    """What has been drawn for a request so far."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    """Log-probability of each token under the distribution that it was drawn from."""
+    versions: list[int] = field(default_factory=list)
+    """Version of the weights that drew each token."""
+    finish_reason: str | None = None
+    """`stop` or `length`; None where the response has not ended."""
+
+
+class Engine(Protocol):
+    """One rank's part of a generation engine.
+
+    Its weights come from a weight sync (`runtime/hybrid_engine.py`, `runtime/weight_push.py`), which writes into their
+    storages. Between two calls of `advance` weights may change while requests stay.
+    """
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def weights(self) -> WeightStorage: ...
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that draw the next tokens."""
+        ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that have not ended."""
+        ...
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests: all of them, or none.
+
+        Raises:
+            DataError: a request's id is taken, its prompt is empty or leaves no room for the response, or it has stop
+                strings and the engine has no tokenizer.
+        """
+        ...
+
+    def advance(self, num_steps: int = 1) -> list[Response]:
+        """Take `num_steps` engine steps, fewer where nothing is left to do; return the responses that have ended.
+
+        Raises:
+            StorageError: the engine has no weights in training mode.
+        """
+        ...
+
+    def abort(self, request_ids: Iterable[str]) -> list[Response]:
+        """Drop requests that have not ended, and return what has been drawn for each so far."""
+        ...
+
+    def leave_generation(self) -> None:
+        """Release the KV cache. Unfinished requests stay, and are computed anew when generation goes on."""
+        ...
+
+    def enter_generation(self, version: int) -> None:
+        """Take the KV cache back; the weights are those of `version` now."""
+        ...
+
+    def weights_changed(self, version: int, keep_kv: bool) -> None:
+        """Go on with weights of `version` that were written while the engine had them.
+
+        Args:
+            keep_kv: keep keys and values that older weights have computed; otherwise compute unfinished requests anew.
+        """
+        ...
+
+
+def generate(
+    engine: Engine, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingSettings
+) -> list[Response]:
+    """Return a response to each prompt (token ids), in order.
+
+    Raises:
+        StorageError: the engine has no weights in training mode, or has other requests.
+        DataError: an empty prompt, or one that leaves no room for its response.
+    """
+    if engine.num_unfinished:
+        raise StorageError(
+            f"the engine has {engine.num_unfinished} unfinished requests, and generate() takes it for itself;"
+            " finish or abort them, or use add() and advance()"
+        )
+    engine.add(
+        [
+            Request(str(row), tuple(prompt), seed, sampling)
+            for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        ]
+    )
+    ended: dict[str, Response] = {}
+    try:
+        while engine.num_unfinished:
+            ended.update((response.request_id, response) for response in engine.advance())
+    except BaseException:
+        engine.abort([str(row) for row in range(len(prompts))])
+        raise
+    return [ended[str(row)] for row in range(len(prompts))]

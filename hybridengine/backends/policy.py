@@ -1,0 +1,100 @@
+"""What a policy is: forward and backward passes any number of times, then an optimizer step.
+
+Megatron-core is one (`backends/megatron/trainer.py`). Its weights, gradients and optimizer state come and go: a weight
+sync (`runtime/hybrid_engine.py`) takes the weights for generation, and gradients that wait for their optimizer step stay.
+
+Shapes: B rows, T positions, R wanted positions, W = padded vocabulary / t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hybridengine.reshard.layout import Layout
+from hybridengine.runtime.storage import WeightStorage
+
+MicroBatch = dict[str, Tensor]
+"""Columns of some rows; `tokens` [B, T] goes into the model, the rest to the output function.
+
+`positions` [B, R], where it is there, says at which positions the model's logits are wanted.
+"""
+
+OutputFunction = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
+"""(model output [B, T, W], with `positions` logits [B, R, W], micro-batch) -> tensors by name."""
+
+LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, Any]]
+"""(model output as above, micro-batch) -> (loss summed over tokens, number of tokens, whatever the caller collects)."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Norm over all ranks, before clipping."""
+    lr: float
+    skipped: bool = False
+    """The gradient was not finite on some rank: nothing has changed, and `grad_norm` is NaN."""
+    collected: list[Any] = field(default_factory=list)
+    """What the loss function gave to collect for each micro-batch; empty on all stages but the last."""
+
+
+class Policy(Protocol):
+    """One rank's part of a model that is trained. All ranks of its grid call the same methods in the same order."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def weights(self) -> WeightStorage: ...
+
+    @property
+    def version(self) -> int:
+        """Number of optimizer steps that the weights have taken."""
+        ...
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes that gradients own now."""
+        ...
+
+    def forward(self, batches: Sequence[MicroBatch], output: OutputFunction) -> list[dict[str, Tensor]]:
+        """Return the results of `output` for each micro-batch, in order; nothing on all stages but the last.
+
+        Raises:
+            StorageError: the generation engine has the weights.
+        """
+        ...
+
+    def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
+        """Add the gradients of some micro-batches to those that wait for the next optimizer step.
+
+        Returns:
+            What `loss` gives to collect for each micro-batch; nothing on all stages but the last.
+
+        Raises:
+            StorageError: the generation engine has the weights.
+        """
+        ...
+
+    def optimizer_step(self) -> StepResult:
+        """Take one step along the mean gradient per token, over all tokens of all replicas since the last step.
+
+        Where it is not finite, the step is skipped on all ranks: weights, moments and schedule stay as they are.
+
+        Raises:
+            StorageError: the generation engine has the weights, or no pass has left gradients.
+        """
+        ...
+
+    def leave_training(self) -> None:
+        """Release what only training needs; gradients that wait for their optimizer step stay."""
+        ...
+
+    def enter_training(self) -> None:
+        """Take it back."""
+        ...

@@ -1,0 +1,116 @@
+"""Builds a vLLM engine inside a process that has other uses: its random states, threads and process groups stay."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridengine.topology.generation import GenerationGrid
+
+MAX_BATCHED_TOKENS = 8192
+"""Prompt tokens of a forward pass, which needs memory for each."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine is built."""
+
+    max_model_tokens: int
+    """Longest prompt and response together."""
+    max_sequences: int = 256
+    """Sequences that run at the same time."""
+    kv_cache_bytes: int = 256 * 2**20
+    """KV cache of one rank."""
+    dtype: str = "float32"
+    seed: int = 0
+    cuda_graphs: bool = False
+    """Capture CUDA graphs; their addresses must not change, so weights then go through vLLM's sleep mode."""
+    tokenizer: str | None = None
+    """Folder of a tokenizer, which stop strings need; None for an engine that knows tokens only."""
+
+
+def build_llm(
+    folder: str | Path,
+    generation: GenerationGrid,
+    settings: EngineSettings,
+    stages: Sequence[range],
+    on_gpu: bool,
+) -> Any:
+    from vllm import LLM
+
+    if not on_gpu:
+        _keep_plain_weights()
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_memory_bytes
+    os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(str(len(stage)) for stage in stages)
+    return LLM(
+        model=str(folder),
+        tokenizer=settings.tokenizer,
+        skip_tokenizer_init=settings.tokenizer is None,
+        load_format="dummy",
+        dtype=settings.dtype,  # type: ignore[arg-type]
+        tensor_parallel_size=generation.sizes.tp_size,
+        pipeline_parallel_size=generation.sizes.pp_size,
+        distributed_executor_backend="external_launcher",
+        enforce_eager=not settings.cuda_graphs,
+        enable_sleep_mode=settings.cuda_graphs,
+        kv_cache_memory_bytes=settings.kv_cache_bytes,
+        max_model_len=settings.max_model_tokens,
+        max_num_seqs=settings.max_sequences,
+        max_num_batched_tokens=max(settings.max_model_tokens, MAX_BATCHED_TOKENS),
+        # A chunk of a prompt draws a token that is thrown away, and takes the generator back by an offset, which
+        # generators of a CPU do not have.
+        enable_chunked_prefill=False,
+        seed=settings.seed,
+        logprobs_mode="processed_logprobs",
+        async_scheduling=False,
+        disable_log_stats=True,
+    )
+
+
+def _keep_plain_weights() -> None:
+    """Keep vLLM's CPU linear layers from repacking their weights into handles that a switch could not fill."""
+    from vllm.model_executor.layers import utils
+
+    def plain_linear(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain_linear
+
+
+def prepare_pipeline(runner: Any, generation: GenerationGrid) -> None:
+    """Make the buffer for a later stage's input, which vLLM makes in a warm-up run that its CPU worker leaves out."""
+    if generation.sizes.pp_size > 1 and getattr(runner, "intermediate_tensors", None) is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
+@contextlib.contextmanager
+def process_state_kept() -> Iterator[None]:
+    """Building an engine reseeds every generator and takes `torch.set_num_threads` away; put both back.
+
+    Also keeps the end of an engine from destroying the default process group, which the trainer uses.
+    """
+    from vllm.v1.engine import core
+
+    core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu)
+        torch.set_num_threads = set_num_threads

@@ -1,0 +1,115 @@
+"""Requests inside a vLLM engine: how their tokens are drawn, and what has been drawn so far."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hybridengine.backends.engine import Request, Response, SamplingSettings
+
+
+def position_seed(seed: int, position: int) -> int:
+    """Return the seed of one draw, from a request's seed and the position of the token in its response."""
+    digest = hashlib.blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class RunningRequests:
+    """The requests of one vLLM engine that have not ended, by vLLM's own names for them.
+
+    vLLM gives a seeded request a generator that counts on with every draw. It is seeded anew before every step here, so
+    that a draw depends on the request's seed and on the token's position alone: not on chunks of its prompt, on
+    preemption, or on how often the request was begun.
+
+    Args:
+        engine: vLLM's `LLMEngine`, in this process.
+        runner: its model runner, which has the generators.
+    """
+
+    def __init__(self, engine: Any, runner: Any) -> None:
+        self._engine, self._runner = engine, runner
+        self._running: dict[str, tuple[Request, Response]] = {}
+        self._ended: list[Response] = []
+        """Ended responses that `step` has not returned yet."""
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._ended)
+
+    @property
+    def ids(self) -> set[str]:
+        """Ids of requests whose responses have not been returned."""
+        return {
+            *(request.request_id for request, _ in self._running.values()),
+            *(response.request_id for response in self._ended),
+        }
+
+    def add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            params = _sampling_params(request.sampling, position_seed(request.seed, request.first_position))
+            prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+            name = self._engine.add_request(request.request_id, prompt, params)
+            self._running[name] = request, Response(request.request_id)
+
+    def step(self, version: int) -> list[Response]:
+        """Take one engine step with weights of `version`; return the responses that have ended."""
+        if self._running:
+            self._step(version)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def settle(self, version: int) -> None:
+        """Finish what is under way: an engine with pipeline stages has several batches in flight."""
+        core = self._engine.engine_core.engine_core
+        if not core.batch_queue:
+            return
+        core.pause_scheduler(mode="keep", clear_cache=False)
+        while core.batch_queue:
+            self._step(version)
+        core.resume_scheduler()
+
+    def _step(self, version: int) -> None:
+        for name, (request, response) in self._running.items():
+            state = self._runner.requests.get(name)
+            if state is not None and state.generator is not None:
+                position = request.first_position + len(response.token_ids)
+                state.generator.manual_seed(position_seed(request.seed, position))
+        names = {request.request_id: name for name, (request, _) in self._running.items()}
+        for output in self._engine.step():
+            name, drawn = names[output.request_id], output.outputs[0]
+            response = self._running[name][1]
+            response.token_ids += drawn.token_ids
+            response.log_probs += [
+                entry[token].logprob for token, entry in zip(drawn.token_ids, drawn.logprobs, strict=True)
+            ]
+            response.versions += [version] * len(drawn.token_ids)
+            if output.finished:
+                response.finish_reason = drawn.finish_reason
+                self._ended.append(self._running.pop(name)[1])
+
+    def abort(self, request_ids: Iterable[str]) -> list[Response]:
+        wanted = set(request_ids)
+        names = [name for name, (request, _) in self._running.items() if request.request_id in wanted]
+        self._engine.abort_request(names, internal=True)
+        return [self._running.pop(name)[1] for name in names]
+
+
+def _sampling_params(sampling: SamplingSettings, seed: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=seed,
+        stop=list(sampling.stop_strings),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # what ends a response is said once, in the settings
+        logprobs=0,
+        detokenize=bool(sampling.stop_strings),
+        output_kind=RequestOutputKind.DELTA,
+    )

@@ -1,0 +1,191 @@
+"""Runs on each rank: requests that come and go, alone and among others, over weight changes and with all samplings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from hybridengine.backends.engine import Request, Response, SamplingSettings, generate
+from hybridengine.backends.vllm.construction import EngineSettings
+from hybridengine.backends.vllm.engine import VllmEngine
+from hybridengine.errors import DataError, StorageError
+from hybridengine.model_shapes import ModelShape
+from hybridengine.topology.generation import GenerationGrid
+from tests.full.vllm_ranks import take_place
+
+LONG = [(7 * place) % 120 + 1 for place in range(150)]
+"""Longer than a block of the KV cache, which vLLM keeps as a prefix."""
+PROMPTS = [LONG, [1], [7, 130, 64], LONG, [7, 130, 64], list(range(2, 42)), LONG[:140]]
+"""Some of them several times."""
+SEEDS = list(range(100, 100 + len(PROMPTS)))
+MAX_TOKENS, NEW_TOKENS = 256, 24
+SAMPLED = SamplingSettings(NEW_TOKENS, 0.8)
+TRUNCATED = [
+    SamplingSettings(NEW_TOKENS, 1.5, top_k=5),
+    SamplingSettings(NEW_TOKENS, 1.5, top_p=0.3),
+    SamplingSettings(NEW_TOKENS, 1.5, min_p=0.5),
+]
+SMALL_CACHE_TOKENS = 512
+"""Of a KV cache in which not all of `PROMPTS` have room at the same time."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw."""
+
+    sampled: list[Response]
+    """All of `PROMPTS` together."""
+    alone: list[Response]
+    """Each by itself, with the same seeds."""
+    coming_and_going: list[Response]
+    """Each added while earlier ones run, among others that are aborted."""
+    over_a_switch: list[Response]
+    """With the KV cache released and taken back in the middle, and a new version of the same weights."""
+    kept: list[Response]
+    """With another version of the same weights in the middle, and the KV cache kept."""
+    continued: list[Response]
+    """Begun anew with a part of `sampled` in the prompt."""
+    crowded: list[Response]
+    """Where neither a forward pass nor the KV cache has room for all."""
+    truncated: list[list[Response]]
+    """By each of `TRUNCATED`."""
+    greedy: list[Response]
+    stopped: list[Response]
+    """Greedy, where the tokens of `stop_token_ids` end a response."""
+    stop_token_ids: tuple[int, ...]
+    stopped_by_text: list[Response]
+    """Greedy, where the words of two tokens in a row end a response."""
+    stop_strings: tuple[str, ...]
+
+
+def word(token: int) -> str:
+    """Return what the tokenizer makes of a token; words are joined by spaces."""
+    return f"w{token:03d}"
+
+
+def exercise_engine(rank: int, folder: Path, generation: GenerationGrid) -> Seen:
+    """Generate in every way that an engine offers."""
+    identity = take_place(rank)
+    shape = ModelShape.from_folder(folder)
+    settings = EngineSettings(MAX_TOKENS, 8, 64 * 2**20, tokenizer=str(folder))
+    engine = VllmEngine(folder, shape, generation, settings, identity)
+    engine._runner.model.load_weights(load_file(folder / "model.safetensors").items())
+    sampled = generate(engine, PROMPTS, SEEDS, SAMPLED)
+    greedy = generate(engine, PROMPTS, SEEDS, SamplingSettings(NEW_TOKENS, 0.0))
+    stops = (greedy[1].token_ids[3], greedy[5].token_ids[0])
+    texts = (f"{word(greedy[1].token_ids[3])} {word(greedy[1].token_ids[4])}",)
+    _refuse_wrong_requests(engine)
+    return Seen(
+        sampled=sampled,
+        alone=[
+            generate(engine, [prompt], [seed], SAMPLED)[0]
+            for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
+        ],
+        coming_and_going=_come_and_go(engine),
+        over_a_switch=_change_weights(engine, keep_kv=False),
+        kept=_change_weights(engine, keep_kv=True),
+        continued=_continue(engine, sampled),
+        crowded=_crowd(engine),
+        truncated=[generate(engine, PROMPTS, SEEDS, sampling) for sampling in TRUNCATED],
+        greedy=greedy,
+        stopped=generate(engine, PROMPTS, SEEDS, SamplingSettings(NEW_TOKENS, 0.0, stop_token_ids=stops)),
+        stop_token_ids=stops,
+        stopped_by_text=generate(
+            engine, PROMPTS, SEEDS, SamplingSettings(NEW_TOKENS, 0.0, stop_strings=texts)
+        ),
+        stop_strings=texts,
+    )
+
+
+def _requests(sampling: SamplingSettings = SAMPLED, prefix: str = "") -> list[Request]:
+    return [
+        Request(f"{prefix}{row}", tuple(prompt), seed, sampling)
+        for row, (prompt, seed) in enumerate(zip(PROMPTS, SEEDS, strict=True))
+    ]
+
+
+def _finish(engine: VllmEngine, ended: Sequence[Response] = ()) -> list[Response]:
+    found = list(ended)
+    while engine.num_unfinished:
+        found += engine.advance()
+    return sorted(found, key=lambda response: int(response.request_id))
+
+
+def _come_and_go(engine: VllmEngine) -> list[Response]:
+    ended: list[Response] = []
+    others = _requests(SamplingSettings(2 * NEW_TOKENS, 0.3), prefix="other ")
+    for number, (request, other) in enumerate(zip(_requests(), others, strict=True)):
+        engine.add([other, request])
+        ended += engine.advance(number)
+    aborted = engine.abort([other.request_id for other in others])
+    assert all(len(other.token_ids) < 2 * NEW_TOKENS and other.finish_reason is None for other in aborted)
+    return _finish(engine, ended)
+
+
+def _change_weights(engine: VllmEngine, keep_kv: bool) -> list[Response]:
+    """Seven tokens of the present version, the rest of the next one."""
+    version = engine.version
+    engine.add(_requests())
+    ended = engine.advance(7)
+    if keep_kv:
+        engine.weights_changed(version + 1, keep_kv=True)
+    else:
+        engine.leave_generation()
+        assert engine.kv_cache_bytes == 0
+        with pytest.raises(StorageError, match="switch to generation first"):
+            engine.advance()
+        engine.enter_generation(version + 1)
+    return _finish(engine, ended)
+
+
+def _continue(engine: VllmEngine, sampled: Sequence[Response]) -> list[Response]:
+    known = [response.token_ids[: 3 + row] for row, response in enumerate(sampled)]
+    engine.add(
+        [
+            Request(
+                str(row),
+                (*PROMPTS[row], *tokens),
+                SEEDS[row],
+                SamplingSettings(NEW_TOKENS - len(tokens), 0.8),
+                first_position=len(tokens),
+            )
+            for row, tokens in enumerate(known)
+        ]
+    )
+    found = _finish(engine)
+    for tokens, response in zip(known, found, strict=True):
+        response.token_ids[:0] = tokens
+    return found
+
+
+def _crowd(engine: VllmEngine) -> list[Response]:
+    """Less room in a forward pass than all prompts need, and in the KV cache than all sequences need."""
+    scheduler = engine._engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    num_tokens, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, MAX_TOKENS
+    num_taken = pool.get_num_free_blocks() - SMALL_CACHE_TOKENS // scheduler.cache_config.block_size
+    taken = pool.get_new_blocks(num_taken)
+    try:
+        return generate(engine, PROMPTS, SEEDS, SAMPLED)
+    finally:
+        pool.free_blocks(taken)
+        scheduler.max_num_scheduled_tokens = num_tokens
+
+
+def _refuse_wrong_requests(engine: VllmEngine) -> None:
+    assert generate(engine, [], [], SAMPLED) == []
+    for wrong in ([], [1] * (MAX_TOKENS - NEW_TOKENS + 1)):
+        with pytest.raises(DataError, match=f"the prompt of request '1' has {len(wrong)} tokens"):
+            generate(engine, [[1], wrong], [1, 2], SAMPLED)
+    request = Request("twice", (1,), 1, SAMPLED)
+    with pytest.raises(DataError, match="'twice' already"):
+        engine.add([request, request])
+    assert engine.num_unfinished == 0
+    engine.add([request])
+    with pytest.raises(StorageError, match="1 unfinished"):
+        generate(engine, [[1]], [1], SAMPLED)
+    engine.abort(["twice"])

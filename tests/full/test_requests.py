@@ -1,0 +1,133 @@
+"""Requests in a vLLM engine: draws follow from seed and position alone, log-probs from the truncated distribution."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from hybridengine.backends.engine import Response, SamplingSettings
+from hybridengine.errors import DataError
+from hybridengine.topology.generation import GenerationGrid
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+from tests.full.request_ranks import NEW_TOKENS, PROMPTS, TRUNCATED, Seen, exercise_engine, word
+from tests.full.vllm_ranks import VllmRankLauncher
+from tests.gloo.tiny_models import write_model
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("requests") / "model"
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "eos_token_id": None,
+    }
+    config = write_model(folder, "qwen3", True, **sizes).config
+    words = Tokenizer(WordLevel({word(token): token for token in range(config.vocab_size)}))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["1-1", "1-2", "2-1"])
+def ranks(request: pytest.FixtureRequest, model: Path, run_vllm_ranks: VllmRankLauncher) -> list[Seen]:
+    train = "2-1-1" if request.param == "2-1" else "1-2-1"
+    generation = GenerationGrid(Grid(TrainSizes.parse(train)), GenSizes.parse(request.param))
+    return run_vllm_ranks(2, exercise_engine, model, generation, timeout_s=240)
+
+
+def tokens_of(responses: list[Response]) -> list[list[int]]:
+    return [response.token_ids for response in responses]
+
+
+def test_a_draw_depends_on_seed_and_position_alone(ranks: list[Seen]):
+    for seen in ranks:
+        expected = tokens_of(seen.sampled)
+        assert expected == tokens_of(ranks[0].sampled)
+        assert all(len(tokens) == NEW_TOKENS for tokens in expected)
+        assert expected[0] != expected[3], "the same prompt, another seed"
+        for way in ("alone", "coming_and_going", "over_a_switch", "kept", "continued", "crowded"):
+            assert tokens_of(getattr(seen, way)) == expected, way
+
+
+def test_tokens_carry_the_version_that_drew_them(ranks: list[Seen]):
+    for seen in ranks:
+        assert {tuple(response.versions) for response in seen.sampled} == {(0,) * NEW_TOKENS}
+        for old, responses in ((0, seen.over_a_switch), (1, seen.kept)):
+            for response in responses:
+                first = response.versions.count(old)
+                assert 0 < first <= 7
+                assert response.versions == [old] * first + [old + 1] * (NEW_TOKENS - first)
+
+
+def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(ranks: list[Seen], model: Path):
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    compared = [(SamplingSettings(NEW_TOKENS, 0.8), ranks[0].sampled)]
+    for sampling, responses in [*compared, *zip(TRUNCATED, ranks[0].truncated, strict=True)]:
+        for prompt, response in zip(PROMPTS, responses, strict=True):
+            expected = log_probs_by_hand(reference, prompt, response, sampling)
+            torch.testing.assert_close(torch.tensor(response.log_probs).double(), expected, rtol=0, atol=5e-5)
+
+
+def log_probs_by_hand(
+    model: PreTrainedModel, prompt: list[int], response: Response, sampling: SamplingSettings
+) -> torch.Tensor:
+    """In float64, with what the sampling cuts off at minus infinity."""
+    tokens = torch.tensor([prompt + response.token_ids])
+    with torch.no_grad():
+        logits = model(tokens).logits[0, len(prompt) - 1 : -1].double() / sampling.temperature
+    probs, order = logits.softmax(-1).sort(-1, descending=True)
+    kept = torch.ones_like(probs, dtype=torch.bool)
+    if sampling.top_k:
+        kept[:, sampling.top_k :] = False
+    kept &= probs.cumsum(-1) - probs < sampling.top_p
+    kept &= probs >= sampling.min_p * probs[:, :1]
+    truncated = torch.full_like(logits, -torch.inf).scatter(1, order, (probs * kept).log())
+    return truncated.log_softmax(-1).gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
+
+
+def test_a_response_ends_with_its_first_stop_token(ranks: list[Seen]):
+    for seen in ranks:
+        lengths = []
+        for whole, cut in zip(seen.greedy, seen.stopped, strict=True):
+            ends = [place for place, token in enumerate(whole.token_ids) if token in seen.stop_token_ids]
+            length = ends[0] + 1 if ends else NEW_TOKENS
+            assert cut.token_ids == whole.token_ids[:length]
+            assert len(cut.log_probs) == length
+            assert (whole.finish_reason, cut.finish_reason) == ("length", "stop" if ends else "length")
+            lengths.append(length)
+        assert 1 in lengths
+        assert len(set(lengths)) > 1
+
+
+def test_a_response_ends_with_its_first_stop_string(ranks: list[Seen]):
+    for seen in ranks:
+        lengths = []
+        for whole, cut in zip(seen.greedy, seen.stopped_by_text, strict=True):
+            texts = [" ".join(map(word, whole.token_ids[:length])) for length in range(NEW_TOKENS + 1)]
+            ends = [length for length, text in enumerate(texts) if seen.stop_strings[0] in text]
+            length = ends[0] if ends else NEW_TOKENS
+            assert cut.token_ids == whole.token_ids[:length]
+            lengths.append(length)
+        assert lengths[1] <= 5 < max(lengths)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 1.5}],
+    ids=str,
+)
+def test_sampling_out_of_range_is_refused(wrong: dict[str, Any]):
+    (name, value), *_ = wrong.items()
+    with pytest.raises(DataError, match=rf"sampling {name}={value} must be"):
+        SamplingSettings(**{"max_tokens": 1, **wrong})

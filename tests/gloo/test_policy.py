@@ -1,0 +1,62 @@
+"""A policy's passes and steps: gradients of several passes wait for their optimizer step, also while an engine generates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridengine.errors import StorageError
+from hybridengine.model_shapes import ModelShape
+from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import TrainSizes
+from tests.gloo import training_reference as reference
+from tests.gloo.megatron_training import loss_of, make_trainer
+from tests.gloo.plain_generation import make_engine
+from tests.gloo.ranks import RankLauncher
+from tests.gloo.tiny_models import write_model
+
+NUM_STEPS = 2
+
+
+def step_by_passes(rank: int, folder: Path, grid: Grid) -> list[tuple[float, list[tuple[float, int]]]]:
+    """(gradient norm, collected losses) of steps with a pass for each micro-batch, and a switch behind each pass."""
+    trainer = make_trainer(ModelShape.from_folder(folder), grid, rank, ProcessGroups(), folder)
+    engine, _ = make_engine(trainer, "1-1", ProcessGroups(), 40_000)
+    whole, records = trainer.gradient_bytes, []
+    dp_rank, dp_size = grid.coordinate(rank).dp_rank, grid.sizes.dp_size
+    for index in range(NUM_STEPS):
+        with pytest.raises(StorageError, match="call forward_backward before"):
+            trainer.optimizer_step()
+        with engine.generating() as report:
+            assert report.gradient_bytes == trainer.gradient_bytes == 0
+        collected = []
+        for batch in reference.micro_batches(index, dp_rank, dp_size):
+            collected += trainer.forward_backward([batch], loss_of(trainer))
+            with engine.generating() as report:
+                assert report.gradient_bytes == trainer.gradient_bytes == whole > 0
+        assert trainer.version == index
+        result = trainer.optimizer_step()
+        records.append((result.grad_norm, collected))
+    return records
+
+
+@pytest.mark.parametrize("sizes", ["2-1-2", "1-2-2"])
+def test_passes_add_up_to_the_step_of_plain_pytorch(sizes: str, tmp_path: Path, run_ranks: RankLauncher):
+    """Replicas take two and three passes; gradient norms and losses are those of one process on the whole batch."""
+    model = write_model(tmp_path, "qwen3", tied=True)
+    expected = reference.train(model, reference.language_loss, NUM_STEPS)
+    grid = Grid(TrainSizes.parse(sizes))
+    by_rank = run_ranks(4, step_by_passes, tmp_path, grid, timeout_s=90)
+    last = grid.sizes.pp_size - 1
+    for index, figures in enumerate(expected):
+        losses = []
+        for place, records in zip(grid.coordinates(), by_rank, strict=True):
+            grad_norm, collected = records[index]
+            assert grad_norm == pytest.approx(figures.grad_norm, rel=1e-4)
+            if (place.pp_rank, place.tp_rank) == (last, 0):
+                losses += collected
+        assert sum(loss for loss, _ in losses) / sum(count for _, count in losses) == pytest.approx(
+            figures.loss, rel=1e-5
+        )
