@@ -132,9 +132,6 @@ class Compute(Section):
     """How sharp the bend is between steps bound by memory and steps bound by arithmetic; infinite would be a corner."""
     kv_block_tokens: NodeDevices = 16
     """Tokens of a block of KV cache, of which a response holds whole ones."""
-    in_waves: bool = False
-    """Engines take as many responses as there is room for at their longest, and the next ones when all have ended, as
-    those of a CPU do; else a response begins as soon as there is a place."""
     fill_bytes_per_s: Rate | None = None
     """Rate at which a device takes memory that it had given back, page by page; left out, it takes no time."""
     parameter_s: Latency = 20e-6

@@ -12,7 +12,6 @@ last, long ones run almost alone.
 from __future__ import annotations
 
 import heapq
-import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -116,14 +115,9 @@ class Engine:
         return self.kv_token_bytes * compute_of(self.cluster).kv_block_tokens
 
     def row_bytes(self, lengths: Lengths, prompt_tokens: float) -> float:
-        """KV cache that a running response takes of a rank: its mean over time; in waves, at its longest."""
-        compute = compute_of(self.cluster)
-        block = compute.kv_block_tokens
-        if compute.in_waves:
-            held = math.ceil((prompt_tokens + lengths.max_tokens) / block) * block
-        else:
-            held = prompt_tokens + lengths.mean_position + (block - 1) / 2
-        return self.kv_token_bytes * held
+        """Return the bytes of KV cache that a running response takes of a rank, as a mean over time."""
+        block = compute_of(self.cluster).kv_block_tokens
+        return self.kv_token_bytes * (prompt_tokens + lengths.mean_position + (block - 1) / 2)
 
     def num_running(self, lengths: Lengths, prompt_tokens: float, max_num_seqs: int, kv_bytes: float) -> int:
         """Responses that can run at once: as many as the cache holds beside its first block, which stands for none."""
@@ -132,7 +126,7 @@ class Engine:
 
     def generate_s(self, num_rows: int, prompt_tokens: float, lengths: Lengths, num_running: int) -> float:
         """Seconds until `num_rows` responses are complete, at most `num_running` at once."""
-        steps = running_steps(lengths, num_rows, num_running, compute_of(self.cluster).in_waves)
+        steps = running_steps(lengths, num_rows, num_running)
         counts, contexts, spans = steps[:, 0], steps[:, 1], steps[:, 2]
         seconds = sum(
             span * self.step_s(count, count * prompt_tokens + context)
@@ -173,7 +167,7 @@ def knee(one: float, other: float, sharpness: float) -> float:
 
 
 @lru_cache(maxsize=512)
-def running_steps(lengths: Lengths, num_rows: int, num_running: int, in_waves: bool = False) -> np.ndarray:
+def running_steps(lengths: Lengths, num_rows: int, num_running: int) -> np.ndarray:
     """[spans, 3]: responses that run, their tokens altogether at the middle of the span, and its steps.
 
     The responses have the distribution's quantiles for lengths, in an order in which long and short ones alternate.
@@ -184,8 +178,7 @@ def running_steps(lengths: Lengths, num_rows: int, num_running: int, in_waves: b
     ends: list[tuple[int, int]] = []  # step at which a response ends, step at which it began
     begun_sum, now, spans = 0, 0, []
     while waiting or ends:
-        begins = not (in_waves and ends)
-        while begins and waiting and len(ends) < num_running:
+        while waiting and len(ends) < num_running:
             heapq.heappush(ends, (now + waiting.pop(), now))
             begun_sum += now
         end = ends[0][0]

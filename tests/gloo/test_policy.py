@@ -1,4 +1,4 @@
-"""A policy's passes and steps: gradients of several passes wait for their optimizer step, also while an engine generates."""
+"""A policy's passes and steps: gradients wait for their optimizer step, also while an engine generates."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from hybridengine.planning.dataflows import Count, Work
 from hybridengine.planning.decoding import Engine, knee, running_steps
 from hybridengine.planning.lengths import Lengths
 from hybridengine.planning.memory import activation_bytes, training_memory
-from hybridengine.planning.passes import GOLDEN, MicroBatches, ModelPasses, layer_weights
+from hybridengine.planning.passes import MicroBatches, ModelPasses, layer_weights
 from hybridengine.planning.shards import generation_holding, training_holding
 from hybridengine.planning.workload import workload_of
 from hybridengine.reshard.megatron import megatron_layout
@@ -294,24 +294,6 @@ def test_the_cache_limits_how_many_run() -> None:
     assert engine.num_running(lengths, 10.0, 64, first + 5.5 * held) == 5
     assert engine.num_running(lengths, 10.0, 3, first + 5.5 * held) == 3
     assert engine.num_running(lengths, 10.0, 64, 1) == 1
-
-
-def test_waves_take_as_many_as_fit_at_their_longest_and_wait_for_the_last() -> None:
-    engine = Engine(
-        SHAPE, GenSizes(1, 1), 1, "bfloat16", plain_cluster(in_waves=True, kv_block_tokens=128), 1
-    )
-    lengths = Lengths.of("uniform:1-100", 150)
-    block = engine.kv_token_bytes * 128
-    assert engine.row_bytes(lengths, 10.0) == 2 * block  # 10 and 150 tokens
-    assert engine.num_running(lengths, 10.0, 64, 8 * block) == 3
-    waves, refilled = (running_steps(lengths, 40, 10, in_waves) for in_waves in (True, False))
-    for steps in (waves, refilled):
-        assert (steps[:, 0] * steps[:, 2]).sum() == lengths.spread(40).sum()
-    longest = [
-        wave.max() for wave in lengths.spread(40)[np.argsort(np.arange(40) * GOLDEN % 1.0)].reshape(4, 10)
-    ]
-    assert waves[:, 2].sum() == sum(longest)
-    assert refilled[:, 2].sum() < waves[:, 2].sum()
 
 
 def test_activations_of_a_layer_are_those_of_its_tensors() -> None:

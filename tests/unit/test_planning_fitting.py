@@ -54,7 +54,6 @@ MACHINE = Cluster.model_validate(
             "collective_s": 3e-4,
             "switch_bucket_s": 1e-3,
             "devices_at_once": 2,
-            "in_waves": True,
             "kv_block_tokens": 128,
             "fill_bytes_per_s": 1e9,
             "call_s": 1e-3,
@@ -69,7 +68,6 @@ UNFITTED = Cluster.model_validate(
         "compute": {
             "flops_per_s": {"float32": 150e9},
             "devices_at_once": 2,
-            "in_waves": True,
             "kv_block_tokens": 128,
             "fill_bytes_per_s": 1e9,
             "call_s": 1e-3,

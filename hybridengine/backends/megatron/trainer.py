@@ -188,6 +188,7 @@ class MegatronTrainer(MegatronModel):
         """A new optimizer with the same settings, after the weights have changed."""
         assert self._settings is not None, "start_optimizer comes first"
         self.start_optimizer(self._settings)
+        self.version = 0
 
     def optimizer_parts(self) -> dict[str, compat.OptimizerPart]:
         """Parameter name -> this rank's part of the optimizer's state; parameters of which it has none are left out."""
