@@ -7,7 +7,6 @@ Source: https://huggingface.co/docs/safetensors (format).
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import struct
@@ -15,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridengine.errors import CheckpointError, ConfigError, raise_all, shown
+from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, raise_all, shown
 from hybridengine.model_shapes import EMBEDDING, LM_HEAD, ModelShape
+from hybridengine.reading import check_regular, parse_json, read_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -91,27 +91,24 @@ def checkpoint_problems(folder: str | Path) -> list[str]:
         text = str(error)
         problems.append(text if str(folder) in text else f"{folder / 'config.json'}: {text}")
     files, file_problems = _weight_files(folder)
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        try:
-            tensors |= {tensor.name: tensor for tensor in read_header(file)}
-        except CheckpointError as error:
-            file_problems.append(str(error))
+    tensors, header_problems = _stored(files)
+    file_problems += header_problems
     problems += file_problems
     if shape is not None and not file_problems:
         problems += _disagreements(folder, shape, tensors)
     return problems
 
 
-def tensors_of(folder: str | Path) -> list[StoredTensor]:
-    """Every tensor of a complete checkpoint folder.
+def tensors_of(folder: str | Path) -> dict[str, StoredTensor]:
+    """Return every tensor of a complete checkpoint folder by name: where all that read weights find them.
 
     Raises:
-        CheckpointError: a file is missing or truncated.
+        CheckpointError: a file is missing or damaged.
     """
     files, problems = _weight_files(Path(folder))
-    raise_all(problems, CheckpointError)
-    return [tensor for file in files for tensor in read_header(file)]
+    tensors, header_problems = _stored(files)
+    raise_all(problems + header_problems, CheckpointError)
+    return tensors
 
 
 def read_header(file: str | Path) -> list[StoredTensor]:
@@ -123,6 +120,7 @@ def read_header(file: str | Path) -> list[StoredTensor]:
     file = Path(file)
     remedy = "copy the file again from where it came"
     try:
+        check_regular(file)
         size_bytes = file.stat().st_size
         with file.open("rb") as stream:
             start = stream.read(8)
@@ -135,48 +133,85 @@ def read_header(file: str | Path) -> list[StoredTensor]:
             text = stream.read(header_bytes) if 0 < header_bytes <= MAX_HEADER_BYTES else b""
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror}); restore it") from None
+    except UnreadableError as error:
+        raise CheckpointError(f"{error}; restore it") from None
     try:
         tensors = [
-            _entry(file, name, entry) for name, entry in json.loads(text).items() if name != "__metadata__"
+            _entry(file, name, entry) for name, entry in parse_json(text).items() if name != "__metadata__"
         ]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (UnreadableError, ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(
             f"{file} has no readable safetensors header ({size_bytes} bytes); {remedy}"
         ) from None
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
     expected_bytes = 8 + header_bytes + max((tensor.end for tensor in tensors), default=0)
-    if size_bytes < expected_bytes:
+    if size_bytes != expected_bytes:
+        fault = "is truncated" if size_bytes < expected_bytes else "has bytes that belong to no tensor"
         raise CheckpointError(
-            f"{file} is truncated: its header describes {expected_bytes} bytes, the file has {size_bytes}; {remedy}"
+            f"{file} {fault}: its header describes {expected_bytes} bytes, the file has {size_bytes}; {remedy}"
         )
+    filled = 0
+    for tensor in tensors:
+        if tensor.begin != filled:
+            raise CheckpointError(
+                f"{file}: {tensor.name} begins at byte {tensor.begin}, what is stored before it ends at {filled};"
+                f" tensors must neither overlap nor leave gaps: {remedy}"
+            )
+        filled = tensor.end
     return tensors
 
 
 def _entry(file: Path, name: str, entry: dict[str, Any]) -> StoredTensor:
     begin, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
+    shape, dtype = tuple(entry["shape"]), entry["dtype"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise ValueError(name)
-    return StoredTensor(name, entry["dtype"], shape, begin, end, file)
+    if begin > end or not isinstance(dtype, str):
+        raise ValueError(name)
+    return StoredTensor(name, dtype, shape, begin, end, file)
+
+
+def _stored(files: list[Path]) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Tensors of all files by name, and what is wrong with the files."""
+    tensors: dict[str, StoredTensor] = {}
+    problems: list[str] = []
+    for file in files:
+        try:
+            found = {tensor.name: tensor for tensor in read_header(file)}
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if twice := found.keys() & tensors.keys():
+            name = min(twice)
+            problems.append(
+                f"{name} is stored in {tensors[name].file.name} and in {file}; restore the original files"
+            )
+        tensors |= found
+    return tensors, problems
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """Safetensors files of a checkpoint, and what is wrong with their list."""
+    """Safetensors files of a checkpoint, and what is wrong with their list.
+
+    As transformers does: where the single file is there, an index beside it does not count.
+    """
     index = folder / INDEX_FILE
-    if (folder / SINGLE_FILE).exists():
+    if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE], []
     if not index.exists():
         return [], [
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; save the model as safetensors there"
         ]
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        if outside := [name for name in names if Path(name).name != name]:
+        names = sorted(set(read_object(index)["weight_map"].values()))
+        if outside := [name for name in names if Path(name).name != name or name in ("", "..")]:
             return [], [
                 f"{index} names {shown(outside[0])}, which is no file of its folder; restore the original file"
             ]
         files = [folder / name for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except UnreadableError as error:
+        return [], [f"{error}; restore the original file"]
+    except (KeyError, TypeError, AttributeError) as error:
         return [], [f"{index} is no index of shards ({error}); restore the original file"]
     if not files:
         return [], [f"{index} names no shard; restore the original file"]

@@ -46,6 +46,10 @@ class DataError(HybridEngineError):
     """A prompt file, tokenizer or reward function cannot be used."""
 
 
+class UnreadableError(DataError):
+    """A file cannot be read, or a text is not JSON."""
+
+
 class DriftError(HybridEngineError):
     """Engine and trainer disagree about the log-probs of the same tokens."""
 

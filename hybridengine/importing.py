@@ -6,7 +6,9 @@ import atexit
 import contextlib
 import gc
 import importlib
+import signal
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from hybridengine.errors import ConfigError
@@ -20,11 +22,29 @@ def import_object(path: str) -> Any:
     """
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
+        return getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{path!r} cannot be imported ({error}); write it as package.module.Name"
         ) from error
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module that anybody may have written.
+
+    Raises:
+        ImportError: it ends the process (`sys.exit`), which a program at the end of its file does.
+        Exception: whatever it raises.
+    """
+    try:
+        return importlib.import_module(name)
+    except SystemExit as end:
+        if end.code == 128 + signal.SIGTERM:  # somebody has ended this process meanwhile
+            raise
+        raise ImportError(
+            f"{name} calls sys.exit({end.code!r}) while it is imported; put that beneath"
+            " `if __name__ == '__main__'`"
+        ) from end
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ A value that is null counts as left out, as in transformers; `num_key_value_head
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -129,15 +128,6 @@ def _unsupported(config: Mapping[str, Any], architecture: str, family: str) -> I
         yield "mlp_bias=true is not supported; use a model without biases in its MLP"
     if config.get("hidden_act", "silu") != "silu":
         yield f"hidden_act={config['hidden_act']!r} is not supported; it must be 'silu'"
-
-
-def json_fault(error: ValueError | RecursionError) -> str:
-    """Why a text could not be read as JSON."""
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return str(error)
-    return "a number has thousands of digits"
 
 
 def is_number(value: object) -> bool:

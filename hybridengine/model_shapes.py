@@ -6,7 +6,6 @@ of every layout. Nothing here imports torch or transformers.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hybridengine.errors import CheckpointError, ConfigError
+from hybridengine.errors import CheckpointError, ConfigError, UnreadableError
 from hybridengine.model_config import (
     MAX_PARAMETERS,
     OPTIONAL_SIZES,
@@ -24,9 +23,9 @@ from hybridengine.model_config import (
     check_numbers,
     check_sizes,
     is_number,
-    json_fault,
     without_nulls,
 )
+from hybridengine.reading import read_object
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -151,17 +150,11 @@ class ModelShape:
         path = Path(folder)
         path = path if path.suffix == ".json" else path / "config.json"
         try:
-            config = json.loads(path.read_text())
+            config = read_object(path)
         except FileNotFoundError:
             raise CheckpointError(f"{path} does not exist; name a Hugging Face checkpoint folder") from None
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(
-                f"{path} is not valid JSON ({json_fault(error)}); restore the model's original file"
-            ) from None
-        if not isinstance(config, dict):
-            raise CheckpointError(
-                f"{path} holds {type(config).__name__}, not an object; restore the model's original file"
-            )
+        except UnreadableError as error:
+            raise CheckpointError(f"{error}; restore the model's original file") from None
         return cls.from_hf_config(config)
 
     @property

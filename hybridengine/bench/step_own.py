@@ -22,6 +22,7 @@ from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.drivers.step_metrics import call_metrics
 from hybridengine.metrics import keys
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
+from hybridengine.reading import read_object
 
 CACHE_BLOCK_TOKENS = 128
 """vLLM's block of KV cache on a CPU."""
@@ -50,7 +51,7 @@ def copy_without_end(model: Path, folder: Path) -> Path:
     folder.mkdir(parents=True)
     for file in model.iterdir():
         if file.name in ("config.json", "generation_config.json"):
-            described = json.loads(file.read_text())
+            described = read_object(file)
             described["eos_token_id"] = None  # left out, it would be that of the architecture
             (folder / file.name).write_text(json.dumps(described, indent=2))
         elif file.is_file():

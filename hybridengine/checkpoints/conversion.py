@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
@@ -27,13 +26,15 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from hybridengine.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE, check_checkpoint, tensors_of
+from hybridengine.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE, check_checkpoint
 from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER, Checkpoint
+from hybridengine.checkpoints.hf_reader import SafetensorsFolder
 from hybridengine.checkpoints.hf_writer import HfWriter, gone_on_failure
 from hybridengine.checkpoints.making import complete_checkpoint, write_run_state
 from hybridengine.checkpoints.tensors import TensorFolder
-from hybridengine.errors import CheckpointError
+from hybridengine.errors import CheckpointError, UnreadableError
 from hybridengine.model_shapes import LM_HEAD, SCORE_HEAD, ModelShape
+from hybridengine.reading import read_object
 from hybridengine.reshard.boxes import full_box
 
 ROLE_FILE = "role.json"
@@ -58,14 +59,11 @@ def read_role(folder: Path) -> dict[str, Any]:
         CheckpointError: there is none.
     """
     try:
-        found = json.loads((folder / ROLE_FILE).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{folder / ROLE_FILE} cannot be read ({error}); use a complete checkpoint"
-        ) from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{folder / ROLE_FILE} is no JSON object; use a complete checkpoint")
-    return found
+        return read_object(folder / ROLE_FILE)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder / ROLE_FILE} does not exist; use a complete checkpoint") from None
+    except UnreadableError as error:
+        raise CheckpointError(f"{error}; use a complete checkpoint") from None
 
 
 def export_role(
@@ -133,11 +131,11 @@ def import_model(
         dtype: of the run that will read it.
 
     Raises:
-        CheckpointError: the source is incomplete.
+        CheckpointError: the source is incomplete, or has weights that are not finite.
         OSError: writing failed.
     """
     shape = check_checkpoint(source)
-    files = {tensor.name: tensor.file for tensor in tensors_of(source)}
+    files = SafetensorsFolder(source)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     folder = partial / role
@@ -174,18 +172,19 @@ def _first_cause(error: CheckpointException) -> BaseException:
 class _LazyReader(DefaultSavePlanner):
     """Reads each tensor when it is written."""
 
-    def __init__(self, files: dict[str, Path], shape: ModelShape, dtype: torch.dtype, progress: Told) -> None:
+    def __init__(
+        self, files: SafetensorsFolder, shape: ModelShape, dtype: torch.dtype, progress: Told
+    ) -> None:
         super().__init__()
-        self._files, self._dtype, self._progress = files, dtype, progress
+        self._files, self._shape, self._dtype, self._progress = files, shape, dtype, progress
         self._total = sum(math.prod(size) for size in shape.tensors.values()) * dtype.itemsize
         self._done = 0
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """The tensor itself, in place of the empty one that was planned with."""
         name = write_item.index.fqn.removeprefix(f"{WEIGHTS}.")
-        with safe_open(self._files[name], framework="pt") as file:
-            # A copy: what safetensors gives may be a part of a mapped file, of which torch would save the whole.
-            tensor = file.get_tensor(name).to(self._dtype, copy=True)
+        # A copy: what safetensors gives may be a part of a mapped file, of which torch would save the whole.
+        tensor = self._files.read(name, full_box(self._shape.tensors[name])).to(self._dtype, copy=True)
         self._done += tensor.numel() * tensor.element_size()
         self._progress(self._done, self._total)
         return tensor

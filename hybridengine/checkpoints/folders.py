@@ -13,7 +13,6 @@ RUN/checkpoints/.step-00000010.deleted/            one that is being deleted
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.checkpoints.digests import FileDigest, check_files
-from hybridengine.errors import CheckpointError
+from hybridengine.errors import CheckpointError, UnreadableError
+from hybridengine.reading import parse_json
 
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFEST, RUN_STATE, ROLE_FILES = "manifest.json", "run.json", "files.json"
@@ -184,8 +184,8 @@ def parsed_json(file: Path) -> dict[str, Any]:
         OSError: it cannot be read, now.
     """
     try:
-        found = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
+        found = parse_json(file.read_bytes())
+    except UnreadableError as error:
         raise CheckpointError(f"{file.name} cannot be read ({error})") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{file.name} is no JSON object")

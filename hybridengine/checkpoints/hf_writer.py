@@ -23,6 +23,7 @@ from torch import Tensor
 from hybridengine.checkpoint_files import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from hybridengine.checkpoints.digests import settle, sync
 from hybridengine.model_shapes import SCORE_HEAD
+from hybridengine.reading import read_object
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Types as safetensors writes them."""
@@ -149,7 +150,7 @@ def _fit(file: Path, dtype: torch.dtype, score: tuple[int, ...] | None) -> None:
     Args:
         score: shape of the head that gives scores in place of tokens; None where there is none.
     """
-    config = json.loads(file.read_text())
+    config = read_object(file)
     fitted = dict(config)
     for key in {"dtype", "torch_dtype"} & config.keys():
         fitted[key] = str(dtype).removeprefix("torch.")

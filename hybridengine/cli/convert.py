@@ -131,7 +131,7 @@ def _import(options: argparse.Namespace) -> int:
             f"SOURCE {options.source} has {has}, and --role {options.role} needs {needs}: name the role that the model"
             f" is for ({', '.join(VALUE_ROLES)}: a score head; actor: none)"
         )
-    stored = {tensor.dtype for tensor in tensors_of(options.source)}
+    stored = {tensor.dtype for tensor in tensors_of(options.source).values()}
     dtype = options.dtype or ("float32" if stored == {"F32"} else "bfloat16")
     with _bar() as bar, writing(options.destination):
         task = bar.add_task("weights", total=None)

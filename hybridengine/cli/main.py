@@ -77,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(without_secrets(f"hybridengine: {error}"), file=sys.stderr)
         return 2
     except HybridEngineError as error:
+        if isinstance(error.__cause__, CheckpointError):  # a rank has read it: the fault is the file's
+            print(without_secrets(f"hybridengine: {error.__cause__}"), file=sys.stderr)
+            return 2
         print(without_secrets(f"hybridengine: {type(error).__name__}: {error}"), file=sys.stderr)
         return 1
     except Exception:

@@ -3,7 +3,6 @@ configuration."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,8 +21,9 @@ from hybridengine.data.prompts import PromptDataset
 from hybridengine.data.rewards import check_reward_functions
 from hybridengine.data.tasks import ArithmeticTask, write_arithmetic_files
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
-from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all
+from hybridengine.errors import CheckpointError, ConfigError, DataError, UnreadableError, raise_all, shown
 from hybridengine.metrics.report.run_record import CONFIG_FILE
+from hybridengine.reading import read_object
 from hybridengine.writing import writing
 
 T = TypeVar("T")
@@ -126,7 +126,7 @@ def prepare_files(config: RunConfig) -> RunFiles:
                 f" ({config.tokenizer_folder}) has {len(tokenizer)} tokens; all models read the same tokens: name one"
                 " that was trained with this tokenizer"
             )
-    files = _read_rows(config, tokenizer, problems)
+    files = _read_rows(config, tokenizer, shape.vocab_size, problems)
     problems.raise_all()
     # Now, while they are there: folders of models are moved in the weeks that a run takes.
     with writing(config.companions_folder):
@@ -167,7 +167,9 @@ class _Problems:
         raise_all(self.found, DataError)
 
 
-def _read_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, problems: _Problems) -> RunFiles:
+def _read_rows(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, problems: _Problems
+) -> RunFiles:
     """Prompts and demonstrations of the run's files."""
     rollout, seed = config.rollout, config.run.seed
 
@@ -192,15 +194,32 @@ def _read_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, problems: 
             f"{config.train_file} has {len(prompts)} prompts, data.batch_size={config.data.batch_size} wants more in"
             " each step; lower it or add prompts"
         )
-    stops = stop_token_ids(config.model_folder, tokenizer)
-    return RunFiles(tokenizer, prompts, held_out, demonstrations, stops)
+    stops = problems.attempt(lambda: stop_token_ids(config.model_folder, tokenizer, vocab_size))
+    return RunFiles(tokenizer, prompts, held_out, demonstrations, stops or ())
 
 
-def stop_token_ids(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokenizer's end token, and those of the checkpoint's generation_config.json, as vLLM and transformers stop."""
+def stop_token_ids(
+    model_folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> tuple[int, ...]:
+    """The tokenizer's end token, and those of the checkpoint's generation_config.json, as vLLM and transformers stop.
+
+    Raises:
+        CheckpointError: that file cannot be read, or names no tokens.
+    """
     file = model_folder / "generation_config.json"
-    found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    remedy = "restore the model's original file, or remove it"
+    try:
+        found = read_object(file).get("eos_token_id")
+    except FileNotFoundError:
+        found = None
+    except UnreadableError as error:
+        raise CheckpointError(f"{error}; {remedy}") from None
     more = found if isinstance(found, list) else [] if found is None else [found]
+    if wrong := [token for token in more if type(token) is not int or not 0 <= token < vocab_size]:
+        raise CheckpointError(
+            f"{file}: eos_token_id has {shown(wrong[0])}, which is no token of the model's vocabulary (0 to"
+            f" {vocab_size - 1}); {remedy}"
+        )
     return tuple(dict.fromkeys([token_id(tokenizer, "eos"), *more]))
 
 
@@ -250,7 +269,7 @@ def convert_gguf(config: RunConfig) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-    described = json.loads(Path(config.model.hf_config).read_text())
+    described = read_object(config.model.hf_config)
     hf_config = AutoConfig.for_model(**{k: v for k, v in described.items() if k != "architectures"})
     # A fresh model holds the weights as plain tensors, without what reading a GGUF file left attached to them.
     model = AutoModelForCausalLM.from_config(hf_config)

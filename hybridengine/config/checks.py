@@ -23,6 +23,7 @@ from hybridengine.config.holders import ModelHolder, model_holders
 from hybridengine.config.pool_checks import pool_conflicts, size_conflicts
 from hybridengine.config.reward_checks import reward_model_conflicts, reward_sections, scorer_conflicts
 from hybridengine.config.run_config import TRAINED, RunConfig, ranks_key
+from hybridengine.config.sections import BUILT_TOKENS
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.model_presets import find_preset, resolve_model
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
@@ -366,6 +367,12 @@ def _models(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
             model.build.shape()
     except ConfigError as error:
         yield Conflict(f"model.build: {error}", ("model.build",))
+    if model.build is not None and model.tokenizer is None and model.build.vocab_size < BUILT_TOKENS:
+        yield Conflict(
+            f"model.build.vocab_size={model.build.vocab_size} must be at least the {BUILT_TOKENS} tokens of the tokenizer"
+            " that is built with the model; raise it, or name a model.tokenizer",
+            ("model.build.vocab_size",),
+        )
     elsewhere = dry_run and described is not None and not Path(model.path or "").is_dir()
     if model.path is not None and not elsewhere:
         hint = ", or give model.hf_config" if dry_run else ""

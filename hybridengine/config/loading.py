@@ -23,7 +23,8 @@ from pydantic.fields import FieldInfo
 from hybridengine.config.checks import find_conflicts
 from hybridengine.config.run_config import RunConfig
 from hybridengine.config.wording import first_line, rule, yaml_fault
-from hybridengine.errors import ConfigError, raise_all, shown
+from hybridengine.errors import ConfigError, UnreadableError, raise_all, shown
+from hybridengine.reading import check_regular
 from hybridengine.redaction import remember_secrets
 
 Problem = tuple[str, str]
@@ -59,6 +60,11 @@ def load_config(
     run = values.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", Path(path).stem)
+    raise_all(
+        f"{ascii(key)[1:-1]}: {text!a} is not UTF-8 text; write other characters (run.name is the name of the file"
+        " where it is left out)"
+        for key, text in _broken_texts(values)
+    )
 
     config, found = _validate(values)
     problems += found
@@ -89,12 +95,15 @@ def _read_tree(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
 
 def _read_yaml(path: Path) -> DictConfig:
     try:
+        check_regular(path)
         tree = OmegaConf.load(path)
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist; name a run configuration such as configs/arithmetic.yaml"
         ) from None
-    except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
+    except UnreadableError as error:
+        raise ConfigError(f"{error}; name a YAML file") from None
+    except (PermissionError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); name a YAML file") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -143,6 +152,20 @@ def _drop_empty_sections(values: dict[str, Any]) -> None:
             del values[name]
 
 
+def _broken_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted key and text of each key and value that UTF-8 cannot write: bytes of a file name or of an argument."""
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            beneath = f"{key}.{name}".removeprefix(".")
+            yield from _broken_texts(str(name), beneath)
+            yield from _broken_texts(inner, beneath)
+    elif isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            yield key, value
+
+
 def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
     """Configuration without the entries that are wrong, and what is wrong with them."""
     problems: list[Problem] = []
@@ -152,12 +175,19 @@ def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
             return RunConfig.model_validate_json(text, strict=True), problems
         except ValidationError as error:
             removed = False
-            for item in error.errors():
+            items = error.errors()
+            for item in items:
+                if any(_is_beneath(other["loc"], item["loc"]) for other in items):
+                    continue  # a list without its wrong entries may be too short, which says nothing
                 location, problem = _describe(item)
                 problems += problem
                 removed |= _remove(values, location)
             if not removed:
                 return None, problems
+
+
+def _is_beneath(location: tuple[str | int, ...], other: tuple[str | int, ...]) -> bool:
+    return len(location) > len(other) and location[: len(other)] == other
 
 
 def _describe(item: Any) -> tuple[list[str | int], list[Problem]]:

@@ -27,6 +27,7 @@ from hybridengine.config.values import (
     Share,
     TrainSizesText,
 )
+from hybridengine.errors import ConfigError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.topology.grid import RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
@@ -104,6 +105,18 @@ class ClusterSection(Section):
         return RankOrder[self.rank_order.upper()]
 
 
+BUILT_TOKENS = 57
+"""Tokens of the tokenizer that is built with a model."""
+_BUILD_KEYS = {
+    "num_hidden_layers": "num_layers",
+    "intermediate_size": "ffn_hidden_size",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "max_position_embeddings": "max_positions",
+}
+"""Key of a `config.json` -> that of `model.build`."""
+
+
 class BuildSection(Section):
     """A small model that the project builds itself, weights and tokenizer."""
 
@@ -121,7 +134,7 @@ class BuildSection(Section):
     """Key and value heads."""
     head_dim: Count = 32
     """Width of a head; vLLM on a CPU needs a multiple of 32."""
-    vocab_size: Count = 57
+    vocab_size: Count = BUILT_TOKENS
     """Rows of the embedding, at least the tokenizer's tokens."""
     max_positions: Count = 256
     """Longest sequence, prompt and response."""
@@ -160,7 +173,13 @@ class BuildSection(Section):
         Raises:
             ConfigError: the sizes do not fit together.
         """
-        return ModelShape.from_hf_config(self.hf_config())
+        try:
+            return ModelShape.from_hf_config(self.hf_config())
+        except ConfigError as error:
+            broken = str(error).rpartition(";")[0].replace(" of config.json", "")
+            for theirs, ours in _BUILD_KEYS.items():
+                broken = broken.replace(theirs, ours)
+            raise ConfigError(f"{broken}; choose other values beneath model.build") from None
 
 
 class ModelSection(Section):

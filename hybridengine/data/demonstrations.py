@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
+from hybridengine.data.chat_template import length_problem
 from hybridengine.data.epochs import shuffled_rows
 from hybridengine.data.prompts import right_padded, tokenize_prompts, unknown_tokens
 from hybridengine.data.rows import Row, raise_listed, read_rows
@@ -71,6 +72,11 @@ def _tokenize_responses(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_response_tokens: int
 ) -> list[list[int]]:
     texts = [row.response or "" for row in rows]
+    too_long = (
+        length_problem(row, "response", len(text), max_response_tokens)
+        for row, text in zip(rows, texts, strict=True)
+    )
+    raise_listed(list(filter(None, too_long)))
     end = token_id(tokenizer, "eos")
     tokens = [[*found, end] for found in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     problems: list[str] = []

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import jinja2
 import torch
 from tensordict import NonTensorStack, TensorDict
 from transformers import PreTrainedTokenizerBase
 
+from hybridengine.data.chat_template import rendered_prompts
 from hybridengine.data.epochs import shuffled_rows
 from hybridengine.data.rows import Row, raise_listed, read_rows
 from hybridengine.data.tokenizer import token_id
@@ -73,16 +73,8 @@ def tokenize_prompts(
     tokens: list[list[int]] = []
     problems: list[str] = []
     for first in range(0, len(rows), TOKENIZED_AT_ONCE):
-        texts = []
-        for row in rows[first : first + TOKENIZED_AT_ONCE]:
-            try:
-                text = tokenizer.apply_chat_template(row.messages, tokenize=False, add_generation_prompt=True)
-            except jinja2.TemplateError as error:
-                problems.append(
-                    f"{row.place}: the chat template refuses the prompt ({error}); correct its roles"
-                )
-                text = ""
-            texts.append(text)
+        texts, found = rendered_prompts(rows[first : first + TOKENIZED_AT_ONCE], tokenizer, max_prompt_tokens)
+        problems += found
         tokens += tokenizer(texts, add_special_tokens=False)["input_ids"]
     for row, row_tokens in zip(rows, tokens, strict=True):
         if len(row_tokens) > max_prompt_tokens:

@@ -11,10 +11,13 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from hybridengine.errors import DataError, raise_all
+from hybridengine.errors import DataError, UnreadableError, raise_all
+from hybridengine.reading import check_regular, parse_json
 
 MAX_LISTED_PROBLEMS = 10
 """Malformed rows listed in one error; the rest are counted."""
+MAX_LINE_BYTES = 64 * 2**20
+"""Longest line of a JSONL file; a longer one is refused before it is read into memory."""
 
 Conversation = str | list[dict[str, str]]
 """A user's text, or chat messages with `role` and `content`."""
@@ -52,8 +55,12 @@ def read_rows(path: str | Path, needs_response: bool = False) -> list[Row]:
         raise DataError(
             f"data file {path} ends in {path.suffix!r}; it must end in .jsonl or .parquet, convert the file"
         )
-    if not path.is_file():
-        raise DataError(f"data file {path} does not exist; correct the path or write the file")
+    try:
+        check_regular(path)
+    except FileNotFoundError:
+        raise DataError(f"data file {path} does not exist; correct the path or write the file") from None
+    except UnreadableError as error:
+        raise DataError(f"data file {error}; name a .jsonl or .parquet file") from None
     keys = ("prompt", "answer", "response") if needs_response else ("prompt", "answer")
     rows: list[Row] = []
     problems: list[str] = []
@@ -62,7 +69,7 @@ def read_rows(path: str | Path, needs_response: bool = False) -> list[Row]:
         problems += [f"{place}: {problem}" for problem in found]
         if not found:
             response = value["response"] if needs_response else None
-            rows.append(Row(place, value["prompt"], _answer_text(value["answer"]), response))
+            rows.append(Row(place, value["prompt"], _as_text(value["answer"]), response))
     raise_listed(problems)
     if not rows:
         raise DataError(f"data file {path} has no rows; write at least one with the keys {', '.join(keys)}")
@@ -79,13 +86,16 @@ def raise_listed(problems: Sequence[str]) -> None:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Place and value of each line, and the problem of a line that is no JSON object."""
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         place = f"{path.name}, line {number}"
+        if len(line) > MAX_LINE_BYTES:
+            yield place, {}, f"the line has more than {MAX_LINE_BYTES} bytes, the most of a row; shorten it"
+            continue
         try:
-            value = json.loads(line.decode("utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            value = parse_json(line)
+        except UnreadableError as error:
             yield place, {}, f"{_shortened(line)} is not JSON ({error}); write one JSON object per line"
             continue
         if isinstance(value, dict):
@@ -94,6 +104,16 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
             kind = type(value).__name__
             rule = 'each line must be an object like {"prompt": ..., "answer": ...}'
             yield place, {}, f"{_shortened(line)} is a JSON {kind}; {rule}"
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines without their ends; of one that is too long, one byte more than is allowed."""
+    with path.open("rb") as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            rest = line
+            while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+                rest = file.readline(MAX_LINE_BYTES + 1)
+            yield line.removesuffix(b"\n")
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -121,7 +141,19 @@ def _row_problems(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
         )
     if "response" in keys and not isinstance(row["response"], str):
         problems.append(f"response={_shortened(row['response'])} must be a text")
-    return problems
+    return problems or [problem for key in keys for problem in _text_problems(key, row[key])]
+
+
+def _text_problems(key: str, value: Any) -> list[str]:
+    """What keeps a value from being written as text."""
+    try:
+        _as_text(value).encode()
+    except UnicodeEncodeError as error:
+        found = ascii(error.object[error.start])
+        return [f"{key} has half of a surrogate pair, {found}, which is no character; write the whole one"]
+    except RecursionError:
+        return [f"{key} is nested too deeply; write it as a text"]
+    return []
 
 
 def _message_problems(messages: list[Any]) -> list[str]:
@@ -138,8 +170,8 @@ def _message_problems(messages: list[Any]) -> list[str]:
     return []
 
 
-def _answer_text(answer: Any) -> str:
-    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _shortened(value: Any, limit: int = 60) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import string
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hybridengine.errors import DataError, raise_all
+from hybridengine.reading import read_object
 
 PAD, UNKNOWN, TURN_START, TURN_END = "<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>"
 
@@ -71,7 +71,7 @@ def _loader(folder: Path) -> type[AutoTokenizer] | type[PreTrainedTokenizerFast]
     that class brings its own rules for splitting text in place of those in tokenizer.json.
     """
     settings = folder / "tokenizer_config.json"
-    named = json.loads(settings.read_text()).get("tokenizer_class") if settings.exists() else None
+    named = read_object(settings).get("tokenizer_class") if settings.exists() else None
     return PreTrainedTokenizerFast if named in GENERIC_CLASSES else AutoTokenizer
 
 

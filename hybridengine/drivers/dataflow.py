@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from hybridengine.config.algorithm_sections import AlgorithmSection
 from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.errors import ConfigError
+from hybridengine.importing import import_module
 
 Step = Callable[[Roles, Sampling, AlgorithmSection, State], dict[str, float]]
 """One iteration: samples, scores, updates; returns its metrics."""
@@ -24,7 +24,7 @@ def load_step(settings: AlgorithmSection) -> Step:
     """
     asked = f"algorithm.name={settings.name}"
     try:
-        module = importlib.import_module(settings.driver)
+        module = import_module(settings.driver)
     except Exception as error:
         raise ConfigError(
             f"{asked} cannot be imported ({type(error).__name__}: {error}); name a module that is installed, or lies"

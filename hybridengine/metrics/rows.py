@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from hybridengine.errors import DataError
+from hybridengine.errors import DataError, UnreadableError
 from hybridengine.metrics.keys import STEP
+from hybridengine.reading import check_regular, parse_json
 
 METRICS_FILE = "metrics.jsonl"
+LARGEST = 2**63
+"""Beyond every step and count; an integer of hundreds of digits is no float."""
 
 Row = dict[str, float | int | None]
 """Metric -> value; None where the value was not finite. `step` is always there."""
@@ -20,11 +22,15 @@ def read_rows(folder: str | Path) -> list[Row]:
     The unfinished last line of a killed or still running process is left out.
 
     Raises:
-        DataError: another line is not a JSON object with a `step`; names the line.
+        DataError: it is no regular file, or another line is not a JSON object with a `step`; names the line.
     """
     path = Path(folder) / METRICS_FILE
-    if not path.exists():
+    try:
+        check_regular(path)
+    except FileNotFoundError:
         return []
+    except UnreadableError as error:
+        raise DataError(f"{error}; name the folder of a run") from None
     rows: list[Row] = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         row = parse_row(line)
@@ -32,7 +38,7 @@ def read_rows(folder: str | Path) -> list[Row]:
             break
         if row is None:
             raise DataError(
-                f"{path}:{number}: {line[:80]!r} is not a row, a JSON object with an integer {STEP!r};"
+                f"{path}:{number}: {line[:80]!r} is not a row, a JSON object with a {STEP!r} from 0 on;"
                 " remove or repair the line"
             )
         rows.append(row)
@@ -52,7 +58,14 @@ def latest_rows(rows: list[Row]) -> list[Row]:
 def parse_row(line: bytes) -> Row | None:
     """The row that a line holds; None where it holds none."""
     try:
-        row = json.loads(line)
-    except ValueError:
+        row = parse_json(line)
+    except UnreadableError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get(STEP), int) else None
+    if not isinstance(row, dict) or not is_step(row.get(STEP)):
+        return None
+    return {key: None if type(value) is int and abs(value) > LARGEST else value for key, value in row.items()}
+
+
+def is_step(value: object) -> bool:
+    """Whether `value` can be the number of an iteration."""
+    return type(value) is int and 0 <= value < LARGEST

@@ -30,6 +30,7 @@ from hybridengine.metrics.trace_events import (
     foreign_event,
     parse_events,
 )
+from hybridengine.reading import check_regular
 from hybridengine.writing import writing
 
 TIMELINE_FILE = "timeline.json"
@@ -194,12 +195,13 @@ def read_timeline(file: str | Path) -> Timeline:
     are exact to a microsecond.
 
     Raises:
-        DataError: the file is no timeline; names the line or event.
+        DataError: the file is no regular one, or no timeline; names the line or event.
     """
     path = Path(file)
     timeline, rows = Timeline([], []), RowTable()
     if not path.exists():
         return timeline
+    check_regular(path)
     for event, _ in parse_events(path, path.read_bytes()):
         _learn(rows, path, event)
         try:

@@ -19,7 +19,8 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from hybridengine.config.values import Bytes, Section, Share
 from hybridengine.config.wording import rule, yaml_fault
-from hybridengine.errors import ConfigError, raise_all, shown
+from hybridengine.errors import ConfigError, UnreadableError, raise_all, shown
+from hybridengine.reading import check_regular
 from hybridengine.topology.links import LinkClass, NodeMap
 
 Text = Annotated[str, Field(min_length=1)]
@@ -257,9 +258,12 @@ def load_cluster(path: str | Path) -> Cluster:
     """
     remedy = "name a cluster file such as configs/clusters/h100-80gb.yaml"
     try:
+        check_regular(path)
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; {remedy}") from None
+    except UnreadableError as error:
+        raise ConfigError(f"{error}; {remedy}") from None
     except OSError as error:
         if error.strerror is not None:
             raise ConfigError(f"{path} cannot be read ({error.strerror}); {remedy}") from None

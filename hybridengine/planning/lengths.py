@@ -12,17 +12,16 @@ Lengths beyond the longest response that a run allows are cut to it, as generati
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
-from hybridengine.errors import ConfigError, shown
+from hybridengine.errors import ConfigError, UnreadableError, shown
+from hybridengine.reading import parse_json, read_text
 
 FORMS = "constant:N, uniform:LOW-HIGH, lognormal:mean=M,cv=C, or a file with one length a line"
 LENGTH_KEYS = ("response_length", "response_tokens", "length")
@@ -183,10 +182,10 @@ _KINDS: dict[str, Callable[[str, str, int], np.ndarray]] = {
 
 def _read(path: str) -> list[int]:
     try:
-        lines = Path(path).read_text().splitlines()
-    except UnicodeDecodeError:
-        raise ConfigError(f"lengths {shown(path)}: the file is no text; write one length a line") from None
-    except (OSError, ValueError):
+        lines = read_text(path).splitlines()
+    except UnreadableError as error:
+        raise ConfigError(f"lengths {error}; write {FORMS}") from None
+    except FileNotFoundError:
         raise ConfigError(
             f"lengths {shown(path)} are neither one of the forms nor a file; write {FORMS}"
         ) from None
@@ -198,8 +197,8 @@ def _read(path: str) -> list[int]:
 
 def _length(path: str, number: int, line: str) -> int:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        value = parse_json(line)
+    except UnreadableError:
         value = None
     if isinstance(value, dict):
         value = next((value[key] for key in LENGTH_KEYS if key in value), None)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hybridengine.checkpoint_files import check_checkpoint, checkpoint_problems, read_header
+from hybridengine.checkpoint_files import check_checkpoint, checkpoint_problems, read_header, tensors_of
 from hybridengine.errors import CheckpointError
 from hybridengine.model_shapes import LM_HEAD, ModelShape
 
@@ -28,6 +28,7 @@ CONFIG: dict[str, Any] = {
 }
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def write_safetensors(file: Path, tensors: dict[str, tuple[int, ...]], dtype: str = "F32") -> None:
@@ -142,6 +143,9 @@ def test_truncated_header(tmp_path: Path, kept: int) -> None:
         struct.pack("<Q", 4) + b"{}{}" + bytes(9),
         struct.pack("<Q", 2) + b"[]",
         struct.pack("<Q", 10) + b'{"a": "b"}',
+        struct.pack("<Q", 100_000) + b"[" * 100_000,
+        struct.pack("<Q", 77)
+        + b'{"model.norm.weight": {"dtype": ["F32"], "shape": [0], "data_offsets":[0,0]}}',
     ],
 )
 def test_other_files_have_no_readable_header(tmp_path: Path, content: bytes) -> None:
@@ -187,16 +191,106 @@ def test_weights_of_another_kind(tmp_path: Path, dtype: str) -> None:
     assert "convert the checkpoint to float32 or bfloat16" in problem
 
 
-def test_offsets_that_disagree_with_the_shape(tmp_path: Path) -> None:
-    file = write_checkpoint(tmp_path) / "model.safetensors"
+def change_offsets(file: Path, changes: dict[str, tuple[int, int]]) -> None:
+    """Add to the first and to the last byte of tensors."""
     content = file.read_bytes()
     size = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + size])
-    header[GATE]["data_offsets"][1] -= 4
+    for name, (first, last) in changes.items():
+        begin, end = header[name]["data_offsets"]
+        header[name]["data_offsets"] = [begin + first, end + last]
     text = json.dumps(header).encode().ljust(size)
     file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+
+
+def test_offsets_that_disagree_with_the_shape(tmp_path: Path) -> None:
+    change_offsets(write_checkpoint(tmp_path) / "model.safetensors", {GATE: (0, -4), UP: (-4, 0)})
     (problem,) = checkpoint_problems(tmp_path)
-    assert f"1 tensor ({GATE}) stored with another number of bytes" in problem
+    assert f"2 tensors ({GATE}, {UP}) stored with another number of bytes" in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({UP: (-384, -384)}, f"{UP} begins at byte"),  # on top of the one before: offsets alone are wrong
+        ({GATE: (0, -4)}, f"{UP} begins at byte"),
+        ({"model.norm.weight": (0, -4)}, "has bytes that belong to no tensor"),
+    ],
+    ids=["overlap", "gap", "rest"],
+)
+def test_files_that_safetensors_itself_refuses(
+    tmp_path: Path, changes: dict[str, tuple[int, int]], said: str
+) -> None:
+    safetensors = importlib.import_module("safetensors")
+    file = write_checkpoint(tmp_path) / "model.safetensors"
+    with safetensors.safe_open(file, "np"):
+        pass
+    change_offsets(file, changes)
+    with pytest.raises(safetensors.SafetensorError), safetensors.safe_open(file, "np"):
+        pass
+    (problem,) = checkpoint_problems(tmp_path)
+    assert said in problem
+    assert problem.endswith("copy the file again from where it came")
+
+
+def test_the_single_file_counts_where_an_index_is_beside_it_as_in_transformers(tmp_path: Path) -> None:
+    """A stale index names shards with other weights: what is checked is what is loaded."""
+    torch = importlib.import_module("torch")
+    transformers = importlib.import_module("transformers")
+    reader = importlib.import_module("hybridengine.checkpoints.hf_reader")
+    write_checkpoint(tmp_path, shards=2)
+    write_checkpoint(tmp_path, CONFIG | {"model_type": "qwen2"})
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-32] + struct.pack("<8f", *range(8)))
+    norm = "model.norm.weight"
+    found = reader.SafetensorsFolder(tmp_path).read(norm, ((0, 8),))
+    assert found.tolist() == list(range(8))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(model.state_dict()[norm], found)
+    assert {tensor.file for tensor in tensors_of(tmp_path).values()} == {file}
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/tmp/model.safetensors", "sub/x", "..", ""])
+def test_an_index_names_files_of_its_own_folder(tmp_path: Path, name: str) -> None:
+    write_checkpoint(tmp_path / "other")
+    write_checkpoint(tmp_path / "model", shards=2)
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {GATE: name}}))
+    (problem,) = checkpoint_problems(tmp_path / "model")
+    assert str(index) in problem
+    assert "is no file of its folder; restore the original file" in problem
+    with pytest.raises(CheckpointError, match="is no file of its folder"):
+        tensors_of(tmp_path / "model")
+
+
+def test_files_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "blobs", shards=2)
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(Path("../blobs") / file.name)
+    assert checkpoint_problems(tmp_path / "snapshot") == []
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, shards=2)
+    first, second = (tmp_path / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    second.write_bytes(first.read_bytes())
+    problem, *_ = checkpoint_problems(tmp_path)
+    assert f" is stored in {first.name} and in {second}; restore the original files" in problem
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_told_with_file_and_tensor(tmp_path: Path, value: float) -> None:
+    reader = importlib.import_module("hybridengine.checkpoints.hf_reader")
+    file = write_checkpoint(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + struct.pack("<f", value))
+    folder = reader.SafetensorsFolder(tmp_path)
+    assert folder.read("model.norm.weight", ((0, 7),)).tolist() == [0.0] * 7
+    with pytest.raises(
+        CheckpointError, match=f"{file}: model.norm.weight has values that are NaN or infinite"
+    ):
+        folder.read("model.norm.weight", ((4, 8),))
+    assert folder.read("model.norm.weight", ((8, 8),)).tolist() == []
 
 
 def test_unsupported_architecture_is_found_beside_a_broken_file(tmp_path: Path) -> None:
@@ -208,7 +302,9 @@ def test_unsupported_architecture_is_found_beside_a_broken_file(tmp_path: Path) 
     assert "is truncated" in second
 
 
-@pytest.mark.parametrize("text", ["{}", "not json", '{"weight_map": {}}', '{"weight_map": {"a": 3}}'])
+@pytest.mark.parametrize(
+    "text", ["{}", "not json", "[1]", "[" * 100_000, '{"weight_map": {}}', '{"weight_map": {"a": 3}}']
+)
 def test_a_broken_index(tmp_path: Path, text: str) -> None:
     write_checkpoint(tmp_path, shards=2)
     (tmp_path / "model.safetensors.index.json").write_text(text)

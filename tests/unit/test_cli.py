@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from hybridengine.cli import main as command_line
 from hybridengine.cli.main import main
 from hybridengine.cli.prepare import stop_token_ids
+from hybridengine.controller.failures import failure_of, rank_failed
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
-from hybridengine.errors import ConfigError, StorageError
+from hybridengine.errors import CheckpointError, ConfigError, StorageError
 from tests.gloo.tiny_models import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -210,6 +211,11 @@ def test_the_installed_command_reports_bad_input(tmp_path: Path):
     [
         (ConfigError("bad value"), 2, "hybridengine: bad value\n"),
         (StorageError("no weights"), 1, "hybridengine: StorageError: no weights\n"),
+        (
+            rank_failed(failure_of(3, CheckpointError("x.safetensors: NaN")), []),
+            2,
+            "hybridengine: x.safetensors: NaN\n",
+        ),
         (KeyboardInterrupt(), 130, "hybridengine: interrupted; what has been written so far is kept\n"),
     ],
 )
@@ -344,7 +350,31 @@ def test_a_response_ends_where_the_checkpoint_says(
     tokenizer = build_arithmetic_tokenizer()
     if named is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
-    assert stop_token_ids(tmp_path, tokenizer) == (tokenizer.eos_token_id, *more)
+    assert stop_token_ids(tmp_path, tokenizer, 57) == (tokenizer.eos_token_id, *more)
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("[1]", "holds list, not an object"),
+        ("[" * 100_000, "is not valid JSON (nested too deeply)"),
+        ("{broken", "is not valid JSON"),
+        (
+            '{"eos_token_id": "abc"}',
+            'eos_token_id has "abc", which is no token of the model\'s vocabulary (0 to 130)',
+        ),
+        ('{"eos_token_id": [3, 131]}', "eos_token_id has 131, which is no token"),
+        ('{"eos_token_id": -1}', "eos_token_id has -1, which is no token"),
+        ('{"eos_token_id": true}', "eos_token_id has true, which is no token"),
+    ],
+)
+def test_a_generation_config_that_names_no_tokens(bench: Bench, checkpoint: Path, content: str, part: str):
+    file = copy_checkpoint(bench, checkpoint) / "generation_config.json"
+    file.write_text(content)
+    message = bench.refusal()
+    assert f"hybridengine: {file}" in message
+    assert part in message
+    assert message.endswith("; restore the model's original file, or remove it\n")
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00\x80")
     wrong = {
         "missing.yaml": "does not exist",
-        "": "cannot be read",
+        "": "is a folder, not a regular file",
         "list.yaml": "must hold a mapping with the keys name, source, nodes",
         "number.yaml": "must hold a mapping with the keys name, source, nodes",
         "x" * 300: "cannot be read .File name too long.",

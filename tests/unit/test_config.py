@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -253,6 +254,7 @@ def test_empty_sections_mean_defaults(tmp_path: Path) -> None:
             ["cluster.ranks_per_node=[] must be a list of at least 1 item, not 0; "],
         ),
         ("cluster.ranks_per_node=4", ["cluster.ranks_per_node=4 must be a list; "]),
+        ("cluster.ranks_per_node=[-1]", ["cluster.ranks_per_node[0]=-1 must be at least 1; "]),
         ("cluster.ranks_per_node=[2,-1]", ["cluster.ranks_per_node[1]=-1 must be at least 1; "]),
         ("algorithm.kl_estimator=k4", ["algorithm.kl_estimator=\"k4\" must be 'k1', 'k2' or 'k3'; "]),
         ("cluster.rank_order=papre", ["'paper' or 'megatron'; did you mean 'paper'?"]),
@@ -344,7 +346,20 @@ def test_a_file_that_does_not_exist(tmp_path: Path) -> None:
         == f"{tmp_path}/no.yaml does not exist; name a run configuration such as configs/arithmetic.yaml"
     )
     (message,) = problems_of(tmp_path)
-    assert "cannot be read" in message
+    assert message == f"{tmp_path} is a folder, not a regular file; name a YAML file"
+    os.mkfifo(tmp_path / "fifo.yaml")  # opened, it would wait for a writer for ever
+    (message,) = problems_of(tmp_path / "fifo.yaml")
+    assert message == f"{tmp_path}/fifo.yaml is a pipe, not a regular file; name a YAML file"
+
+
+def test_names_that_are_not_utf8(tmp_path: Path, small: Path) -> None:
+    named = tmp_path / "a\udcff.yaml"  # how Python reads the byte FF of an argument
+    named.write_text(small.read_text())
+    (problem,) = problems_of(named)
+    assert problem.startswith(r"run.name: 'a\udcff' is not UTF-8 text; write other characters")
+    assert load_config(named, ["run.name=a"]).run.name == "a"
+    (problem,) = problems_of(small, "run.\udcff=3")
+    assert problem.startswith(r"run.\udcff: '\udcff' is not UTF-8 text")
 
 
 def test_a_binary_file(tmp_path: Path) -> None:

@@ -206,7 +206,15 @@ def test_the_configurations_of_these_tests_are_valid(built: Path, from_checkpoin
         ),
         (
             ["model.build.num_kv_heads=3"],
-            ["model.build: num_key_value_heads=3 does not divide num_attention_heads=4"],
+            ["model.build: num_kv_heads=3 does not divide num_heads=4; choose other values"],
+        ),
+        (
+            ["model.build.num_layers=1001"],
+            ["model.build: num_layers=1001 must be at most 1000; choose other values beneath model.build"],
+        ),
+        (
+            ["model.build.vocab_size=56"],
+            ["model.build.vocab_size=56 must be at least the 57 tokens of the tokenizer that is built"],
         ),
         (
             ["actor.parallel=2-2-2", "actor.generate=1-3", "data.batch_size=7", "run.steps=1"],

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import resource
+import signal
 from collections import Counter
 
 import pytest
 
+from hybridengine.data import chat_template
 from hybridengine.data.demonstrations import DemonstrationDataset
 from hybridengine.data.epochs import rows_after, shuffled_rows
 from hybridengine.data.prompts import PromptDataset
@@ -111,6 +114,52 @@ def test_a_template_that_refuses_a_prompt_is_reported(path):
     strict.chat_template = "{{ raise_exception('no users here') }}"
     with pytest.raises(DataError, match=r"line 1: the chat template refuses the prompt \(no users here\)"):
         PromptDataset(path, strict, 20)
+
+
+LOOP = "{% for i in range(100000) %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages[0].content|length / 0 }}", r"fails \(ZeroDivisionError: division by zero\)"),
+        ("{{ range(10 ** 9)|list }}", r"fails \(OverflowError: Range too big"),
+        ("{{ '\ud800' }}", r"fails \(UnicodeEncodeError: "),
+        (
+            LOOP * 4 + "{% endfor %}" * 4,
+            r"did not end in 0\.2 s; correct its loops in the tokenizer's folder",
+        ),
+        ("{{ 'a' * 10 ** 11 }}", "takes more than 2 GiB of memory"),
+        ("{{ 'a' * 10 ** 6 }}", "has 1000000 characters, max_prompt_tokens=20 holds at most 5120"),
+    ],
+)
+def test_a_template_that_fails_or_never_ends_is_told_with_its_row(path, template, said, monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.2)
+    limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    broken = build_arithmetic_tokenizer()
+    broken.chat_template = template
+    with pytest.raises(DataError, match=f"rows.jsonl, line 1: .*{said}"):
+        PromptDataset(path, broken, 20)
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)) == limits
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_a_text_that_cannot_fit_is_neither_rendered_nor_tokenised(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_CHARACTERS_PER_TOKEN", 2)
+    strict = build_arithmetic_tokenizer()
+    strict.chat_template = "{% if messages[0].content|length > 40 %}{{ raise_exception('seen') }}{% endif %}1"
+    rows = [{"prompt": "1" * n, "answer": "1", "response": "2" * n} for n in (40, 41)]
+    with pytest.raises(DataError) as caught:
+        PromptDataset(write(tmp_path, rows), strict, 20)
+    assert str(caught.value) == (
+        "rows.jsonl, line 2: the prompt has 41 characters, max_prompt_tokens=20 holds at most 40; raise the limit or"
+        " shorten the prompt"
+    )
+    rows = [row | {"prompt": "1"} for row in rows]
+    with pytest.raises(
+        DataError, match="line 2: the response has 41 characters, max_response_tokens=20 holds"
+    ):
+        DemonstrationDataset(write(tmp_path, rows), strict, 30, 20)
 
 
 def test_demonstrations_follow_their_prompts(path, tokenizer):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from hybridengine.data import rows
 from hybridengine.data.rows import read_rows
 from hybridengine.errors import DataError
 
@@ -50,6 +52,17 @@ def test_a_parquet_file_gives_the_same_rows_as_jsonl(tmp_path):
     [
         (b'{"prompt": "1 + 2", ', "is not JSON"),
         (b"\xff\xfe", "is not JSON"),
+        (
+            b'{"prompt": "1", "answer": ' + b"9" * 4301 + b"}",
+            "is not JSON (a number has thousands of digits)",
+        ),
+        (b"[" * 100_000, "is not JSON (nested too deeply)"),
+        ({"prompt": "1\ud800", "answer": "1"}, r"prompt has half of a surrogate pair, '\ud800'"),
+        (
+            {"prompt": [{"role": "user", "content": "\ud800"}], "answer": "1"},
+            "prompt has half of a surrogate",
+        ),
+        ({"prompt": "1", "answer": {"a": ["\udfff"]}}, "answer has half of a surrogate pair"),
         ([1, 2], "is a JSON list"),
         (b"null", "is a JSON NoneType"),
         ({"prompt": "1"}, "lack 'answer'"),
@@ -68,6 +81,20 @@ def test_each_malformed_row_is_named_by_its_line(tmp_path, bad, said):
     assert "rows.jsonl, line 3: " in str(caught.value)
     assert said in str(caught.value)
     assert str(caught.value).count("rows.jsonl, line") == 1
+
+
+def test_a_line_that_is_too_long_is_not_held_in_memory(tmp_path, monkeypatch):
+    good = json.dumps(GOOD).encode()
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", len(good))
+    parsed = []
+    monkeypatch.setattr(rows, "parse_json", lambda line: parsed.append(line) or json.loads(line))
+    path = write(tmp_path, good, good + b" ", good + b" " * 5 * len(good), good, good + b" " * len(good))
+    with pytest.raises(DataError) as caught:
+        read_rows(path)
+    assert parsed == [good, good]
+    for number in (2, 3, 5):
+        assert f"rows.jsonl, line {number}: the line has more than {len(good)} bytes" in str(caught.value)
+    assert str(caught.value).startswith("3 problems:")
 
 
 def test_all_malformed_rows_are_reported_at_once_up_to_ten(tmp_path):
@@ -99,6 +126,9 @@ def test_files_that_are_no_data_set(tmp_path):
         read_rows(write(tmp_path, GOOD, name="rows.csv"))
     with pytest.raises(DataError, match=r"missing\.jsonl does not exist"):
         read_rows(tmp_path / "missing.jsonl")
+    os.mkfifo(tmp_path / "fifo.jsonl")  # opened, it would wait for a writer for ever
+    with pytest.raises(DataError, match=r"fifo\.jsonl is a pipe, not a regular file; name a \.jsonl"):
+        read_rows(tmp_path / "fifo.jsonl")
     with pytest.raises(DataError, match="has no rows"):
         read_rows(write(tmp_path, b"", b"  "))
     with pytest.raises(DataError, match="is not a readable parquet file"):

@@ -8,6 +8,7 @@ import pytest
 import transformers
 from transformers import AutoTokenizer
 
+from hybridengine.config.sections import BUILT_TOKENS
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
 from hybridengine.errors import DataError
 
@@ -39,7 +40,7 @@ def test_text_survives_encoding_and_decoding():
 
 def test_the_vocabulary_is_small_and_odd():
     tokenizer = build_arithmetic_tokenizer()
-    assert len(tokenizer) == 57
+    assert len(tokenizer) == BUILT_TOKENS == 57
     assert sorted(tokenizer.get_vocab().values()) == list(range(57))
 
 

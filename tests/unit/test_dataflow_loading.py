@@ -22,6 +22,7 @@ def test_every_known_dataflow_has_a_step(name: str) -> None:
     [
         (None, "cannot be imported (ModuleNotFoundError: No module named 'my_flows_none')"),
         ("1 / 0", "cannot be imported (ZeroDivisionError: division by zero)"),
+        ("import sys; sys.exit(7)", "calls sys.exit(7) while it is imported; put that beneath"),
         ("def stepp(): ...", "has no function step; write step(roles, sampling, settings, state)"),
         ("step = 3", "has no function step"),
         ("def step(roles): ...", "step(roles) must be callable as step(roles, sampling, settings, state)"),

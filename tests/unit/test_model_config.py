@@ -207,14 +207,16 @@ def test_shapes_are_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
     [
         (None, "config.json does not exist; name a Hugging Face checkpoint folder$"),
         (b'{"hidden_size": 4', "config.json is not valid JSON .*; restore the model's original file$"),
-        (b"\xff\xfe", "config.json is not valid JSON .*; restore the model's original file$"),
+        (b"\xff\xfe", "config.json is not UTF-8 text .*; restore the model's original file$"),
         (b"[" * 100_000, r"config.json is not valid JSON \(nested too deeply\); restore"),
         (b"9" * 5000, r"config.json is not valid JSON \(a number has thousands of digits\); restore"),
+        (b"", "config.json is a folder, not a regular file; restore the model's original file$"),
         (b"[1, 2]", "config.json holds list, not an object; restore the model's original file$"),
     ],
 )
 def test_unreadable_configuration_files(tmp_path: Path, contents: bytes | None, message: str) -> None:
+    file = tmp_path / "config.json"
     if contents is not None:
-        (tmp_path / "config.json").write_bytes(contents)
+        file.write_bytes(contents) if contents else file.mkdir()
     with pytest.raises(CheckpointError, match=message):
         ModelShape.from_folder(tmp_path)

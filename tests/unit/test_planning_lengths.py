@@ -93,7 +93,7 @@ def test_what_is_no_distribution(text: str, message: str) -> None:
         ('{"size": 3}\n', "line 1: .*or an object with response_length"),
         ("[1, 2]\n", "line 1"),
         ("NaN\n", "line 1"),
-        ("\xff\xfe", "the file is no text"),
+        ("\xff\xfe", "is not UTF-8 text"),
     ],
 )
 def test_files_that_have_no_lengths(tmp_path: Path, content: str, message: str) -> None:

@@ -173,14 +173,16 @@ def test_without_bokeh_the_error_says_what_to_install(
 def test_damaged_metrics_are_one_error_that_names_the_line(report: Report, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", num_steps=4)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join([*lines[:2], "{broken\n", *lines[2:]]))
-    status, said = report(run)
-    assert status == 2
-    assert "metrics.jsonl:3: " in said
-    assert not (run / "report.html").exists()
+    for broken in ("{broken", "[" * 100_000, '{"step": 1' + "0" * 400 + "}", '{"step": 1' + "0" * 5000 + "}"):
+        (run / "metrics.jsonl").write_text("".join([*lines[:2], broken, "\n", *lines[2:]]))
+        status, said = report(run)
+        assert status == 2
+        assert "metrics.jsonl:3: " in said
+        assert "is not a row, a JSON object with a 'step' from 0 on" in said
+        assert not (run / "report.html").exists()
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
-    assert "metrics.jsonl cannot be read (Is a directory); make it readable" in report(run)[1]
+    assert "metrics.jsonl is a folder, not a regular file; name the folder of a run" in report(run)[1]
 
 
 def test_what_is_missing_or_damaged_beside_them_is_said_in_its_section(
@@ -210,7 +212,7 @@ def test_what_is_missing_or_damaged_beside_them_is_said_in_its_section(
         "huge was never finite.",
         *[note for note in notes if note.startswith(str(run / "timeline.json"))],
         "samples/step-2.jsonl: 2 of 4 lines left out, which are no JSON objects with a step and a response.",
-        "samples/step-9.jsonl cannot be read (Is a directory).",
+        f"{run}/samples/step-9.jsonl is a folder, not a regular file.",
         "The run has no config.yaml.",
     ]
     assert ["", "7", "", "-"] in page.rows

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from torch import Tensor
 
 from hybridengine.backends.megatron.model import DTYPES
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel
+from hybridengine.checkpoints.hf_reader import SafetensorsFolder
 from hybridengine.checkpoints.hf_writer import HfWriter
 from hybridengine.errors import CheckpointError
 from hybridengine.model_shapes import SCORE_HEAD
 from hybridengine.reshard.hf import hf_layout
-from hybridengine.reshard.layout import Piece
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.runtime.executor import PlanExecutor
 from hybridengine.runtime.ledger import StorageLedger
@@ -29,43 +26,13 @@ from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.writing import writing
 
 
-class SafetensorsFolder:
-    """Slices of the tensors of a Hugging Face checkpoint, read from disk when asked for."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
-        self._files = _files_by_tensor(self._folder)
-        self._open: dict[Path, safe_open] = {}  # type: ignore[valid-type]
-
-    def __contains__(self, tensor: str) -> bool:
-        return tensor in self._files
-
-    def read(self, piece: Piece) -> Tensor:
-        """The elements of one box of a logical tensor."""
-        path = self._files[piece.tensor]
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
-        return self._open[path].get_slice(piece.tensor)[tuple(slice(a, b) for a, b in piece.box)]  # type: ignore[attr-defined]
-
-
-def _files_by_tensor(folder: Path) -> dict[str, Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    single = folder / "model.safetensors"
-    if not single.exists():
-        raise CheckpointError(f"{folder} holds no model.safetensors; name a Hugging Face checkpoint folder")
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
-
-
 def load_weights(model: MegatronModel, folder: str | Path) -> None:
     """Fill a rank's parameters from a checkpoint folder; every rank reads just its own boxes.
 
     A missing score head stays zero: a critic or reward model may start from a language model.
 
     Raises:
-        CheckpointError: the checkpoint lacks a tensor.
+        CheckpointError: the checkpoint lacks a tensor, is damaged, or has weights that are not finite.
     """
     files = SafetensorsFolder(folder)
     for parameter in model.layout.shard(model.rank).parameters:
@@ -79,7 +46,7 @@ def load_weights(model: MegatronModel, folder: str | Path) -> None:
                     f"{folder} has no tensor {piece.tensor}, which {parameter.name} needs; use a complete checkpoint"
                 )
             box = tuple(slice(start, stop) for start, stop in piece.local_box)
-            target[box].copy_(files.read(piece))
+            target[box].copy_(files.read(piece.tensor, piece.box))
 
 
 def save_weights(

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from hybridengine.errors import DataError, shown
+from hybridengine.errors import DataError, UnreadableError, shown
 from hybridengine.metrics.keys import STEP
-from hybridengine.metrics.rows import METRICS_FILE, Row, latest_rows, read_rows
+from hybridengine.metrics.rows import METRICS_FILE, Row, is_step, latest_rows, read_rows
 from hybridengine.metrics.timeline import TIMELINE_FILE, Timeline, read_timeline
+from hybridengine.reading import check_regular, parse_json
 
 SAMPLES_FOLDER = "samples"
 CONFIG_FILE = "config.yaml"
@@ -101,11 +102,15 @@ def _readable(notes: dict[str, list[str]], name: str, read: Callable[[], _Value]
 
 
 def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    if not file.exists():
+        return ""
+    check_regular(file)
+    return file.read_text(encoding="utf-8", errors="replace")
 
 
 def _samples(file: Path, name: str, notes: dict[str, list[str]]) -> Iterator[Sample]:
     """Samples of a file; lines that are none are counted in a note, an unfinished last one is not."""
+    check_regular(file)
     lines = file.read_bytes().splitlines(keepends=True)
     damaged = 0
     for line in lines:
@@ -122,10 +127,10 @@ def _samples(file: Path, name: str, notes: dict[str, list[str]]) -> Iterator[Sam
 
 def _sample(line: bytes) -> Sample | None:
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
+        fields = parse_json(line)
+    except UnreadableError:
         return None
-    if not isinstance(fields, dict) or not isinstance(fields.get("step"), int) or "response" not in fields:
+    if not isinstance(fields, dict) or not is_step(fields.get("step")) or "response" not in fields:
         return None
     texts = (_shown_text(fields.get(name)) for name in ("prompt", "response", "answer"))
     return Sample(fields["step"], *texts, score=finite(fields.get("score")))

@@ -1,0 +1,93 @@
+"""Files that anybody may have written: only regular ones are opened, and a fault of their text has one wording.
+
+The errors here give the value and the rule; who catches one adds the remedy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from hybridengine.errors import UnreadableError
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def check_regular(path: str | Path) -> None:
+    """Check that `path` is a regular file or a link to one: a pipe may never deliver anything, a device never end.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnreadableError: it is something else, or cannot be looked at.
+    """
+    try:
+        kind = stat.S_IFMT(os.stat(path).st_mode)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _refused(path, error) from None
+    if kind != stat.S_IFREG:
+        raise UnreadableError(f"{path} is {_KINDS.get(kind, 'something else')}, not a regular file")
+
+
+def read_text(path: str | Path) -> str:
+    """The UTF-8 text of a regular file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnreadableError: it cannot be read, or is no text.
+    """
+    check_regular(path)
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UnreadableError(f"{path} is not UTF-8 text ({error})") from None
+    except OSError as error:
+        raise _refused(path, error) from None
+
+
+def read_object(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a regular file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnreadableError: it cannot be read, is not JSON, or another kind of value.
+    """
+    text = read_text(path)
+    try:
+        value = parse_json(text)
+    except UnreadableError as error:
+        raise UnreadableError(f"{path} is not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UnreadableError(f"{path} holds {type(value).__name__}, not an object")
+    return value
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text; bytes are UTF-8.
+
+    Raises:
+        UnreadableError: the fault alone, for a sentence of the caller's.
+    """
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+    except RecursionError:
+        raise UnreadableError("nested too deeply") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UnreadableError(str(error)) from None
+    except ValueError:  # of int(), which takes 4300 digits
+        raise UnreadableError("a number has thousands of digits") from None
+
+
+def _refused(path: str | Path, error: OSError | ValueError) -> UnreadableError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return UnreadableError(f"{path} cannot be read ({reason or error})")
