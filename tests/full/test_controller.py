@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
+from ipaddress import ip_address
 from itertools import combinations, permutations, product
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -52,6 +55,19 @@ def test_roles_of_different_sizes_share_the_processes(actor: WorkerGroup, critic
         "pp=0 dp=1 tp=0",
         "pp=0 dp=1 tp=1",
     ]
+
+
+def test_a_run_on_one_machine_listens_at_loopback_only(actor: WorkerGroup) -> None:
+    actor.tp_sum(1.0).get()
+    listening = {}
+    for process in (own := psutil.Process(), *own.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for one in process.net_connections("tcp"):
+                if one.status == psutil.CONN_LISTEN:
+                    address = ip_address(one.laddr.ip)
+                    listening[one.laddr] = (address.version == 6 and address.ipv4_mapped) or address
+    assert len(listening) > 8  # Ray's own processes, and the ranks
+    assert {place for place, address in listening.items() if not address.is_loopback} == set()
 
 
 def test_collectives_run_inside_a_group_call(actor: WorkerGroup) -> None:
