@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # a rank imports torch when it has a seat
     from torch.distributed import TCPStore
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+SOURCE_PLACE = re.compile(r"\[[^]]*\.\w+:\d+\] ?|\$\d+$")
+"""File and line in gloo's own messages."""
 CONNECT_LIMIT_S = 30.0
 """Until rank 0's store accepts a connection: it listens before other ranks are told where."""
 
@@ -106,9 +108,9 @@ def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
 
 def not_met(rank: int, node: str, error: Exception) -> WorkerError:
     """Return the error of a rank that did not find the others through torch.distributed."""
-    reason = re.sub(r"^\[[^]]*\]\s*", "", str(error).strip().split("\n")[0]).rstrip(".")
+    reason = SOURCE_PLACE.sub("", str(error).strip().split("\n")[0]).rstrip(".")
     named = {name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ}
-    interfaces = ", ".join(f"{name}={value}" for name, value in named.items()) or "no interface set"
+    interfaces = ", ".join(f"{name}={value!r}" for name, value in named.items()) or "no interface set"
     return WorkerError(
         f"rank {rank} on host {socket.gethostname()} (Ray's node {node}, {interfaces}) did not meet the other ranks:"
         f" {reason}; the nodes must reach each other's ports at the addresses of these interfaces: unset the"

@@ -25,6 +25,8 @@ from hybridengine.errors import ConfigError, WorkerError, raise_all
 
 logger = logging.getLogger(__name__)
 
+MEETING_SHARE = 0.5
+"""Of the time to start: after it, ranks say whom they have not met, while the pool still listens."""
 LEAVE_TIMEOUT_S = 10.0
 """Wait for ranks to leave the world before they are ended."""
 
@@ -279,7 +281,7 @@ class ResourcePool:
             self._on_all(
                 "join_world",
                 lambda rank, process: process.join_world.remote(
-                    self.nodes[0], ports[0], secret, collective_s
+                    self.nodes[0], ports[0], secret, MEETING_SHARE * timeout_s, collective_s
                 ),
                 timeout_s,
             )

@@ -104,16 +104,21 @@ class RankProcess:
 
     @ray.method(num_returns=2)
     def join_world(
-        self, master_addr: str, master_port: int, secret: bytes, timeout_s: float
+        self, master_addr: str, master_port: int, secret: bytes, meeting_s: float, timeout_s: float
     ) -> tuple[Outcome, None]:
-        """Initialise torch.distributed (gloo, and NCCL for tensors on GPUs), and get ready to give and take rows."""
+        """Initialise torch.distributed (gloo, and NCCL for tensors on GPUs), and get ready to give and take rows.
+
+        Args:
+            meeting_s: until the ranks have met.
+            timeout_s: of every collective after that.
+        """
         identity = self._taken()
 
         def join() -> None:
             os.environ.update(identity.environment(master_addr, master_port))
             for name, value in network.socket_environment(identity.node).items():
                 os.environ.setdefault(name, value)
-            timeout = timedelta(seconds=timeout_s)
+            limit, timeout = timedelta(seconds=meeting_s), timedelta(seconds=timeout_s)
             torch = importlib.import_module("torch")
             distributed = importlib.import_module("torch.distributed")
             backend = "gloo"
@@ -128,9 +133,10 @@ class RankProcess:
                     store=distributed.PrefixStore("world", self._store),
                     rank=identity.rank,
                     world_size=identity.world_size,
-                    timeout=timeout,
+                    timeout=limit,
                 )
                 distributed.barrier()
+                distributed.distributed_c10d._set_pg_timeout(timeout)
             except RuntimeError as error:
                 raise network.not_met(identity.rank, identity.node, error) from None
             with nothing_collected():

@@ -44,8 +44,8 @@ class Host:
         (folder / name / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
         Path(RAY_FOLDER).mkdir(exist_ok=True)  # where the host's own is mounted
         self._first = subprocess.Popen(
-            ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "sh", "-c", BECOME, "sh", name]
-            + [str(folder / name)],
+            ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]  # noqa: RUF005
+            + ["sh", "-c", BECOME, "sh", name, str(folder / name)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -90,7 +90,19 @@ def joined_hosts(names: Sequence[str], addresses: Sequence[str], folder: Path) -
             ends.callback(hosts[-1].close)
         one, other = hosts
         in_network = ["nsenter", "--target", str(one.pid), "--net"]
-        cable = ["ip", "link", "add", "wire0", "type", "veth", "peer", "name", "wire0", "netns", str(other.pid)]
+        cable = [
+            "ip",
+            "link",
+            "add",
+            "wire0",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "wire0",
+            "netns",
+            str(other.pid),
+        ]
         subprocess.run(in_network + cable, check=True)
         for host in hosts:
             for command in (f"addr add {host.address}/24 dev wire0", "link set wire0 up"):

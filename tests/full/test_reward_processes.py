@@ -39,8 +39,8 @@ class GuardedWorker:
     @register(ONE_TO_ALL)
     def place(self) -> tuple[int, str]:
         """(process, folder) of the function."""
-        group, folder = self._function._to_clean
-        return group, folder
+        assert self._function._group is not None
+        return self._function._group, str(self._function._folder)
 
     @register(ONE_TO_ALL)
     def process(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,14 +27,17 @@ pytestmark = [pytest.mark.timeout(600), needs_root]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 6379
 CLUSTER = f"{ADDRESSES[0]}:{PORT}"
-WARM = {"RAY_RUNTIME_ENV_HOOK": "tests.full.warm_workers.with_warm_workers", "WARM_WORKERS": f"{RAY_FOLDER}/warm"}
+WARM = {
+    "RAY_RUNTIME_ENV_HOOK": "tests.full.warm_workers.with_warm_workers",
+    "WARM_WORKERS": f"{RAY_FOLDER}/warm",
+}
 RAY = QUIET_RAY | WARM | {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": ENVIRONMENT["PYTHONPATH"]}
 
 WRONG_INTERFACE = """
 import sys
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.errors import WorkerError
-pool = ResourcePool([1, 1], env={"GLOO_SOCKET_IFNAME": "lo"}, start_timeout_s=60, timeout_s=30)
+pool = ResourcePool([1, 1], env={"GLOO_SOCKET_IFNAME": "lo"}, start_timeout_s=40)
 try:
     pool.start()
 except WorkerError as error:
@@ -58,7 +62,10 @@ def ray_nodes(hosts: list[Host]) -> Iterator[None]:
             assert server.stdout is not None
             assert server.stdout.readline() == b"ready\n", host.name
         for host in hosts:
-            where = ["--head", "--port", PORT, "--include-dashboard", "false"] if host.address == ADDRESSES[0] else ["--address", CLUSTER]
+            if host.address == ADDRESSES[0]:
+                where = ["--head", "--port", PORT, "--include-dashboard", "false"]
+            else:
+                where = ["--address", CLUSTER]
             ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *where]
             offer = ["--node-ip-address", host.address, "--num-cpus", 2, "--num-gpus", 0]
             done = host.run(*ray, *offer, env=RAY)
@@ -106,6 +113,12 @@ def test_a_run_over_two_hosts_trains(seen: Seen) -> None:
 
 def test_ranks_that_do_not_meet_say_where_they_are_in_one_line(seen: Seen) -> None:
     """The interface that the environment names is taken, be it the wrong one."""
-    said = seen.wrong_interface.stdout.partition("\nFOUND ")[2].strip()
-    print(said)
-    assert "Traceback" not in seen.wrong_interface.stdout
+    said = seen.wrong_interface.stdout
+    assert "Traceback" not in said, said
+    assert re.search(
+        r"^FOUND rank (0 on host first|1 on host second) \(Ray's node 10\.77\.0\.[12], GLOO_SOCKET_IFNAME='lo', "
+        r"NCCL_SOCKET_IFNAME='=wire0'\) did not meet the other ranks: .*Connection refused, remote=\[127\.0\.0\.1\]"
+        r":\d+; the nodes must reach .* open the ports between the nodes$",
+        said,
+        re.MULTILINE,
+    ), said
