@@ -130,13 +130,11 @@ def test_results_without_rows_come_as_a_list_by_source(critic: WorkerGroup) -> N
 
 
 def test_a_call_returns_before_the_ranks_have_ended(actor: WorkerGroup) -> None:
-    begin = time.monotonic()
-    future = actor.sleep(1, 1.0)
-    assert time.monotonic() - begin < 0.5
+    future = actor.sleep(1, 3.0)
     assert not future.done()
     assert future.operation.missing
     assert future.get() == [None] * 4
-    assert future.seconds >= 1.0
+    assert future.seconds >= 3.0
     assert future.done()
 
 
@@ -147,7 +145,7 @@ def test_a_pool_waits_for_forgotten_calls_and_ends_its_processes(ray_cluster: in
         pid = group.describe().get()[0]["pid"]
         group.write_late(str(written), 1.0)
     assert written.read_text() == "written"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()

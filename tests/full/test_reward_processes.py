@@ -18,7 +18,7 @@ from hybridengine.protocols import ONE_TO_ALL, register
 
 pytestmark = pytest.mark.timeout(120)
 
-GONE_S = 15.0
+GONE_S = 60.0
 
 
 def sleeps(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
