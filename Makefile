@@ -45,13 +45,18 @@ help: ## this list
 train: install ## the main job: PPO on arithmetic (CONFIG=configs/NAME.yaml for another, ARGS="key=value ..." to change it)
 	$(VENV)/bin/hybridengine train $(CONFIG) $(ARGS)
 
+# Tests of pages are among the unit tests, and need Chromium.
 .PHONY: test
-test: install ## all tests (ARGS="tests/unit -x" for some of them)
+test: install $(if $(strip $(ARGS)),$(if $(findstring tests/unit,$(ARGS)),browser),browser) ## all tests (ARGS="tests/unit -x" for some of them)
 ifeq ($(strip $(ARGS)),)
 	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder tests/unit tests/gloo tests/full
 else
 	$(VENV)/bin/python -m pytest $(ARGS)
 endif
+
+.PHONY: browser
+browser: install
+	@$(VENV)/bin/python -m tests.unit.browser
 
 .PHONY: lint
 lint: install ## ruff, pyright and the import contracts of the floors

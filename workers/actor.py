@@ -65,7 +65,8 @@ class ActorWorker(TrainedWorker):
                 seed=run.run.seed,
                 cuda_graphs=run.rollout.cuda_graphs,
             ),
-            identity=f"hybridengine-{os.environ['MASTER_PORT']}",
+            # Ranks on several nodes must not share it: vLLM then talks through torch.distributed on a CPU as well.
+            identity=f"hybridengine-{os.environ['MASTER_PORT']}-{context.node}",
         )
         domain = next(group for group in generation.domains if context.rank in group)
         self.hybrid = HybridEngine(

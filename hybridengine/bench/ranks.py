@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from hybridengine.bench.results import PairResult
 from hybridengine.bench.spec import BenchSpec, LayoutPair
 from hybridengine.errors import ConfigError, HybridEngineError, WorkerError, WorkerTimeoutError
+from hybridengine.temporary import temporary_folder
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -59,11 +59,11 @@ class RankStarter:
             HybridEngineError: of the rank that failed first; WorkerError where a rank died, WorkerTimeoutError where
                 nothing was heard for as long as any wait may take.
         """
-        with tempfile.TemporaryDirectory(prefix="hybridengine-bench-") as folder:
+        with temporary_folder("bench") as folder:
             ranks = _Ranks(spec, say)
             try:
                 for rank in range(pair.train.num_ranks):
-                    ranks.start(self._context, spec, pair, rank, str(Path(folder) / "store"))
+                    ranks.start(self._context, spec, pair, rank, str(folder / "store"))
                 return ranks.result()
             finally:
                 ranks.end()

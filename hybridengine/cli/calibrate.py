@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from hybridengine.metrics.formatting import format_seconds
 from hybridengine.metrics.measured_run import read_run
 from hybridengine.planning.clusters import Cluster
 from hybridengine.planning.fitting import LIGHT_SHARE, RANGES, Fit, Observation, fit
+from hybridengine.temporary import temporary_folder
 
 DEFAULT_RANKS = 4
 """On a CPU."""
@@ -215,9 +215,9 @@ def _steps(ranks: int, dtype: str, on_gpus: bool, say: Callable[[str], None]) ->
     from hybridengine.cli.prepare import claim_run, prepare_files
 
     cases = cases_for(ranks, on_gpus)
-    with tempfile.TemporaryDirectory(prefix="hybridengine-calibrate-") as folder:
+    with temporary_folder("calibrate") as folder:
         for number, case in enumerate(cases, start=1):
-            config, _ = claim_run(case_config(case, ranks, dtype, Path(folder), number))
+            config, _ = claim_run(case_config(case, ranks, dtype, folder, number))
             files = prepare_files(config)
             say(
                 f"case {number} of {len(cases)}, {case.name}: actor {config.actor.parallel} and {config.actor.generate},"

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import tempfile
 import time
 import warnings
 from importlib.metadata import version
@@ -24,6 +23,7 @@ from hybridengine.cli.options import once
 from hybridengine.cli.output_files import check_output_files, write_output
 from hybridengine.errors import ConfigError, raise_all
 from hybridengine.metrics.formatting import format_seconds
+from hybridengine.temporary import temporary_folder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 if TYPE_CHECKING:
@@ -113,16 +113,16 @@ def run_step(options: argparse.Namespace) -> int:
         seconds = time.perf_counter() - started
         console.print(f"[{seconds:6.1f}s] {text}", markup=False, highlight=False, soft_wrap=True)
 
-    with tempfile.TemporaryDirectory(prefix="hybridengine-step-") as name:
+    with temporary_folder("step") as folder:
         # Megatron-core warns for every GPU package that is not installed.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-        files = prepare_step(options.config, spec, Path(name))
+        files = prepare_step(options.config, spec, folder)
         from hybridengine.bench.step_measure import StepBench
 
         python = None
         if options.only == "both":
             python = make_environment(options.environment.expanduser().absolute(), say)
-        result = StepBench(spec, files, Path(name), num_cores, python, say).measure(ours, theirs)
+        result = StepBench(spec, files, folder, num_cores, python, say).measure(ours, theirs)
     print_result(console, spec, result)
     if options.json:
         report = result.as_dict(spec, options.config, _machine(num_cores))

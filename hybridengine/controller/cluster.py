@@ -79,13 +79,14 @@ def _start_local(num_cpus: int | None, num_gpus: int | None) -> None:
     """Ray gives its own processes 30 s, which a busy machine may not keep: try again."""
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                include_dashboard=False,
-                logging_level=logging.WARNING,
-            )
+            with _at_loopback():
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    num_gpus=num_gpus,
+                    include_dashboard=False,
+                    logging_level=logging.WARNING,
+                )
             return
         except Exception as error:  # Ray raises bare exceptions here
             ray.shutdown()
@@ -94,6 +95,19 @@ def _start_local(num_cpus: int | None, num_gpus: int | None) -> None:
                     f"Ray has not started on this machine, {attempt} times over ({error}); wait until the machine is"
                     " less busy, or start Ray with `ray start --head` and set RAY_ADDRESS"
                 ) from error
+
+
+@contextlib.contextmanager
+def _at_loopback() -> Iterator[None]:
+    """Have Ray listen at 127.0.0.1, as it does on macOS: else this machine's cluster, its autoscaler's metrics included,
+    would listen on all interfaces. Ray reads the environment variable for this when it is imported."""
+    from ray._private import ray_constants
+
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridengine.config.reliability_sections import COLLECTIVE_SHARE
 from hybridengine.controller import cluster
 from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.futures import Future
 from hybridengine.controller.observing import observe_call
 from hybridengine.controller.rank_process import RankIdentity, RankProcess, Seat, process_environment
@@ -24,6 +25,8 @@ from hybridengine.errors import ConfigError, WorkerError, raise_all
 
 logger = logging.getLogger(__name__)
 
+MEETING_SHARE = 0.5
+"""Of the time to start: after it, ranks say whom they have not met, while the pool still listens."""
 LEAVE_TIMEOUT_S = 10.0
 """Wait for ranks to leave the world before they are ended."""
 
@@ -273,14 +276,17 @@ class ResourcePool:
             lambda rank, process: process.take_rank.remote(self._identities[rank], timeout_s),
             timeout_s,
         )
-        master_addr = self.nodes[0] if len(self.ranks_per_node) > 1 else "127.0.0.1"
-        self._on_all(
-            "join_world",
-            lambda rank, process: process.join_world.remote(
-                master_addr, ports[0], row_exchange().secret, COLLECTIVE_SHARE * self.timeout_s
-            ),
-            timeout_s,
-        )
+        secret, collective_s = row_exchange().secret, COLLECTIVE_SHARE * self.timeout_s
+        try:
+            self._on_all(
+                "join_world",
+                lambda rank, process: process.join_world.remote(
+                    self.nodes[0], ports[0], secret, MEETING_SHARE * timeout_s, collective_s
+                ),
+                timeout_s,
+            )
+        except RankFailedError as error:  # a traceback says nothing of hosts and addresses
+            raise (error.original if isinstance(error.original, WorkerError) else error) from None
 
     def _on_all(self, method: str, call: Callable[[int, Any], ObjectRef], timeout_s: float) -> list[Any]:
         """Results of a method of `RankProcess` on all ranks."""

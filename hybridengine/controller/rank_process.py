@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 
+from hybridengine.controller import network
 from hybridengine.controller.calls import Arguments, Call
 from hybridengine.controller.context import RankContext
 from hybridengine.controller.failures import Outcome, failure_of
@@ -94,20 +95,30 @@ class RankProcess:
         def become() -> int:
             self._identity = identity
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, identity.node_gpus))
-            return self._open_store(timeout_s) if identity.rank == 0 else 0
+            if identity.rank != 0:
+                return 0
+            self._store = network.open_store(identity.node, timedelta(seconds=timeout_s))
+            return self._store.port
 
         return self._run(identity.rank, become)
 
     @ray.method(num_returns=2)
     def join_world(
-        self, master_addr: str, master_port: int, secret: bytes, timeout_s: float
+        self, master_addr: str, master_port: int, secret: bytes, meeting_s: float, timeout_s: float
     ) -> tuple[Outcome, None]:
-        """Initialise torch.distributed (gloo, and NCCL for tensors on GPUs), and get ready to give and take rows."""
+        """Initialise torch.distributed (gloo, and NCCL for tensors on GPUs), and get ready to give and take rows.
+
+        Args:
+            meeting_s: until the ranks have met.
+            timeout_s: of every collective after that.
+        """
         identity = self._taken()
 
         def join() -> None:
             os.environ.update(identity.environment(master_addr, master_port))
-            timeout = timedelta(seconds=timeout_s)
+            for name, value in network.socket_environment(identity.node).items():
+                os.environ.setdefault(name, value)
+            limit, timeout = timedelta(seconds=meeting_s), timedelta(seconds=timeout_s)
             torch = importlib.import_module("torch")
             distributed = importlib.import_module("torch.distributed")
             backend = "gloo"
@@ -115,15 +126,19 @@ class RankProcess:
                 torch.cuda.set_device(identity.local_rank)
                 backend = "cpu:gloo,cuda:nccl"
             if self._store is None:
-                self._store = distributed.TCPStore(master_addr, master_port, is_master=False, timeout=timeout)
-            distributed.init_process_group(
-                backend,
-                store=distributed.PrefixStore("world", self._store),
-                rank=identity.rank,
-                world_size=identity.world_size,
-                timeout=timeout,
-            )
-            distributed.barrier()
+                self._store = network.connect_store(master_addr, master_port, timeout)
+            try:
+                distributed.init_process_group(
+                    backend,
+                    store=distributed.PrefixStore("world", self._store),
+                    rank=identity.rank,
+                    world_size=identity.world_size,
+                    timeout=limit,
+                )
+                distributed.barrier()
+                distributed.distributed_c10d._set_pg_timeout(timeout)
+            except RuntimeError as error:
+                raise network.not_met(identity.rank, identity.node, error) from None
             with nothing_collected():
                 rank_rows = importlib.import_module("hybridengine.controller.rank_rows")
             self._rows = rank_rows.RankRows(identity.node, secret, timeout_s)
@@ -191,15 +206,6 @@ class RankProcess:
     def _taken(self) -> RankIdentity:
         assert self._identity is not None, "take_rank comes first"
         return self._identity
-
-    def _open_store(self, timeout_s: float) -> int:
-        # Port 0: the system picks a free one and the store holds it, so that no other process can take it meanwhile.
-        distributed = importlib.import_module("torch.distributed")
-        timeout = timedelta(seconds=timeout_s)
-        self._store = distributed.TCPStore(
-            "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout
-        )
-        return self._store.port
 
     @staticmethod
     def _run(rank: int, task: Callable[[], Any]) -> tuple[Outcome, Any]:

@@ -4,7 +4,8 @@
 
 The guard ends the function and everything in its group when the lifeline is cut, by the rank's choice or by its death,
 and when the function's process ends by itself. It needs nothing of the function for that, which may be deep in C code.
-Both work in a temporary folder that the guard removes. Only the standard library is imported, so that a start takes
+Both work in a temporary folder that the rank has made and the guard removes. What rank and function tell each other are
+lines of JSON, which run nothing when they are read. Only the standard library is imported, so that a start takes
 little more than the function's own imports.
 """
 
@@ -15,16 +16,15 @@ import faulthandler
 import importlib
 import inspect
 import io
+import json
 import math
 import os
-import pickle
 import reprlib
 import resource
 import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -63,8 +63,7 @@ def main(channel: int, stacks: int) -> None:
     """
     for descriptor in (channel, stacks):
         os.set_inheritable(descriptor, False)
-    folder = tempfile.mkdtemp(prefix="hybridengine-reward-")
-    os.chdir(folder)
+    folder = os.getcwd()
     # Where the parent ignores it, so does this process, and the function's exit code would be lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()  # before there is any thread
@@ -117,20 +116,22 @@ def _run(channel: int, stacks: int) -> NoReturn:
 def serve(channel: socket.socket, stacks: int) -> None:
     """Load a function and answer calls until the other side closes the channel.
 
-    Requests: ("load", key, path, offered columns, memory_bytes or None, deadline), then ("call", columns, deadline).
+    Requests: ["load", key, path, offered columns, memory_bytes or null, deadline], then ["call", columns, deadline].
     At the deadline, on the clock that all processes have, the stacks of all threads are written down; ending the
     process is the other side's part.
-    Replies: ("loaded", columns that the function wants, process number, folder), ("scores", numbers), or a `Reply`.
+    Replies: ["loaded", columns that the function wants], ["scores", numbers], or a `Reply`.
     """
     own_pid = os.getpid()
     requests = channel.makefile("rb")
     function, extra = None, []
     while True:
         try:
-            request = pickle.load(requests)
-        except (EOFError, ConnectionError):  # closed, or its process has ended
+            line = requests.readline()
+        except ConnectionError:  # the other process has ended
             return
-        kind, *content, deadline = request
+        if not line.endswith(b"\n"):  # closed
+            return
+        kind, *content, deadline = json.loads(line)
         faulthandler.dump_traceback_later(max(1e-3, deadline - time.monotonic()), file=stacks)
         if kind == "load":
             reply, function, extra = _load(*content)
@@ -142,8 +143,7 @@ def serve(channel: socket.socket, stacks: int) -> None:
         faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(Exception):  # the function may have put anything in its place
             sys.stdout.flush()
-        answer = pickle.dumps(reply)
-        channel.sendall(len(answer).to_bytes(8, "big") + answer)
+        channel.sendall(json.dumps(reply).encode() + b"\n")
 
 
 def load_reward_function(path: str, key: str = "reward.function") -> Callable[..., Any]:
@@ -251,14 +251,14 @@ def _load(
         return ("wrong", str(error), None, _trace(error.__cause__, even_without_frames=False)), None, []
     except BaseException as error:  # whatever a module does when it is imported
         return _raised(error, None), None, []
-    return ("loaded", extra, os.getpid(), os.getcwd()), function, extra
+    return ("loaded", extra), function, extra
 
 
 def _iterator(result: Any) -> Iterable[Any]:
     unordered = (str, bytes, Mapping, Set)
     if isinstance(result, unordered) or not hasattr(type(result), "__iter__"):
         raise WrongScores(
-            f"returned {_shown(result)}, a {type(result).__name__}; return a list with one number for each response"
+            f"returned {shown(result)}, a {type(result).__name__}; return a list with one number for each response"
         )
     return iter(result)
 
@@ -270,7 +270,7 @@ def _number(value: Any) -> float:
             if abs(number) <= LARGEST_SCORE:
                 return number
     what = "" if isinstance(value, float) and not math.isfinite(value) else f", a {type(value).__name__}"
-    raise WrongScores(f"returned {_shown(value)}{what}; return a finite number that a float32 can hold")
+    raise WrongScores(f"returned {shown(value)}{what}; return a finite number that a float32 can hold")
 
 
 def _raised(error: BaseException, row: int | None) -> Reply:
@@ -311,7 +311,8 @@ def _row_at_hand(error: BaseException, columns: Columns) -> int | None:
     return None
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value in few characters of one line."""
     return _shortened(reprlib.repr(value).replace("\n", " "), 80)
 
 

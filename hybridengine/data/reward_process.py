@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -19,11 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from hybridengine.data import reward_child
 from hybridengine.errors import DataError
+from hybridengine.temporary import make_folder
 
 BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]);"
@@ -33,13 +34,16 @@ BOOTSTRAP = (
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
-STACKS_S = 0.25
+STACKS_S = 1.0
 """After its limit, how long a function that does not return has to write down where it is."""
-ENDING_S = 1.0
+ENDING_S = 5.0
 """How long a process may take to end after its last word."""
 END_TIMEOUT_S = 10.0
 """How long the guard may take to end the function."""
-LENGTH_BYTES = 8
+REPLY_BYTES = 2**20
+"""The longest reply: texts, which the function's process shortens to less."""
+SCORE_BYTES = 32
+"""More that a reply may have for each row: a number as JSON."""
 
 
 class RewardTimeoutError(DataError):
@@ -79,7 +83,7 @@ class RewardProcess:
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._columns: tuple[str, ...] = ()
-        self._to_clean: list[Any] = []
+        self._group: int | None = None
 
     def start(self) -> tuple[str, ...]:
         """Start the process and load the function, unless that is done; returns the columns that each call must give.
@@ -92,7 +96,7 @@ class RewardProcess:
         self._open()
         load = ("load", self.key, self.path, self._offered, self._memory_bytes)
         try:
-            kind, *content = self._exchange(load, self._start_timeout_s)
+            kind, *content = self._exchange(load, self._start_timeout_s, offered=self._offered)
         except _NoReply as error:
             remedy = f"{error.remedy} or raise timeouts.start_s" if error.timed_out else error.remedy
             text = f"{self.key}={self.path}, while it was loaded: {error.text}; {remedy}"
@@ -103,8 +107,9 @@ class RewardProcess:
             if kind == "raised":
                 text = f"{self.key}={self.path} {text} when it was imported; correct the module"
             raise DataError(_with_trace(text, trace))
-        extra, *self._to_clean = content
-        self._columns = ("responses", "answers", *extra)
+        self._columns = ("responses", "answers", *content[0])
+        assert self._process is not None, "it has just answered"
+        self._group = _only_child(self._process.pid)
         return self._columns
 
     def call(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int] | None = None) -> list[float]:
@@ -126,7 +131,7 @@ class RewardProcess:
         section = self.key.partition(".")[0]
         remedy, failure = "correct the function", DataError
         try:
-            kind, *content = self._exchange(("call", wanted), self.timeout_s)
+            kind, *content = self._exchange(("call", wanted), self.timeout_s, num_rows=len(rows))
         except _NoReply as error:
             kind, content = "none", [error.text, None, error.trace]
             if error.timed_out:
@@ -157,6 +162,7 @@ class RewardProcess:
         """Start the guard, which starts the function's process."""
         self._channel, theirs = socket.socketpair()
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  # closed in _end
+        self._folder = make_folder("reward")
         with theirs:
             descriptors = theirs.fileno(), self._stacks.fileno()
             places = json.dumps([os.path.abspath(place) for place in sys.path])
@@ -167,19 +173,25 @@ class RewardProcess:
                 stderr=2,
                 pass_fds=descriptors,
                 env=child_environment(os.environ),
+                cwd=self._folder,
                 start_new_session=True,
             )
 
-    def _exchange(self, request: tuple, timeout_s: float) -> tuple:
-        """Reply to a request; where there is none, the process is ended."""
+    def _exchange(
+        self, request: tuple, timeout_s: float, offered: Sequence[str] = (), num_rows: int = 0
+    ) -> list[Any]:
+        """Reply to a request, as `checked_reply` has it; where there is none, the process is ended."""
         limit = time.monotonic() + timeout_s
         deadline = limit + STACKS_S
         self._stacks.seek(0)
         self._stacks.truncate()
         try:
-            self._send(pickle.dumps((*request, limit)), deadline)
-            length = int.from_bytes(self._receive(LENGTH_BYTES, deadline), "big")
-            return pickle.loads(self._receive(length, deadline))
+            self._send(json.dumps((*request, limit)).encode() + b"\n", deadline)
+            line = self._receive(REPLY_BYTES + SCORE_BYTES * num_rows, deadline)
+            return checked_reply(line, offered, num_rows)
+        except ValueError as error:
+            self._end()
+            raise _NoReply(f"its process sent what is no reply ({error})", "correct the function") from None
         except (TimeoutError, EOFError, ConnectionError):
             # After the limit it may also end while it writes its stacks down, which other threads change meanwhile.
             if time.monotonic() >= limit:
@@ -201,14 +213,17 @@ class RewardProcess:
         self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
         self._channel.sendall(data)
 
-    def _receive(self, num_bytes: int, deadline: float) -> bytearray:
+    def _receive(self, most_bytes: int, deadline: float) -> bytearray:
+        """One line; raises ValueError where it is longer than `most_bytes`."""
         received = bytearray()
-        while len(received) < num_bytes:
+        while not received.endswith(b"\n"):
             self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
-            part = self._channel.recv(min(num_bytes - len(received), 2**20))
+            part = self._channel.recv(2**20)
             if not part:
                 raise EOFError
             received += part
+            if len(received) > most_bytes:
+                raise ValueError(f"more than {most_bytes} bytes")
         return received
 
     def _has_ended(self) -> bool:
@@ -231,12 +246,12 @@ class RewardProcess:
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
-        if code < 0 and self._to_clean:  # somebody has ended the guard
-            group, folder = self._to_clean
-            with contextlib.suppress(OSError):
-                os.killpg(group, signal.SIGKILL)
-            shutil.rmtree(folder, ignore_errors=True)
-        self._to_clean = []
+        if code < 0:  # somebody has ended the guard
+            if self._group is not None:
+                with contextlib.suppress(OSError):
+                    os.killpg(self._group, signal.SIGKILL)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._group = None
         self._channel.close()
         self._stacks.close()
         return code
@@ -246,6 +261,44 @@ class RewardProcess:
         self._stacks.seek(0)
         lines = self._stacks.read().decode(errors="replace").splitlines()
         return "\n".join(line for line in lines if not _is_ours(line))
+
+
+def checked_reply(line: bytes | bytearray, offered: Sequence[str], num_rows: int) -> list[Any]:
+    """Return a reply of `reward_child.serve`, whose process may have been told anything by the function.
+
+    Args:
+        offered: columns that a function may want.
+        num_rows: scores that it must return.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        reply = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    match reply:
+        case ["loaded", list(columns)] if all(column in offered for column in columns):
+            return reply
+        case ["scores", list(scores)] if len(scores) == num_rows and all(map(_is_score, scores)):
+            return reply
+        case ["raised" | "wrong", str(), None, str()]:
+            return reply
+        case ["raised" | "wrong", str(), int(row), str()] if 0 <= row < num_rows:
+            return reply
+    raise ValueError(reward_child.shown(reply))
+
+
+def _is_score(value: object) -> bool:
+    return isinstance(value, float) and abs(value) <= reward_child.LARGEST_SCORE
+
+
+def _only_child(pid: int) -> int | None:
+    """The process that a guard has forked, which leads a group of its own; None where it has ended."""
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(children[0]) if children else None
+    return None
 
 
 class _NoReply(Exception):

@@ -299,10 +299,7 @@ def _world_findings(wanted: Wanted, ranks_per_node: Sequence[int], use_gpus: boo
     except ConfigError as error:
         return [_refused(str(error))]
     except (HybridEngineError, RayError) as error:
-        remedy = (
-            "have each node's name resolve to the address that others reach, or name the interface with"
-            " GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says more"
-        )
+        remedy = "open the nodes' ports to each other; NCCL_DEBUG=INFO says more"
         return [problem(Subject.LINKS, f"ranks did not meet: {error}", remedy)]
     wrong = [str(rank) for rank, one in enumerate(seen) if not one.right]
     if wrong:

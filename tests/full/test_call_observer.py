@@ -40,7 +40,7 @@ def _when(observer: CallProgress, role: str, *, num_busy: int, method: str | Non
 def test_ranks_are_seen_to_end_though_nobody_waits_for_them(
     actor: WorkerGroup, critic: WorkerGroup, observer: CallProgress
 ) -> None:
-    actor.sleep(2, 1.5)  # the other three ranks return at once
+    actor.sleep(2, 3.0)  # the other three ranks return at once
     rows = critic.doubled(actor.numbers(Rows.numbered(8)))
     sleeping = _when(observer, "actor", num_busy=1, method="sleep")
     assert (sleeping.num_ranks, sleeping.num_done, sleeping.num_made) == (4, 0, 2)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
+from ipaddress import ip_address
 from itertools import combinations, permutations, product
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -52,6 +55,19 @@ def test_roles_of_different_sizes_share_the_processes(actor: WorkerGroup, critic
         "pp=0 dp=1 tp=0",
         "pp=0 dp=1 tp=1",
     ]
+
+
+def test_a_run_on_one_machine_listens_at_loopback_only(actor: WorkerGroup) -> None:
+    actor.tp_sum(1.0).get()
+    listening = {}
+    for process in (own := psutil.Process(), *own.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for one in process.net_connections("tcp"):
+                if one.status == psutil.CONN_LISTEN:
+                    address = ip_address(one.laddr.ip)
+                    listening[one.laddr] = (address.version == 6 and address.ipv4_mapped) or address
+    assert len(listening) > 8  # Ray's own processes, and the ranks
+    assert {place for place, address in listening.items() if not address.is_loopback} == set()
 
 
 def test_collectives_run_inside_a_group_call(actor: WorkerGroup) -> None:
@@ -114,13 +130,11 @@ def test_results_without_rows_come_as_a_list_by_source(critic: WorkerGroup) -> N
 
 
 def test_a_call_returns_before_the_ranks_have_ended(actor: WorkerGroup) -> None:
-    begin = time.monotonic()
-    future = actor.sleep(1, 1.0)
-    assert time.monotonic() - begin < 0.5
+    future = actor.sleep(1, 3.0)
     assert not future.done()
     assert future.operation.missing
     assert future.get() == [None] * 4
-    assert future.seconds >= 1.0
+    assert future.seconds >= 3.0
     assert future.done()
 
 
@@ -131,7 +145,7 @@ def test_a_pool_waits_for_forgotten_calls_and_ends_its_processes(ray_cluster: in
         pid = group.describe().get()[0]["pid"]
         group.write_late(str(written), 1.0)
     assert written.read_text() == "written"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()

@@ -18,7 +18,7 @@ from hybridengine.protocols import ONE_TO_ALL, register
 
 pytestmark = pytest.mark.timeout(120)
 
-GONE_S = 15.0
+GONE_S = 60.0
 
 
 def sleeps(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
@@ -39,8 +39,8 @@ class GuardedWorker:
     @register(ONE_TO_ALL)
     def place(self) -> tuple[int, str]:
         """(process, folder) of the function."""
-        group, folder = self._function._to_clean
-        return group, folder
+        assert self._function._group is not None
+        return self._function._group, str(self._function._folder)
 
     @register(ONE_TO_ALL)
     def process(self) -> int:

@@ -1,9 +1,14 @@
-"""Headless Chromium for tests of pages; a test that needs it fails where there is none."""
+"""Headless Chromium for tests of pages; a test that needs it fails where there is none.
+
+python -m tests.unit.browser    installs one as root on Debian, or says what to install
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +26,8 @@ MISSING = (
     " chromium-headless-shell` (Debian; some 60 MB) or `playwright install --with-deps --only-shell chromium`, or name"
     " one in the environment variable CHROMIUM"
 )
+PACKAGE = "chromium-headless-shell"
+"""Debian's."""
 QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
 """Options without which Chromium looks for updates."""
 
@@ -92,6 +99,22 @@ def find_chromium() -> str | None:
     return named or next((path for name in NAMES if (path := shutil.which(name)) is not None), None)
 
 
+def provide_chromium(bundled: str) -> None:
+    """Install Debian's package where there is no Chromium; without root, end with one line that says what to do."""
+    if (
+        find_chromium() is None
+        and not Path(bundled).exists()
+        and os.geteuid() == 0
+        and shutil.which("apt-get")
+    ):
+        print(f"Installing {PACKAGE}, once: tests of pages need a browser", flush=True)
+        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        for command in (["update"], ["install", "-y", "--no-install-recommends", PACKAGE]):
+            subprocess.run(["apt-get", "-q", *command], env=environment, check=False)
+    if find_chromium() is None and not Path(bundled).exists():
+        sys.exit(f"make: {MISSING}")
+
+
 @contextmanager
 def running_browser() -> Iterator[Browser]:
     """A headless Chromium; fails the test where there is none."""
@@ -123,3 +146,9 @@ def opened(browser: Browser, file: Path, width: int = 1280, height: int = 900) -
         yield result
     finally:
         page.close()
+
+
+if __name__ == "__main__":
+    with sync_playwright() as started:
+        own = started.chromium.executable_path
+    provide_chromium(own)

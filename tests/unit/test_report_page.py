@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -207,5 +208,9 @@ def test_without_chromium_a_test_fails_and_says_what_to_install(
         pytest.fail.Exception, match="install it with `apt-get install --no-install-recommends"
     ):
         browsers.check_chromium(str(tmp_path / "none"))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit, match="make: tests of pages need Chromium, and there is none: install it"):
+        browsers.provide_chromium(str(tmp_path / "none"))
     monkeypatch.setenv("CHROMIUM", "chromium-of-mine")
+    browsers.provide_chromium(str(tmp_path / "none"))
     assert browsers.check_chromium(str(tmp_path / "none")) == "chromium-of-mine"

@@ -77,12 +77,10 @@ def test_rows_go_in_parts_and_keep_their_order(functions):
     }
 
 
-def test_processes_work_at_the_same_time(functions):
-    one = functions("slow_process_numbers", rows_per_call=1, num_processes=3)
-    one.start()
-    begin = time.monotonic()
-    result = one.score(columns(*"abcdef"))
-    assert time.monotonic() - begin < 6 * 0.3 * 0.8
+def test_processes_work_at_the_same_time(functions, tmp_path):
+    """A call returns when others have come, which they would not do after one another."""
+    one = functions("meets_others", rows_per_call=1, num_processes=3)
+    result = one.score({"responses": list("abcdef"), "answers": [str(tmp_path)] * 6})
     assert len(set(result["scores"].tolist())) == 3
 
 
@@ -161,14 +159,14 @@ def test_retries_end_with_the_failure(functions, caplog):
 
 @pytest.mark.parametrize("retries", [None, 1])
 def test_rows_of_a_failed_call_are_dropped_and_no_others(functions, caplog, retries):
-    one = functions("hangs", rows_per_call=2, on_failure="drop", retries=retries, timeout_s=0.6)
+    one = functions("hangs", rows_per_call=2, on_failure="drop", retries=retries, timeout_s=1.5)
     result = one.score(columns("a", "b", "c", "hang", "e"))
     assert result["dropped"].tolist() == [False, False, True, True, False]
     scores = listed(result["scores"])
     assert scores[2:4] == [None, None]
     assert all(scores[row] is not None for row in (0, 1, 4))
     metrics = one.take_metrics()
-    assert 0.6 * (1 + (retries or 0)) < metrics.pop("reward/call_s") < 30
+    assert 1.5 * (1 + (retries or 0)) < metrics.pop("reward/call_s") < 60
     assert metrics == {
         "reward/calls": 3.0 + (retries or 0),
         "reward/failures": 1.0 + (retries or 0),

@@ -22,7 +22,10 @@ from hybridengine.errors import DataError
 ROOT = Path(__file__).parents[2]
 CASES = "tests.unit.reward_cases"
 EXTRA = ("prompts", "prompt_lengths", "response_lengths")
-TIMEOUT_S = 0.4
+TIMEOUT_S = 1.5
+"""Of functions that do not return: until they are where they stay, on a busy machine."""
+LONG_S = 60.0
+"""Ends what ends by itself much earlier."""
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def is_running(number: int) -> bool:
 
 
 def await_end(*numbers: int) -> None:
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + LONG_S
     while any(map(is_running, numbers)):
         assert time.monotonic() < deadline, f"of {numbers}, {[*filter(is_running, numbers)]} still run"
         time.sleep(0.01)
@@ -182,7 +185,10 @@ def test_environment_of_a_rank():
         (("nothing", "b", "c"), "returned None, a NoneType; return a list"),
         (("loop", "22", "three"), "rows 20 to 22, with row 22 at hand: raised ValueError: invalid literal"),
         (("deep", "xy", "33"), "rows 20 to 22, with row 21 at hand: raised ValueError: could not convert"),
-        (("deep", "same", "same"), "rows 20 to 22: raised ValueError: could not convert"),
+        (
+            ("deep", "same", "same"),
+            "rows 20 to 22, with row 21 at hand: raised ValueError: could not convert",
+        ),
         (("nested", "22", "xyz"), "rows 20 to 22, with row 22 at hand: raised ValueError: could not convert"),
         (("two", "different"), "rows 20 to 21: raised ValueError: twodifferent"),
         (("generator", "b", "c"), "with row 21 at hand: raised ZeroDivisionError: float division by zero"),
@@ -230,12 +236,12 @@ def test_a_long_message_is_shortened(failing):
     ],
 )
 def test_a_process_that_ends_is_reported_at_once_and_started_again(process, function, response, message):
-    one = process(function, timeout_s=60.0)
+    one = process(function, timeout_s=2 * LONG_S)
     begin = time.monotonic()
     for _ in range(1 if response == "wait" else 2):
         text = failure_of(one, response, first_row=4)
         assert f"reward.function={CASES}:{function}, row 4: {message}; correct the function, or let" in text
-    assert time.monotonic() - begin < 5.0
+    assert time.monotonic() - begin < LONG_S
 
 
 @pytest.mark.parametrize(
@@ -251,7 +257,7 @@ def test_a_function_that_does_not_return_is_ended_at_the_limit(process, function
     one.start()
     begin = time.monotonic()
     text = failure_of(one, response, "b", first_row=8)
-    assert TIMEOUT_S <= time.monotonic() - begin < TIMEOUT_S + 2.0
+    assert TIMEOUT_S <= time.monotonic() - begin < LONG_S
     assert (
         f"rows 8 to 9: did not return within {TIMEOUT_S} s, and was ended; raise reward.timeout_s, lower"
         " reward.rows_per_call, correct the function, or let reward.on_failure retry or drop the rows\n"
@@ -283,12 +289,12 @@ def test_a_process_that_takes_nothing_any_more_is_ended_at_the_limit(process):
     time.sleep(0.2)
     begin = time.monotonic()
     assert "did not return within" in failure_of(one, "x" * 5_000_000)
-    assert time.monotonic() - begin < TIMEOUT_S + 2.0
+    assert time.monotonic() - begin < LONG_S
 
 
 @pytest.mark.parametrize("end", ["wait", "end", "close", "guard"])
 def test_what_a_function_has_started_ends_with_it(process, tmp_path, end):
-    one = process("starts_children", timeout_s=1.0 if end == "wait" else 60.0)
+    one = process("starts_children", timeout_s=2 * TIMEOUT_S if end == "wait" else 2 * LONG_S)
     file = tmp_path / "numbers"
     begin = time.monotonic()
     if end in ("wait", "end"):
@@ -302,7 +308,7 @@ def test_what_a_function_has_started_ends_with_it(process, tmp_path, end):
         await_end(numbers[1])
     one.close()
     await_end(*numbers)
-    assert time.monotonic() - begin < 10.0
+    assert time.monotonic() - begin < LONG_S
 
 
 def test_a_fork_that_comes_back_with_the_function_answers_nothing(process, tmp_path):
@@ -311,6 +317,53 @@ def test_a_fork_that_comes_back_with_the_function_answers_nothing(process, tmp_p
         file = tmp_path / str(number)
         assert one.call(columns("a", answers=file)) == [0.0]
         await_end(int(file.read_text()))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "no JSON",
+        "[" * 100_000,
+        '["scores", [' + "9" * 5000 + "]]",
+        '["scores", [NaN]]',
+        '["scores", [1e39]]',
+        '["scores", [1]]',
+        '["scores", [1.0, 1.0]]',
+        '["raised", "text", 1, ""]',
+        '["raised", "text", -1, ""]',
+        '["loaded", ["secret"]]',
+        '{"scores": [1.0]}',
+        '["scores", [1.0]]\n["scores", [1.0]]',
+        "\udcff",
+        "x" * 1_100_000,
+    ],
+)
+def test_what_a_function_sends_in_place_of_a_reply_is_an_error(process, sent):
+    """It knows the channel, and may write what it likes."""
+    one = process("answers_by_itself", timeout_s=2 * LONG_S)
+    text = failure_of(one, sent, first_row=4)
+    assert "row 4: its process sent what is no reply (" in text
+    assert "; correct the function, or let reward.on_failure" in text
+    assert len(text) < 1000
+    assert one.call(columns("fine")) == [0.0]
+
+
+def test_what_a_function_sends_is_not_run(process, tmp_path):
+    class Harmful:
+        def __reduce__(self) -> tuple:
+            return Path.touch, (tmp_path / "run",)
+
+    data = pickle.dumps(Harmful())
+    framed = len(data).to_bytes(8, "big") + data
+    with pytest.raises(DataError, match="is no reply"):
+        process("answers_by_itself").call(columns(framed.decode("utf-8", "surrogateescape") + "\n"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_scores_arrive_as_they_were(process):
+    values = [0.1, -1.0 / 3.0, 5e-324, 3.4028234663852886e38, -0.0]
+    found = process("numbers").call(columns(*map(float.hex, values)))
+    assert list(map(float.hex, found)) == list(map(float.hex, values))
 
 
 def test_output_goes_to_the_log_and_not_into_the_scores(process, capfd):
@@ -354,7 +407,7 @@ def test_a_parent_that_is_killed_leaves_nothing_behind(tmp_path, doing):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + LONG_S
     while not file.exists() or not file.read_text():
         assert time.monotonic() < deadline
         assert parent.poll() is None

@@ -69,7 +69,7 @@ def test_silence_has_a_limit(child):
             WorkerTimeoutError, match=r"TRL has not answered within 1 s; allow more with --timeout"
         ):
             taker.receive(1)
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 60
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_the_child_and_what_it_has_started_end_with_the_context(child):
     with child(program) as taker:
         pid = taker.receive(20)["pid"]
         assert _lives(pid)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while _lives(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _lives(pid)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -57,7 +60,8 @@ def embedding_groups(grid: Grid) -> Groups:
 def initialize_globals(seed: int) -> None:
     """Initialise what Megatron-core still reads from its global state, at tensor and pipeline size 1. Collective.
 
-    That is a memory buffer and the names of the RNG tracker; everything else gets its groups handed in.
+    That is a memory buffer and the names of the RNG tracker; everything else gets its groups handed in. NumPy's and
+    Python's generators are seeded too, differently on each rank: loss functions and policies of others use them.
     """
     if parallel_state.model_parallel_is_initialized():
         return
@@ -65,3 +69,6 @@ def initialize_globals(seed: int) -> None:
     with device_shim():
         parallel_state.initialize_model_parallel(1, 1)
         model_parallel_cuda_manual_seed(seed, tp_rank=0, ep_rank=0, etp_rank=0)
+    own = np.random.SeedSequence([seed, dist.get_rank()])
+    np.random.seed(own.generate_state(4))
+    random.seed(int(own.generate_state(1, np.uint64)[0]))

@@ -1,0 +1,118 @@
+"""Where a rank is in the network: its node's interface, and the store in which the ranks of a pool meet.
+
+All connections of a run use the addresses that Ray knows its nodes by. What a host name resolves to says nothing of
+what other hosts reach: on Debian it is 127.0.1.1.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import psutil
+
+from hybridengine.errors import WorkerError
+
+if TYPE_CHECKING:  # a rank imports torch when it has a seat
+    from torch.distributed import TCPStore
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+SOURCE_PLACE = re.compile(r"\[[^]]*\.\w+:\d+\] ?|\$\d+$")
+"""File and line in gloo's own messages."""
+CONNECT_LIMIT_S = 30.0
+"""Until rank 0's store accepts a connection: it listens before other ranks are told where."""
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface that carries an address of this node; None where none does.
+
+    The loopback interface carries all of 127.0.0.0/8.
+    """
+    try:
+        wanted = ipaddress.ip_address(address)
+    except ValueError:
+        return None
+    for name, carried in psutil.net_if_addrs().items():
+        for one in carried:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                own = ipaddress.ip_address(one.address)
+                if own == wanted or (own.is_loopback and wanted.is_loopback):
+                    return name
+    return None
+
+
+def socket_environment(address: str) -> dict[str, str]:
+    """Return the environment variables by which gloo, NCCL and vLLM listen at the node's address.
+
+    Empty where no interface carries it: a node behind a translated address is left to its own host name.
+    """
+    interface = interface_of(address)
+    if interface is None:
+        return {}
+    # NCCL takes every interface whose name begins so, unless there is an equals sign.
+    return dict(zip(INTERFACE_VARIABLES, (interface, f"={interface}"), strict=True)) | {
+        "VLLM_HOST_IP": address
+    }
+
+
+def open_store(address: str, timeout: timedelta) -> TCPStore:
+    """Return a store that listens at a port of `address`, and at no other address of the node.
+
+    Raises:
+        WorkerError: the node does not have this address.
+    """
+    from torch.distributed import TCPStore
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        # Port 0: the system picks a free one, and the store takes the socket over, so that nobody else gets it.
+        listener = socket.create_server((address, 0), family=family, backlog=4096)
+    except OSError as error:
+        raise WorkerError(
+            f"rank 0 cannot listen at {address} on host {socket.gethostname()} ({error.strerror}); start Ray there with"
+            " an address that the host has: `ray start --node-ip-address=...`"
+        ) from None
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """Return a client of rank 0's store.
+
+    Raises:
+        WorkerError: it cannot be reached.
+    """
+    from torch.distributed import TCPStore
+
+    try:
+        socket.create_connection((address, port), timeout=CONNECT_LIMIT_S).close()
+    except OSError as error:
+        raise WorkerError(
+            f"host {socket.gethostname()} cannot reach rank 0's store at {address} port {port} ({error}); open the ports"
+            " that the system chooses (net.ipv4.ip_local_port_range) between the nodes, and start Ray with addresses"
+            " that the others reach: `ray start --node-ip-address=...`"
+        ) from None
+    return TCPStore(address, port, is_master=False, timeout=timeout)
+
+
+def not_met(rank: int, node: str, error: Exception) -> WorkerError:
+    """Return the error of a rank that did not find the others through torch.distributed."""
+    reason = SOURCE_PLACE.sub("", str(error).strip().split("\n")[0]).rstrip(".")
+    named = {name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ}
+    interfaces = ", ".join(f"{name}={value!r}" for name, value in named.items()) or "no interface set"
+    return WorkerError(
+        f"rank {rank} on host {socket.gethostname()} (Ray's node {node}, {interfaces}) did not meet the other ranks:"
+        f" {reason}; the nodes must reach each other's ports at the addresses of these interfaces: unset the"
+        " variables to take those of Ray's node addresses, and open the ports between the nodes"
+    )

@@ -1,0 +1,124 @@
+"""Two hosts whose names resolve to their loopback, one Ray node each: a run over both, and ranks that do not meet."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybridengine.backends.vllm import environment
+from hybridengine.controller.cluster import QUIET_RAY
+from hybridengine.metrics import keys
+from hybridengine.metrics.rows import read_rows
+from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
+from tests.full.hosts import RAY_FOLDER, Host, joined_hosts, needs_root
+from tests.full.tiny_runs import SECTIONS
+from tests.gloo.ranks import ENVIRONMENT
+
+pytestmark = [pytest.mark.timeout(600), needs_root]
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 6379
+CLUSTER = f"{ADDRESSES[0]}:{PORT}"
+WARM = {
+    "RAY_RUNTIME_ENV_HOOK": "tests.full.warm_workers.with_warm_workers",
+    "WARM_WORKERS": f"{RAY_FOLDER}/warm",
+}
+RAY = QUIET_RAY | WARM | {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": ENVIRONMENT["PYTHONPATH"]}
+
+WRONG_INTERFACE = """
+import sys
+from hybridengine.controller.pool import ResourcePool
+from hybridengine.errors import WorkerError
+pool = ResourcePool([1, 1], env={"GLOO_SOCKET_IFNAME": "lo"}, start_timeout_s=40)
+try:
+    pool.start()
+except WorkerError as error:
+    print(f"\\nFOUND {error}")
+"""
+
+
+@contextmanager
+def ray_nodes(hosts: list[Host]) -> Iterator[None]:
+    """One Ray cluster over the hosts, whose workers start from a warm process on each."""
+    with ExitStack() as ends:
+        warm = []
+        for host in hosts:
+            server = subprocess.Popen(
+                host.inside(sys.executable, "-m", "tests.full.warm_workers", WARM["WARM_WORKERS"]),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment.ON_CPU | ENVIRONMENT,
+            )
+            warm.append(ends.enter_context(server))
+        for host, server in zip(hosts, warm, strict=True):
+            assert server.stdout is not None
+            assert server.stdout.readline() == b"ready\n", host.name
+        for host in hosts:
+            if host.address == ADDRESSES[0]:
+                where = ["--head", "--port", PORT, "--include-dashboard", "false"]
+            else:
+                where = ["--address", CLUSTER]
+            ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *where]
+            offer = ["--node-ip-address", host.address, "--num-cpus", 2, "--num-gpus", 0]
+            done = host.run(*ray, *offer, env=RAY)
+            assert done.returncode == 0, done.stdout
+        yield
+        for host in hosts:
+            host.close()  # the warm processes are among its own
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the commands on the first host have printed, and the run's folder."""
+
+    run: subprocess.CompletedProcess
+    wrong_interface: subprocess.CompletedProcess
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = tmp_path_factory.mktemp("hosts")
+    changes = {
+        "run": SECTIONS["run"] | {"steps": 1, "folder": str(folder / "runs")},
+        "cluster": {"ranks_per_node": [2, 2], "address": CLUSTER},
+        "warmup": SECTIONS["warmup"] | {"steps": 2},
+        "actor": SECTIONS["actor"] | {"generate": "2-2"},  # over both hosts, as vLLM's own groups then are
+        "timeouts": {"start_s": 120, "call_s": 120},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
+    with joined_hosts(("first", "second"), ADDRESSES, folder) as hosts, ray_nodes(hosts):
+        train = [sys.executable, "-m", "hybridengine.cli.main", "train", folder / "run.yaml"]
+        run = hosts[0].run(*train, limit_s=300, env=RAY)
+        wrong = hosts[0].run(sys.executable, "-c", WRONG_INTERFACE, env=RAY | {"RAY_ADDRESS": CLUSTER})
+    return Seen(run, wrong, folder / "runs" / "run")
+
+
+def test_a_run_over_two_hosts_trains(seen: Seen) -> None:
+    assert seen.run.returncode == 0, seen.run.stdout
+    rows = read_rows(seen.folder)
+    assert [row[keys.STEP] for row in rows] == [0, 1]
+    assert rows[1][keys.LOG_PROB_ABS_DIFF_MAX] < 1e-3
+    spans = read_timeline(seen.folder / TIMELINE_FILE).spans
+    assert {(span.rank, span.node) for span in spans} == {(rank, ADDRESSES[rank // 2]) for rank in range(4)}
+
+
+def test_ranks_that_do_not_meet_say_where_they_are_in_one_line(seen: Seen) -> None:
+    """The interface that the environment names is taken, be it the wrong one."""
+    said = seen.wrong_interface.stdout
+    assert "Traceback" not in said, said
+    assert re.search(
+        r"^FOUND rank (0 on host first|1 on host second) \(Ray's node 10\.77\.0\.[12], GLOO_SOCKET_IFNAME='lo', "
+        r"NCCL_SOCKET_IFNAME='=wire0'\) did not meet the other ranks: .*Connection refused, remote=\[127\.0\.0\.1\]"
+        r":\d+; the nodes must reach .* open the ports between the nodes$",
+        said,
+        re.MULTILINE,
+    ), said

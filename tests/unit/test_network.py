@@ -1,0 +1,66 @@
+"""The interface of a node's address, and the variables that follow from it."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from hybridengine.controller import network
+from hybridengine.errors import WorkerError
+
+CARRIED = {
+    "lo": ["127.0.0.1", "::1"],
+    "eth0": ["192.168.1.5", "fe80::1%eth0"],
+    "ib0": ["10.0.0.9", "fd00::9"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(address: str) -> SimpleNamespace:
+        return SimpleNamespace(family=socket.AF_INET6 if ":" in address else socket.AF_INET, address=address)
+
+    link = SimpleNamespace(family=psutil.AF_LINK, address="02:fc:00:00:00:01")
+    found = {name: [link, *map(one, addresses)] for name, addresses in CARRIED.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+
+
+@pytest.mark.parametrize(
+    ("address", "interface"),
+    [
+        ("10.0.0.9", "ib0"),
+        ("fd00::9", "ib0"),
+        ("FD00:0::9", "ib0"),
+        ("192.168.1.5", "eth0"),
+        ("127.0.0.10", "lo"),
+        ("10.0.0.8", None),
+        ("a-name", None),
+    ],
+)
+def test_the_interface_that_carries_an_address(address: str, interface: str | None) -> None:
+    assert network.interface_of(address) == interface
+    expected = {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+        "VLLM_HOST_IP": address,
+    }
+    assert network.socket_environment(address) == (expected if interface else {})
+
+
+def test_an_address_that_the_host_does_not_have_is_one_error() -> None:
+    with pytest.raises(
+        WorkerError, match=r"rank 0 cannot listen at 203\.0\.113\.1 on host .*; start Ray there with an"
+    ):
+        network.open_store("203.0.113.1", timeout=network.timedelta(seconds=1))
+
+
+def test_a_store_that_does_not_answer_is_one_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(
+        WorkerError, match=rf"cannot reach rank 0's store at 127\.0\.0\.1 port {port} \(.*refused\)"
+    ):
+        network.connect_store("127.0.0.1", port, network.timedelta(seconds=1))

@@ -1,0 +1,42 @@
+"""Temporary folders: those of processes that were killed are removed by the next, and no others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hybridengine import temporary
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = temporary.make_folder("reward")
+    code = "from hybridengine.temporary import make_folder; print(make_folder('bench'), flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=ROOT,
+    ) as child:  # fmt: skip
+        assert child.stdout is not None
+        left = Path(child.stdout.readline().strip())
+        (left / "file").touch()
+        strangers = [
+            left.with_name(left.name.replace(f"-{child.pid}-", f"-{child.pid}-9")),  # an earlier process
+            left.with_name(left.name.replace("bench-", "bench-0")),  # no name of ours
+            left.with_name("hybridengine-anything"),
+        ]
+        for folder in strangers:
+            folder.mkdir()
+        temporary.remove_leftovers()
+        assert (left / "file").exists() and own.exists()
+        assert [folder.exists() for folder in strangers] == [False, True, True]
+        child.kill()
+    with temporary.temporary_folder("calibrate") as last:
+        assert sorted(tmp_path.iterdir()) == sorted([own, last, *strangers[1:]])
+    assert not last.exists()
