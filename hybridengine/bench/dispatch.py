@@ -136,6 +136,7 @@ def measure_dispatch(spec: DispatchSpec, say: Callable[[str], None]) -> Dispatch
         TransferError: rows arrived wrong.
         HybridEngineError: a rank failed or did not answer in time.
     """
+    from hybridengine.backends.vllm import environment
     from hybridengine.controller.exchange import row_exchange
     from hybridengine.controller.pool import ResourcePool
     from hybridengine.controller.rows import Rows
@@ -143,7 +144,8 @@ def measure_dispatch(spec: DispatchSpec, say: Callable[[str], None]) -> Dispatch
 
     workers = "hybridengine.bench.dispatch_workers"
     exchange = row_exchange()
-    with ResourcePool([spec.producer.num_ranks], timeout_s=spec.timeout_s) as pool:
+    env = environment.ON_CPU  # as in a run
+    with ResourcePool([spec.producer.num_ranks], env=env, timeout_s=spec.timeout_s) as pool:
         say(f"starting {spec.producer.num_ranks} ranks")
         producer = WorkerGroup(pool, f"{workers}.MakeRowsWorker", parallel=spec.producer)
         consumer = WorkerGroup(pool, f"{workers}.TakeRowsWorker", parallel=spec.consumer)
