@@ -51,8 +51,9 @@ class DispatchSpec:
     def needed_bytes(self) -> int:
         """Bytes that all processes take together at the worst moment, roughly.
 
-        The rows of the producers, those of every consumer (its data-parallel part on all its ranks), twice while they
-        come through the controller: in an object and as a tensor; there the whole, and its parts in the object store.
+        The rows of the producers in Ray's object store, those of every consumer (its data-parallel part on all its
+        ranks), twice while they come through the controller: in an object and as a tensor; there the whole, and its
+        parts in the object store.
         """
         consumed = self.batch_bytes * self.consumer.model_parallel_size
         return 3 * self.batch_bytes + 2 * consumed + self.producer.num_ranks * PROCESS_BYTES
