@@ -140,10 +140,10 @@ class WorkerGroup:
             raise ProtocolError(
                 f"{operation} returns a row for each that it is given, and was given none; pass rows"
             )
+        returned = requests.ranges if registration.returns_rows else None
 
         def call(rank: int, process: Any) -> tuple[ObjectRef, ObjectRef]:
-            returns_rows = registration.returns_rows and requests.ranges is not None
-            num_rows = len(requests.ranges[rank]) if returns_rows else None
+            num_rows = None if returned is None else len(returned[rank])
             one = Call(self.role, method, self.timeout_s, rank in sources, num_rows)
             part = requests.part_of_rank[rank]
             try:
@@ -167,10 +167,9 @@ class WorkerGroup:
             places=self._places,
             inputs=requests.produced,
         )
-        if not registration.returns_rows:
+        if returned is None:
             return future
-        assert requests.ranges is not None
-        ranges = [requests.ranges[rank] for rank in sources]
+        ranges = [returned[rank] for rank in sources]
         first_rows = tuple(rows.start for rows in ranges)
         produced = Produced(future, first_rows, ranges[-1].stop)
         return Rows([Source(produced)], produced.num_rows)

@@ -21,7 +21,6 @@ from hybridengine.runtime.stored_rows import (
     StoredColumn,
     StoredRows,
     as_bytes,
-    size_of,
 )
 
 
@@ -74,7 +73,7 @@ class ColumnRows:
 
 @dataclass
 class Received:
-    """Columns that were read, and what that moved."""
+    """Columns that were read, and the bytes that this moved."""
 
     columns: dict[str, Tensor | NonTensorStack] = field(default_factory=dict)
     """In memory of their own: whoever writes to them changes nobody else's rows."""
@@ -108,12 +107,7 @@ def read_columns(
             rows = column.rows[places] - block.first
             content = kept.content if kept.is_inline else contents[kept.content]
             parts.append((places, rows, content))
-            distinct = np.unique(rows)
-            num_bytes = (
-                len(distinct) * kept.entry_bytes
-                if kept.dtype
-                else size_of([content[row] for row in distinct])
-            )
+            num_bytes = _bytes_of(content, np.unique(rows))
             received.object_bytes += 0 if kept.is_inline else num_bytes
             if block.stored.owner != reader and num_bytes:
                 received.transferred[column.producer] += num_bytes
@@ -126,19 +120,19 @@ def _objects(
     stored: Mapping[str, Sequence[StoredColumn]],
     get: Callable[[list[Any]], list[Any]],
 ) -> dict[Any, Content]:
-    """Every object that is needed, by its reference: asked for at once, so that they arrive side by side."""
-    places = {
+    """Return every object that is needed, by its reference; all are asked for at once, to arrive side by side."""
+    sources = {
         kept.content: (column, block.stored.owner)
         for name, column in wanted.items()
         for block, kept in zip(column.blocks, stored[name], strict=True)
         if not kept.is_inline
     }
-    if not places:
+    if not sources:
         return {}
     try:
-        return dict(zip(places, get(list(places)), strict=True))
+        return dict(zip(sources, get(list(sources)), strict=True))
     except MissingObjectError as error:
-        column, owner = list(places.values())[error.place]
+        column, owner = list(sources.values())[error.place]
         raise TransferError(
             f"column {column.name!r} of {column.producer} cannot be fetched from {owner}: {error.reason}; if the rank or"
             " its node has died, start again from the last checkpoint"
@@ -148,24 +142,32 @@ def _objects(
 def _assembled(
     like: StoredColumn, num_rows: int, parts: Sequence[tuple[np.ndarray, np.ndarray, Content]]
 ) -> Tensor | NonTensorStack:
-    """Rows of all parts: (their places, rows of the part's content, content).
+    """Return the rows of all parts, each of which is (places, rows of the part's content, content).
 
     Objects of Ray are shared memory that torch would write to: the copy made here is the only one, and the reader's own.
     """
     if like.dtype is None:
         values: list[Any] = [None] * num_rows
         for places, rows, content in parts:
+            assert not isinstance(content, np.ndarray), "pickled values come as a list"
             for place, row in zip(places, rows, strict=True):
                 values[place] = pickle.loads(content[row])
         return NonTensorStack(*values)
     whole = torch.empty((num_rows, *like.entry_shape), dtype=DTYPES[like.dtype])
     target = as_bytes(whole)
     for places, rows, content in parts:
+        assert isinstance(content, np.ndarray), "tensors come as arrays of bytes"
         if _is_run(places) and _is_run(rows):
             target[places[0] : places[-1] + 1] = content[rows[0] : rows[-1] + 1]
         else:
             target[places] = content[rows]
     return whole
+
+
+def _bytes_of(content: Content, rows: np.ndarray) -> int:
+    if isinstance(content, np.ndarray):
+        return len(rows) * content.shape[1]
+    return sum(len(content[row]) for row in rows)
 
 
 def _is_run(numbers: np.ndarray) -> bool:

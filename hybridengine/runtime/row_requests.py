@@ -95,7 +95,7 @@ class RowsRequest:
 
 
 def _columns(origin: RowsOrigin, batches: Sequence[StoredRows]) -> dict[str, ColumnRows]:
-    """Columns that an origin has, by the names that they shall have."""
+    """Return the columns that an origin has, by the names that they shall have."""
     blocks = [Block(first, batches[place]) for first, place in origin.blocks]
     kept = blocks[0].stored.columns
     names = {name: name for name in kept} if origin.names is None else origin.names

@@ -30,7 +30,7 @@ Content = np.ndarray | Sequence[bytes]
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that has produced rows; its objects end with it."""
+    """The process that has produced rows and owns their objects, which are lost when it ends."""
 
     node: str
     pid: int
@@ -51,12 +51,6 @@ class StoredColumn:
     dtype: str | None = None
     """As torch prints it; None for values that are not tensors."""
     entry_shape: tuple[int, ...] = ()
-
-    @property
-    def entry_bytes(self) -> int:
-        """Bytes of a row of a tensor column."""
-        assert self.dtype is not None, "values that are not tensors have sizes of their own"
-        return math.prod(self.entry_shape) * DTYPES[self.dtype].itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.entry_shape)}" if self.dtype else "values that are not tensors"

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import ray
+from ray._private.worker import global_worker
 
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.failures import RankFailedError
@@ -120,7 +121,7 @@ def wait_until_gone(name: bytes) -> None:
 
 def is_kept(name: bytes) -> bool:
     """Return True if Ray's store on this node has an object."""
-    return ray._private.worker.global_worker.core_worker.object_exists(ray.ObjectRef(name))
+    return global_worker.core_worker.object_exists(ray.ObjectRef(name))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_rows_of_a_rank_that_has_died_are_lost_by_name(ray_cluster: int) -> None:
