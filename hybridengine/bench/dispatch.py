@@ -51,8 +51,9 @@ class DispatchSpec:
     def needed_bytes(self) -> int:
         """Bytes that all processes take together at the worst moment, roughly.
 
-        The rows of the producers, those of every consumer (its data-parallel part on all its ranks), twice while they
-        come through the controller: in an object and as a tensor; there the whole, and its parts in the object store.
+        The rows of the producers in Ray's object store, those of every consumer (its data-parallel part on all its
+        ranks), twice while they come through the controller: in an object and as a tensor; there the whole, and its
+        parts in the object store.
         """
         consumed = self.batch_bytes * self.consumer.model_parallel_size
         return 3 * self.batch_bytes + 2 * consumed + self.producer.num_ranks * PROCESS_BYTES
@@ -136,6 +137,7 @@ def measure_dispatch(spec: DispatchSpec, say: Callable[[str], None]) -> Dispatch
         TransferError: rows arrived wrong.
         HybridEngineError: a rank failed or did not answer in time.
     """
+    from hybridengine.backends.vllm import environment
     from hybridengine.controller.exchange import row_exchange
     from hybridengine.controller.pool import ResourcePool
     from hybridengine.controller.rows import Rows
@@ -143,7 +145,8 @@ def measure_dispatch(spec: DispatchSpec, say: Callable[[str], None]) -> Dispatch
 
     workers = "hybridengine.bench.dispatch_workers"
     exchange = row_exchange()
-    with ResourcePool([spec.producer.num_ranks], timeout_s=spec.timeout_s) as pool:
+    env = environment.ON_CPU  # as in a run
+    with ResourcePool([spec.producer.num_ranks], env=env, timeout_s=spec.timeout_s) as pool:
         say(f"starting {spec.producer.num_ranks} ranks")
         producer = WorkerGroup(pool, f"{workers}.MakeRowsWorker", parallel=spec.producer)
         consumer = WorkerGroup(pool, f"{workers}.TakeRowsWorker", parallel=spec.consumer)

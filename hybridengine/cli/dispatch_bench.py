@@ -24,8 +24,8 @@ from hybridengine.topology.sizes import TrainSizes
 
 DESCRIPTION = """Measure how rows get from one worker group to another, on real Ray workers of this machine:
 
-  direct               the consumer is handed a reference, and each of its ranks fetches its own rows straight from the
-                       ranks that have them
+  direct               the consumer is handed a reference, and each of its ranks fetches its own rows from Ray's object
+                       store, where the ranks that have made them have put them
   through controller   the controller fetches the rows, splits them, and sends each rank its part
 
 Both take the same rows in turn, in the same processes. A repetition ends when every rank of the consumer has read its
@@ -36,7 +36,8 @@ EPILOG = """examples:
   hybridengine bench dispatch --from 1-2-2 --to 2-2-1 --bytes 256MiB --repetitions 9 --json dispatch.json
 
 reading it: "spread" is the fastest and the slowest repetition. "through the controller" counts bytes of rows that it
-fetches or sends. An empty call is the round trip of a method that does nothing, on all ranks."""
+fetches or sends, or that pass it inside Ray's messages. An empty call is the round trip of a method that does nothing,
+on all ranks."""
 
 
 def add_dispatch_command(subparsers: Any) -> None:

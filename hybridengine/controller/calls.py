@@ -20,12 +20,8 @@ class Call:
     timeout_s: float
     is_source: bool
     """Whether the protocol collects this rank's result."""
-    key: int | None = None
-    """Under which rows are kept that the method returns on source ranks; None where it returns none."""
     num_rows: int | None = None
-    """Rows that it must return; None where it returns none."""
-    dropped: tuple[int, ...] = ()
-    """Keys of rows that nobody wants any more."""
+    """Rows that the method must return on source ranks; None where it returns none."""
 
     def __str__(self) -> str:
         return f"{self.role}.{self.method}"

@@ -58,9 +58,9 @@ class NodeOffer:
 def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
     """Connect to the cluster that RAY_ADDRESS names, or else start a quiet one on this machine; once per process.
 
-    `num_cpus` are logical: that many ranks can run, also on fewer cores. Batches travel by copy: Ray's zero-copy
-    tensors (RAY_ENABLE_ZERO_COPY_TORCH_TENSORS) are read-only shared memory that a worker's in-place operation would
-    crash on, so they are left off. Where this machine's own cluster has lost its node, it is started again.
+    `num_cpus` are logical: that many ranks can run, also on fewer cores. Ray's zero-copy tensors
+    (RAY_ENABLE_ZERO_COPY_TORCH_TENSORS) are left off: they are memory that all readers of a node share, and a worker's
+    in-place operation would change it for all. Where this machine's own cluster has lost its node, it is started again.
     """
     if ray.is_initialized():
         if os.environ.get("RAY_ADDRESS") or _live_nodes():

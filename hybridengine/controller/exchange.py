@@ -1,19 +1,12 @@
-"""What the controller knows of the rows of all pools: their keys, and the bytes that have moved."""
+"""What the controller knows of the calls of all pools: what they took, and the bytes of rows that have moved."""
 
 from __future__ import annotations
 
-import itertools
-import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
-
-from hybridengine.runtime.row_reader import RowReader
-
-READ_TIMEOUT_S = 300.0
-"""Longest that a rank may take to hand rows to the controller."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +20,7 @@ class CallRecord:
     fetch_seconds: dict[int, float]
     """Rank -> how long it took, from the beginning, until its rows were there."""
     transferred: Counter[str]
-    """Bytes of rows that came from other processes, all ranks together, by the call that had produced them."""
+    """Bytes of rows that other processes had produced, all ranks together, by the call that had."""
     held_bytes: dict[int, dict[str, int]]
     """Rank -> what its process held when the call had ended, by name."""
     pool: str = ""
@@ -58,26 +51,17 @@ class RowExchange:
     """One per controller, for all its pools: rows go from ranks of any to ranks of any."""
 
     def __init__(self) -> None:
-        self.secret = secrets.token_bytes(32)
-        """What processes on other machines must know to be given rows."""
         self.payload_bytes = 0
-        """Bytes of rows that have passed through the controller, sent or fetched."""
+        """Bytes of rows that have passed through the controller: sent, fetched, or inside results and arguments."""
         self.records: list[CallRecord] = []
         """Of all calls that have ended, in that order, since they were last taken."""
         self.observer: CallObserver | None = None
         """Who is told of calls while they are under way."""
-        self._keys = itertools.count()
-        self.reader = RowReader(self.secret, READ_TIMEOUT_S)
-        """For rows that the controller itself wants."""
 
     def take_records(self) -> list[CallRecord]:
         """The records so far; the next ones begin a new list."""
         records, self.records = self.records, []
         return records
-
-    def next_key(self) -> int:
-        """A key for the rows of one call, the same on all ranks."""
-        return next(self._keys)
 
 
 @cache

@@ -74,7 +74,9 @@ class Outcome:
     fetch_seconds: float = 0.0
     """Of the time between them: until the call's rows were there."""
     transferred: dict[str, int] = field(default_factory=dict)
-    """Bytes of rows that came from other processes, by the call that had produced them."""
+    """Bytes of rows that other processes had produced, by the call that had."""
+    inline_bytes: int = 0
+    """Bytes of rows inside the call's arguments and result, which Ray carries through the controller."""
     held_bytes: dict[str, int] = field(default_factory=dict)
     """What the rank's process held at the end (`runtime.host_memory.held_bytes`)."""
 

@@ -28,7 +28,7 @@ class Future:
         """`results` are references to the results of the source ranks, in row order.
 
         `unfinished` gives the calls of the pool that ranks have not ended, oldest first: they come first. `inputs` are
-        calls (`Produced`) whose rows the call reads: they are kept until it has ended.
+        calls (`Produced`) whose rows the call reads.
         """
         self._operation = operation
         self._results = dict(results)
@@ -63,7 +63,7 @@ class Future:
         return list(self._results.values())
 
     def settle(self) -> None:
-        """Once the call has ended well: give up the rows that it has read, and write down what it took."""
+        """Once the call has ended well: forget the calls whose rows it has read, and write down what it took."""
         if not self._is_settled and self._operation.poll() and not self._operation.failed:
             self._is_settled = True
             self._inputs.clear()

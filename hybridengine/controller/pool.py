@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -81,7 +80,6 @@ class ResourcePool:
         self._processes: list[Any] = []
         self._identities: list[RankIdentity] = []
         self._unfinished: list[Future] = []
-        self._dropped: deque[int] = deque()
         self._roles: set[str] = set()
         self._closed = False
 
@@ -194,14 +192,6 @@ class ResourcePool:
         for future in list(self._unfinished):
             future.settle()
 
-    def drop_rows(self, key: int) -> None:
-        """Let the ranks give up the rows of a call, with the next call that they get."""
-        self._dropped.append(key)
-
-    def take_dropped(self) -> tuple[int, ...]:
-        """Keys of rows that nobody wants any more, for a call to take along."""
-        return tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
-
     def add_role_name(self, role: str) -> None:
         """Take a role's name for a worker group.
 
@@ -276,12 +266,12 @@ class ResourcePool:
             lambda rank, process: process.take_rank.remote(self._identities[rank], timeout_s),
             timeout_s,
         )
-        secret, collective_s = row_exchange().secret, COLLECTIVE_SHARE * self.timeout_s
+        collective_s = COLLECTIVE_SHARE * self.timeout_s
         try:
             self._on_all(
                 "join_world",
                 lambda rank, process: process.join_world.remote(
-                    self.nodes[0], ports[0], secret, MEETING_SHARE * timeout_s, collective_s
+                    self.nodes[0], ports[0], MEETING_SHARE * timeout_s, collective_s
                 ),
                 timeout_s,
             )

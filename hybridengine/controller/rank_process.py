@@ -104,7 +104,7 @@ class RankProcess:
 
     @ray.method(num_returns=2)
     def join_world(
-        self, master_addr: str, master_port: int, secret: bytes, meeting_s: float, timeout_s: float
+        self, master_addr: str, master_port: int, meeting_s: float, timeout_s: float
     ) -> tuple[Outcome, None]:
         """Initialise torch.distributed (gloo, and NCCL for tensors on GPUs), and get ready to give and take rows.
 
@@ -141,7 +141,7 @@ class RankProcess:
                 raise network.not_met(identity.rank, identity.node, error) from None
             with nothing_collected():
                 rank_rows = importlib.import_module("hybridengine.controller.rank_rows")
-            self._rows = rank_rows.RankRows(identity.node, secret, timeout_s)
+            self._rows = rank_rows.RankRows(identity.node, identity.rank, timeout_s)
 
         return self._run(identity.rank, join)
 
@@ -162,7 +162,7 @@ class RankProcess:
 
     @ray.method(num_returns=2)
     def call(self, call: Call, arguments: Arguments, *batches: Any) -> tuple[Outcome, Any]:
-        """Run a method of a role's worker; returns its result, or where its rows are kept, on source ranks.
+        """Run a method of a role's worker; returns its result, or the description of its rows, on source ranks.
 
         A method that runs almost as long as its timeout prints the stack of every thread to the process's log, and says
         where it is.
@@ -178,12 +178,20 @@ class RankProcess:
             result = getattr(self._workers[call.role], call.method)(*args, **kwargs)
             if not call.is_source:
                 return None
-            return result if call.key is None else self._rows.keep(call, result)
+            return result if call.num_rows is None else self._rows.keep(call, result)
 
         with telling(call.timeout_s):
             outcome, result = self._run(self._taken().rank, run)
         if fetched:
-            outcome = replace(outcome, fetch_seconds=fetched[0].seconds, transferred=fetched[0].transferred)
+            inline_bytes = fetched[0].inline_bytes
+            if result is not None and call.num_rows is not None:
+                inline_bytes += result.inline_bytes
+            outcome = replace(
+                outcome,
+                fetch_seconds=fetched[0].seconds,
+                transferred=fetched[0].transferred,
+                inline_bytes=inline_bytes,
+            )
         return outcome, result
 
     @ray.method(num_returns=2)
@@ -195,8 +203,6 @@ class RankProcess:
                 if hasattr(worker, "close"):
                     worker.close()
             self._workers.clear()
-            if self._rows is not None:
-                self._rows.close()
             distributed = importlib.import_module("torch.distributed")
             if distributed.is_initialized():
                 distributed.destroy_process_group()

@@ -30,7 +30,7 @@ class Requests:
     batches: list[list[ObjectRef]]
     """References to the `StoredRows` that each part's requests refer to."""
     produced: list[Produced]
-    """Whose they are: they must be kept until the call has ended."""
+    """Whose they are: calls that must end before this one can."""
     part_payload_bytes: list[int]
     """Bytes of rows that each part brings from the controller."""
 
@@ -41,9 +41,8 @@ def split_requests(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     operation: str,
-    pool: object = None,
 ) -> Requests:
-    """Cut a call's arguments for the ranks of a group, which are those of `pool`.
+    """Cut a call's arguments for the ranks of a group.
 
     Rows are split as the protocol says; futures are waited for; all other values go to every rank unchanged. Protocols
     that take items give each rank its item of every argument.
@@ -75,13 +74,10 @@ def split_requests(
             if isinstance(source.origin, Produced)
         )
     )
-    # Ranks with the same rows get the same request, but for those that have some of the rows themselves.
-    owners = {rank for one in produced if one.pool is pool for rank in one.ranks}
-    readers = [(rows, rank if rank in owners else None) for rank, rows in enumerate(ranges)]
-    distinct = list(dict.fromkeys(readers))
+    distinct = list(dict.fromkeys(ranges))
     parts, batches = [], []
-    for rows, rank in distinct:
-        needed = Batches(pool, rank)
+    for rows in distinct:
+        needed = Batches()
 
         def request(value: Any, rows: range = rows, needed: Batches = needed) -> Any:
             if not isinstance(value, Rows):
@@ -90,10 +86,10 @@ def split_requests(
 
         parts.append(_map(arguments, request))
         batches.append(needed.references)
-    place = {reader: number for number, reader in enumerate(distinct)}
+    place = {rows: number for number, rows in enumerate(distinct)}
     return Requests(
         parts,
-        [place[reader] for reader in readers],
+        [place[rows] for rows in ranges],
         ranges,
         batches,
         produced,

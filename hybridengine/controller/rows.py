@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,51 +19,42 @@ from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.futures import Future
+from hybridengine.controller.objects import get_objects
 from hybridengine.errors import ProtocolError, WrongArgumentsError
 from hybridengine.runtime.batch import columns_of, num_rows
 from hybridengine.runtime.row_requests import RowsOrigin, RowsRequest
+
+READ_TIMEOUT_S = 300.0
+"""Longest wait for rows that the controller itself wants."""
 
 Index = slice | Sequence[int] | np.ndarray | torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Produced:
-    """The rows of one call: batches of its source ranks, one behind the other. They are kept as long as this is."""
+    """The rows of one call: batches of its source ranks, one behind the other."""
 
     future: Future
-    """Its results are the batches' `StoredRows`."""
+    """Its results are the batches' `StoredRows`: Ray keeps their objects as long as somebody has references to these."""
     first_rows: tuple[int, ...]
     """Of each batch."""
     num_rows: int
-    key: int
-    """Under which each source rank keeps its batch."""
-    ranks: tuple[int, ...]
-    """The source ranks."""
-    pool: object
-    """Whose ranks they are."""
 
 
 class Batches:
-    """The batches that a reader needs, one by one as requests are made of them.
+    """The batches that a reader needs, one by one as requests are made of them."""
 
-    Args:
-        pool, rank: the reader. What it has produced itself it knows, and waits for nobody to tell it.
-    """
-
-    def __init__(self, pool: object = None, rank: int | None = None) -> None:
-        self._pool, self._rank = pool, rank
+    def __init__(self) -> None:
         self._places: dict[tuple[Produced, int], int] = {}
 
-    def blocks(self, produced: Produced, rows: np.ndarray) -> tuple[tuple[int, int | None], ...]:
+    def blocks(self, produced: Produced, rows: np.ndarray) -> tuple[tuple[int, int], ...]:
         """(first row, place) of each batch that has some of the rows; of the first batch, where there are no rows."""
         numbers = (
             np.unique(np.searchsorted(produced.first_rows, rows, side="right") - 1) if len(rows) else [0]
         )
         return tuple((produced.first_rows[number], self._place(produced, int(number))) for number in numbers)
 
-    def _place(self, produced: Produced, number: int) -> int | None:
-        if self._rank == produced.ranks[number] and self._pool is produced.pool:
-            return None
+    def _place(self, produced: Produced, number: int) -> int:
         return self._places.setdefault((produced, number), len(self._places))
 
     @property
@@ -252,11 +244,8 @@ class Rows:
         self.wait()
         batches = Batches()
         request = self.request(range(len(self)), names or None, batches)
-        exchange = row_exchange()
-        reader = exchange.reader
-        before = reader.received_bytes
-        rows = request.fetch(batches.fetch(), reader)
-        exchange.payload_bytes += reader.received_bytes - before
+        rows, received = request.fetch(batches.fetch(), partial(get_objects, timeout_s=READ_TIMEOUT_S))
+        row_exchange().payload_bytes += received.object_bytes  # others were counted when their call ended
         return rows
 
     def __repr__(self) -> str:
@@ -304,7 +293,7 @@ def _origin(
     origin = source.origin
     if isinstance(origin, Produced):
         blocks = batches.blocks(origin, rows)
-        return RowsOrigin(str(origin.future.operation), blocks, origin.key, rows, source.names)
+        return RowsOrigin(str(origin.future.operation), blocks, rows, source.names)
     wanted_names = {new: old for new, old in source.here.items() if columns is None or new in columns}
     # In storage of its own: a view would send the whole batch.
     chosen = origin.select(*set(wanted_names.values()))[torch.from_numpy(rows)]

@@ -12,7 +12,7 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError
 
-from hybridengine.controller.exchange import CallRecord
+from hybridengine.controller.exchange import CallRecord, row_exchange
 from hybridengine.controller.failures import Outcome, RankFailure, locate, rank_failed, root_cause
 from hybridengine.controller.whereabouts import report_lines, words_of
 from hybridengine.errors import WorkerError, WorkerTimeoutError
@@ -139,6 +139,7 @@ class Operation:
             del self._pending[rank]
             outcome = _outcome_of(rank, ref)
             self._outcomes[rank] = outcome
+            row_exchange().payload_bytes += outcome.inline_bytes
             if outcome.failure is not None:
                 self._failures.append(locate(outcome.failure, self.role, self.method, self._places[rank]))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -129,7 +128,7 @@ class WorkerGroup:
             raise WrongArgumentsError(f"{operation}{self._signatures[method]}: {error}") from None
         registration = self._methods[method][1]
         protocol = registration.protocol
-        requests = split_requests(registration, self.topology, args, kwargs, operation, self.pool)
+        requests = split_requests(registration, self.topology, args, kwargs, operation)
         sources = protocol.source_ranks(self.topology)
         exchange = row_exchange()
         exchange.payload_bytes += sum(requests.part_payload_bytes[part] for part in requests.part_of_rank)
@@ -141,12 +140,11 @@ class WorkerGroup:
             raise ProtocolError(
                 f"{operation} returns a row for each that it is given, and was given none; pass rows"
             )
-        key = exchange.next_key() if registration.returns_rows else None
-        dropped = self.pool.take_dropped()
+        returned = requests.ranges if registration.returns_rows else None
 
         def call(rank: int, process: Any) -> tuple[ObjectRef, ObjectRef]:
-            num_rows = None if requests.ranges is None or key is None else len(requests.ranges[rank])
-            one = Call(self.role, method, self.timeout_s, rank in sources, key, num_rows, dropped)
+            num_rows = None if returned is None else len(returned[rank])
+            one = Call(self.role, method, self.timeout_s, rank in sources, num_rows)
             part = requests.part_of_rank[rank]
             try:
                 return process.call.remote(one, parts[part], *requests.batches[part])
@@ -169,13 +167,11 @@ class WorkerGroup:
             places=self._places,
             inputs=requests.produced,
         )
-        if key is None:
+        if returned is None:
             return future
-        assert requests.ranges is not None
-        ranges = [requests.ranges[rank] for rank in sources]
+        ranges = [returned[rank] for rank in sources]
         first_rows = tuple(rows.start for rows in ranges)
-        produced = Produced(future, first_rows, ranges[-1].stop, key, tuple(sources), self.pool)
-        weakref.finalize(produced, self.pool.drop_rows, key)
+        produced = Produced(future, first_rows, ranges[-1].stop)
         return Rows([Source(produced)], produced.num_rows)
 
     def _make_workers(self, worker: type | str, config: dict[str, Any]) -> None:

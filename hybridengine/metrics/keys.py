@@ -38,7 +38,7 @@ TOKENS_PER_S = "throughput/tokens_per_s"
 TRANSFER_BYTES = "transfer/bytes"
 """Bytes of rows that ranks fetched from other processes; `transfer/CALL->CALL_bytes` by producer and consumer."""
 PAYLOAD_BYTES = "controller/payload_bytes"
-"""Bytes of rows that passed through the controller."""
+"""Bytes of rows that passed through the controller, inside messages of Ray too."""
 OVERHEAD_S = "controller/overhead_s"
 """Part of the step in which no rank was in a call."""
 

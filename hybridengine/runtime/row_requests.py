@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from tensordict import TensorDict
 
 from hybridengine.errors import ProtocolError
 from hybridengine.runtime.batch import columns_of
-from hybridengine.runtime.row_reader import Block, RowReader
-from hybridengine.runtime.stored_rows import StoredRows
+from hybridengine.runtime.row_reader import Block, ColumnRows, Received, read_columns
+from hybridengine.runtime.stored_rows import Owner, StoredRows
 
 ROW_NUMBERS = "row_numbers"
 """A column that all rows have: int64, their number among the rows of the call."""
@@ -25,11 +25,9 @@ class RowsOrigin:
 
     producer: str
     """The call, "role.method"."""
-    blocks: tuple[tuple[int, int | None], ...]
+    blocks: tuple[tuple[int, int], ...]
     """(first row, place among the batches that come with the request) of each batch that has some of the rows,
-    ascending; None in place of a place for the rank's own batch, which it has."""
-    key: int
-    """Of the batches, where their owners keep them."""
+    ascending."""
     rows: np.ndarray
     """Rows of the call, one for each row that is asked for."""
     names: Mapping[str, str] | None
@@ -55,27 +53,25 @@ class RowsRequest:
     def fetch(
         self,
         batches: Sequence[StoredRows],
-        reader: RowReader,
-        transferred: Counter[str] | None = None,
-        own: Callable[[int], StoredRows] | None = None,
-    ) -> TensorDict:
-        """The rows, in memory of their own.
+        get: Callable[[list[Any]], list[Any]],
+        reader: Owner | None = None,
+    ) -> tuple[TensorDict, Received]:
+        """Return the rows, in memory of their own, and what reading them moved.
 
         Args:
             batches: what the origins' blocks refer to.
-            transferred: takes the bytes that came from other processes, by producer.
-            own: what this process itself keeps under a key.
+            get, reader: as for `read_columns`.
 
         Raises:
             ProtocolError: nobody has produced a column.
             TransferError: rows cannot be fetched.
         """
-        found: dict[str, _Stored | TensorDict] = {}
+        found: dict[str, TensorDict | ColumnRows] = {}
         for origin in self.origins:
-            source = origin if isinstance(origin, TensorDict) else _Stored.of(origin, batches, own)
-            found |= dict.fromkeys(
-                columns_of(source) if isinstance(source, TensorDict) else source.names, source
-            )
+            if isinstance(origin, TensorDict):
+                found |= dict.fromkeys(columns_of(origin), origin)
+            else:
+                found |= _columns(origin, batches)
         names = tuple(found) if self.columns is None else self.columns
         also = (name for name in self.optional if name in found or name == ROW_NUMBERS)
         names = tuple(dict.fromkeys((*names, *also)))
@@ -86,41 +82,25 @@ class RowsRequest:
                 f" {sorted({*found, *self.not_sent})}: pass rows that"
                 " have them, e.g. rows.union(others)"
             )
+        stored = {name: column for name in names if isinstance(column := found.get(name), ColumnRows)}
+        received = read_columns(stored, get, reader)
         result = TensorDict({}, batch_size=[self.num_rows])
         for name in names:
             origin = found.get(name)
             if origin is None:
                 result[name] = torch.arange(self.first, self.first + self.num_rows)
-                continue
-            if isinstance(origin, TensorDict):
-                result[name] = origin.get(name)
-                continue
-            before = reader.received_bytes
-            result[name] = reader.column(origin.names[name], origin.blocks, origin.rows)
-            if transferred is not None:
-                transferred[origin.producer] += reader.received_bytes - before
-        return result
+            else:
+                result[name] = origin.get(name) if isinstance(origin, TensorDict) else received.columns[name]
+        return result, received
 
 
-@dataclass(frozen=True, eq=False)
-class _Stored:
-    """An origin whose batches are there."""
-
-    producer: str
-    blocks: list[Block]
-    rows: np.ndarray
-    names: Mapping[str, str]
-    """Columns that it has -> those that they are kept by."""
-
-    @classmethod
-    def of(
-        cls, origin: RowsOrigin, batches: Sequence[StoredRows], own: Callable[[int], StoredRows] | None
-    ) -> _Stored:
-        blocks = []
-        for first, place in origin.blocks:
-            assert place is not None or own is not None, "the controller keeps no batches"
-            blocks.append(Block(first, own(origin.key) if place is None else batches[place]))  # type: ignore[misc]
-        kept = blocks[0].stored.columns
-        named = {name: name for name in kept} if origin.names is None else origin.names
-        names = {new: old for new, old in named.items() if old in kept}
-        return cls(origin.producer, blocks, origin.rows, names)
+def _columns(origin: RowsOrigin, batches: Sequence[StoredRows]) -> dict[str, ColumnRows]:
+    """Return the columns that an origin has, by the names that they shall have."""
+    blocks = [Block(first, batches[place]) for first, place in origin.blocks]
+    kept = blocks[0].stored.columns
+    names = {name: name for name in kept} if origin.names is None else origin.names
+    return {
+        new: ColumnRows(origin.producer, old, blocks, origin.rows)
+        for new, old in names.items()
+        if old in kept
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -27,10 +26,13 @@ from hybridengine.protocols import (
     register,
 )
 from hybridengine.runtime.row_requests import ROW_NUMBERS
-from hybridengine.runtime.row_store import RowStore
 
 # Rank processes do not have this folder on their path.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+WIDE_BYTES = 2**17
+"""Of a row of `ProbeWorker.wide`: more than Ray's messages carry."""
 
 
 class UnpicklableError(Exception):
@@ -125,11 +127,18 @@ class ProbeWorker:
     @register(PROTO_3D)
     def two_batches(self, one: TensorDict, other: TensorDict) -> None: ...
 
-    @register(ONE_TO_ALL)
-    def kept_bytes(self) -> int:
-        gc.unfreeze()  # it was there when the worker was imported
-        (rows,) = (found for found in gc.get_objects() if type(found) is RowStore)
-        return rows.num_bytes
+    @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
+    def wide(self, batch: TensorDict) -> TensorDict:
+        """A column whose rows are objects in Ray's store, each `WIDE_BYTES` and full of its number."""
+        wide = batch[ROW_NUMBERS].view(-1, 1).expand(-1, WIDE_BYTES // 8)
+        return TensorDict({"wide": wide}, batch_size=batch.batch_size)
+
+    @register(DP_PROTO, ["wide"], returns_rows=True)
+    def narrowed(self, batch: TensorDict) -> TensorDict:
+        """Returns the first and the last entry of each row, and writes into what it was given."""
+        narrow = batch["wide"][:, [0, -1]].clone()
+        batch["wide"].zero_()
+        return TensorDict({"narrow": narrow}, batch_size=batch.batch_size)
 
     @register(PROTO_3D, returns_rows=True)
     def fail_on_rows(self, batch: TensorDict) -> TensorDict:

@@ -64,8 +64,8 @@ def see_light_ranks() -> dict[str, Any]:
         actor = WorkerGroup(pool, ProbeWorker, role="actor", parallel="3-2-2", generate="1-1")
         critic = WorkerGroup(pool, ProbeWorker, role="critic", parallel="1-4-3", config={"offset": 100})
         described = actor.describe().get()
-        rows = actor.numbers(Rows.numbered(NUM_ROWS))
-        doubled = critic.doubled(rows)
+        rows = actor.wide(Rows.numbered(NUM_ROWS))
+        narrowed = critic.narrowed(rows)
         pool.wait()
         exchange = row_exchange()
         records = {str(record): record for record in exchange.take_records()}
@@ -76,8 +76,8 @@ def see_light_ranks() -> dict[str, Any]:
             "worlds": [list(seen["world"]) for seen in described],
             "tp_sums": actor.tp_sum(10.0).get(),
             "payload_bytes": before,
-            "transferred": dict(records["critic.doubled"].transferred),
-            "doubled": doubled.get("doubled")["doubled"].tolist(),
+            "transferred": dict(records["critic.narrowed"].transferred),
+            "narrowed": narrowed.get("narrow")["narrow"].tolist(),
         }
 
 

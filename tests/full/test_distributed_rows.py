@@ -1,41 +1,64 @@
-"""Rows between groups of other sizes on a real Ray cluster: never through the controller, and only what is needed."""
+"""Rows between groups of other sizes on a real Ray cluster: large ones never through the controller, and only what is
+needed."""
 
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import time
 
 import pytest
+import ray
+from ray._private.worker import global_worker
 
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.pool import ResourcePool
-from hybridengine.controller.rows import Rows
+from hybridengine.controller.rows import Produced, Rows
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.errors import ProtocolError, WrongArgumentsError
-from tests.full.probe_workers import ProbeWorker, batch_of
+from hybridengine.errors import ProtocolError, TransferError, WrongArgumentsError
+from tests.full.probe_workers import WIDE_BYTES, ProbeWorker, batch_of
 
 
 def test_rows_go_from_group_to_group_without_the_controller(actor: WorkerGroup, critic: WorkerGroup) -> None:
     exchange = row_exchange()
-    first = actor.numbers(Rows.numbered(9))  # 2-2-1: all rows on rank 2
+    first = actor.wide(Rows.numbered(9))  # 2-2-1: all rows on rank 2
     actor.pool.wait()
-    payload, _ = exchange.payload_bytes, exchange.take_records()
-    doubled = critic.doubled(first)  # 1-2-2 over all ranks: 3, 2, 2 and 2 rows
+    assert exchange.take_records()
+    payload = exchange.payload_bytes
+    seen = critic.narrowed(first)  # 1-2-2 over all ranks: 3, 2, 2 and 2 rows
     critic.pool.wait()
-    assert exchange.payload_bytes == payload
     (record,) = exchange.take_records()
-    assert str(record) == "critic.doubled"
-    assert record.transferred == {"actor.numbers": 8 * (3 + 2 + 2)}  # rank 2 has its own two rows already
-    assert first.union(doubled).get("doubled")["doubled"].tolist() == [2 * row for row in range(9)]
-    assert exchange.payload_bytes - payload == 8 * 9
+    assert str(record) == "critic.narrowed"
+    assert record.transferred == {
+        "actor.wide": WIDE_BYTES * (3 + 2 + 2)
+    }  # rank 2 has its own two rows already
     assert sorted(record.spans) == [0, 1, 2, 3]
+    assert exchange.payload_bytes - payload == 9 * 16, "the narrow rows, inside the ranks' answers"
+    payload = exchange.payload_bytes
+    found = first.union(seen)[[8, 0]].get()
+    assert found["narrow"].tolist() == [[8, 8], [0, 0]]
+    assert found["wide"].unique(dim=1).tolist() == [[8], [0]]
+    assert exchange.payload_bytes - payload == 2 * WIDE_BYTES
+
+
+def test_small_rows_inside_messages_are_counted(actor: WorkerGroup, critic: WorkerGroup) -> None:
+    actor.pool.wait()
+    payload = row_exchange().payload_bytes
+    doubled = critic.doubled(actor.numbers(Rows.numbered(9)))
+    doubled.wait()
+    # From rank 2 to the controller, from there to each rank that has some of its rows, and what they return.
+    assert row_exchange().payload_bytes - payload == 8 * 9 * (1 + 4 + 1)
+    assert doubled.get()["doubled"].tolist() == [2 * row for row in range(9)]
+    assert row_exchange().payload_bytes - payload == 8 * 9 * (1 + 4 + 1)
 
 
 def test_the_algebra_of_references_moves_nothing(actor: WorkerGroup, critic: WorkerGroup) -> None:
     rollout = actor.over_replicas(batch_of(5))
+    ranks = critic.over_dp(rollout).select("ranks").wait()
     payload = row_exchange().payload_bytes
-    rows = rollout.union(critic.over_dp(rollout).select("ranks")).repeat(3)[1:].pad_to_multiple(4)[::-1]
-    rows.wait()
+    rows = rollout.union(ranks).repeat(3)[1:].pad_to_multiple(4)[::-1]
     assert row_exchange().payload_bytes == payload
     numbers = [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 0, 0][::-1]
     assert len(rows) == 16
@@ -59,26 +82,64 @@ def test_a_later_column_replaces_an_earlier_one_and_the_controllers_rows_are_col
 def test_a_worker_that_writes_into_its_rows_changes_nobody_elses(
     actor: WorkerGroup, critic: WorkerGroup
 ) -> None:
-    """`_echo` zeroes what it was given."""
-    rows = actor.numbers(Rows.numbered(6))
+    """`_echo` and `narrowed` zero what they were given; a rank's memory of Ray's objects is the others' as well."""
+    rows = actor.numbers(Rows.numbered(6)).union(actor.wide(Rows.numbered(6)))
     for group in (actor, critic, actor):
-        group.over_dp(rows.union(batch_of(6).select("answers"))).wait()
-    assert rows.get()["row_ids"].tolist() == list(range(6))
+        group.over_dp(rows.select("row_ids").union(batch_of(6).select("answers"))).wait()
+        assert group.narrowed(rows).get()["narrow"].tolist() == [[row, row] for row in range(6)]
+    assert rows.get("row_ids")["row_ids"].tolist() == list(range(6))
 
 
-def test_rows_that_nobody_refers_to_are_given_up(actor: WorkerGroup) -> None:
-    gc.collect()
-    actor.describe().get()
-    before = sum(actor.kept_bytes().get())
-    rows = actor.numbers(Rows.numbered(1000))
-    part = rows[:10]
+def test_objects_of_rows_that_nobody_refers_to_are_given_up(actor: WorkerGroup) -> None:
+    rows = actor.wide(Rows.numbered(2)).wait()
+    part = rows[:1]
+    name = object_of(rows)
     del rows
     gc.collect()
-    assert sum(actor.kept_bytes().get()) - before == 8000, "a part is a reference as well"
+    assert part.get()["wide"].shape == (1, WIDE_BYTES // 8), "a part is a reference as well"
+    assert is_kept(name)
     del part
     gc.collect()
-    actor.describe().get()
-    assert sum(actor.kept_bytes().get()) == before
+    actor.describe().get()  # a pool remembers a call until the next one
+    wait_until_gone(name)
+
+
+def object_of(rows: Rows) -> bytes:
+    """Return Ray's name of the object of the column `wide` of rank 0."""
+    (source,) = rows.sources
+    assert isinstance(source.origin, Produced)
+    (stored,) = source.origin.future.stored([0])
+    return stored.columns["wide"].content.binary()
+
+
+def wait_until_gone(name: bytes) -> None:
+    deadline = time.monotonic() + 60
+    while is_kept(name):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_kept(name: bytes) -> bool:
+    """Return True if Ray's store on this node has an object."""
+    return global_worker.core_worker.object_exists(ray.ObjectRef(name))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_rows_of_a_rank_that_has_died_are_lost_by_name(ray_cluster: int) -> None:
+    with ResourcePool([1], timeout_s=60) as one, ResourcePool([1], timeout_s=60) as other:
+        first = WorkerGroup(one, ProbeWorker, role="first", parallel="1-1-1")
+        second = WorkerGroup(other, ProbeWorker, role="second", parallel="1-1-1")
+        rows = first.wide(Rows.numbered(2)).wait()
+        (seen,) = first.describe().get()
+        gone = object_of(rows)
+        os.kill(seen["pid"], signal.SIGKILL)
+        wait_until_gone(gone)
+        name = rf"'wide' of first\.wide cannot be fetched from rank 0 \(process {seen['pid']} of node .*\): OwnerDied"
+        with pytest.raises(
+            RankFailedError, match=rf"second\.narrowed failed on rank 0 .*TransferError: .*{name}"
+        ):
+            second.narrowed(rows).get()
+        with pytest.raises(TransferError, match=name):
+            rows.get()
 
 
 def test_what_is_missing_is_named(actor: WorkerGroup, critic: WorkerGroup) -> None:

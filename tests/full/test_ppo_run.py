@@ -81,10 +81,13 @@ def test_times_of_phases_fit_into_their_step(run: Run):
         assert max(phases) < value(row, keys.STEP_S)
 
 
-def test_no_rows_go_through_the_controller(run: Run):
-    """Rows of a step: 16 of [32 + 12] tokens and more. Edges add up to the bytes that were transferred."""
+def test_rows_that_ranks_read_from_each_other_are_counted(run: Run):
+    """Rows of a step: 16 of [32 + 12] tokens and more. Edges add up to the bytes that were transferred.
+
+    They are so small that all of them travel inside Ray's messages, also to ranks that read only some of the columns.
+    """
     for row in run.steps:
-        assert row[keys.PAYLOAD_BYTES] == 0
+        assert value(row, keys.PAYLOAD_BYTES) > value(row, keys.TRANSFER_BYTES)
         edges = {key: value(row, key) for key in row if key.startswith("transfer/") and "->" in key}
         assert value(row, keys.TRANSFER_BYTES) == sum(edges.values()) >= 16 * (32 + 12) * 8
         assert edges["transfer/critic.compute_values->compute.map_bytes"] == 16 * 12 * 4 / 2

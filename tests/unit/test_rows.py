@@ -13,19 +13,18 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 from hybridengine.controller.rows import Batches, Produced, Rows, Source
-from hybridengine.errors import ProtocolError
+from hybridengine.errors import ProtocolError, TransferError
 from hybridengine.protocols import even_split
-from hybridengine.runtime.row_reader import RowReader
+from hybridengine.runtime.row_reader import Block, ColumnRows, MissingObjectError, Received, read_columns
 from hybridengine.runtime.row_requests import ROW_NUMBERS
-from hybridengine.runtime.row_store import RowStore
-from hybridengine.runtime.stored_rows import StoredRows
+from hybridengine.runtime.stored_rows import Content, Owner, StoredRows, store_rows
 
 NUM_ROWS = 7
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What `Rows` asks of a call: its name. The rows themselves are kept by a real store of this process."""
+    """What `Rows` asks of a call: its name, and descriptions of its rows."""
 
     operation: str
     references: list[StoredRows]
@@ -38,30 +37,48 @@ def columns(**tensors: torch.Tensor) -> TensorDict:
 NUMBERS = torch.arange(NUM_ROWS)
 FIRST = columns(tokens=NUMBERS.view(-1, 1) * 10 + torch.arange(3), scores=NUMBERS / 4)
 SECOND = columns(scores=NUMBERS * -1.0, values=NUMBERS + 0.5)
-STORE = RowStore("127.0.0.1", b"secret")
+OBJECTS: list[Content] = []
+"""An object store; references are places in it."""
 
 
-def produced(key: int, name: str, batch: TensorDict, sizes: tuple[int, ...]) -> Produced:
+def put(content: Content) -> int:
+    OBJECTS.append(pickle.loads(pickle.dumps(content)))
+    return len(OBJECTS) - 1
+
+
+def get(references: list[int]) -> list[Content]:
+    return [OBJECTS[reference] for reference in references]
+
+
+def owner(rank: int) -> Owner:
+    return Owner("10.0.0.1", 100 + rank, rank)
+
+
+def store(batch: TensorDict, rank: int = 0, inline_bytes: int = 2**16) -> StoredRows:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hybridengine.runtime.stored_rows.INLINE_BYTES", inline_bytes)
+        return store_rows(batch, owner(rank), put)
+
+
+def produced(name: str, batch: TensorDict, sizes: tuple[int, ...]) -> Produced:
     """Rows of a call whose source ranks have returned so many each."""
     first_rows = np.cumsum([0, *sizes[:-1]]).tolist()
     stored = [
-        STORE.keep(10 * key + number, batch[first : first + size].clone())
-        for number, (first, size) in enumerate(zip(first_rows, sizes, strict=True))
+        store(batch[first : first + size], rank, inline_bytes=48)
+        for rank, (first, size) in enumerate(zip(first_rows, sizes, strict=True))
     ]
-    ranks = tuple(range(len(sizes)))
-    return Produced(Ended(name, stored), tuple(first_rows), NUM_ROWS, 10 * key, ranks, POOL)  # type: ignore[arg-type]
+    return Produced(Ended(name, stored), tuple(first_rows), NUM_ROWS)  # type: ignore[arg-type]
 
 
-POOL = object()
-ONE = produced(1, "actor.one", FIRST, (3, 4))
-TWO = produced(2, "critic.two", SECOND, (1, 5, 1))
+ONE = produced("actor.one", FIRST, (3, 4))
+TWO = produced("critic.two", SECOND, (1, 5, 1))
 
 
 def fetch(rows: Rows, wanted: range, names: tuple[str, ...] | None = None) -> TensorDict:
     """As a rank that was sent the request."""
     batches = Batches()
     request = pickle.loads(pickle.dumps(rows.request(wanted, names, batches)))
-    return request.fetch(batches.references, RowReader(b"secret", 5.0))
+    return request.fetch(batches.references, get)[0]
 
 
 steps = st.one_of(
@@ -120,45 +137,131 @@ def test_a_rank_asks_for_the_columns_and_rows_that_it_needs() -> None:
     assert set(local.keys()) == {"extra"}
     assert local["extra"].tolist() == [2, 3, 4]
     assert local["extra"].untyped_storage().nbytes() == 3 * 8, "the whole column would travel"
-    fetched = request.fetch(batches.references, RowReader(b"secret", 5.0))
+    fetched, received = request.fetch(batches.references, get, owner(1))
     assert set(fetched.keys()) == {"tokens", "extra"}
+    assert received.transferred == {"actor.one": 1 * 3 * 8}, "rank 1 has the other two rows"
 
 
-def test_only_batches_with_wanted_rows_are_waited_for_and_none_of_the_readers_own() -> None:
+def test_only_batches_with_wanted_rows_are_waited_for() -> None:
     rows = Rows([Source(TWO)], NUM_ROWS)
-    for pool, rank, wanted, blocks in (
-        (None, None, range(1, 6), ((1, 0),)),
-        (None, None, range(2), ((0, 0), (1, 1))),
-        (POOL, 1, range(7), ((0, 0), (1, None), (6, 1))),
-        (object(), 1, range(7), ((0, 0), (1, 1), (6, 2))),
-        (POOL, 0, range(6, 7), ((6, 0),)),
+    for wanted, blocks in (
+        (range(1, 6), ((1, 0),)),
+        (range(2), ((0, 0), (1, 1))),
+        (range(7), ((0, 0), (1, 1), (6, 2))),
+        (range(6, 7), ((6, 0),)),
     ):
-        batches = Batches(pool, rank)
+        batches = Batches()
         request = rows.request(wanted, ["values"], batches)
         (origin,) = request.origins
         assert not isinstance(origin, TensorDict)
         assert origin.blocks == blocks
-        assert len(batches.references) == sum(place is not None for _, place in blocks)
-        own = {20: TWO.future.references[1]}  # what rank 1 has under the call's key
-        fetched = request.fetch(batches.references, RowReader(b"secret", 5.0), own=own.__getitem__)  # pyright: ignore[reportArgumentType]
+        assert len(batches.references) == len(blocks)
+        fetched, _ = request.fetch(batches.references, get)
         assert torch.equal(fetched["values"], SECOND["values"][wanted.start : wanted.stop])
+
+
+def mixed_batch(first: int, count: int) -> TensorDict:
+    """Columns of many types."""
+    numbers = torch.arange(first, first + count)
+    return TensorDict(
+        {
+            "numbers": numbers,
+            "wide": (numbers.view(-1, 1, 1) * 100.0 + torch.arange(6.0).view(3, 2)).transpose(1, 2),
+            "half": numbers.to(torch.bfloat16),
+            "flags": numbers % 2 == 0,
+            "empty": torch.empty(count, 0),
+            "texts": NonTensorStack(*[f"é{number}" * number for number in numbers.tolist()]),
+            "lists": NonTensorStack(*[{"n": number} for number in numbers.tolist()]),
+        },
+        batch_size=[count],
+    )
+
+
+WHOLE = mixed_batch(0, 9)
+BLOCKS = {
+    inline_bytes: [
+        Block(first, store(mixed_batch(first, count), rank, inline_bytes))
+        for rank, (first, count) in enumerate(((0, 3), (3, 1), (4, 5)))
+    ]
+    for inline_bytes in (0, 2**16)
+}
+
+
+def read(rows: list[int], inline_bytes: int, reader: Owner | None = None, *names: str) -> Received:
+    blocks = BLOCKS[inline_bytes]
+    wanted = {name: ColumnRows("a.call", name, blocks, np.array(rows, dtype=np.int64)) for name in names}
+    return read_columns(wanted, get, reader)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 8), max_size=20), st.sampled_from([*BLOCKS]))
+def test_columns_of_every_type_in_any_order(rows: list[int], inline_bytes: int) -> None:
+    for _ in range(2):
+        found = read(rows, inline_bytes, None, "numbers", "wide", "half", "flags", "empty").columns
+        for name, column in found.items():
+            assert isinstance(column, torch.Tensor)
+            assert column.dtype == WHOLE[name].dtype
+            assert torch.equal(column, WHOLE[name][rows])
+            column.zero_()  # memory of the reader's own: the second pass finds what was stored
+    if rows:
+        for name, column in read(rows, inline_bytes, None, "texts", "lists").columns.items():
+            expected = list(WHOLE[name])
+            assert column.tolist() == [expected[row] for row in rows]
+
+
+def test_each_row_counts_once_and_a_ranks_own_not_at_all() -> None:
+    rows = [8, 1, 1, 8, 8, 3]
+    for inline_bytes, object_bytes in ((0, 3 * 24), (2**16, 0)):
+        received = read(rows, inline_bytes, owner(0), "wide")
+        assert received.transferred == {"a.call": 2 * 24}, "row 1 is the reader's own"
+        assert received.object_bytes == object_bytes
+    texts = read([8, 8, 2], 0, owner(0), "texts")
+    assert texts.transferred == {"a.call": len(pickle.dumps("é8" * 8))}
+
+
+def test_the_smallest_columns_travel_inside_the_description() -> None:
+    batch = TensorDict(
+        {"ids": torch.arange(4), "flags": torch.ones(4, dtype=torch.bool), "wide": torch.ones(4, 9)},
+        batch_size=[4],
+    )
+    kept = len(OBJECTS)
+    stored = store(batch, inline_bytes=36)
+    assert {name: column.is_inline for name, column in stored.columns.items()} == {
+        "flags": True,
+        "ids": True,
+        "wide": False,
+    }
+    assert stored.inline_bytes == 4 + 32
+    assert [len(content) for content in OBJECTS[kept:]] == [4]
+
+
+def test_an_object_that_is_lost_is_named() -> None:
+    def lost(references: list[int]) -> list[Content]:
+        raise MissingObjectError(references.index(BLOCKS[0][2].stored.columns["half"].content), "it is gone")
+
+    wanted = {name: ColumnRows("a.call", name, BLOCKS[0], np.arange(9)) for name in ("numbers", "half")}
+    message = (
+        r"'half' of a\.call cannot be fetched from rank 2 \(process 102 of node 10\.0\.0\.1\): it is gone"
+    )
+    with pytest.raises(TransferError, match=message):
+        read_columns(wanted, lost)
+
+
+def test_ranks_must_return_the_same_columns() -> None:
+    odd = store(TensorDict({"wide": torch.ones(2, 3, 2)}, batch_size=[2]), rank=1)
+    wanted = ColumnRows("a.call", "wide", [BLOCKS[0][0], Block(3, odd)], np.arange(5))
+    with pytest.raises(
+        TransferError, match=r"is torch\.float32\[2, 3\] on rank 0 .* and torch\.float32\[3, 2\] on rank 1"
+    ):
+        read_columns({"wide": wanted}, get)
+    wanted = ColumnRows("a.call", "half", [BLOCKS[0][0], Block(3, odd)], np.arange(5))
+    with pytest.raises(TransferError, match=r"torch\.bfloat16\[\] on rank 0 .* and missing on rank 1"):
+        read_columns({"half": wanted}, get)
 
 
 def test_rows_without_columns_have_numbers() -> None:
     found = fetch(Rows.numbered(10)[::2], range(1, 4), (ROW_NUMBERS,))
     assert found[ROW_NUMBERS].tolist() == [1, 2, 3]
-
-
-def test_values_that_are_not_tensors() -> None:
-    texts = TensorDict({"texts": NonTensorStack(*"abcdefg")}, batch_size=[NUM_ROWS])
-    stored = STORE.keep(90, texts.clone())
-    made = Produced(Ended("reward.texts", [stored]), (0,), NUM_ROWS, 90, (0,), POOL)  # type: ignore[arg-type]
-    request = Rows([Source(made)], NUM_ROWS)[[6, 0, 0]].request(range(3), None, batches := Batches())
-    assert request.fetch(batches.references, RowReader(b"secret", 5.0)).get("texts").tolist() == [
-        "g",
-        "a",
-        "a",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +303,7 @@ def test_optional_columns_come_where_they_are_there() -> None:
     rows = Rows([Source(ONE), Source(TWO)], NUM_ROWS)
     for of, expected in ((rows, ["tokens", "values"]), (rows.select("tokens"), ["tokens"])):
         request = of.request(range(2, 5), ["tokens"], batches := Batches(), ["values", "weights"])
-        found = request.fetch(batches.references, RowReader(b"secret", 1.0))
+        found, _ = request.fetch(batches.references, get)
         assert sorted(found.keys()) == expected
         assert torch.equal(found["tokens"], FIRST["tokens"][2:5])
         if "values" in expected:

@@ -47,7 +47,6 @@ def test_an_iteration(started: Started, name: str) -> None:
     exchange = row_exchange()
     started.pools.wait()
     exchange.take_records()
-    payload = exchange.payload_bytes
     state = State()
     metrics = one_step(started, name, state)
     called = {record.role for record in exchange.take_records()}
@@ -63,9 +62,6 @@ def test_an_iteration(started: Started, name: str) -> None:
     else:
         assert metrics[keys.LOG_PROB_ABS_DIFF_MAX] < 1e-3
     assert metrics["actor/grad_norm"] > 0
-    rows = PROMPTS * SAMPLES
-    # Online DPO picks pairs by scores [rows] float32 and whether they were dropped [rows] bool; no other fetches rows.
-    assert exchange.payload_bytes - payload == (rows * (4 + 1) if name == "online_dpo" else 0)
     for role in ("critic", "cost_critic"):
         assert (f"{role}/grad_norm" in metrics) == (role in ALGORITHM_ROLES[name])
 
