@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.algorithms.across import Across
-from hybridengine.config.algorithm_sections import AlgorithmSection
+from hybridengine.config.algorithm import AlgorithmSection
 from hybridengine.controller import cluster
 from hybridengine.drivers import ppo
 from hybridengine.drivers.roles import Roles, Sampling, State

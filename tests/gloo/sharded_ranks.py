@@ -189,7 +189,7 @@ def update(run: RunConfig, groups: Mapping[Role, Group], batch: TensorDict, foun
     """The updates of a run's dataflow, each from the checkpoint's weights."""
     method = "update_preferences" if run.algorithm.name == "online_dpo" else "update"
     for role, group in groups.items():
-        if role not in run.algorithm.used_roles:
+        if role not in run.algorithm.roles:
             continue
         group.restart(run)
         found.metrics[role] = group.call(method, rows_for(role, batch))

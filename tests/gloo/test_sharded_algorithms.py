@@ -21,7 +21,7 @@ from hybridengine.algorithms.across import ONE_PROCESS
 from hybridengine.algorithms.correction import CORRECTIONS
 from hybridengine.algorithms.kl import KL_ESTIMATORS
 from hybridengine.algorithms.losses.aggregation import AggregationName
-from hybridengine.config.algorithm_sections import ALGORITHM_ROLES
+from hybridengine.config.algorithm import ALGORITHM_ROLES
 from hybridengine.config.run_config import TRAINED
 from hybridengine.drivers import online_dpo
 from hybridengine.runtime.batch import slice_rows

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hybridengine.config import load_config
-from hybridengine.config.algorithm_sections import ALGORITHM_ROLES, CorrectionSection
+from hybridengine.config.algorithm import ALGORITHM_ROLES, CorrectionSection
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.drivers.dataflow import load_step
 from hybridengine.drivers.roles import Sampling, State
