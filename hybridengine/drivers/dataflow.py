@@ -18,6 +18,7 @@ COLUMNS = ("response_lengths", "rollout_log_probs", "log_probs", "ref_log_probs"
 """Columns that every advantage function gets."""
 STATISTICS = ("prompt_lengths", *COLUMNS)
 """Columns that `rollout_metrics` reads, besides `entropies`."""
+ROLLOUT_METRICS = "hybridengine.drivers.rollout_metrics:rollout_metrics"
 LOSS_PARAMETERS = ("log_probs", "columns", "algorithm", "actor", "aggregation")
 """Arguments that a loss is called with."""
 
@@ -43,8 +44,7 @@ def measure_rollout(roles: Roles, batch: Any, algorithm: Algorithm, *, from_engi
         from_engine: the batch's log-probs are the engine's, and it has no entropies.
     """
     columns = [*STATISTICS, *roles.term_columns, *([] if from_engine else ["entropies"])]
-    function = "hybridengine.drivers.rollout_metrics:rollout_metrics"
-    return roles.compute.measure(batch.select(*columns), function, algorithm, roles.term_columns)
+    return roles.compute.measure(batch.select(*columns), ROLLOUT_METRICS, algorithm, roles.term_columns)
 
 
 def switch_metrics(

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_example_is_a_configuration_with_a_dataflow(module: ModuleType) -> None:
     config = load_config("running-baseline.yaml")
-    algorithm = config.algorithm
+    algorithm: Any = config.algorithm
     assert type(algorithm) is module.RunningBaseline
     assert (algorithm.roles, algorithm.decay) == (("actor", "reference", "reward"), 0.8)
     check_functions(algorithm)
