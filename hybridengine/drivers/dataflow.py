@@ -69,7 +69,7 @@ def check_functions(algorithm: Algorithm) -> None:
     parameters = {"loss": LOSS_PARAMETERS, "advantages": algorithm.advantage_parameters}
     for option, arguments in parameters.items():
         path = getattr(algorithm, option, None)
-        if path is None or path == type(algorithm).model_fields[option].default:
+        if path is None:
             continue
         asked, form = f"algorithm.{option}={path}", f"{option}({', '.join(arguments)})"
         try:
