@@ -11,18 +11,18 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
-from hybridengine.algorithms.losses.dpo import dpo_loss, sequence_log_probs
 from hybridengine.algorithms.losses.entropy import entropy_bonus
 from hybridengine.algorithms.losses.kl_loss import kl_loss
-from hybridengine.algorithms.losses.policy import policy_loss
 from hybridengine.backends.engine import SamplingSettings, generate
 from hybridengine.backends.megatron.outputs import response_log_probs
 from hybridengine.backends.megatron.weights import save_weights
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
+from hybridengine.config.algorithm import Algorithm
 from hybridengine.controller.context import RankContext
 from hybridengine.errors import ProtocolError
+from hybridengine.importing import import_object
 from hybridengine.model_shapes import DTYPE_BYTES
 from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, register
 from hybridengine.reshard.planner import compile_plan
@@ -211,8 +211,8 @@ class ActorWorker(TrainedWorker):
         [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
         optional=["keep", "weights", "ref_log_probs", ROW_NUMBERS],
     )
-    def update(self, batch: TensorDictBase) -> dict[str, float]:
-        """The policy's update: clipped policy loss, entropy bonus and KL loss, as the actor's section says.
+    def update(self, batch: TensorDictBase, algorithm: Algorithm | None = None) -> dict[str, float]:
+        """The policy's update: the algorithm's loss, entropy bonus and KL loss, as the actor's section says.
 
         Takes a rollout with `log_probs` and `advantages` [B, R], and where they are there: rows to `keep` [B], `weights`
         [B, R] of the rollout correction, `ref_log_probs` [B, R]. Metrics on the last stage.
@@ -227,23 +227,15 @@ class ActorWorker(TrainedWorker):
                 f"actor.update: columns ['ref_log_probs'] are needed with actor.kl_loss_coef={section.kl_loss_coef}, and"
                 " nobody has produced them; let the reference compute them, or set 0"
             )
+        algorithm = algorithm or self.run.algorithm
+        policy_loss = import_object(algorithm.loss)
         aggregation = Aggregation(section.loss_aggregation, self._divisor)
         columns_of = ["log_probs", "advantages", *produced]
 
         def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
             log_probs, entropies = self._log_probs(logits, columns, temperature)
             mask = columns["mask"]
-            total: SummedLoss = policy_loss(
-                log_probs,
-                columns["log_probs"],
-                columns["advantages"],
-                mask,
-                section.clip_low,
-                section.clip_high,
-                dual_clip=section.dual_clip,
-                weights_BR=columns.get("weights"),
-                aggregation=aggregation,
-            )
+            total: SummedLoss = policy_loss(log_probs, columns, algorithm, section, aggregation)
             total = total + entropy_bonus(entropies, mask, section.entropy_coef, aggregation)
             if section.kl_loss_coef:
                 total = total + kl_loss(
@@ -259,34 +251,29 @@ class ActorWorker(TrainedWorker):
         return self.update_rows(batch, columns_of, loss)
 
     @register(PROTO_3D, [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"], optional=[ROW_NUMBERS])
-    def update_preferences(self, batch: TensorDictBase) -> dict[str, float]:
-        """DPO's update. Takes rows in pairs, the better response before the worse one; equal ones say nothing.
+    def update_preferences(
+        self, batch: TensorDictBase, algorithm: Algorithm | None = None
+    ) -> dict[str, float]:
+        """The policy's update by the algorithm's loss of preferences.
+
+        Takes rows in pairs, the better response before the worse one; equal ones say nothing.
 
         Raises:
             ProtocolError: a pair is cut across replicas, or there are fewer pairs than mini-batches.
         """
         self.check_units(len(batch), unit=2)
-        settings, temperature = self.run.algorithm, self.run.rollout.temperature
+        algorithm, temperature = algorithm or self.run.algorithm, self.run.rollout.temperature
+        preference_loss = import_object(algorithm.loss)
+        aggregation = Aggregation(self.run.actor.loss_aggregation, self._divisor)
         better, worse = batch["scores"][0::2], batch["scores"][1::2]
         told = (better > worse) & ~batch["dropped"][0::2] & ~batch["dropped"][1::2]
         batch["told"] = told.repeat_interleave(2)[:, None].expand_as(batch["ref_log_probs"]).clone()
 
         def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
             log_probs, _ = self._log_probs(logits, columns, temperature)
-            mask, keep = columns["mask"], columns["told"][0::2, 0]
-            own, reference = (
-                sequence_log_probs(values, mask) for values in (log_probs, columns["ref_log_probs"])
-            )
-            total = dpo_loss(
-                own[0::2],
-                own[1::2],
-                reference[0::2],
-                reference[1::2],
-                settings.beta,
-                settings.label_smoothing,
-                keep,
-            )
-            return total.loss_sum, keep.sum().int(), (total.stats, int(mask.sum()))
+            keep = columns["told"][0::2, 0]
+            total: SummedLoss = preference_loss(log_probs, columns, algorithm, self.run.actor, aggregation)
+            return total.loss_sum, keep.sum().int(), (total.stats, int(columns["mask"].sum()))
 
         return self.update_rows(batch, ["ref_log_probs", "told"], loss, unit=2)
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from hybridengine.config import RunConfig, load_config
 from hybridengine.controller.exchange import row_exchange
-from hybridengine.drivers import ppo
 from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.metrics.measured_run import lengths_of, phase_seconds, prompt_tokens_of
@@ -210,7 +209,7 @@ def _step(config: RunConfig, pools: RunPools, roles: Roles, number: int) -> _Ste
     sampling = Sampling(number, config.data.batch_size, 1, number * 65_537)
     exchange.take_records()
     begin = time.time()
-    metrics = ppo.step(roles, sampling, config.algorithm, State())
+    metrics = config.algorithm.step(roles, sampling, State())
     pools.wait()
     seconds, records = time.time() - begin, exchange.take_records()
     spans = [

@@ -16,7 +16,6 @@ from hybridengine.config import RunConfig, load_config
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.data.epochs import shuffled_rows
 from hybridengine.data.prompts import PromptDataset
-from hybridengine.drivers import grpo_from_engine
 from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.drivers.step_metrics import call_metrics
@@ -125,7 +124,7 @@ class OwnSteps:
         )
         exchange.take_records()
         begin = time.time()
-        metrics = grpo_from_engine.step(self._roles, sampling, self._config.algorithm, self._state)
+        metrics = self._config.algorithm.step(self._roles, sampling, self._state)
         self._pools.wait()
         seconds = time.time() - begin
         took = call_metrics(exchange.take_records(), 0, begin, begin + seconds)

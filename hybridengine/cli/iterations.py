@@ -11,7 +11,6 @@ from hybridengine.cli.run_output import RunOutput
 from hybridengine.cli.stopping import StopRequest
 from hybridengine.config import RunConfig
 from hybridengine.controller.exchange import row_exchange
-from hybridengine.drivers.dataflow import Step
 from hybridengine.drivers.evaluation import evaluate
 from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.roles import Roles, Sampling
@@ -29,7 +28,6 @@ SEED_STRIDES = (1_000_003, 65_537)
 
 def iterate(
     config: RunConfig,
-    step_of: Step,
     pools: RunPools,
     roles: Roles,
     files: RunFiles,
@@ -92,7 +90,7 @@ def iterate(
         begin, payload_bytes = time.time(), exchange.payload_bytes
         with failures_kept(step):
             metrics = _checked(
-                step_of(roles, _sampling(config, step), config.algorithm, progress.state), config, step
+                config.algorithm.step(roles, _sampling(config, step), progress.state), config, step
             )
             _check_state(progress.state, config, step)
             pools.wait()

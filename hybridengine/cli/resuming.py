@@ -100,7 +100,7 @@ def checkpoint_of(
         return config, None
     left_out = roles_left_out(found, config)
     there = roles_to_load(found, config)
-    anew = [role for role in TRAINED if role in config.algorithm.used_roles and role not in there]
+    anew = [role for role in TRAINED if role in config.algorithm.roles and role not in there]
     say(f"going on after step {found.step}: {as_typed(found.folder)}, all digests right")
     for change in differences(config, found):
         say(f"  the configuration has changed: {change}")

@@ -35,7 +35,7 @@ from hybridengine.config import RunConfig
 from hybridengine.config.run_config import ranks_key
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.failures import failure_signature, is_passing
-from hybridengine.drivers.dataflow import Step, load_step
+from hybridengine.drivers.dataflow import check_functions
 from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.saving import (
     Progress,
@@ -70,7 +70,7 @@ def train(config: RunConfig) -> None:
         say(f"warning: {text}")
 
     raise_all([*local_problems(config), *missing_trackers(config.run.trackers)])
-    step_of = load_step(config.algorithm)
+    check_functions(config.algorithm)
     runs_are_new = not Path(config.run.folder).exists()
     config, is_made_here = claim_run(config)
     say(f"run {as_typed(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
@@ -95,7 +95,7 @@ def train(config: RunConfig) -> None:
             trackers = begun.enter_context(run_trackers(config))
             pools = RunPools(config)
             ends.push(begun.pop_all())
-        run = _Run(config, step_of, files, trackers, console, say, stop)
+        run = _Run(config, files, trackers, console, say, stop)
         run.carry_out(pools, checkpoint)
     if stop.asked:
         remedy = (
@@ -113,7 +113,6 @@ class _Run:
     """A run whose files are there, and what carries it out."""
 
     config: RunConfig
-    step_of: Step
     files: RunFiles
     trackers: Trackers
     console: Console
@@ -215,7 +214,7 @@ class _Run:
         if checkpoint is not None:
             load_roles(checkpoint, config, roles)
             say(f"state of step {checkpoint.step} loaded")
-        say(f"{', '.join(role for role in config.algorithm.used_roles if role != 'actor')} ready")
+        say(f"{', '.join(role for role in config.algorithm.roles if role != 'actor')} ready")
         row_exchange().take_records()  # of an attempt that has failed
         with RunOutput(config, pools.nodes, self.files.tokenizer, self.console, self.trackers) as output:
             saver = RunSaver(config, roles, progress, say)
@@ -227,7 +226,7 @@ class _Run:
                 shutil.rmtree(final, ignore_errors=True)
             self.has_started = True
             with self.stop.listening():
-                iterate(config, self.step_of, pools, roles, self.files, output, progress, saver, self.stop)
+                iterate(config, pools, roles, self.files, output, progress, saver, self.stop)
                 if self.stop.asked and config.checkpoint.every and saver.saved_step < progress.step:
                     raise OutputError(f"step {progress.step}, after which the run ends, could not be saved")
                 if not self.stop.asked:

@@ -1,6 +1,6 @@
 """Configuration of a run: one YAML file plus `key=value` overrides, typed, frozen, checked as a whole."""
 
-from hybridengine.config.algorithm_sections import Role
+from hybridengine.config.algorithm import Role
 from hybridengine.config.checks import check_run, holder_shape, model_shape, rows_for_every_rank
 from hybridengine.config.holders import ModelHolder, model_holders
 from hybridengine.config.loading import load_config

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from hybridengine.config.algorithm import Role
 from hybridengine.config.algorithm_checks import algorithm_conflicts
-from hybridengine.config.algorithm_sections import Role
 from hybridengine.config.conflicts import (
     Conflict,
     checkpoint_conflicts,
@@ -267,10 +267,10 @@ def _rows(config: RunConfig) -> Iterator[Conflict]:
                 f" multiple of {parts}",
                 (*row_keys, key, f"{role}.mini_batches"),
             )
-        is_pair = role == "actor" and config.algorithm.name == "online_dpo"
-        needed = config.max_tokens * (2 if is_pair else 1)
+        num_kept = config.algorithm.rows_per_unit if role == "actor" else 1
+        needed = config.max_tokens * num_kept
         if section.micro_batch_tokens < needed:
-            what = "a preference, two rows" if is_pair else "one row"
+            what = "one row" if num_kept == 1 else f"{num_kept} rows, which stay together,"
             yield Conflict(
                 f"{role}.micro_batch_tokens={section.micro_batch_tokens} must hold {what} of {config.max_tokens}"
                 f" tokens (prompt and response); raise it to at least {needed}",
@@ -306,8 +306,8 @@ def rows_for_every_rank(config: RunConfig) -> dict[Role, int]:
     """Role -> rows of a call that all ranks of the role's pool share out, each at least one."""
     needs: dict[Role, int] = {"actor": config.rows_per_step}
     for role, section in reward_sections(config).items():
-        if section.functions:  # ReMax has a prompt's greedy response scored as well
-            needs[role] = config.data.batch_size if config.algorithm.name == "remax" else config.rows_per_step
+        if section.functions:
+            needs[role] = config.algorithm.scored_rows(config.data.batch_size, config.rows_per_step)
     return needs
 
 

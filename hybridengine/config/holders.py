@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from hybridengine.config.algorithm_sections import Role
+from hybridengine.config.algorithm import Role
 from hybridengine.config.reward_sections import scorer_key
 from hybridengine.config.run_config import SCORERS, RunConfig
 from hybridengine.topology.grid import Grid
@@ -53,7 +53,7 @@ def model_holders(config: RunConfig) -> list[ModelHolder]:
     """All of them, the roles first; functions have no weights."""
     holders = [_holder(config, role, role, getattr(config, role)) for role in config.model_roles]
     for role in SCORERS:
-        if role in config.algorithm.used_roles:
+        if role in config.algorithm.roles:
             models = getattr(config, role).models.items()
             holders += [
                 _holder(config, role, scorer_key(role, term), scorer) for term, scorer in models if term

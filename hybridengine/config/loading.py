@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from hybridengine.config.algorithm import ALGORITHMS, DEFAULT, Algorithm, algorithm_class
 from hybridengine.config.checks import find_conflicts
 from hybridengine.config.run_config import RunConfig
 from hybridengine.config.wording import first_line, rule, yaml_fault
@@ -47,6 +48,8 @@ def load_config(
         ConfigError: everything that is wrong, in one list.
     """
     tree = _read_tree(Path(path))
+    names = [text.partition("=")[2] for text in overrides if text.startswith("algorithm.name=")]
+    _change_algorithm(tree, names[-1] if names else None)
     problems = list(_apply_overrides(tree, overrides))
     try:
         values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
@@ -90,7 +93,23 @@ def _read_tree(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
         found = shown(OmegaConf.to_container(base) if OmegaConf.is_config(base) else base)
         raise ConfigError(f"{path}: base={found} must be the name of a file; write one, or leave it out")
     below = _read_tree(path.parent / base, (*above, path.resolve()))
+    _change_algorithm(below, _named_algorithm(tree))
     return cast(DictConfig, OmegaConf.merge(below, tree))
+
+
+def _named_algorithm(tree: DictConfig) -> Any:
+    section = tree.get("algorithm")
+    return section.get("name") if isinstance(section, DictConfig) else None
+
+
+def _change_algorithm(tree: DictConfig, name: Any) -> None:
+    """Drop the options of the algorithm of `tree` that another one, which a file or override upon it names, lacks."""
+    section = tree.get("algorithm")
+    if name is None or not isinstance(section, DictConfig):
+        return
+    here = _class_or_base(section.get("name", DEFAULT)).model_fields
+    for key in [key for key in section if key in here and key not in _class_or_base(name).model_fields]:
+        del section[key]
 
 
 def _read_yaml(path: Path) -> DictConfig:
@@ -170,6 +189,8 @@ def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
     """Configuration without the entries that are wrong, and what is wrong with them."""
     problems: list[Problem] = []
     while True:
+        section = values.get("algorithm")
+        kind = _class_or_base(section.get("name", DEFAULT) if isinstance(section, dict) else DEFAULT)
         try:
             text = json.dumps(values, default=str)
             return RunConfig.model_validate_json(text, strict=True), problems
@@ -179,9 +200,10 @@ def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
             for item in items:
                 if any(_is_beneath(other["loc"], item["loc"]) for other in items):
                     continue  # a list without its wrong entries may be too short, which says nothing
-                location, problem = _describe(item)
+                location, problem = _describe(item, kind)
                 problems += problem
-                removed |= _remove(values, location)
+                # What else an algorithm reads that is not known, nobody can say.
+                removed |= _remove(values, location[:1] if location == ["algorithm", "name"] else location)
             if not removed:
                 return None, problems
 
@@ -190,18 +212,32 @@ def _is_beneath(location: tuple[str | int, ...], other: tuple[str | int, ...]) -
     return len(location) > len(other) and location[: len(other)] == other
 
 
-def _describe(item: Any) -> tuple[list[str | int], list[Problem]]:
-    """Where a pydantic error lies, and its problems: its key first, then the key that was probably meant."""
+def _class_or_base(name: Any) -> type[Algorithm]:
+    """Class of the algorithm called `name`; the base class where there is none."""
+    try:
+        return algorithm_class(name)
+    except (TypeError, ValueError):
+        return Algorithm
+
+
+def _describe(item: Any, algorithm: type[Algorithm]) -> tuple[list[str | int], list[Problem]]:
+    """Where a pydantic error lies, and its problems: its key first, then the key that was probably meant.
+
+    Args:
+        algorithm: class of the section `algorithm`.
+    """
     location = list(item["loc"])
     key = _dotted(location)
     value, kind, context = item["input"], item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
-        near = _suggestions(location)
-        hint = (
-            f"did you mean {' or '.join(near)}?"
-            if near
-            else f"keys here are {', '.join(_siblings(location))}"
-        )
+        near, there = _suggestions(location, algorithm), _siblings(location, algorithm)
+        readers = _readers(str(location[1])) if location[0] == "algorithm" and len(location) == 2 else []
+        if readers:
+            hint = f"it is an option of {', '.join(readers)}; the chosen algorithm has {', '.join(there)}"
+        elif near:
+            hint = f"did you mean {' or '.join(near)}?"
+        else:
+            hint = f"keys here are {', '.join(there)}"
         message = f"unknown key {key}; {hint}"
         return location, [(key, message), *((other, message) for other in near)]
     if kind == "value_error":
@@ -209,7 +245,7 @@ def _describe(item: Any) -> tuple[list[str | int], list[Problem]]:
     elif kind in ("model_type", "model_attributes_type", "dict_type"):
         message = f"{key}={shown(value)} must be a section with keys of its own; write them beneath {key}"
     elif kind == "missing":
-        message = f"{key} is missing; {_remedy(location)}"
+        message = f"{key} is missing; {_remedy(location, algorithm)}"
     elif kind == "literal_error":
         near = difflib.get_close_matches(
             str(value), [str(choice) for choice in context["expected"].split("'")], n=1
@@ -218,19 +254,19 @@ def _describe(item: Any) -> tuple[list[str | int], list[Problem]]:
             f"; did you mean {near[0]!r}?" if near else "; choose one of these"
         )
     else:
-        message = f"{key}={shown(value)} must be {rule(item['msg'])}; {_remedy(location)}"
+        message = f"{key}={shown(value)} must be {rule(item['msg'])}; {_remedy(location, algorithm)}"
     return location, [(key, message)]
 
 
-def _remedy(location: Sequence[str | int]) -> str:
+def _remedy(location: Sequence[str | int], algorithm: type[Algorithm]) -> str:
     """The way back to the default, and what the key means."""
     field = None
-    for fields, part in _fields_along(location):
+    for fields, part in _fields_along(location, algorithm):
         field = fields[part]
     assert field is not None, "a value that is wrong has a key"
-    meaning = (field.description or "").rstrip(".")
     default = json.dumps(field.get_default(), default=str)
-    return f"correct it, or leave it out for the default {default} (it is: {_begun_small(meaning)})"
+    meaning = f" (it is: {_begun_small(field.description.rstrip('.'))})" if field.description else ""
+    return f"correct it, or leave it out for the default {default}{meaning}"
 
 
 def _begun_small(text: str) -> str:
@@ -251,10 +287,15 @@ def _remove(values: Any, location: Sequence[str | int]) -> bool:
     return False
 
 
-def _suggestions(location: Sequence[str | int]) -> list[str]:
+def _readers(option: str) -> list[str]:
+    """This project's algorithms that have an option."""
+    return [name for name in ALGORITHMS if option in algorithm_class(name).model_fields]
+
+
+def _suggestions(location: Sequence[str | int], algorithm: type[Algorithm]) -> list[str]:
     """Existing dotted keys close to an unknown one: siblings first, then the same name in another section."""
     parent, name = _dotted(location[:-1]), str(location[-1])
-    near = difflib.get_close_matches(name, _siblings(location), n=1, cutoff=0.7)
+    near = difflib.get_close_matches(name, _siblings(location, algorithm), n=1, cutoff=0.7)
     if near:
         return [f"{parent}.{near[0]}" if parent else near[0]]
     keys = list(all_keys())
@@ -263,12 +304,14 @@ def _suggestions(location: Sequence[str | int]) -> list[str]:
     return [key for key in keys if key.rpartition(".")[2] in near][:3]
 
 
-def _siblings(location: Sequence[str | int]) -> list[str]:
-    *_, (fields, _) = _fields_along(location)
+def _siblings(location: Sequence[str | int], algorithm: type[Algorithm]) -> list[str]:
+    *_, (fields, _) = _fields_along(location, algorithm)
     return list(fields)
 
 
-def _fields_along(location: Sequence[str | int]) -> Iterator[tuple[dict[str, FieldInfo], str]]:
+def _fields_along(
+    location: Sequence[str | int], algorithm: type[Algorithm]
+) -> Iterator[tuple[dict[str, FieldInfo], str]]:
     """Fields of each section on the way to `location`, and the key among them; names of named sections are no keys."""
     model: type[BaseModel] = RunConfig
     is_name = False
@@ -282,6 +325,7 @@ def _fields_along(location: Sequence[str | int]) -> Iterator[tuple[dict[str, Fie
         field = model.model_fields.get(part)
         if field is not None:
             model, is_name = _section_of(field.annotation) or model, _is_mapping(field.annotation)
+            model = algorithm if model is Algorithm else model
 
 
 def all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
@@ -289,7 +333,10 @@ def all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[s
     for name, field in model.model_fields.items():
         yield prefix + name
         section = _section_of(field.annotation)
-        if section is not None:
+        if section is Algorithm:
+            options = (all_keys(algorithm_class(known), f"{prefix}{name}.") for known in ALGORITHMS)
+            yield from dict.fromkeys(key for keys in options for key in keys)
+        elif section is not None:
             yield from all_keys(section, f"{prefix}{name}.{'NAME.' if _is_mapping(field.annotation) else ''}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridengine.config.algorithm_sections import Role
+from hybridengine.config.algorithm import Role
 from hybridengine.config.conflicts import Conflict
 from hybridengine.config.run_config import RunConfig, ranks_key
 from hybridengine.config.sections import MAIN_POOL
@@ -13,7 +13,7 @@ from hybridengine.topology.sizes import TrainSizes
 
 def pool_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Roles that are on no pool, on two, or that nobody uses."""
-    used, taken = config.algorithm.used_roles, dict[Role, str]()
+    used, taken = config.algorithm.roles, dict[Role, str]()
     for name, pool in config.cluster.pools.items():
         key = f"cluster.pools.{name}.roles"
         if not pool.roles:
@@ -32,7 +32,7 @@ def pool_conflicts(config: RunConfig) -> Iterator[Conflict]:
                 yield Conflict(
                     f"{key} names {role}, which algorithm.name={config.algorithm.name} does not use; leave it out (its"
                     f" roles are {', '.join(used)})",
-                    (key, "algorithm.name", "algorithm.roles"),
+                    (key, "algorithm.name"),
                 )
             elif role in taken:
                 where = "twice" if taken[role] == name else f"and so does cluster.pools.{taken[role]}"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridengine.config.algorithm_sections import Role
+from hybridengine.config.algorithm import Role
 from hybridengine.config.conflicts import Conflict, own_checkpoint_conflicts
 from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
 from hybridengine.config.run_config import SCORERS, RunConfig
@@ -19,7 +19,7 @@ SINGLE_SCORER_KEYS = tuple(ScorerSection.model_fields)
 
 def reward_sections(config: RunConfig) -> dict[Role, RewardSection]:
     """Every section that scores responses in the run's dataflow, by name."""
-    return {role: getattr(config, role) for role in SCORERS if role in config.algorithm.used_roles}
+    return {role: getattr(config, role) for role in SCORERS if role in config.algorithm.roles}
 
 
 def scorer_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -71,7 +71,7 @@ def _terms(config: RunConfig, name: str, section: RewardSection) -> Iterator[Con
             (f"{name}.terms", *(f"{name}.{key}" for key in unread)),
         )
     for term in section.models:
-        if f"{name}_{term}" in config.algorithm.used_roles:
+        if f"{name}_{term}" in config.algorithm.roles:
             yield Conflict(
                 f"{name}.terms.{term} would be called {name}_{term}, as a role of {config.algorithm.name} is; choose"
                 " another name",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic import Field
+
 from hybridengine.checkpoint_files import COMPANIONS_FOLDER
-from hybridengine.config.algorithm_sections import AlgorithmSection, Role
+from hybridengine.config.algorithm import ChosenAlgorithm, Role
 from hybridengine.config.reliability_sections import (
     CheckpointSection,
     FaultSection,
@@ -80,8 +82,8 @@ class RunConfig(Section):
     """Generation."""
     data: DataSection = DataSection()
     """Prompts."""
-    algorithm: AlgorithmSection = AlgorithmSection()
-    """From scores to advantages."""
+    algorithm: ChosenAlgorithm = Field(default_factory=dict, validate_default=True)  # pyright: ignore
+    """The RL algorithm: its name, and the options of that algorithm."""
     warmup: WarmupSection | None = None
     """Supervised steps before RL; left out, there are none."""
     timeouts: TimeoutSection = TimeoutSection()
@@ -109,7 +111,7 @@ class RunConfig(Section):
     def pools(self) -> dict[str, PoolSection]:
         """Every pool by name, the actor's first."""
         elsewhere = {role for pool in self.cluster.pools.values() for role in pool.roles}
-        roles: tuple[Role, ...] = tuple(role for role in self.algorithm.used_roles if role not in elsewhere)
+        roles: tuple[Role, ...] = tuple(role for role in self.algorithm.roles if role not in elsewhere)
         main = PoolSection(roles=roles, ranks_per_node=self.cluster.ranks_per_node)
         return {MAIN_POOL: main, **self.cluster.pools}
 
@@ -126,7 +128,7 @@ class RunConfig(Section):
     @property
     def model_roles(self) -> tuple[Role, ...]:
         """Roles of the dataflow that hold weights on the ranks: a function holds none."""
-        used = self.algorithm.used_roles
+        used = self.algorithm.roles
         return tuple(
             role
             for role in ROLES

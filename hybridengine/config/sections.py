@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from hybridengine.config.algorithm_sections import Role
+from hybridengine.config.algorithm import Role
 from hybridengine.config.values import (
     Bytes,
     Count,

@@ -71,8 +71,12 @@ def _check_name(text: str) -> str:
     return text
 
 
+IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+"""Pattern of package.module:name."""
+
+
 def _check_import_path(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", text):
+    if not re.fullmatch(IMPORT_PATH, text):
         raise ValueError(f"{text!r} is not a function's import path; write package.module:function")
     return text
 

@@ -11,10 +11,7 @@ from torch import Tensor
 from hybridengine.algorithms.correction import RolloutWeights, rollout_weights
 from hybridengine.algorithms.kl import kl_estimator
 from hybridengine.algorithms.masking import response_mask, zero_masked
-from hybridengine.config.algorithm_sections import AlgorithmSection
-
-COLUMNS = ("response_lengths", "rollout_log_probs", "log_probs", "ref_log_probs", "scores", "dropped")
-"""Columns that `counted_rows` reads."""
+from hybridengine.config.algorithm import Algorithm
 
 
 @dataclass(frozen=True)
@@ -40,24 +37,22 @@ class Counted:
         return TensorDict(found, batch_size=[len(self.keep_B)])  # pyright: ignore[reportArgumentType]
 
 
-def correction_weights(
-    rows: TensorDictBase, mask_BR: Tensor, settings: AlgorithmSection
-) -> RolloutWeights | None:
+def correction_weights(rows: TensorDictBase, mask_BR: Tensor, algorithm: Algorithm) -> RolloutWeights | None:
     """What the run's rollout correction says of rows; None where it has none."""
-    correction = settings.correction
+    correction = algorithm.correction
     if correction is None:
         return None
     log_probs = rows["log_probs"], rows["rollout_log_probs"]
     return rollout_weights(correction.name, *log_probs, mask_BR, correction.high, correction.low)
 
 
-def counted_rows(rows: TensorDictBase, settings: AlgorithmSection) -> Counted:
-    """What counts of `rows` (`COLUMNS`), after dropped rewards and the rollout correction."""
+def counted_rows(rows: TensorDictBase, algorithm: Algorithm) -> Counted:
+    """What counts of `rows` (`drivers.dataflow.COLUMNS`), after dropped rewards and the rollout correction."""
     mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
     keep, weights = ~rows["dropped"], None
-    if (found := correction_weights(rows, mask & keep[:, None], settings)) is not None:
+    if (found := correction_weights(rows, mask & keep[:, None], algorithm)) is not None:
         keep, weights = keep & found.keep_B, found.weights_BR
     mask = mask & keep[:, None]
-    kl = zero_masked(kl_estimator(settings.kl_estimator)(rows["log_probs"], rows["ref_log_probs"]), mask)
+    kl = zero_masked(kl_estimator(algorithm.kl_estimator)(rows["log_probs"], rows["ref_log_probs"]), mask)
     scores = torch.where(keep, rows["scores"], torch.zeros_like(rows["scores"]))
     return Counted(keep, mask, scores, kl, weights)

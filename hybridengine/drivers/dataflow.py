@@ -1,44 +1,86 @@
-"""The function that a configuration names as its dataflow."""
+"""Parts of an iteration that the dataflows share, and the check of the functions that they run on ranks.
+
+Nothing here imports torch or Ray: the planner traces the steps of algorithms.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridengine.config.algorithm_sections import AlgorithmSection
-from hybridengine.drivers.roles import Roles, Sampling, State
+from hybridengine.config.algorithm import Algorithm, import_named
+from hybridengine.drivers.roles import Roles
 from hybridengine.errors import ConfigError
-from hybridengine.importing import import_module
+from hybridengine.metrics import keys
 
-Step = Callable[[Roles, Sampling, AlgorithmSection, State], dict[str, float]]
-"""One iteration: samples, scores, updates; returns its metrics."""
-SIGNATURE = "step(roles, sampling, settings, state)"
+COLUMNS = ("response_lengths", "rollout_log_probs", "log_probs", "ref_log_probs", "scores", "dropped")
+"""Columns that every advantage function gets."""
+STATISTICS = ("prompt_lengths", *COLUMNS)
+"""Columns that `rollout_metrics` reads, besides `entropies`."""
+ROLLOUT_METRICS = "hybridengine.drivers.rollout_metrics:rollout_metrics"
+LOSS_PARAMETERS = ("log_probs", "columns", "algorithm", "actor", "aggregation")
+"""Arguments that a loss is called with."""
 
 
-def load_step(settings: AlgorithmSection) -> Step:
-    """`step` of the dataflow's module.
+def with_advantages(
+    roles: Roles, batch: Any, algorithm: Any, samples: int, *more: Any, columns: Sequence[str] = ()
+) -> Any:
+    """Return the batch with the columns that `algorithm.advantages` makes of it, on the ranks where its rows are.
+
+    Args:
+        samples: responses per prompt.
+        more: arguments of the function after `samples`.
+        columns: what it reads besides `COLUMNS`.
+    """
+    inputs = batch.select(*COLUMNS, *columns)
+    return batch.union(roles.compute.map(inputs, algorithm.advantages, algorithm, samples, *more))
+
+
+def measure_rollout(roles: Roles, batch: Any, algorithm: Algorithm, *, from_engine: bool = False) -> Any:
+    """Return the future of `rollout_metrics` of a batch, the same on every rank.
+
+    Args:
+        from_engine: the batch's log-probs are the engine's, and it has no entropies.
+    """
+    columns = [*STATISTICS, *roles.term_columns, *([] if from_engine else ["entropies"])]
+    return roles.compute.measure(batch.select(*columns), ROLLOUT_METRICS, algorithm, roles.term_columns)
+
+
+def switch_metrics(
+    to_generate: Sequence[Mapping[str, Any]], to_train: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """Return the bytes of the switches there and back: of each, those of the rank with the most."""
+    reports = [*to_generate, *to_train]
+    return {
+        keys.RECEIVED_BYTES: max(report["received_bytes"] for report in to_generate),
+        "switch/received_bytes_back": max(report["received_bytes"] for report in to_train),
+        keys.PEAK_WEIGHT_BYTES: max(report["peak_weight_bytes"] for report in reports),
+        keys.REDUNDANT_BYTES: max(report["redundant_bytes"] for report in reports),
+    }
+
+
+def check_functions(algorithm: Algorithm) -> None:
+    """Import the functions that the algorithm runs on ranks, before any rank starts.
 
     Raises:
-        ConfigError: there is no such module, or it has no such function.
+        ConfigError: one of them is not there, or cannot be called as it will be.
     """
-    asked = f"algorithm.name={settings.name}"
-    try:
-        module = import_module(settings.driver)
-    except Exception as error:
-        raise ConfigError(
-            f"{asked} cannot be imported ({type(error).__name__}: {error}); name a module that is installed, or lies"
-            " where the command is run"
-        ) from error
-    step: Any = getattr(module, "step", None)
-    if not callable(step):
-        raise ConfigError(
-            f"{asked} has no function step; write {SIGNATURE}, which returns the iteration's metrics"
-        )
-    try:
-        inspect.signature(step).bind("roles", "sampling", "settings", "state")
-    except TypeError as error:
-        raise ConfigError(
-            f"{asked}: step{inspect.signature(step)} must be callable as {SIGNATURE} ({error}); change its parameters"
-        ) from None
-    return module.step
+    parameters = {"loss": LOSS_PARAMETERS, "advantages": algorithm.advantage_parameters}
+    for option, arguments in parameters.items():
+        path = getattr(algorithm, option, None)
+        if path is None:
+            continue
+        asked, form = f"algorithm.{option}={path}", f"{option}({', '.join(arguments)})"
+        try:
+            function = import_named(path, "a function")
+        except ValueError as error:
+            raise ConfigError(f"algorithm.{option}: {error}") from error
+        if not callable(function):
+            raise ConfigError(f"{asked} is no function; write {form}")
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            raise ConfigError(
+                f"{asked}: {inspect.signature(function)} cannot be called as {form} ({error}); change its parameters"
+            ) from None

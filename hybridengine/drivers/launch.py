@@ -10,7 +10,7 @@ from types import TracebackType
 
 from hybridengine.backends.vllm import environment
 from hybridengine.config import RunConfig
-from hybridengine.config.algorithm_sections import Role
+from hybridengine.config.algorithm import Role
 from hybridengine.config.reward_sections import RewardSection
 from hybridengine.config.run_config import SCORERS
 from hybridengine.config.sections import MAIN_POOL
@@ -112,7 +112,7 @@ class RunPools:
     def start_roles(self, actor: WorkerGroup) -> Roles:
         """All groups of the run's dataflow, and on the actor's ranks those that read data and compute."""
         config = self._config
-        used = config.algorithm.used_roles
+        used = config.algorithm.roles
         folders = {
             "critic": config.critic_folder,
             "cost_critic": config.cost_critic_folder,

@@ -1,47 +1,77 @@
-"""Online DPO's dataflow: of the responses to a prompt, the best and the worst by the judge are a preference.
+"""Online DPO: of the responses to a prompt, the best and the worst by the judge are a preference.
 
 Source: arXiv 2402.04792, algorithm 1 (the judge is the run's reward); loss of arXiv 2305.18290, equation 7.
 """
 
 from __future__ import annotations
 
-import torch
-from tensordict import TensorDictBase
-from torch import Tensor
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
-from hybridengine.config.algorithm_sections import AlgorithmSection
+from pydantic import Field
+
+from hybridengine.config.algorithm import Algorithm
+from hybridengine.config.conflicts import Conflict
+from hybridengine.config.values import ImportPath, Positive
+from hybridengine.drivers.dataflow import measure_rollout, switch_metrics
 from hybridengine.drivers.roles import Roles, Sampling, State
-from hybridengine.drivers.step_metrics import measure_rollout, switch_metrics
 
 
-def step(roles: Roles, sampling: Sampling, settings: AlgorithmSection, state: State) -> dict[str, float]:
-    """One iteration; returns its metrics."""
-    actor, samples = roles.actor, sampling.samples_per_prompt
+class OnlineDpo(Algorithm):
+    """There are no advantages: the better response of each pair becomes likelier than the worse one."""
 
-    prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step).repeat(samples)
-    to_generate = actor.switch_to_generate()
-    rollout = prompts.union(actor.generate_sequences(prompts, sampling.first_seed))
-    to_train = actor.switch_to_train()
+    roles = ("actor", "reference", "reward")
+    min_samples = 2
+    rows_per_unit = 2
+    uncorrected = "which weighs no tokens"
 
-    batch = rollout.union(
-        actor.compute_log_probs(rollout),
-        roles.reference.compute_log_probs(rollout),
-        roles.reward.compute_scores(rollout),
-    )
-    judged = batch.get("scores", "dropped")
-    update = actor.update_preferences(batch[preferences(judged, samples)])
-    measured = measure_rollout(roles, batch, settings)
+    loss: ImportPath = "hybridengine.algorithms.losses.dpo:preference_loss"
+    """Loss of pairs of rows: a function (log_probs, columns, algorithm, actor, aggregation)."""
+    beta: Positive = 0.1
+    """Strength of the pull to the reference."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the preferences that are taken to be wrong."""
 
-    return measured.get()[0] | switch_metrics(to_generate.get(), to_train.get()) | update.get()[0]
+    def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
+        """Carry out one iteration; return its metrics."""
+        actor, samples = roles.actor, sampling.samples_per_prompt
+
+        prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step).repeat(samples)
+        to_generate = actor.switch_to_generate()
+        rollout = prompts.union(actor.generate_sequences(prompts, sampling.first_seed))
+        to_train = actor.switch_to_train()
+
+        batch = rollout.union(
+            actor.compute_log_probs(rollout),
+            roles.reference.compute_log_probs(rollout),
+            roles.reward.compute_scores(rollout),
+        )
+        judged = batch.get("scores", "dropped")
+        pairs = batch[preferences(judged["scores"].tolist(), judged["dropped"].tolist(), samples)]
+        update = actor.update_preferences(pairs, self)
+        measured = measure_rollout(roles, batch, self)
+
+        return measured.get()[0] | switch_metrics(to_generate.get(), to_train.get()) | update.get()[0]
+
+    def conflicts(self, config: Any) -> Iterator[Conflict]:
+        """Yield that the pairs do not split evenly."""
+        replicas, mini_batches = config.actor.train_sizes.dp_size, config.actor.mini_batches
+        if config.data.batch_size % (replicas * mini_batches):
+            yield Conflict(
+                f"data.batch_size={config.data.batch_size} pairs of algorithm.name={self.name} must split evenly over"
+                f" actor.mini_batches={mini_batches} and the d = {replicas} replicas of actor.parallel="
+                f"{config.actor.parallel}; choose a multiple of {replicas * mini_batches}",
+                ("data.batch_size", "actor.parallel", "actor.mini_batches"),
+            )
 
 
-def preferences(judged: TensorDictBase, samples: int) -> Tensor:
+def preferences(scores: Sequence[float], dropped: Sequence[bool], samples: int) -> list[int]:
     """Row numbers of the best and the worst response to each prompt, one behind the other; of equal ones the first.
 
-    A response without a score is neither, as long as there are others. Shapes: `scores` and `dropped` [P·G] -> [2·P].
+    A response without a score is neither, as long as there are others.
     """
-    scores, dropped = (judged[name].view(-1, samples) for name in ("scores", "dropped"))
-    best = scores.masked_fill(dropped, -torch.inf).argmax(1)
-    worst = scores.masked_fill(dropped, torch.inf).argmin(1)
-    first = torch.arange(len(scores)) * samples
-    return torch.stack([first + best, first + worst], dim=1).flatten()
+    pairs = []
+    for first in range(0, len(scores), samples):
+        judged = [row for row in range(first, first + samples) if not dropped[row]] or [first]
+        pairs += [max(judged, key=lambda row: scores[row]), min(judged, key=lambda row: scores[row])]
+    return pairs

@@ -1,49 +1,20 @@
-"""RLOO's dataflow: the baseline of a response is the mean of the others to the same prompt.
+"""RLOO: the baseline of a response is the mean of the others to the same prompt.
 
 Source: arXiv 2402.14740, sections 2 and 3; the KL penalty is part of a response's reward.
 """
 
 from __future__ import annotations
 
-from tensordict import TensorDict, TensorDictBase
-
-from hybridengine.algorithms.across import Across
-from hybridengine.algorithms.advantages import rloo, token_rewards
-from hybridengine.algorithms.masking import over_tokens
-from hybridengine.config.algorithm_sections import AlgorithmSection
-from hybridengine.drivers.counted import COLUMNS, counted_rows
-from hybridengine.drivers.roles import Roles, Sampling, State, function_path
-from hybridengine.drivers.step_metrics import measure_rollout, switch_metrics
-from hybridengine.runtime.row_requests import ROW_NUMBERS
+from hybridengine.config.values import ImportPath, NonNegative
+from hybridengine.drivers.critic_free import CriticFree
 
 
-def step(roles: Roles, sampling: Sampling, settings: AlgorithmSection, state: State) -> dict[str, float]:
-    """One iteration; returns its metrics."""
-    actor, samples = roles.actor, sampling.samples_per_prompt
+class Rloo(CriticFree):
+    """Advantages are returns less the mean of the group's other returns."""
 
-    prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step).repeat(samples)
-    to_generate = actor.switch_to_generate()
-    rollout = prompts.union(actor.generate_sequences(prompts, sampling.first_seed))
-    to_train = actor.switch_to_train()
+    min_samples = 2
 
-    batch = rollout.union(
-        actor.compute_log_probs(rollout),
-        roles.reference.compute_log_probs(rollout),
-        roles.reward.compute_scores(rollout),
-    )
-    batch = batch.union(
-        roles.compute.map(batch.select(*COLUMNS), function_path(advantages), settings, samples)
-    )
-    update = actor.update(batch)
-    measured = measure_rollout(roles, batch, settings)
-
-    return measured.get()[0] | switch_metrics(to_generate.get(), to_train.get()) | update.get()[0]
-
-
-def advantages(rows: TensorDictBase, across: Across, settings: AlgorithmSection, samples: int) -> TensorDict:
-    """`advantages` [B, R]: one for each response, at all of its tokens."""
-    counted = counted_rows(rows, settings)
-    mask = counted.mask_BR
-    rewards = token_rewards(counted.scores_B, counted.kl_BR, mask, settings.kl_coef).sum(1)
-    estimates = rloo(rewards, rows[ROW_NUMBERS] // samples, counted.keep_B, across)
-    return counted.columns(advantages=over_tokens(estimates, mask))
+    advantages: ImportPath = "hybridengine.drivers.advantages:rloo"
+    """Advantages of a batch's responses: a function (rows, across, algorithm, samples)."""
+    kl_coef: NonNegative = 0.05
+    """Weight of the KL penalty on each token's reward."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hybridengine.controller.rows import Rows
-from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import UnknownNameError
+
+if TYPE_CHECKING:  # algorithms import this file, and load neither torch nor Ray
+    from hybridengine.controller.rows import Rows
+    from hybridengine.controller.worker_group import WorkerGroup
 
 State = dict[str, float]
 """Numbers that a dataflow keeps from one iteration to the next, e.g. a Lagrange multiplier; empty at first."""
@@ -99,7 +102,7 @@ class Roles:
 
     def __getattr__(self, name: str) -> WorkerGroup:
         near = difflib.get_close_matches(name, self.__dict__, n=1)
-        remedy = f"did you mean {near[0]}?" if near else "add it to algorithm.roles"
+        remedy = f"did you mean {near[0]}?" if near else "add it to the algorithm's roles"
         raise UnknownNameError(
             f"the dataflow uses the role {name!r}, and the run has {', '.join(self.__dict__)}; {remedy}"
         )
@@ -119,9 +122,6 @@ class Sampling:
     @property
     def prompts(self) -> Rows:
         """One row per prompt, still empty."""
+        from hybridengine.controller.rows import Rows
+
         return Rows.numbered(self.num_prompts)
-
-
-def function_path(function: Callable) -> str:
-    """Import path of a function, for workers."""
-    return f"{function.__module__}.{function.__qualname__}"

@@ -1,92 +1,89 @@
-"""Safe-RLHF's dataflow (PPO-Lagrangian): rewards are raised while the mean cost stays under a limit.
+"""Safe-RLHF (PPO-Lagrangian): rewards are raised while the mean cost stays under a limit.
+
+Maximise J_r subject to J_c <= d, through min over the policy, max over lam >= 0, of -J_r + lam·(J_c - d).
 
 Source: arXiv 2310.12773, section 3.3 and appendix B.3.
 """
 
 from __future__ import annotations
 
-from tensordict import TensorDict, TensorDictBase
+import math
 
-from hybridengine.algorithms.across import Across
-from hybridengine.algorithms.advantages import LagrangeMultiplier, gae, safe_advantages, token_rewards
-from hybridengine.algorithms.masking import whiten
-from hybridengine.config.algorithm_sections import AlgorithmSection
-from hybridengine.drivers.counted import COLUMNS, counted_rows
-from hybridengine.drivers.roles import Roles, Sampling, State, function_path
-from hybridengine.drivers.step_metrics import measure_rollout, switch_metrics
+from hybridengine.config.values import ImportPath, NonNegative, Positive
+from hybridengine.drivers.dataflow import measure_rollout, switch_metrics, with_advantages
+from hybridengine.drivers.ppo import Ppo
+from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.errors import DataError
 
 COSTS = {"cost_scores": "scores", "cost_dropped": "dropped"}
 COST_VALUES = {"cost_values": "values"}
+MEAN_COST = "hybridengine.drivers.advantages:mean_cost"
 
 
-def step(roles: Roles, sampling: Sampling, settings: AlgorithmSection, state: State) -> dict[str, float]:
-    """One iteration; returns its metrics. `state` keeps the logarithm of the Lagrange multiplier."""
-    actor, critic, cost_critic = roles.actor, roles.critic, roles.cost_critic
+class SafeRlhf(Ppo):
+    """PPO with a critic for costs, whose advantages count by a Lagrange multiplier."""
 
-    prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step).repeat(
-        sampling.samples_per_prompt
-    )
-    to_generate = actor.switch_to_generate()
-    rollout = prompts.union(actor.generate_sequences(prompts, sampling.first_seed))
-    to_train = actor.switch_to_train()
+    roles = ("actor", "critic", "cost_critic", "reference", "reward", "cost")
+    advantage_parameters = (*Ppo.advantage_parameters, "multiplier")
 
-    costs = roles.cost.compute_scores(rollout)
-    batch = rollout.union(
-        actor.compute_log_probs(rollout),
-        roles.reference.compute_log_probs(rollout),
-        critic.compute_values(rollout),
-        cost_critic.compute_values(rollout).select_as(**COST_VALUES),
-        roles.reward.compute_scores(rollout),
-        costs.select_as(**COSTS),
-        costs.select(*roles.cost.term_columns),
-    )
-    measured_costs = roles.compute.measure(batch.select(*COSTS), function_path(mean_cost)).get()[0]
-    multiplier = LagrangeMultiplier(
-        settings.cost_limit,
-        settings.multiplier_lr,
-        settings.max_log_multiplier,
-        state.get("log_multiplier", 0.0),
-    ).updated(measured_costs["cost/mean"])
-    state["log_multiplier"] = multiplier.log_value
+    advantages: ImportPath = "hybridengine.drivers.advantages:safe_rlhf"
+    """Advantages, returns and cost returns: a function (rows, across, algorithm, samples, multiplier)."""
+    cost_limit: float = 0.0
+    """Largest mean cost of a response."""
+    multiplier_lr: Positive = 0.1
+    """Learning rate of the logarithm of the Lagrange multiplier."""
+    max_log_multiplier: NonNegative = 5.0
+    """The multiplier stays below e to this: a limit that cannot be kept must not silence the reward for good."""
 
-    inputs = batch.select(*COLUMNS, *COSTS, *COST_VALUES, "values")
-    batch = batch.union(roles.compute.map(inputs, function_path(advantages), settings, multiplier.value))
-    for_costs = batch.union(batch.select_as(values="cost_values", returns="cost_returns"))
-    updates = critic.update(batch), cost_critic.update(for_costs), actor.update(batch)
-    measured = measure_rollout(roles, batch, settings)
+    def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
+        """Carry out one iteration; return its metrics. `state` keeps the logarithm of the Lagrange multiplier."""
+        actor, critic, cost_critic = roles.actor, roles.critic, roles.cost_critic
+        samples = sampling.samples_per_prompt
 
-    metrics = measured.get()[0] | switch_metrics(to_generate.get(), to_train.get())
-    metrics |= measured_costs | {"cost/multiplier": multiplier.value}
-    return metrics | updates[0].get()[0] | updates[1].get()[0] | updates[2].get()[0]
+        prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step).repeat(samples)
+        to_generate = actor.switch_to_generate()
+        rollout = prompts.union(actor.generate_sequences(prompts, sampling.first_seed))
+        to_train = actor.switch_to_train()
 
+        costs = roles.cost.compute_scores(rollout)
+        batch = rollout.union(
+            actor.compute_log_probs(rollout),
+            roles.reference.compute_log_probs(rollout),
+            critic.compute_values(rollout),
+            cost_critic.compute_values(rollout).select_as(**COST_VALUES),
+            roles.reward.compute_scores(rollout),
+            costs.select_as(**COSTS),
+            costs.select(*roles.cost.term_columns),
+        )
+        measured_costs = roles.compute.measure(batch.select(*COSTS), MEAN_COST).get()[0]
+        state["log_multiplier"] = self.updated_log_multiplier(
+            state.get("log_multiplier", 0.0), measured_costs["cost/mean"]
+        )
+        multiplier = math.exp(state["log_multiplier"])
 
-def mean_cost(rows: TensorDictBase, across: Across) -> dict[str, float]:
-    """`cost/mean` of the responses that have a cost.
+        batch = with_advantages(
+            roles, batch, self, samples, multiplier, columns=["values", *COSTS, *COST_VALUES]
+        )
+        for_costs = batch.union(batch.select_as(values="cost_values", returns="cost_returns"))
+        updates = critic.update(batch), cost_critic.update(for_costs), actor.update(batch, self)
+        measured = measure_rollout(roles, batch, self)
 
-    Raises:
-        DataError: none has.
-    """
-    keep = ~rows["cost_dropped"]
-    total, count = across.sum(rows["cost_scores"][keep].double().sum()), across.sum(keep.sum())
-    if not count:
-        raise DataError("none of this step's responses has a cost; look at the cost function's failures")
-    return {"cost/mean": float(total / count)}
+        metrics = measured.get()[0] | switch_metrics(to_generate.get(), to_train.get())
+        metrics |= measured_costs | {"cost/multiplier": multiplier}
+        return metrics | updates[0].get()[0] | updates[1].get()[0] | updates[2].get()[0]
 
+    def updated_log_multiplier(self, log_multiplier: float, mean_cost: float) -> float:
+        """Return log lam after one SGD step on -(J_c - d)·lam, whose derivative by log lam is itself.
 
-def advantages(
-    rows: TensorDictBase, across: Across, settings: AlgorithmSection, multiplier: float
-) -> TensorDict:
-    """`advantages`, `returns` and `cost_returns` [B, R]; the KL penalty is shared out between rewards and costs."""
-    rows["dropped"] = rows["dropped"] | rows["cost_dropped"]
-    counted = counted_rows(rows, settings)
-    mask, kl = counted.mask_BR, counted.kl_BR
-    rewards = token_rewards(counted.scores_B, kl, mask, settings.kl_coef / 2)
-    costs = token_rewards(rows["cost_scores"].nan_to_num(), kl, mask, -settings.kl_coef / 2)
-    estimates, returns = gae(rewards, rows["values"], mask, settings.gamma, settings.lam)
-    cost_estimates, cost_returns = gae(costs, rows["cost_values"], mask, settings.gamma, settings.lam)
-    if settings.whiten_advantages:
-        estimates = whiten(estimates, mask, across=across)
-        cost_estimates = whiten(cost_estimates, mask, across=across)
-    both = safe_advantages(estimates, cost_estimates, mask, multiplier)
-    return counted.columns(advantages=both, returns=returns, cost_returns=cost_returns)
+        Args:
+            mean_cost: J_c, the mean over the batch's responses of all ranks.
+        Raises:
+            DataError: the cost is not a finite number.
+        Source: arXiv 2310.12773, equation 31 (with J_c there counted from the limit).
+        """
+        if not math.isfinite(mean_cost):
+            raise DataError(
+                f"mean_cost={mean_cost} must be a finite number; look for failed rows of the cost model"
+            )
+        change = self.multiplier_lr * (mean_cost - self.cost_limit) * math.exp(log_multiplier)
+        return min(log_multiplier + change, self.max_log_multiplier)

@@ -263,7 +263,7 @@ def _is_evaluated(metric: str) -> bool:
 
 
 def _trained_groups(config: RunConfig, roles: Roles) -> dict[str, WorkerGroup]:
-    return {role: getattr(roles, role) for role in TRAINED if role in config.algorithm.used_roles}
+    return {role: getattr(roles, role) for role in TRAINED if role in config.algorithm.roles}
 
 
 def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:
@@ -288,7 +288,7 @@ def roles_to_load(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
     Raises:
         CheckpointError: it lacks one.
     """
-    trained = [role for role in TRAINED if role in config.algorithm.used_roles]
+    trained = [role for role in TRAINED if role in config.algorithm.roles]
     there = [role for role in trained if (checkpoint.folder / role).is_dir()]
     missing = [role for role in trained if role not in there]
     if missing and not (there and checkpoint.step == 0):
@@ -302,9 +302,7 @@ def roles_to_load(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
 def roles_left_out(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
     """Roles of a checkpoint that a run does not train: it will save none of them."""
     return [
-        role
-        for role in TRAINED
-        if role not in config.algorithm.used_roles and (checkpoint.folder / role).is_dir()
+        role for role in TRAINED if role not in config.algorithm.roles and (checkpoint.folder / role).is_dir()
     ]
 
 

@@ -1,15 +1,21 @@
-"""The group calls of an iteration of each dataflow: what is called in which order, and whose rows each call takes.
+"""The group calls of an iteration as data: what is called in which order, and which earlier calls each call waits for.
 
-What `hybridengine.drivers` does, as data; a test traces the drivers and compares.
+They come from the algorithm itself, whose step is traced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
-from hybridengine.errors import ConfigError
+import numpy as np
+
+from hybridengine.config.algorithm import Algorithm
+from hybridengine.errors import ConfigError, UnknownNameError
 
 HELPERS = ("prompts", "compute")
 """Groups without a model on the actor's ranks."""
@@ -79,6 +85,15 @@ WORK: Mapping[str, Work] = {
     "update_preferences": Work.UPDATE,
 }
 """Of each method."""
+RETURN_ROWS = (
+    "training_prompts",
+    "generate_sequences",
+    "compute_log_probs",
+    "compute_values",
+    "compute_scores",
+    "map",
+)
+"""Methods that return rows."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +134,7 @@ class Call:
     """A role of the dataflow, or one of `HELPERS`."""
     method: str
     reads: tuple[int, ...] = ()
-    """Earlier calls whose rows it takes, by their places in the iteration."""
+    """Earlier calls whose rows it takes, or that the controller waits for before, by their places in the iteration."""
     count: Count = Count.ROWS
 
     @property
@@ -138,83 +153,128 @@ class Call:
         return f"{self.role}.{self.method}"
 
 
-LOG_PROBS, REFERENCE = ("actor", "compute_log_probs"), ("reference", "compute_log_probs")
-VALUES, COST_VALUES = ("critic", "compute_values"), ("cost_critic", "compute_values")
-SCORES, COSTS = ("reward", "compute_scores"), ("cost", "compute_scores")
+PROMPTS, SAMPLES = 5, 3
+"""Prompts and responses per prompt of a traced iteration: numbers of rows say which count a call has."""
+COUNTS = {PROMPTS * SAMPLES: Count.ROWS, PROMPTS: Count.PROMPTS, 2 * PROMPTS: Count.PAIRS}
 
 
-def _iteration(
-    *looks: tuple[str, str], updates: tuple[str, ...] = ("actor",), greedy: bool = False, costs: bool = False
-) -> tuple[Call, ...]:
-    """An iteration: prompts, generation between two switches, `looks` at the rollout, advantages, updates, statistics.
+@dataclass(frozen=True)
+class _Rows:
+    """A stand-in for rows: how many, and the calls that have produced some of their columns."""
 
-    Args:
-        greedy: a greedy response to each prompt is generated and scored as well.
-        costs: the mean cost must be known before the advantages.
-    """
-    calls = [
-        Call("prompts", "training_prompts", count=Count.PROMPTS),
-        Call("actor", "switch_to_generate"),
-        Call("actor", "generate_sequences", (0,)),
-    ]
-    if greedy:
-        calls.append(Call("actor", "generate_sequences", (0,), Count.PROMPTS))
-    calls.append(Call("actor", "switch_to_train"))
-    first = len(calls)
-    calls += [Call(role, method, (0, 2)) for role, method in looks]
-    seen = (0, 2, *range(first, len(calls)))
-    if greedy:
-        calls.append(Call(*SCORES, (0, 3), Count.PROMPTS))
-        seen = (*seen, len(calls) - 1)
-    if costs:
-        calls.append(Call("compute", "measure", seen))
-    calls.append(Call("compute", "map", (*seen, len(calls) - 1) if costs else seen))
-    complete = (*seen, len(calls) - 1)
-    calls += [Call(role, "update", complete) for role in updates]
-    return (*calls, Call("compute", "measure", complete))
+    trace: _Trace
+    num_rows: int
+    calls: frozenset[int] = frozenset()
 
+    def __len__(self) -> int:
+        return self.num_rows
 
-def _preferences() -> tuple[Call, ...]:
-    """Online DPO: the controller picks pairs, and there are no advantages."""
-    *calls, _, _, _ = _iteration(LOG_PROBS, REFERENCE, SCORES)
-    seen = (0, 2, *range(4, len(calls)))
-    update = Call("actor", "update_preferences", seen, Count.PAIRS)
-    return (*calls, update, Call("compute", "measure", seen))
+    def union(self, *others: _Rows) -> _Rows:
+        return replace(self, calls=self.calls.union(*(other.calls for other in others)))
+
+    def repeat(self, times: int) -> _Rows:
+        return replace(self, num_rows=times * self.num_rows)
+
+    def select(self, *names: str) -> _Rows:
+        return self
+
+    def select_as(self, **names: str) -> _Rows:
+        return self
+
+    def __getitem__(self, index: Any) -> _Rows:
+        return replace(self, num_rows=len(np.arange(self.num_rows)[index]))
+
+    def wait(self) -> _Rows:
+        self.trace.waited |= self.calls
+        return self
+
+    def get(self, *names: str) -> dict[str, np.ndarray]:
+        self.wait()
+        kinds = {name: bool if name.endswith("dropped") else float for name in names}
+        return {name: np.zeros(self.num_rows, kind) for name, kind in kinds.items()}
 
 
-_CRITIC_FREE = _iteration(LOG_PROBS, REFERENCE, SCORES)
+class _Metrics(dict[str, float]):
+    """Metrics of a call, all of them 0."""
 
-DATAFLOWS: Mapping[str, tuple[Call, ...]] = {
-    "ppo": _iteration(LOG_PROBS, REFERENCE, VALUES, SCORES, updates=("critic", "actor")),
-    "grpo": _CRITIC_FREE,
-    "grpo_from_engine": _iteration(REFERENCE, SCORES),
-    "rloo": _CRITIC_FREE,
-    "remax": _iteration(LOG_PROBS, REFERENCE, SCORES, greedy=True),
-    "reinforce_plus_plus": _CRITIC_FREE,
-    "safe_rlhf": _iteration(
-        COSTS,
-        LOG_PROBS,
-        REFERENCE,
-        VALUES,
-        COST_VALUES,
-        SCORES,
-        updates=("critic", "cost_critic", "actor"),
-        costs=True,
-    ),
-    "online_dpo": _preferences(),
-}
-"""Name of a dataflow -> the calls of its iteration, in the order in which the controller makes them."""
+    def __missing__(self, name: str) -> float:
+        return 0.0
 
 
-def calls_of(algorithm: str) -> tuple[Call, ...]:
-    """The calls of an iteration.
+@dataclass(frozen=True)
+class _Future:
+    """A stand-in for the result of a call that returns no rows."""
+
+    trace: _Trace
+    call: int
+
+    def get(self) -> list[_Metrics]:
+        self.trace.waited.add(self.call)
+        return [_Metrics()]
+
+
+@dataclass
+class _Trace:
+    """The calls that a step makes, recorded."""
+
+    calls: list[Call] = field(default_factory=list)
+    waited: set[int] = field(default_factory=set)
+    """Calls that the controller has waited for: those that it makes later begin after them."""
+
+    def record(self, role: str, method: str, *arguments: Any, **more: Any) -> Any:
+        if method not in WORK:
+            raise UnknownNameError(f"{role}.{method} is not one of {', '.join(WORK)}")
+        rows = [value for value in (*arguments, *more.values()) if isinstance(value, _Rows)]
+        reads = self.waited.union(*(one.calls for one in rows))
+        num_rows = len(rows[0]) if rows else PROMPTS * SAMPLES
+        if num_rows not in COUNTS:
+            raise UnknownNameError(
+                f"{role}.{method} has {num_rows} rows of {PROMPTS} prompts with {SAMPLES} responses"
+            )
+        self.calls.append(Call(role, method, tuple(sorted(reads)), COUNTS[num_rows]))
+        place = len(self.calls) - 1
+        if method in RETURN_ROWS:
+            return _Rows(self, num_rows, frozenset({place}))
+        return _Future(self, place)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A stand-in for the group of a role: all methods of it."""
+
+    trace: _Trace
+    role: str
+    term_columns: tuple[str, ...] = ()
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return partial(self.trace.record, self.role, method)
+
+
+def calls_of(algorithm: Algorithm) -> tuple[Call, ...]:
+    """Return the calls of an iteration, in the order in which the algorithm's step makes them.
+
+    The step is carried out with stand-ins: groups that compute nothing, columns and metrics of zeros.
 
     Raises:
-        ConfigError: nobody has described that dataflow.
+        ConfigError: the step does not end with stand-ins, or makes a call that the planner does not know.
     """
-    if algorithm not in DATAFLOWS:
+    trace = _Trace()
+    groups = {role: _Group(trace, role) for role in (*algorithm.roles, *HELPERS)}
+    roles = SimpleNamespace(**groups, term_columns=())
+    sampling = SimpleNamespace(
+        step=1,
+        num_prompts=PROMPTS,
+        samples_per_prompt=SAMPLES,
+        first_seed=0,
+        prompts=_Rows(trace, PROMPTS),
+    )
+    try:
+        algorithm.step(roles, sampling, {})
+    except Exception as error:  # the step may be anybody's
         raise ConfigError(
-            f"algorithm.name={algorithm} is a dataflow of your own, whose calls the planner does not know; plan with one"
-            f" that makes the same calls: {', '.join(DATAFLOWS)}"
-        )
-    return DATAFLOWS[algorithm]
+            f"algorithm.name={algorithm.name}: the planner cannot trace its step ({type(error).__name__}: {error});"
+            " plan with an algorithm that makes the same calls"
+        ) from error
+    return tuple(trace.calls)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hybridengine.config import RunConfig, holder_shape, model_holders, rows_for_every_rank
-from hybridengine.config.algorithm_sections import Role
+from hybridengine.config.algorithm import Role
 from hybridengine.config.run_config import TRAINED
 from hybridengine.model_shapes import ModelShape
 from hybridengine.planning.dataflows import HELPERS, Call, Count, Work, calls_of
@@ -109,7 +109,7 @@ def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None
         prompt_tokens: mean length of the prompts; the longest that is allowed, where left out.
 
     Raises:
-        ConfigError: a dataflow that nobody has described, or a model that nobody has.
+        ConfigError: a step that cannot be traced, or a model that nobody has.
     """
     models = [
         PlannedModel(
@@ -127,7 +127,7 @@ def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None
     ]
     return Workload(
         algorithm=config.algorithm.name,
-        calls=_with_terms(calls_of(config.algorithm.name), models),
+        calls=_with_terms(calls_of(config.algorithm), models),
         models=tuple(models),
         num_prompts=config.data.batch_size,
         samples_per_prompt=config.rollout.samples_per_prompt,

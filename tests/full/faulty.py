@@ -1,8 +1,8 @@
 """PPO's dataflow with real faults: ranks that die or hang, an engine that raises, gradients that are no numbers, a full
 disk, signals.
 
-`algorithm.options.faults` is a folder with a file for each fault, named STEP-FAULT; who carries it out removes the file
-first, so that it happens once. `algorithm.options.checkpoints` is where the run has its own.
+`algorithm.faults` is a folder with a file for each fault, named STEP-FAULT; who carries it out removes the file first, so
+that it happens once. `algorithm.checkpoints` is where the run has its own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.algorithms.across import Across
-from hybridengine.config.algorithm_sections import AlgorithmSection
 from hybridengine.controller import cluster
-from hybridengine.drivers import ppo
+from hybridengine.drivers.advantages import ppo
+from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.runtime.row_requests import ROW_NUMBERS
 
@@ -40,25 +40,32 @@ class EngineBrokenError(RuntimeError):
     """Stands for whatever an engine may raise."""
 
 
-def step(roles: Roles, sampling: Sampling, settings: AlgorithmSection, state: State) -> dict[str, float]:
-    """PPO's iteration, with the faults of its number."""
-    for file in sorted(Path(settings.options["faults"]).glob(f"{sampling.step}-*")):
-        name = file.name.partition("-")[2]
-        file.unlink()
-        if name in SIGNALS:
-            for number in SIGNALS[name]:
-                os.kill(os.getpid(), number)
-        elif name == "a-cluster-shrinks":
-            cluster.node_offers = list  # what Ray says of a cluster without nodes
-        else:
-            rows = roles.prompts.training_prompts(sampling.prompts, sampling.step)
-            checkpoints = str(settings.options["checkpoints"])
-            roles.compute.measure(
-                rows.select("prompt_lengths"), f"{__name__}.inject", name, checkpoints
-            ).get()
-    if sampling.step in [settings.options.get("poisoned")]:
-        roles = _Poisoned(roles)  # type: ignore[assignment]
-    return ppo.step(roles, sampling, settings, state)
+class Faulty(Ppo):
+    """PPO, with the faults of each step."""
+
+    faults: str
+    checkpoints: str
+    poisoned: int | None = None
+    """Step whose advantages are no numbers."""
+
+    def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
+        """PPO's iteration, with the faults of its number."""
+        for file in sorted(Path(self.faults).glob(f"{sampling.step}-*")):
+            name = file.name.partition("-")[2]
+            file.unlink()
+            if name in SIGNALS:
+                for number in SIGNALS[name]:
+                    os.kill(os.getpid(), number)
+            elif name == "a-cluster-shrinks":
+                cluster.node_offers = list  # what Ray says of a cluster without nodes
+            else:
+                rows = roles.prompts.training_prompts(sampling.prompts, sampling.step)
+                lengths = rows.select("prompt_lengths")
+                roles.compute.measure(lengths, f"{__name__}.inject", name, self.checkpoints).get()
+        if sampling.step != self.poisoned:
+            return super().step(roles, sampling, state)
+        poisoned = self.model_copy(update={"advantages": f"{__name__}:poisoned_advantages"})
+        return Ppo.step(poisoned, roles, sampling, state)
 
 
 SIGNALS = {
@@ -146,27 +153,8 @@ FAULTS = {
 }
 
 
-class _Poisoned:
-    """Roles whose advantages have a value that is no number."""
-
-    def __init__(self, roles: Roles) -> None:
-        self._roles = roles
-        self.compute = self
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._roles, name)
-
-    def map(self, rows: Any, function: str, *arguments: Any) -> Any:
-        """As the worker's, with the poison at the end."""
-        return self._roles.compute.map(rows, f"{__name__}.poisoned_advantages", *arguments)
-
-    def measure(self, *arguments: Any) -> Any:
-        """As the worker's."""
-        return self._roles.compute.measure(*arguments)
-
-
-def poisoned_advantages(rows: TensorDictBase, across: Across, settings: AlgorithmSection) -> TensorDict:
-    """As in `ppo`; one row's are no numbers, whichever rank has it."""
-    found = ppo.advantages(rows, across, settings)
+def poisoned_advantages(rows: TensorDictBase, across: Across, algorithm: Ppo, samples: int) -> TensorDict:
+    """As in PPO; one row's are no numbers, whichever rank has it."""
+    found = ppo(rows, across, algorithm, samples)
     found["advantages"][rows[ROW_NUMBERS] == POISONED_ROW] = torch.nan
     return found

@@ -98,11 +98,11 @@ class Runs:
         for fault in faults:
             (to_come / fault).touch()
         checkpoints = self.folder(name) / CHECKPOINTS_FOLDER
-        options = {"faults": str(to_come), "checkpoints": str(checkpoints), "poisoned": POISONED}
         algorithm = {
-            "name": "tests.full.faulty",
-            "roles": ["actor", "critic", "reference", "reward"],
-            "options": options,
+            "name": "tests.full.faulty:Faulty",
+            "faults": str(to_come),
+            "checkpoints": str(checkpoints),
+            "poisoned": POISONED,
         }
         run = SECTIONS["run"] | {
             "steps": STEPS,

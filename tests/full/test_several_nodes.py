@@ -61,12 +61,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str]) -> 
     (folder / "faults").mkdir()
     (folder / "faults" / f"{STEPS}-kill-node").touch()
     algorithm = {
-        "name": "tests.full.faulty",
-        "roles": ["actor", "critic", "reference", "reward"],
-        "options": {
-            "faults": str(folder / "faults"),
-            "checkpoints": str(folder / "runs" / "nodes" / CHECKPOINTS_FOLDER),
-        },
+        "name": "tests.full.faulty:Faulty",
+        "faults": str(folder / "faults"),
+        "checkpoints": str(folder / "runs" / "nodes" / CHECKPOINTS_FOLDER),
     }
     changes |= {"algorithm": algorithm, "checkpoint": {"every": 1}}
     (folder / "nodes.yaml").write_text(yaml.safe_dump(SECTIONS | changes))

@@ -5,14 +5,21 @@ Shapes: B rows, P prompt tokens, R response tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from hybridengine.algorithms.across import Across
+from hybridengine.algorithms.losses.aggregation import Aggregation, SummedLoss
+from hybridengine.algorithms.masking import over_tokens
 from hybridengine.config import RunConfig
+from hybridengine.config.sections import ActorSection
+from hybridengine.drivers.counted import counted_rows
+from hybridengine.drivers.grpo import Grpo
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -34,6 +41,26 @@ EMPTY, DROPPED, COST_DROPPED, BASELINE_DROPPED = (5, 11), (3, 14), (9,), (10,)
 OPTIMIZER = {"lr": 10.0, "eps": 1.0, "weight_decay": 0.01, "betas": (0.9, 0.95)}
 """With an epsilon above the gradients Adam's step is smooth in them: rounding cannot turn a sign. The rate makes steps of
 about the weights' size: what is compared is the step, and a weight must be able to tell it to six digits."""
+
+
+def scores_alone(rows: TensorDictBase, across: Across, algorithm: Grpo, samples: int) -> TensorDict:
+    """Advantages of one's own: a response's score at each of its tokens."""
+    counted = counted_rows(rows, algorithm)
+    return counted.columns(advantages=over_tokens(counted.scores_B, counted.mask_BR))
+
+
+def reinforce(
+    log_probs_BR: Tensor,
+    columns: Mapping[str, Tensor],
+    algorithm: Grpo,
+    actor: ActorSection,
+    aggregation: Aggregation,
+) -> SummedLoss:
+    """A loss of one's own: -A·log pi of every token."""
+    mask_BR = columns["mask"]
+    loss_sum = aggregation.loss_sum(-columns["advantages"] * log_probs_BR, mask_BR)
+    return SummedLoss(loss_sum, aggregation.stats("actor/policy_loss", loss_sum, mask_BR))
+
 
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "ppo": {"algorithm": {"name": "ppo", "correction": {"name": "token_tis", "high": 1.3}}},
@@ -85,6 +112,14 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "safe_rlhf": {
         "algorithm": {"name": "safe_rlhf", "cost_limit": 0.2, "multiplier_lr": 0.5, "kl_coef": 0.1},
         "cost_critic": {"value_clip": 0.1},
+    },
+    "own": {
+        "algorithm": {
+            "name": "grpo",
+            "advantages": f"{__name__}:scores_alone",
+            "loss": f"{__name__}:reinforce",
+        },
+        "actor": {"entropy_coef": 0.01},
     },
     "online_dpo": {"algorithm": {"name": "online_dpo", "label_smoothing": 0.1, "beta": 0.3}},
 }

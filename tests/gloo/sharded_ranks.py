@@ -3,9 +3,9 @@ functions on shards of the rows."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,15 +15,17 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from hybridengine.algorithms.across import Across, AcrossRanks
-from hybridengine.algorithms.advantages import LagrangeMultiplier
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.config import Role, RunConfig
 from hybridengine.config.run_config import TRAINED
 from hybridengine.controller.context import RankContext
-from hybridengine.drivers import online_dpo, safe_rlhf
-from hybridengine.drivers.roles import function_path
-from hybridengine.drivers.step_metrics import rollout_metrics
+from hybridengine.drivers.advantages import mean_cost
+from hybridengine.drivers.dataflow import ROLLOUT_METRICS
+from hybridengine.drivers.online_dpo import preferences
+from hybridengine.drivers.rollout_metrics import rollout_metrics
+from hybridengine.drivers.safe_rlhf import MEAN_COST, SafeRlhf
 from hybridengine.errors import ProtocolError
+from hybridengine.importing import import_object
 from hybridengine.protocols import DP_PROTO, GroupTopology, registered
 from hybridengine.reshard.boxes import Box
 from hybridengine.runtime.batch import concat_rows, slice_rows
@@ -157,7 +159,7 @@ def run_layouts(
         replicas = groups["actor"].worker.model.groups.dp
         for case, run in runs.items():
             if case == "online_dpo":
-                found, batch = Outcome(None, {}), rows[online_dpo.preferences(rows, SAMPLES)]
+                found, batch = Outcome(None, {}), rows[pairs_of(rows)]
             else:
                 found = estimate_on_shards(run, some, replicas)
                 batch = some.copy().update(cast(TensorDict, found.estimates))
@@ -189,7 +191,7 @@ def update(run: RunConfig, groups: Mapping[Role, Group], batch: TensorDict, foun
     """The updates of a run's dataflow, each from the checkpoint's weights."""
     method = "update_preferences" if run.algorithm.name == "online_dpo" else "update"
     for role, group in groups.items():
-        if role not in run.algorithm.used_roles:
+        if role not in run.algorithm.roles:
             continue
         group.restart(run)
         found.metrics[role] = group.call(method, rows_for(role, batch))
@@ -215,20 +217,23 @@ def estimate_on_shards(run: RunConfig, rows: TensorDict, group: dist.ProcessGrou
 def estimate(run: RunConfig, rows: TensorDictBase, across: Across) -> tuple[TensorDict, dict[str, float]]:
     """(columns for the updates, statistics) as the driver of the run asks for them."""
     measured = rollout_metrics(rows.clone(), across, run.algorithm)
-    if run.algorithm.name == "safe_rlhf":
-        measured |= safe_rlhf.mean_cost(rows.clone(), across)
-    driver = import_module(run.algorithm.driver)
-    arguments = driver_arguments(run, measured)
-    return driver.advantages(rows.clone(), across, *arguments), measured
+    if isinstance(run.algorithm, SafeRlhf):
+        measured |= mean_cost(rows.clone(), across)
+    advantages = import_object(getattr(run.algorithm, "advantages"))  # noqa: B009
+    return advantages(rows.clone(), across, *step_arguments(run, measured)), measured
 
 
-def driver_arguments(run: RunConfig, measured: Mapping[str, float]) -> list[Any]:
-    """What the driver passes to its `advantages` beside the rows."""
-    settings = run.algorithm
-    if settings.name == "safe_rlhf":
-        start = LagrangeMultiplier(settings.cost_limit, settings.multiplier_lr, settings.max_log_multiplier)
-        return [settings, start.updated(measured["cost/mean"]).value]
-    return [settings, SAMPLES] if settings.name in ("grpo", "rloo") else [settings]
+def step_arguments(run: RunConfig, measured: Mapping[str, float]) -> list[Any]:
+    """What the step passes to the advantage function beside the rows."""
+    algorithm = run.algorithm
+    if isinstance(algorithm, SafeRlhf):
+        return [algorithm, SAMPLES, math.exp(algorithm.updated_log_multiplier(0.0, measured["cost/mean"]))]
+    return [algorithm, SAMPLES]
+
+
+def pairs_of(rows: TensorDictBase) -> list[int]:
+    """Rows of the preferences among `rows`."""
+    return preferences(rows["scores"].tolist(), rows["dropped"].tolist(), SAMPLES)
 
 
 def estimate_in_compute_workers(
@@ -242,11 +247,11 @@ def estimate_in_compute_workers(
     outcomes = {}
     for case, run in runs.items():
         worker = ComputeWorker(context, run)
-        measured = worker.measure(part.clone(), function_path(rollout_metrics), run.algorithm)
-        if run.algorithm.name == "safe_rlhf":
-            measured |= worker.measure(part.clone(), function_path(safe_rlhf.mean_cost))
-        path = f"{run.algorithm.driver}.advantages"
-        found = worker.map(part.clone(), path, *driver_arguments(run, measured))
+        measured = worker.measure(part.clone(), ROLLOUT_METRICS, run.algorithm)
+        if isinstance(run.algorithm, SafeRlhf):
+            measured |= worker.measure(part.clone(), MEAN_COST)
+        path = getattr(run.algorithm, "advantages")  # noqa: B009
+        found = worker.map(part.clone(), path, *step_arguments(run, measured))
         outcomes[case] = Outcome(concat_rows(gathered(found)), measured)
     return outcomes
 

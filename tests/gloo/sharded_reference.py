@@ -23,6 +23,7 @@ from hybridengine.algorithms.losses import (
 )
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import TrainedSection
+from hybridengine.drivers.online_dpo import OnlineDpo
 
 
 def plain_update(
@@ -58,11 +59,15 @@ def _loss(model: Any, run: RunConfig, role: str, batch: TensorDictBase) -> Tenso
     if role != "actor":
         return _critic_loss(model, getattr(run, role).value_clip, batch)
     log_probs_BR, entropies_BR = _log_probs(model, batch, run.rollout.temperature)
-    if run.algorithm.name == "online_dpo":
+    if isinstance(run.algorithm, OnlineDpo):
         return _preference_loss(log_probs_BR, run, batch)
     mask_BR = _mask(batch) & batch["keep"][:, None]
     actor = run.actor
     aggregation = Aggregation(actor.loss_aggregation, run.rollout.max_response_tokens)
+    if run.algorithm.loss.endswith(":reinforce"):
+        losses_BR = -torch.where(mask_BR, batch["advantages"].double() * log_probs_BR, 0.0)
+        bonus = entropy_bonus(entropies_BR, mask_BR, actor.entropy_coef, aggregation)
+        return (losses_BR.sum() + bonus.loss_sum) / mask_BR.sum()
     weights_BR = batch["weights"].double() if run.algorithm.correction else None
     total = policy_loss(
         log_probs_BR,
@@ -106,6 +111,7 @@ def _preference_loss(log_probs_BR: Tensor, run: RunConfig, batch: TensorDictBase
     keep_N = ~dropped_B[0::2] & ~dropped_B[1::2] & (scores_B[0::2] > scores_B[1::2])
     own_B = torch.where(mask_BR, log_probs_BR, 0.0).sum(1)
     reference_B = torch.where(mask_BR, batch["ref_log_probs"].double(), 0.0).sum(1)
+    assert isinstance(run.algorithm, OnlineDpo)
     total = dpo_loss(
         own_B[0::2],
         own_B[1::2],

@@ -21,9 +21,8 @@ from hybridengine.algorithms.across import ONE_PROCESS
 from hybridengine.algorithms.correction import CORRECTIONS
 from hybridengine.algorithms.kl import KL_ESTIMATORS
 from hybridengine.algorithms.losses.aggregation import AggregationName
-from hybridengine.config.algorithm_sections import ALGORITHM_ROLES
+from hybridengine.config.algorithm import ALGORITHMS, algorithm_class
 from hybridengine.config.run_config import TRAINED
-from hybridengine.drivers import online_dpo
 from hybridengine.runtime.batch import slice_rows
 from tests.gloo import sharded_cases as cases
 from tests.gloo import sharded_ranks as on_ranks
@@ -62,7 +61,7 @@ class Seen:
     def batch(self, case: str) -> TensorDictBase:
         """Rows of a case's updates, made in this process."""
         if case == "online_dpo":
-            return self.rows[online_dpo.preferences(self.rows, SAMPLES)]
+            return self.rows[on_ranks.pairs_of(self.rows)]
         return slice_rows(self.rows, range(NUM_ROWS)).update(self.estimates(case)[0])
 
     def estimates(self, case: str) -> tuple[TensorDict, dict[str, float]]:
@@ -164,15 +163,15 @@ def test_preferences_of_whole_groups_are_those_of_all_rows(groups: list[int], se
     parts, first = [], 0
     for num_groups in groups:
         rows = seen.rows[first * SAMPLES : (first + num_groups) * SAMPLES]
-        parts.append(online_dpo.preferences(rows, SAMPLES) + first * SAMPLES)
+        parts += [row + first * SAMPLES for row in on_ranks.pairs_of(rows)]
         first += num_groups
-    assert torch.equal(torch.cat(parts), online_dpo.preferences(seen.rows, SAMPLES))
+    assert parts == on_ranks.pairs_of(seen.rows)
 
 
 @pytest.mark.parametrize(("layout", "case"), UPDATED)
 def test_updates_are_those_of_one_process(layout: str, case: str, seen: Seen):
     one = seen.one[case]
-    roles = [role for role in TRAINED if role in ALGORITHM_ROLES[CASES[case]["algorithm"]["name"]]]
+    roles = [role for role in TRAINED if role in algorithm_class(CASES[case]["algorithm"]["name"]).roles]
     assert list(one.weights) == roles
     pp_size = int(layout[0])
     for role in roles:
@@ -230,7 +229,7 @@ def test_the_cases_are_all_that_a_configuration_offers():
     actors = [changes.get("actor", {}) for changes in CASES.values()]
     algorithms = [changes["algorithm"] for changes in CASES.values()]
     others = {"grpo_from_engine"}  # computes and updates as grpo does
-    assert {algorithm["name"] for algorithm in algorithms} == set(ALGORITHM_ROLES) - others
+    assert {algorithm["name"] for algorithm in algorithms} == set(ALGORITHMS) - others
     assert {algorithm.get("correction", {}).get("name") for algorithm in algorithms} >= set(CORRECTIONS)
     assert {algorithm.get("kl_estimator", "k1") for algorithm in algorithms} == set(KL_ESTIMATORS)
     assert {actor.get("kl_loss_estimator") for actor in actors} >= set(KL_ESTIMATORS)
@@ -242,7 +241,7 @@ def test_the_cases_are_all_that_a_configuration_offers():
         assert all(any(int(place[axis]) > 1 for place in sizes) for axis in range(3)), f"{case}: some axis"
     assert len({layout[:5] for layout in UPDATES}) == 10
     for layout, updated in UPDATES.items():
-        roles = {role for case in updated for role in ALGORITHM_ROLES[CASES[case]["algorithm"]["name"]]}
+        roles = {role for case in updated for role in algorithm_class(CASES[case]["algorithm"]["name"]).roles}
         assert layout.endswith("megatron") or {"actor", "critic"} <= roles, f"{layout} updates both"
 
 

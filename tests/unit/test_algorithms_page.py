@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from tensordict import TensorDict
 
 from hybridengine.algorithms.across import ONE_PROCESS
 from hybridengine.config import load_config
-from hybridengine.config.algorithm_sections import ALGORITHM_ROLES
-from hybridengine.drivers.dataflow import load_step
+from hybridengine.config.algorithm import ALGORITHMS, algorithm_class
+from hybridengine.drivers.dataflow import check_functions
+from hybridengine.planning.dataflows import calls_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/algorithms.md").read_text()
@@ -31,7 +33,7 @@ def blocks(language: str) -> list[str]:
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Files as the page says, beside a folder `configs`."""
     (tmp_path / "my_dataflows").mkdir()
-    (tmp_path / "my_dataflows/running_baseline.py").write_text(blocks("python")[0])
+    (tmp_path / "my_dataflows/running_baseline.py").write_text(blocks("python")[1])
     (tmp_path / "running-baseline.yaml").write_text(blocks("yaml")[0])
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
@@ -41,9 +43,13 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_example_is_a_configuration_with_a_dataflow(module: ModuleType) -> None:
     config = load_config("running-baseline.yaml")
-    assert load_step(config.algorithm) is module.step
-    assert config.algorithm.used_roles == ("actor", "reference", "reward")
-    assert config.algorithm.options == {"decay": 0.8}
+    algorithm: Any = config.algorithm
+    assert type(algorithm) is module.RunningBaseline
+    assert (algorithm.roles, algorithm.decay) == (("actor", "reference", "reward"), 0.8)
+    check_functions(algorithm)
+    assert [str(call) for call in calls_of(algorithm)] == [
+        str(call) for call in calls_of(algorithm_class("rloo")())
+    ]
 
 
 def test_the_examples_advantages(module: ModuleType) -> None:
@@ -58,8 +64,8 @@ def test_the_examples_advantages(module: ModuleType) -> None:
         },
         batch_size=[4],
     )
-    settings = load_config("running-baseline.yaml").algorithm
-    found = module.advantages(rows, ONE_PROCESS, settings, 0.5)
+    algorithm = load_config("running-baseline.yaml").algorithm
+    found = module.advantages(rows, ONE_PROCESS, algorithm, 1, 0.5)
     assert found["advantages"].tolist() == [[0.5] * 3, [-0.25, 0, 0], [0.0] * 3, [0.0] * 3]
     assert found["keep"].tolist() == [True, True, True, False]
 
@@ -73,9 +79,9 @@ def test_the_pages_pools_are_a_configuration(tmp_path: Path) -> None:
 
 
 def test_the_page_names_every_dataflow() -> None:
-    for name, roles in ALGORITHM_ROLES.items():
+    for name in ALGORITHMS:
         row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
-        assert f"| {', '.join(roles)} |" in row
+        assert f"| {', '.join(algorithm_class(name).roles)} |" in row
         config = re.search(r"`(configs/[\w.-]+)`", row)
         assert config is not None
         assert load_config(ROOT / config[1]).algorithm.name == name

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import pickle
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.algorithms.advantages import LagrangeMultiplier, safe_advantages
+from hybridengine.algorithms.advantages import safe_advantages
 from hybridengine.algorithms.masking import response_mask
-from hybridengine.errors import ConfigError, DataError
+from hybridengine.drivers.safe_rlhf import SafeRlhf
+from hybridengine.errors import DataError
 
 LENGTHS = [3, 0, 1]
 
@@ -48,36 +48,24 @@ def test_update_is_an_sgd_step_of_torch(log_value: float, mean_cost: float, limi
     optimizer = torch.optim.SGD([parameter], lr=lr)
     (-(mean_cost - limit) * parameter.exp()).backward()
     optimizer.step()
-    multiplier = LagrangeMultiplier(cost_limit=limit, lr=lr, max_log_value=2.0, log_value=log_value)
-    updated = multiplier.updated(mean_cost)
-    assert updated.log_value == pytest.approx(min(parameter.item(), 2.0), rel=1e-12, abs=1e-12)
-    assert updated.value == pytest.approx(math.exp(updated.log_value), rel=1e-12)
-    assert multiplier.log_value == log_value
+    algorithm = SafeRlhf(cost_limit=limit, multiplier_lr=lr, max_log_multiplier=2.0)
+    updated = algorithm.updated_log_multiplier(log_value, mean_cost)
+    assert updated == pytest.approx(min(parameter.item(), 2.0), rel=1e-12, abs=1e-12)
 
 
 def test_multiplier_rises_over_the_limit_to_its_bound_and_falls_below_it() -> None:
-    start = LagrangeMultiplier(cost_limit=1.0, lr=0.1, max_log_value=0.5)
-    assert start.value == 1.0
-    assert start.updated(1.0) == start
-    assert start.updated(2.0).log_value == pytest.approx(0.1)
-    assert start.updated(-2.0).log_value == pytest.approx(-0.3)
-    pressed = start
+    algorithm = SafeRlhf(cost_limit=1.0, multiplier_lr=0.1, max_log_multiplier=0.5)
+    assert algorithm.updated_log_multiplier(0.0, 1.0) == 0.0
+    assert algorithm.updated_log_multiplier(0.0, 2.0) == pytest.approx(0.1)
+    assert algorithm.updated_log_multiplier(0.0, -2.0) == pytest.approx(-0.3)
+    pressed = 0.0
     for _ in range(100):
-        pressed = pressed.updated(3.0)
-    assert pressed.log_value == 0.5
-    relaxed = pressed.updated(0.0)
-    assert relaxed.log_value == pytest.approx(0.5 - 0.1 * math.exp(0.5))
-    assert pickle.loads(pickle.dumps(relaxed)) == relaxed
+        pressed = algorithm.updated_log_multiplier(pressed, 3.0)
+    assert pressed == 0.5
+    assert algorithm.updated_log_multiplier(pressed, 0.0) == pytest.approx(0.5 - 0.1 * math.exp(0.5))
 
 
 @pytest.mark.parametrize("cost", [math.nan, math.inf, -math.inf])
 def test_a_cost_that_is_no_number_is_refused(cost: float) -> None:
     with pytest.raises(DataError, match=r"mean_cost=-?(nan|inf) must be a finite number"):
-        LagrangeMultiplier(cost_limit=0.0, lr=0.1, max_log_value=1.0).updated(cost)
-
-
-def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"lr=0\.0 .* must be above 0"):
-        LagrangeMultiplier(cost_limit=0.0, lr=0.0, max_log_value=1.0)
-    with pytest.raises(ConfigError, match=r"log_value=2\.0 .* exceeds max_log_value=1\.0"):
-        LagrangeMultiplier(cost_limit=0.0, lr=0.1, max_log_value=1.0, log_value=2.0)
+        SafeRlhf().updated_log_multiplier(0.0, cost)

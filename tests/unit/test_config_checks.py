@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridengine.config import check_run, load_config
+from hybridengine.config.algorithm import Algorithm
 from tests.unit.test_config import problems_of
 
 
@@ -240,6 +241,12 @@ def test_a_warmup_without_demonstrations(from_checkpoint: Path) -> None:
     assert found == ["warmup needs demonstrations; give warmup.file, or data.task, or leave warmup out"]
 
 
+class Unjudged(Algorithm):
+    """An algorithm of one's own that nobody can evaluate."""
+
+    roles = ("actor",)
+
+
 @pytest.mark.parametrize(
     ("overrides", "messages"),
     [
@@ -257,7 +264,7 @@ def test_a_warmup_without_demonstrations(from_checkpoint: Path) -> None:
         (
             ["actor.micro_batch_tokens=255"],
             [
-                "actor.micro_batch_tokens=255 must hold a preference, two rows of 128 tokens (prompt and response);"
+                "actor.micro_batch_tokens=255 must hold 2 rows, which stay together, of 128 tokens (prompt and response);"
                 " raise it to at least 256"
             ],
         ),
@@ -270,13 +277,15 @@ def test_a_warmup_without_demonstrations(from_checkpoint: Path) -> None:
             ["algorithm.correction is not read by algorithm.name=grpo_from_engine, which takes the engine's"],
         ),
         (
-            ["algorithm.name=my.own", "algorithm.roles=[actor, reference]"],
+            ["algorithm.name=tests.unit.test_config_checks:Unjudged", "actor.kl_loss_coef=0.1"],
             [
-                "algorithm.roles=['actor', 'reference'] lacks the reward, which scores the held-out prompts of data.task"
+                "algorithm.name=tests.unit.test_config_checks:Unjudged has the roles actor, without the reward, which"
+                " scores the held-out prompts of data.task; add it to",
+                "actor.kl_loss_coef=0.1 needs a reference, and algorithm.name=tests.unit.test_config_checks:Unjudged has",
             ],
         ),
         (
-            ["algorithm.max_log_multiplier=-1"],
+            ["algorithm.name=safe_rlhf", "cost.function=a.b:c", "algorithm.max_log_multiplier=-1"],
             ["algorithm.max_log_multiplier=-1 must be"],
         ),
     ],

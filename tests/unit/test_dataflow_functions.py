@@ -11,11 +11,17 @@ import torch
 from tensordict import TensorDict
 
 from hybridengine.algorithms.across import ONE_PROCESS
-from hybridengine.config.algorithm_sections import ALGORITHM_ROLES, AlgorithmSection, CorrectionSection
-from hybridengine.drivers import grpo, online_dpo, ppo, reinforce_plus_plus, remax, rloo, safe_rlhf
+from hybridengine.config.algorithm import CorrectionSection
+from hybridengine.drivers import advantages, online_dpo
 from hybridengine.drivers.counted import counted_rows
+from hybridengine.drivers.grpo import Grpo
+from hybridengine.drivers.ppo import Ppo
+from hybridengine.drivers.reinforce_plus_plus import ReinforcePlusPlus
+from hybridengine.drivers.remax import Remax
+from hybridengine.drivers.rloo import Rloo
 from hybridengine.drivers.roles import Roles
-from hybridengine.drivers.step_metrics import rollout_metrics
+from hybridengine.drivers.rollout_metrics import rollout_metrics
+from hybridengine.drivers.safe_rlhf import SafeRlhf
 from hybridengine.errors import ConfigError, DataError
 from hybridengine.runtime.row_requests import ROW_NUMBERS
 
@@ -50,7 +56,7 @@ def batch() -> TensorDict:
 
 
 ROWS = batch()
-SETTINGS = AlgorithmSection(kl_coef=0.1, kl_estimator="k1", gamma=0.9, lam=0.8)
+SETTINGS = Ppo(kl_coef=0.1, kl_estimator="k1", gamma=0.9, lam=0.8)
 
 
 def rewards_of(row: int, kl_coef: float = 0.1, scores: str = "scores") -> list[float]:
@@ -92,7 +98,7 @@ KEPT = [row for row in range(NUM_ROWS) if not DROPPED[row]]
 
 
 def test_advantages_of_ppo() -> None:
-    found = ppo.advantages(ROWS.clone(), ONE_PROCESS, SETTINGS)
+    found = advantages.ppo(ROWS.clone(), ONE_PROCESS, SETTINGS, SAMPLES)
     estimates = {
         row: gae_of(rewards_of(row), ROWS["values"][row, : LENGTHS[row]].tolist(), 0.9, 0.8) for row in KEPT
     }
@@ -108,8 +114,8 @@ def test_advantages_of_ppo() -> None:
 
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_advantages_of_grpo(normalize_std: bool) -> None:
-    settings = SETTINGS.model_copy(update={"normalize_std": normalize_std})
-    found = grpo.advantages(ROWS.clone(), ONE_PROCESS, settings, SAMPLES)
+    settings = Grpo(normalize_std=normalize_std)
+    found = advantages.grpo(ROWS.clone(), ONE_PROCESS, settings, SAMPLES)
     expected = {}
     for first in range(0, NUM_ROWS, SAMPLES):
         rows = [row for row in range(first, first + SAMPLES) if row in KEPT]
@@ -122,7 +128,7 @@ def test_advantages_of_grpo(normalize_std: bool) -> None:
 
 
 def test_advantages_of_rloo() -> None:
-    found = rloo.advantages(ROWS.clone(), ONE_PROCESS, SETTINGS, SAMPLES)
+    found = advantages.rloo(ROWS.clone(), ONE_PROCESS, Rloo(kl_coef=0.1), SAMPLES)
     expected = {}
     for first in range(0, NUM_ROWS, SAMPLES):
         rows = [row for row in range(first, first + SAMPLES) if row in KEPT]
@@ -141,12 +147,13 @@ def returns_of(rewards: list[float], gamma: float) -> list[float]:
 
 
 def test_advantages_of_reinforce_plus_plus() -> None:
-    found = reinforce_plus_plus.advantages(ROWS.clone(), ONE_PROCESS, SETTINGS)
+    algorithm = ReinforcePlusPlus(kl_coef=0.1, gamma=0.9)
+    found = advantages.reinforce_plus_plus(ROWS.clone(), ONE_PROCESS, algorithm, SAMPLES)
     assert_rows(found["advantages"], whitened({row: returns_of(rewards_of(row), 0.9) for row in KEPT}))
 
 
 def test_advantages_of_remax() -> None:
-    found = remax.advantages(ROWS.clone(), ONE_PROCESS, SETTINGS)
+    found = advantages.remax(ROWS.clone(), ONE_PROCESS, Remax(kl_coef=0.1), SAMPLES)
     expected = {
         row: [value - row / 4 for value in returns_of(rewards_of(row), 1.0)] for row in KEPT if row != 4
     }
@@ -157,7 +164,8 @@ def test_advantages_of_remax() -> None:
 def test_advantages_of_safe_rlhf() -> None:
     """A row without a reward or without a cost counts nowhere; the mean cost is that of all rows that have one."""
     judged = [row for row in KEPT if not COST_DROPPED[row]]
-    found = safe_rlhf.advantages(ROWS.clone(), ONE_PROCESS, SETTINGS, 2.0)
+    algorithm = SafeRlhf(kl_coef=0.1, gamma=0.9, lam=0.8)
+    found = advantages.safe_rlhf(ROWS.clone(), ONE_PROCESS, algorithm, SAMPLES, 2.0)
     parts = []
     for scores, values, kl_coef in (("scores", "values", 0.05), ("cost_scores", "cost_values", -0.05)):
         estimates = {
@@ -173,21 +181,17 @@ def test_advantages_of_safe_rlhf() -> None:
     }
     assert_rows(found["advantages"], expected)
     assert found["keep"].tolist() == [row in judged for row in range(NUM_ROWS)]
-    costs = safe_rlhf.mean_cost(ROWS, ONE_PROCESS)
+    costs = advantages.mean_cost(ROWS, ONE_PROCESS)
     known = [float(ROWS["cost_scores"][row]) for row in range(NUM_ROWS) if not COST_DROPPED[row]]
     assert costs["cost/mean"] == pytest.approx(sum(known) / len(known))
 
 
 def test_preferences_are_the_best_and_the_worst() -> None:
-    judged = TensorDict(
-        {
-            "scores": torch.tensor([1.0, 3.0, math.nan, 0.0, 2.0, 2.0, 2.0, 2.0]),
-            "dropped": torch.tensor([False, False, True, False] + [False] * 4),
-        },
-        batch_size=[8],
-    )
-    assert online_dpo.preferences(judged, 4).tolist() == [1, 3, 4, 4]
-    assert online_dpo.preferences(judged, 2).tolist() == [1, 0, 3, 3, 4, 4, 6, 6]
+    scores = [1.0, 3.0, math.nan, 0.0, 2.0, 2.0, 2.0, 2.0]
+    dropped = [False, False, True, False] + [False] * 4
+    assert online_dpo.preferences(scores, dropped, 4) == [1, 3, 4, 4]
+    assert online_dpo.preferences(scores, dropped, 2) == [1, 0, 3, 3, 4, 4, 6, 6]
+    assert online_dpo.preferences([math.nan] * 2, [True] * 2, 2) == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["token_tis", "sequence_mis"])
@@ -266,15 +270,7 @@ def test_metrics_of_a_correction() -> None:
 def test_a_role_that_the_run_does_not_have_is_named() -> None:
     groups: dict[str, Any] = {"actor": object(), "prompts": object()}
     with pytest.raises(
-        ConfigError, match="uses the role 'critic', and the run has actor, prompts; add it to"
+        ConfigError,
+        match="uses the role 'critic', and the run has actor, prompts; add it to the algorithm's roles",
     ):
         _ = Roles(**groups).critic
-
-
-def test_every_dataflow_has_a_module_with_a_step_of_at_most_60_lines() -> None:
-    import importlib
-    import inspect
-
-    for name in ALGORITHM_ROLES:
-        module = importlib.import_module(AlgorithmSection(name=name).driver)
-        assert len(inspect.getsource(module.step).splitlines()) <= 60

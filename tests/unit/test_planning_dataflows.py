@@ -1,33 +1,160 @@
-"""The planner's description of every dataflow against the calls that its driver makes."""
+"""The calls that the planner finds by tracing algorithms, against iterations written by hand."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
-from hybridengine.config.algorithm_sections import ALGORITHM_ROLES
+from hybridengine.config.algorithm import ALGORITHMS, Algorithm, algorithm_class
 from hybridengine.errors import ConfigError
-from hybridengine.planning.dataflows import DATAFLOWS, HELPERS, PHASES, Count, Work, calls_of
-from tests.unit.dataflow_traces import PROMPTS, SAMPLES, trace
+from hybridengine.planning.dataflows import HELPERS, PHASES, Count, calls_of
 
-ROWS = {Count.ROWS: PROMPTS * SAMPLES, Count.PROMPTS: PROMPTS, Count.PAIRS: 2 * PROMPTS}
+BEGIN = """
+0 prompts.training_prompts    -        prompts
+1 actor.switch_to_generate    -        rows
+2 actor.generate_sequences    0        rows
+"""
+EXPECTED = {
+    "ppo": """
+3 actor.switch_to_train       -        rows
+4 actor.compute_log_probs     0,2      rows
+5 reference.compute_log_probs 0,2      rows
+6 critic.compute_values       0,2      rows
+7 reward.compute_scores       0,2      rows
+8 compute.map                 0,2,4-7  rows
+9 critic.update               0,2,4-8  rows
+10 actor.update               0,2,4-8  rows
+11 compute.measure            0,2,4-8  rows
+""",
+    "rloo": """
+3 actor.switch_to_train       -        rows
+4 actor.compute_log_probs     0,2      rows
+5 reference.compute_log_probs 0,2      rows
+6 reward.compute_scores       0,2      rows
+7 compute.map                 0,2,4-6  rows
+8 actor.update                0,2,4-7  rows
+9 compute.measure             0,2,4-7  rows
+""",
+    "grpo_from_engine": """
+3 actor.switch_to_train       -        rows
+4 reference.compute_log_probs 0,2      rows
+5 reward.compute_scores       0,2      rows
+6 compute.map                 0,2,4,5  rows
+7 actor.update                0,2,4-6  rows
+8 compute.measure             0,2,4-6  rows
+""",
+    "remax": """
+3 actor.generate_sequences    0        prompts
+4 actor.switch_to_train       -        rows
+5 actor.compute_log_probs     0,2      rows
+6 reference.compute_log_probs 0,2      rows
+7 reward.compute_scores       0,2      rows
+8 reward.compute_scores       0,3      prompts
+9 compute.map                 0,2,5-8  rows
+10 actor.update               0,2,5-9  rows
+11 compute.measure            0,2,5-9  rows
+""",
+    # The controller waits for the mean cost, call 10, before the advantages and all that follows.
+    "safe_rlhf": """
+3 actor.switch_to_train         -        rows
+4 cost.compute_scores           0,2      rows
+5 actor.compute_log_probs       0,2      rows
+6 reference.compute_log_probs   0,2      rows
+7 critic.compute_values         0,2      rows
+8 cost_critic.compute_values    0,2      rows
+9 reward.compute_scores         0,2      rows
+10 compute.measure              0,2,4-9  rows
+11 compute.map                  0,2,4-10 rows
+12 critic.update                0,2,4-11 rows
+13 cost_critic.update           0,2,4-11 rows
+14 actor.update                 0,2,4-11 rows
+15 compute.measure              0,2,4-11 rows
+""",
+    "online_dpo": """
+3 actor.switch_to_train       -        rows
+4 actor.compute_log_probs     0,2      rows
+5 reference.compute_log_probs 0,2      rows
+6 reward.compute_scores       0,2      rows
+7 actor.update_preferences    0,2,4-6  pairs
+8 compute.measure             0,2,4-6  rows
+""",
+}
+EXPECTED |= dict.fromkeys(("grpo", "reinforce_plus_plus"), EXPECTED["rloo"])
 
 
-@pytest.mark.parametrize("name", ALGORITHM_ROLES)
-def test_described_calls_are_those_of_the_driver(name: str) -> None:
-    calls, traced = calls_of(name), trace(name)
-    assert [str(call) for call in calls] == [one.name for one in traced]
-    for place, (call, one) in enumerate(zip(calls, traced, strict=True)):
-        # What the controller itself waits for before it makes a call is no row that the call reads.
-        waits = {place - 1} if name == "safe_rlhf" and call.method == "map" else set()
-        assert set(call.reads) - waits == set(one.reads), call
-        assert waits <= set(call.reads)
-        if call.work is not Work.SWITCH:
-            assert ROWS[call.count] == one.num_rows, call
-        assert str(call) in PHASES
-    assert {call.role for call in calls} - set(HELPERS) == set(ALGORITHM_ROLES[name])
+def parsed(text: str) -> list[tuple[str, tuple[int, ...], Count]]:
+    found = []
+    for number, line in enumerate(text.split("\n\n")[0].strip().splitlines()):
+        place, call, reads, count = line.split()
+        assert int(place) == number
+        spans = [span.split("-") for span in reads.split(",") if reads != "-"]
+        numbers = [place for span in spans for place in range(int(span[0]), int(span[-1]) + 1)]
+        found.append((call, tuple(numbers), Count(count)))
+    return found
 
 
-def test_every_dataflow_of_the_project_is_described() -> None:
-    assert set(DATAFLOWS) == set(ALGORITHM_ROLES)
-    with pytest.raises(ConfigError, match="mine\\.step is a dataflow of your own"):
-        calls_of("mine.step")
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_calls_of_an_algorithm(name: str) -> None:
+    algorithm = algorithm_class(name)()
+    calls = calls_of(algorithm)
+    expected = parsed(BEGIN.rstrip() + EXPECTED[name].rstrip())
+    assert [(str(call), call.reads, call.count) for call in calls] == expected
+    assert {str(call) for call in calls} <= set(PHASES)
+    assert {call.role for call in calls} - set(HELPERS) == set(algorithm.roles)
+
+
+class Waiting(Algorithm):
+    """Waits for columns and for metrics, and computes with both."""
+
+    roles = ("actor", "reward")
+
+    def step(self, roles, sampling, state):
+        prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step)
+        scores = roles.reward.compute_scores(prompts).get("scores", "dropped")
+        mean = scores["scores"][~scores["dropped"]].mean()
+        metrics = roles.compute.measure(prompts, "a.b:c").get()[0]
+        state["mean"] = mean + metrics["any"]
+        roles.actor.update(prompts[: len(prompts)])
+        return {}
+
+
+def test_what_the_controller_waits_for_comes_before_its_next_calls() -> None:
+    *_, measure, update = calls_of(Waiting())
+    assert (measure.reads, update.reads) == ((0, 1), (0, 1, 2))
+
+
+class Unplanned(Algorithm):
+    """Makes a call that the planner does not know."""
+
+    roles = ("actor",)
+
+    def step(self, roles, sampling, state):
+        return roles.actor.dream()
+
+
+class Mistaken(Unplanned):
+    """Uses a role that it does not have."""
+
+    def step(self, roles, sampling, state):
+        return roles.critic.update(sampling.prompts)
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Unplanned, "actor.dream is not one of"), (Mistaken, "critic")])
+def test_a_step_that_cannot_be_traced(kind: type[Algorithm], words: str) -> None:
+    with pytest.raises(ConfigError, match="the planner cannot trace its step") as error:
+        calls_of(kind())
+    assert words in str(error.value)
+
+
+def test_algorithms_are_traced_without_torch_and_ray() -> None:
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(("torch", "tensordict", "ray", "vllm", "megatron"), None))
+from hybridengine.config.algorithm import ALGORITHMS, algorithm_class
+from hybridengine.planning.dataflows import calls_of
+print(sum(len(calls_of(algorithm_class(name)())) for name in ALGORITHMS))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == sum(len(parsed(BEGIN.rstrip() + text.rstrip())) for text in EXPECTED.values())

@@ -14,6 +14,7 @@ import yaml
 from hybridengine.bench.calibration import Ranks, case_config, cases_for
 from hybridengine.cli.main import main
 from hybridengine.config import RunConfig
+from hybridengine.drivers.ppo import Ppo
 from hybridengine.errors import ConfigError, DataError
 from hybridengine.metrics import keys
 from hybridengine.metrics.measured_run import call_seconds, read_run
@@ -150,7 +151,7 @@ def test_too_few_runs_cannot_decide(observations: list[Observation]) -> None:
 
 
 def test_a_call_takes_the_mean_of_its_ranks_and_a_meeting_what_its_last_rank_spends() -> None:
-    calls = calls_of("ppo")
+    calls = calls_of(Ppo())
     spans = [Span("actor.generate_sequences", "", rank, "", "actor", 1.0, 2.0 + rank) for rank in range(3)]
     spans += [Span("compute.map", "", rank, "", "compute", 2.0 + rank, 5.0) for rank in range(3)]
     spans += [Span("actor.generate_sequences", "", 0, "", "actor", 9.0, 99.0)]  # an evaluation
@@ -286,7 +287,7 @@ def test_every_number_of_ranks_has_runs_to_calibrate_with(num_ranks: int, tmp_pa
     assert ({case.ranks for case in cases} == set(Ranks)) == (num_ranks % 4 == 0)
     num_phases = sum(
         len(case.batch_sizes)
-        * len({call.phase for call in calls_of("ppo") if call.work not in (Work.HOST, Work.SWITCH)})
+        * len({call.phase for call in calls_of(Ppo()) if call.work not in (Work.HOST, Work.SWITCH)})
         for case in cases
     )
     assert num_phases >= 16

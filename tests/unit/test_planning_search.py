@@ -11,10 +11,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from hybridengine.config.algorithm import ALGORITHMS, algorithm_class
 from hybridengine.model_presets import resolve_model
 from hybridengine.model_shapes import ModelShape
 from hybridengine.planning.clusters import Cluster, load_cluster
-from hybridengine.planning.dataflows import DATAFLOWS, HELPERS, Call, Work, calls_of
+from hybridengine.planning.dataflows import HELPERS, Call, Work, calls_of
 from hybridengine.planning.iteration import Schedule, Sharing, phases
 from hybridengine.planning.lengths import Lengths
 from hybridengine.planning.option import undominated_rows
@@ -39,7 +40,7 @@ def cluster_of(nodes: int, devices: int, memory_bytes: int, at_once: int | None 
 
 def workload_of(algorithm: str, shape: ModelShape = SMALL, rows: int = 16, offloads: bool = True) -> Workload:
     """All roles with models of one shape; rewards and costs are models too."""
-    calls = calls_of(algorithm)
+    calls = calls_of(algorithm_class(algorithm)())
     roles = list(dict.fromkeys(call.role for call in calls if call.role not in HELPERS))
     judges = replace(shape, num_labels=1)
     models = tuple(
@@ -283,7 +284,7 @@ def test_nothing_is_better_where_ranks_share_devices(algorithm: str, nodes: int)
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.sampled_from(sorted(DATAFLOWS)), st.integers(0, 3))
+@given(st.sampled_from(sorted(ALGORITHMS)), st.integers(0, 3))
 def test_a_plan_says_what_its_models_say(algorithm: str, which: int) -> None:
     options = Options(workload_of(algorithm), cluster_of(2, 2, 2**32))
     only = [list(placements(tuple(options.workload.roles)))[which]]

@@ -10,6 +10,7 @@ import yaml
 
 from hybridengine.cli.main import main
 from hybridengine.config import load_config
+from hybridengine.config.algorithm import Algorithm
 from hybridengine.controller.failures import failure_of
 from hybridengine.redaction import is_secret, redacted, remember_secrets, without_secrets
 
@@ -154,11 +155,18 @@ def test_failures_of_ranks_carry_no_secrets(monkeypatch: pytest.MonkeyPatch) -> 
     assert "401 for (hidden: JUDGE_API_KEY)" in failure.traceback
 
 
+class Asking(Algorithm):
+    """An algorithm of one's own with a key."""
+
+    roles = ("actor", "reward")
+    api_key: str = ""
+
+
 CONFIG = """
 model: {hf_config: qwen2.5-7b, path: models/none}
 data: {train_file: none.jsonl}
 reward: {function: "judge:ask"}
-algorithm: {name: "my.dataflow", roles: [actor, reward], options: {api_key: "${oc.env:JUDGE_API_KEY}"}}
+algorithm: {name: "tests.unit.test_redaction:Asking", api_key: "${oc.env:JUDGE_API_KEY}"}
 """
 
 
@@ -169,16 +177,16 @@ def test_a_configuration_that_is_written_down_has_no_secrets(
     file = tmp_path / "run.yaml"
     file.write_text(CONFIG)
     config = load_config(file, [], dry_run=True)
-    assert config.algorithm.options["api_key"] == SECRET  # the dataflow needs it
+    assert config.algorithm == Asking(api_key=SECRET)  # the dataflow needs it
     assert SECRET not in yaml.safe_dump(config.described())
     assert config.described()["data"]["train_file"] == "none.jsonl"
     assert main(["train", str(file), f"run.name=a/{SECRET}"]) == 2
     assert SECRET not in capsys.readouterr().err
     monkeypatch.delenv("JUDGE_API_KEY")
     other = "given-on-the-command-line"
-    assert main(["train", "configs/arithmetic.yaml", f"algorithm.options.api_key={other}"]) == 2
+    assert main(["train", "configs/arithmetic.yaml", f"algorithm.api_key={other}"]) == 2
     error = capsys.readouterr().err
-    assert "algorithm.options" in error and other not in error
+    assert "algorithm.api_key" in error and other not in error
 
 
 def test_who_is_sent_a_configuration_keeps_its_secrets(

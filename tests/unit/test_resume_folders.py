@@ -54,7 +54,7 @@ def save(file: Path, step: int, *overrides: str) -> Path:
     }
     config.run_folder.mkdir(parents=True, exist_ok=True)
     (config.run_folder / "config.yaml").write_text(yaml.safe_dump(config.described()))
-    roles = [role for role in TRAINED if role in config.algorithm.used_roles]
+    roles = [role for role in TRAINED if role in config.algorithm.roles]
     partial = begin_checkpoint(config.run_folder, step, state, roles)
     for role in roles:
         end_role(partial / role, {})

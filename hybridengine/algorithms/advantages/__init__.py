@@ -3,11 +3,10 @@
 from hybridengine.algorithms.advantages.gae import gae
 from hybridengine.algorithms.advantages.group import dr_grpo, grpo, rloo
 from hybridengine.algorithms.advantages.returns import discounted_returns, reinforce_plus_plus, remax
-from hybridengine.algorithms.advantages.safe import LagrangeMultiplier, safe_advantages
+from hybridengine.algorithms.advantages.safe import safe_advantages
 from hybridengine.algorithms.advantages.token_rewards import token_rewards
 
 __all__ = [
-    "LagrangeMultiplier",
     "discounted_returns",
     "dr_grpo",
     "gae",

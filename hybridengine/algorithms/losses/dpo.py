@@ -5,12 +5,26 @@ Shape suffixes: B sequences, R response tokens, N pairs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hybridengine.algorithms.losses.aggregation import LossStats, SummedLoss
+from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
 from hybridengine.algorithms.masking import check_rows, check_shapes, zero_masked
+from hybridengine.config.sections import ActorSection
+
+
+class PreferenceOptions(Protocol):
+    """Options that `preference_loss` reads of its algorithm."""
+
+    @property
+    def beta(self) -> float: ...
+
+    @property
+    def label_smoothing(self) -> float: ...
 
 
 def sequence_log_probs(log_probs_BR: Tensor, mask_BR: Tensor) -> Tensor:
@@ -67,3 +81,33 @@ def dpo_loss(
         "actor/dpo_rejected_reward": rejected_reward_N.detach().sum(),
     }
     return SummedLoss(loss_sum, LossStats(sums, counts=dict.fromkeys(sums, kept_N.sum())))
+
+
+def preference_loss(
+    log_probs_BR: Tensor,
+    columns: Mapping[str, Tensor],
+    algorithm: PreferenceOptions,
+    actor: ActorSection,
+    aggregation: Aggregation,
+) -> SummedLoss:
+    """Return `dpo_loss` of rows in pairs, the better response before the worse one.
+
+    The default of online DPO's `algorithm.loss`; a loss of your own is called in the same way.
+
+    Args:
+        log_probs_BR: of the policy that is trained, with gradient.
+        columns: `mask` and `ref_log_probs` [B, R]; `told` [B, R], False for both rows of a pair that says nothing.
+    """
+    own_B, reference_B = (
+        sequence_log_probs(values_BR, columns["mask"])
+        for values_BR in (log_probs_BR, columns["ref_log_probs"])
+    )
+    return dpo_loss(
+        own_B[0::2],
+        own_B[1::2],
+        reference_B[0::2],
+        reference_B[1::2],
+        algorithm.beta,
+        algorithm.label_smoothing,
+        columns["told"][0::2, 0],
+    )

@@ -5,6 +5,8 @@ Shape suffixes: B sequences, R response tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,8 @@ from hybridengine.algorithms.losses.aggregation import (
     merge_stats,
 )
 from hybridengine.algorithms.masking import check_shapes, masked_max, masked_sum, zero_masked
+from hybridengine.config.algorithm import Algorithm
+from hybridengine.config.sections import ActorSection
 
 
 def policy_loss(
@@ -75,6 +79,35 @@ def policy_loss(
     stats = _stats(log_probs_BR.detach(), old_log_probs_BR, ratio_BR.detach(), clips, mask_BR)
     return SummedLoss(
         loss_sum, merge_stats([aggregation.stats("actor/policy_loss", loss_sum, mask_BR), stats])
+    )
+
+
+def clipped_loss(
+    log_probs_BR: Tensor,
+    columns: Mapping[str, Tensor],
+    algorithm: Algorithm,
+    actor: ActorSection,
+    aggregation: Aggregation,
+) -> SummedLoss:
+    """Return `policy_loss` of the columns of a micro-batch, with the clips of the actor's section.
+
+    The default of `algorithm.loss`; a loss of your own is called in the same way.
+
+    Args:
+        log_probs_BR: of the policy that is trained, with gradient.
+        columns: `mask`, `log_probs` (of the old policy) and `advantages`, all [B, R]; where the batch has them,
+            `weights` of the rollout correction and `ref_log_probs`.
+    """
+    return policy_loss(
+        log_probs_BR,
+        columns["log_probs"],
+        columns["advantages"],
+        columns["mask"],
+        actor.clip_low,
+        actor.clip_high,
+        dual_clip=actor.dual_clip,
+        weights_BR=columns.get("weights"),
+        aggregation=aggregation,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -13,14 +14,27 @@ from hybridengine.cli.prepare import RunFiles
 from hybridengine.cli.run_output import RunOutput
 from hybridengine.cli.stopping import StopRequest
 from hybridengine.config import RunConfig
-from hybridengine.drivers.dataflow import Step
+from hybridengine.config.algorithm import Algorithm
 from hybridengine.drivers.launch import RunPools
-from hybridengine.drivers.roles import Roles
+from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.drivers.saving import Progress, RunSaver
 from hybridengine.metrics.rows import Row, read_rows
 from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
 
 COST_LIMIT, MULTIPLIER_LR = 20.0, 0.1
+
+
+Step = Callable[[Roles, Sampling, Algorithm, State], dict[str, float]]
+
+
+def with_step(algorithm: Algorithm, step: Step) -> Algorithm:
+    """The algorithm with another step."""
+
+    def carry_out(self: Algorithm, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
+        return step(roles, sampling, self, state)
+
+    kind = type(algorithm.name, (type(algorithm),), {"step": carry_out, "__module__": __name__})
+    return kind.model_construct(**dict(algorithm))
 
 
 @dataclass(frozen=True)
@@ -59,8 +73,7 @@ def go_on(
         config, started.pools.nodes, started.files.tokenizer, Console(file=io.StringIO())
     ) as output:
         iterate(
-            config,
-            step,
+            config.model_copy(update={"algorithm": with_step(config.algorithm, step)}),
             started.pools,
             roles or started.roles,
             started.files,

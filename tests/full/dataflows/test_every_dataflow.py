@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from hybridengine.config import load_config
-from hybridengine.config.algorithm_sections import ALGORITHM_ROLES, CorrectionSection
+from hybridengine.config.algorithm import ALGORITHMS, CorrectionSection, algorithm_class
 from hybridengine.controller.exchange import row_exchange
-from hybridengine.drivers.dataflow import load_step
 from hybridengine.drivers.roles import Sampling, State
 from hybridengine.metrics import keys
 from tests.full.dataflows.shared import COST_LIMIT, MULTIPLIER_LR, Started
@@ -26,14 +26,17 @@ def one_step(
     step: int = 1,
     num_prompts: int = PROMPTS,
     num_samples: int = SAMPLES,
-    **settings: object,
+    **settings: Any,
 ) -> dict[str, float]:
     """Metrics of an iteration, with 32 rows unless told."""
-    algorithm = started.config.algorithm.model_copy(update={"name": name, **settings})
+    kind = algorithm_class(name)
+    known = {option: value for option, value in started.config.algorithm if option in kind.model_fields}
+    functions = ("name", "loss", "advantages")
+    algorithm = kind(**{key: known[key] for key in known if key not in functions} | settings)
     sampling = Sampling(
         step=step, num_prompts=num_prompts, samples_per_prompt=num_samples, first_seed=100 * step
     )
-    metrics = load_step(algorithm)(started.roles, sampling, algorithm, state)
+    metrics = algorithm.step(started.roles, sampling, state)
     started.pools.wait()
     return metrics
 
@@ -42,7 +45,7 @@ def test_a_runs_configuration_lies_beside_it_and_can_be_run_again(started: Start
     assert load_config(started.config.run_folder / "config.yaml") == started.config
 
 
-@pytest.mark.parametrize("name", ALGORITHM_ROLES)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_iteration(started: Started, name: str) -> None:
     exchange = row_exchange()
     started.pools.wait()
@@ -50,7 +53,7 @@ def test_an_iteration(started: Started, name: str) -> None:
     state = State()
     metrics = one_step(started, name, state)
     called = {record.role for record in exchange.take_records()}
-    assert called - {"prompts", "compute"} == set(ALGORITHM_ROLES[name])
+    assert called - {"prompts", "compute"} == set(algorithm_class(name).roles)
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["rollout/dropped_rows"] == 0
     assert metrics["reward/short_mean"] == pytest.approx(-metrics["reward/mean"]), (
@@ -63,7 +66,7 @@ def test_an_iteration(started: Started, name: str) -> None:
         assert metrics[keys.LOG_PROB_ABS_DIFF_MAX] < 1e-3
     assert metrics["actor/grad_norm"] > 0
     for role in ("critic", "cost_critic"):
-        assert (f"{role}/grad_norm" in metrics) == (role in ALGORITHM_ROLES[name])
+        assert (f"{role}/grad_norm" in metrics) == (role in algorithm_class(name).roles)
 
 
 def test_engines_with_different_numbers_of_rows(started: Started) -> None:

@@ -13,11 +13,10 @@ from hybridengine.cli import iterations as iterations_module
 from hybridengine.cli.run_output import RunOutput
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.drivers.dataflow import Step, load_step
 from hybridengine.drivers.roles import Roles, Sampling, Scorers, State
 from hybridengine.errors import ConfigError, DataError, StorageError
 from hybridengine.metrics import keys
-from tests.full.dataflows.shared import Started, left_by
+from tests.full.dataflows.shared import Started, Step, left_by
 from tests.full.tiny_runs import value
 
 pytestmark = pytest.mark.timeout(600)
@@ -29,7 +28,7 @@ def test_a_role_that_the_run_does_not_have(started: Started) -> None:
     with pytest.raises(
         ConfigError, match="the dataflow uses the role 'critic', and the run has actor, prompts"
     ):
-        load_step(started.config.algorithm)(Roles(**groups), sampling, started.config.algorithm, State())
+        started.config.algorithm.step(Roles(**groups), sampling, State())
 
 
 def test_rows_of_a_dataflow_that_nobody_has_produced(started: Started, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from hybridengine.backends.megatron import compat
 from hybridengine.checkpoints.folders import checkpoints_in
 from hybridengine.cli.stopping import StopRequest
 from hybridengine.data.epochs import shuffled_rows
-from hybridengine.drivers.dataflow import load_step
-from hybridengine.drivers.roles import Sampling, State
+from hybridengine.drivers.roles import Roles, Sampling, State
+from hybridengine.drivers.safe_rlhf import SafeRlhf
 from hybridengine.drivers.saving import Progress, RunSaver
 from hybridengine.errors import ConfigError
 from hybridengine.metrics import keys
@@ -127,6 +127,10 @@ def does_nothing(*_: object) -> dict[str, float]:
     return {"loss": 1.0}
 
 
+def multiplied(roles: Roles, sampling: Sampling, algorithm: Any, state: State) -> dict[str, float]:
+    return SafeRlhf.step(algorithm, roles, sampling, state)
+
+
 def test_the_multiplier_and_the_best_go_on_from_a_checkpoint(started: Started) -> None:
     """ln lam += lr·lam·(J_c - d) over four steps (arXiv 2310.12773, equation 31), which two runs share."""
     two = own_run(started, "multiplied", run={"steps": 2}, checkpoint={"every": 2, "best": "cost/mean"})
@@ -134,7 +138,7 @@ def test_the_multiplier_and_the_best_go_on_from_a_checkpoint(started: Started) -
     progress = Progress.start()
     for config in (two, four):
         saver = RunSaver(config, started.roles, progress, print)
-        go_on(started, config, load_step(config.algorithm), progress, saver)
+        go_on(started, config, multiplied, progress, saver)
         newest = checkpoints_in(config.run_folder)[0]
         assert newest.step == config.run.steps
         progress = Progress.at(newest, "cost/mean")

@@ -1,0 +1,169 @@
+"""An RL algorithm as one object: its roles, its options with their checks, its step and its loss.
+
+`config.algorithm` is an instance of the class that `algorithm.name` names; the other keys of that section are the
+class's fields. Everybody who needs to know something about the algorithm asks this object: the configuration its roles
+and rules, the launcher its roles, the planner its calls (by tracing `step`), the ranks its loss.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import BeforeValidator, SerializeAsAny, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from hybridengine.config.conflicts import Conflict
+from hybridengine.config.values import IMPORT_PATH, ImportPath, NonNegative, Positive, Section
+from hybridengine.errors import ConfigError
+from hybridengine.importing import import_object
+
+Role = Literal["actor", "critic", "cost_critic", "reference", "reward", "cost"]
+"""A model of a dataflow."""
+
+ALGORITHMS = {
+    "ppo": "hybridengine.drivers.ppo:Ppo",
+    "grpo": "hybridengine.drivers.grpo:Grpo",
+    "grpo_from_engine": "hybridengine.drivers.grpo_from_engine:GrpoFromEngine",
+    "rloo": "hybridengine.drivers.rloo:Rloo",
+    "remax": "hybridengine.drivers.remax:Remax",
+    "reinforce_plus_plus": "hybridengine.drivers.reinforce_plus_plus:ReinforcePlusPlus",
+    "safe_rlhf": "hybridengine.drivers.safe_rlhf:SafeRlhf",
+    "online_dpo": "hybridengine.drivers.online_dpo:OnlineDpo",
+}
+"""Name -> class by import path: this floor imports none before a configuration names it."""
+DEFAULT = next(iter(ALGORITHMS))
+
+
+class CorrectionSection(Section):
+    """What to do about the engine's log-probs being others than the trainer's: weights rho = pi_train / pi_rollout."""
+
+    name: Literal["token_tis", "sequence_tis", "sequence_mis", "geometric_filter"] = "token_tis"
+    """token_tis and sequence_tis cut weights off at `high`, sequence_mis drops sequences beyond it; geometric_filter
+    drops those whose geometric mean of rho is not in low to high."""
+    high: Positive = 2.0
+    """Largest weight."""
+    low: NonNegative = 0.0
+    """Smallest mean, of geometric_filter."""
+
+
+class Algorithm(Section):
+    """Base class of all algorithms. Options are fields, checked like every section of the configuration.
+
+    Guarantees: modules of this project's algorithms import neither torch nor Ray, so that planning needs neither. What
+    runs on ranks is named by import path.
+    """
+
+    roles: ClassVar[tuple[Role, ...]] = ()
+    """Models of the dataflow."""
+    min_samples: ClassVar[int] = 1
+    """Fewest responses to a prompt: 2 where responses to the same prompt are compared."""
+    rows_per_unit: ClassVar[int] = 1
+    """Rows that the actor's update keeps in one micro-batch: 2 for a preference."""
+    uncorrected: ClassVar[str | None] = None
+    """Why the algorithm reads no rollout correction; None if it reads one."""
+
+    advantage_parameters: ClassVar[tuple[str, ...]] = ("rows", "across", "algorithm", "samples")
+    """Arguments that the function of the option `advantages` is called with, where there is that option."""
+
+    name: str = ""
+    """One of this project's algorithms, or the import path of a class of your own, package.module:Class."""
+    loss: ImportPath = "hybridengine.algorithms.losses.policy:clipped_loss"
+    """Loss of the actor's update: a function (log_probs, columns, algorithm, actor, aggregation)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL divergence from the reference."""
+    correction: CorrectionSection | None = None
+    """Rollout correction; left out, there is none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, values: Any) -> Any:
+        """An object that is made without a name has that of its class."""
+        path = f"{cls.__module__}:{cls.__qualname__}"
+        name = next((name for name, known in ALGORITHMS.items() if known == path), path)
+        return {"name": name, **values} if isinstance(values, dict) else values
+
+    def step(self, roles: Any, sampling: Any, state: dict[str, float]) -> dict[str, float]:
+        """Carry out one iteration over the run's worker groups; return its metrics.
+
+        The planner traces this function with stand-ins for the groups (`planning.dataflows`).
+
+        Args:
+            roles: `drivers.roles.Roles`.
+            sampling: `drivers.roles.Sampling`.
+            state: numbers that are kept until the next iteration, and in checkpoints.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no step")
+
+    def scored_rows(self, num_prompts: int, num_rows: int) -> int:
+        """Return the rows of the smallest call that scores responses."""
+        return num_rows
+
+    def conflicts(self, config: Any) -> Iterator[Conflict]:
+        """Yield the rules between the algorithm and other sections of its `RunConfig` that are broken."""
+        yield from ()
+
+
+def algorithm_class(name: str) -> type[Algorithm]:
+    """Return the class of an algorithm's name or import path.
+
+    Raises:
+        ValueError: there is no such class, or it is no algorithm.
+    """
+    if name not in ALGORITHMS and not re.fullmatch(IMPORT_PATH, name, re.ASCII):
+        near = difflib.get_close_matches(name, ALGORITHMS, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(
+            f"{name!r} is no algorithm; {meant}choose from {', '.join(ALGORITHMS)}, or give the import path of a class"
+            " of your own: package.module:Class"
+        )
+    found = import_named(ALGORITHMS.get(name, name), "a class")
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise ValueError(
+            f"{name} is no subclass of {Algorithm.__module__}.{Algorithm.__name__}; derive it from that class"
+        )
+    wrong = [role for role in found.roles if role not in get_args(Role)]
+    if wrong or "actor" not in found.roles:
+        raise ValueError(
+            f"{name} has the roles {list(found.roles)}; give it a tuple `roles` of {', '.join(get_args(Role))}, with"
+            " the actor, which generates"
+        )
+    return found
+
+
+def import_named(path: str, kind: str) -> Any:
+    """Return the object at an import path that a configuration gives.
+
+    Raises:
+        ValueError: it cannot be imported, whatever its module raises.
+    """
+    try:
+        return import_object(path)
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, ConfigError) else error
+        raise ValueError(
+            f"{path} cannot be imported ({type(cause).__name__}: {cause}); name {kind} of a module that is installed,"
+            " or lies where the command is run"
+        ) from error
+
+
+def _chosen(value: Any) -> Any:
+    """The section `algorithm`, as an object of the class that it names."""
+    if not isinstance(value, dict):
+        return value
+    name = value.get("name", DEFAULT)
+    try:
+        kind = algorithm_class(name if isinstance(name, str) else DEFAULT)
+    except ValueError as error:
+        problem = PydanticCustomError("value_error", "{error}", {"error": str(error)})
+        raise ValidationError.from_exception_data(
+            "algorithm", [{"type": problem, "loc": ("name",), "input": name}]
+        ) from None
+    return kind.model_validate_json(json.dumps({"name": name, **value}), strict=True)
+
+
+ChosenAlgorithm = Annotated[SerializeAsAny[Algorithm], BeforeValidator(_chosen)]
+"""The section `algorithm`."""

@@ -1,0 +1,43 @@
+"""The dataflow without a critic that GRPO, RLOO and REINFORCE++ share: they differ in their advantages only."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from hybridengine.config.algorithm import Algorithm
+from hybridengine.config.values import ImportPath
+from hybridengine.drivers.dataflow import measure_rollout, switch_metrics, with_advantages
+from hybridengine.drivers.roles import Roles, Sampling, State
+
+
+class CriticFree(Algorithm):
+    """An algorithm whose advantages come from the scores of a batch alone."""
+
+    roles = ("actor", "reference", "reward")
+    from_engine: ClassVar[bool] = False
+    """True if the engine's log-probs stand for those of the old policy, which then are not computed."""
+
+    advantages: ImportPath
+    """Advantages of a batch's responses: a function (rows, across, algorithm, samples)."""
+
+    def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
+        """Carry out one iteration; return its metrics."""
+        actor, samples = roles.actor, sampling.samples_per_prompt
+
+        prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step).repeat(samples)
+        to_generate = actor.switch_to_generate()
+        rollout = prompts.union(actor.generate_sequences(prompts, sampling.first_seed))
+        to_train = actor.switch_to_train()
+
+        batch = rollout.union(
+            rollout.select_as(log_probs="rollout_log_probs")
+            if self.from_engine
+            else actor.compute_log_probs(rollout),
+            roles.reference.compute_log_probs(rollout),
+            roles.reward.compute_scores(rollout),
+        )
+        batch = with_advantages(roles, batch, self, samples)
+        update = actor.update(batch, self)
+        measured = measure_rollout(roles, batch, self, from_engine=self.from_engine)
+
+        return measured.get()[0] | switch_metrics(to_generate.get(), to_train.get()) | update.get()[0]
