@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from itertools import islice
+from operator import attrgetter
 from typing import ClassVar, Self
 
 from hybridengine.errors import TopologyError
@@ -41,10 +42,10 @@ class Sizes:
     example: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for axis in self.axes():
-            if type(self[axis]) is not int or self[axis] < 1:  # True is an int, and no size
+        for axis, size in self.items():
+            if type(size) is not int or size < 1:  # True is an int, and no size
                 raise TopologyError(
-                    f"{axis}_size={self[axis]!r} must be a positive integer; choose at least 1 for each of {self.form}"
+                    f"{axis}_size={size!r} must be a positive integer; choose at least 1 for each of {self.form}"
                 )
         if self.num_ranks > MAX_RANKS:
             raise TopologyError(
@@ -68,13 +69,22 @@ class Sizes:
         """Names of the axes, those of the written form first."""
         return tuple(field.name.removesuffix("_size") for field in fields(cls))
 
+    @classmethod
+    @cache
+    def _getter(cls) -> attrgetter[tuple[int, ...]]:
+        return attrgetter(*(f"{axis}_size" for axis in cls.axes()))
+
+    def items(self) -> Iterator[tuple[str, int]]:
+        """(axis, size) of every axis."""
+        return zip(self.axes(), self._getter()(self), strict=True)
+
     def __getitem__(self, axis: str) -> int:
         return getattr(self, f"{axis}_size")
 
     @cached_property
     def num_ranks(self) -> int:
         """The product of all sizes."""
-        return math.prod(self[axis] for axis in self.axes())
+        return math.prod(self._getter()(self))
 
     @property
     def product(self) -> str:
@@ -83,10 +93,9 @@ class Sizes:
         return "·".join([*written, *(axis[0] for axis in self.axes()[len(written) :])])
 
     def __str__(self) -> str:
-        num_written = self.form.count("-") + 1
-        written = "-".join(str(self[axis]) for axis in self.axes()[:num_written])
-        named = (f" {axis}={self[axis]}" for axis in self.axes()[num_written:] if self[axis] > 1)
-        return written + "".join(named)
+        sizes, num_written = list(self.items()), self.form.count("-") + 1
+        named = [f" {axis}={size}" for axis, size in sizes[num_written:] if size > 1]
+        return "-".join([str(size) for _, size in sizes[:num_written]]) + "".join(named)
 
 
 @dataclass(frozen=True, order=True)
@@ -99,7 +108,7 @@ class TrainSizes(Sizes):
     tp_size: int
     dp_size: int
 
-    @property
+    @cached_property
     def model_parallel_size(self) -> int:
         """p·t: the ranks of one replica."""
         return math.prod(self[axis] for axis in MODEL_AXES)
@@ -161,7 +170,7 @@ class GenSizes(Sizes):
         ]
 
         def distance(sizes: GenSizes) -> int:
-            return sum(abs(sizes[axis] - self[axis]) for axis in MODEL_AXES)
+            return abs(sizes.pp_size - self.pp_size) + abs(sizes.tp_size - self.tp_size)
 
         found.sort(key=lambda sizes: (distance(sizes), not sizes.nests_in(train), sizes))
         return list(islice((sizes for sizes in found if sizes != self and is_possible(sizes)), count))

@@ -13,7 +13,7 @@ from hybridengine.errors import TopologyError
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Coordinate, Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
-from tests.unit.test_topology import MAX_RANKS, generation, nested_grids, partitions, sizes_up_to
+from tests.unit.test_topology import MAX_RANKS, generation, nested_grids, sizes_up_to
 
 
 def all_grids(num_ranks: int, grouping: Grouping) -> Iterator[GenerationGrid]:

@@ -48,7 +48,7 @@ class MicroDp(Method):
             actor.rank,
             actor,
             PlainGeneration(self.destination),
-            PointToPointTransport(actor.registry.new(generation.domains)),
+            PointToPointTransport(actor.registry.new(groups)),
             Verify(self.setting.verify),
         )
 
