@@ -113,8 +113,10 @@ class GenerationGrid(Mesh):
 
     @cached_property
     def _ratios(self) -> tuple[dict[str, int], dict[str, int]]:
-        """For each axis: training indices that one generation index joins, generation indices that one training index
-        is shared out over. At least one is 1; where neither size divides the other, both are."""
+        """For each axis: (training indices that one generation index joins, generation indices that share out one).
+
+        At least one of the two is 1; where neither size divides the other, both are.
+        """
         train, gen = self.train.sizes, self.sizes
         joined = {
             axis: train[axis] // gen[axis] if train[axis] % gen[axis] == 0 else 1 for axis in MODEL_AXES
@@ -136,9 +138,7 @@ class GenerationGrid(Mesh):
             replica = replica * self.train.axes[axis] + place[axis]
         joined, parts = self._ratios
         indices = {}
-        for (
-            axis
-        ) in MODEL_AXES:  # the training indices that one generation index joins belong to as many engines
+        for axis in MODEL_AXES:  # training indices that one generation index joins belong to as many engines
             indices[axis], micro = divmod(place[axis], joined[axis])
             replica = replica * joined[axis] + micro
         for axis in MODEL_AXES:  # ranks that would be as many engines share out one training index
