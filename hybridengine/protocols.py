@@ -28,8 +28,8 @@ from typing import Any, TypeVar, cast
 
 from hybridengine.errors import ProtocolError
 from hybridengine.topology.generation import GenerationGrid
-from hybridengine.topology.grid import Grid, RankOrder
-from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.topology.grid import Grid, Mesh, RankOrder
+from hybridengine.topology.sizes import ROW_AXIS, GenSizes, TrainSizes
 
 RowRanges = tuple[range, ...]
 """One range of rows per rank of a group, in rank order."""
@@ -161,15 +161,18 @@ def _same_rows(num_rows: int, topology: GroupTopology) -> RowRanges:
     return (range(num_rows),) * topology.num_ranks
 
 
+def _split_over(mesh: Mesh, axis: str, num_rows: int, parts: str) -> RowRanges:
+    """Rows split along one axis; ranks that differ along others get the same rows."""
+    ranges = even_split(num_rows, mesh.axis_size(axis), parts)
+    return tuple(ranges[place[axis]] for place in mesh.coordinates())
+
+
 def _split_over_dp(num_rows: int, topology: GroupTopology) -> RowRanges:
-    parts = even_split(num_rows, topology.grid.sizes.dp_size, f"data-parallel replicas of {topology}")
-    return tuple(parts[place.dp_rank] for place in topology.grid.coordinates())
+    return _split_over(topology.grid, ROW_AXIS, num_rows, f"data-parallel replicas of {topology}")
 
 
 def _split_over_replicas(num_rows: int, topology: GroupTopology) -> RowRanges:
-    generation = _generation(topology)
-    parts = even_split(num_rows, generation.num_replicas, f"generation replicas of {topology}")
-    return tuple(parts[generation.coordinate(rank).replica_rank] for rank in range(topology.num_ranks))
+    return _split_over(_generation(topology), "replica", num_rows, f"generation replicas of {topology}")
 
 
 def _split_over_ranks(num_rows: int, topology: GroupTopology) -> RowRanges:
@@ -186,33 +189,15 @@ def _one_item_each(num_items: int, topology: GroupTopology) -> RowRanges:
 
 
 def _last_stage_of_dp(topology: GroupTopology) -> tuple[int, ...]:
-    last_stage = topology.grid.sizes.pp_size - 1
-    ranks = [
-        (place.dp_rank, rank)
-        for rank, place in enumerate(topology.grid.coordinates())
-        if place.pp_rank == last_stage and place.tp_rank == 0
-    ]
-    return tuple(rank for _, rank in sorted(ranks))
+    return topology.grid.line(ROW_AXIS, at_end_of="pp")
 
 
 def _last_stage_of_replicas(topology: GroupTopology) -> tuple[int, ...]:
-    generation = _generation(topology)
-    last_stage = generation.sizes.pp_size - 1
-    ranks = []
-    for rank in range(topology.num_ranks):
-        place = generation.coordinate(rank)
-        if place.pp_rank == last_stage and place.tp_rank == 0:
-            ranks.append((place.replica_rank, rank))
-    return tuple(rank for _, rank in sorted(ranks))
+    return _generation(topology).line("replica", at_end_of="pp")
 
 
 def _every_stage(topology: GroupTopology) -> tuple[int, ...]:
-    ranks = [
-        (place.pp_rank, rank)
-        for rank, place in enumerate(topology.grid.coordinates())
-        if place.dp_rank == 0 and place.tp_rank == 0
-    ]
-    return tuple(rank for _, rank in sorted(ranks))
+    return topology.grid.line("pp")
 
 
 def _generation(topology: GroupTopology) -> GenerationGrid:

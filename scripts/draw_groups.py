@@ -31,6 +31,7 @@ from hybridengine.config import load_config, model_shape
 from hybridengine.model_shapes import DTYPE_BYTES
 from hybridengine.reshard.boxes import Box, intersect, num_elements, subtract
 from hybridengine.reshard.cost import plan_costs
+from hybridengine.reshard.domains import domains
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.plan import Plan
 from hybridengine.reshard.planner import compile_plan, inverse_local
@@ -124,7 +125,7 @@ def example_plan() -> tuple[Plan, int]:
     generation, shape = config.generation_grid, model_shape(config)
     element_bytes = DTYPE_BYTES[config.model.dtype]
     source, destination = megatron_layout(shape, generation.train), vllm_layout(shape, generation)
-    domain = generation.domains[0]
+    domain = domains(source, destination)[0]
     return compile_plan(
         source, destination, domain, config.actor.bucket_bytes // element_bytes
     ), element_bytes
@@ -141,9 +142,8 @@ def digest(name: str) -> str:
         shown = [
             (
                 grouping.value,
-                grid.tp_groups,
+                grid.groups("tp"),
                 grid.micro_dp_groups,
-                grid.domains,
                 [holding(grid, rank) for rank in range(8)],
             )
             for grouping in Grouping
@@ -195,7 +195,7 @@ def _draw_grouping(axes: Axes, grid: GenerationGrid) -> None:
         axes.add_patch(Rectangle((left, 0), 1, 1, fill=False, edgecolor=INK, linewidth=0.8))
         axes.text(left + 0.5, 1.06, f"rank {rank}", ha="center", va="bottom", fontsize=8.5, color=INK)
     centres = {rank: left + 0.5 for rank, left in lefts.items()}
-    _draw_brackets(axes, grid.tp_groups, centres, "generation TP", -0.16)
+    _draw_brackets(axes, grid.groups("tp"), centres, "generation TP", -0.16)
     _draw_brackets(axes, grid.micro_dp_groups, centres, "micro-DP", -0.54)
     axes.set_title(_finding(grid), loc="left", fontsize=9.5, pad=12)
     axes.set_xlim(-0.05, max(lefts.values()) + 1.05)

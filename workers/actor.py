@@ -25,6 +25,7 @@ from hybridengine.errors import ProtocolError
 from hybridengine.importing import import_object
 from hybridengine.model_shapes import DTYPE_BYTES
 from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, register
+from hybridengine.reshard.domains import domains
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.runtime.digests import digests
 from hybridengine.runtime.drift import check_drift, save_reproduction
@@ -33,6 +34,7 @@ from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS, cut_rows
 from hybridengine.runtime.row_requests import ROW_NUMBERS
 from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.runtime.verify import Verify
+from hybridengine.topology.grid import group_with
 from hybridengine.topology.links import NodeMap
 from workers.model_worker import TrainedWorker, optimizer_settings
 
@@ -68,19 +70,19 @@ class ActorWorker(TrainedWorker):
             # Ranks on several nodes must not share it: vLLM then talks through torch.distributed on a CPU as well.
             identity=f"hybridengine-{os.environ['MASTER_PORT']}-{context.node}",
         )
-        domain = next(group for group in generation.domains if context.rank in group)
+        groups = domains(self.trainer.layout, self._engine.layout)
         self.hybrid = HybridEngine(
             compile_plan(
                 self.trainer.layout,
                 self._engine.layout,
-                domain,
+                group_with(context.rank, groups),
                 run.actor.bucket_bytes // DTYPE_BYTES[run.model.dtype],
                 NodeMap(run.cluster.ranks_per_node),
             ),
             context.rank,
             self.trainer,
             self._engine,
-            PointToPointTransport(self.registry.new(generation.domains)),
+            PointToPointTransport(self.registry.new(groups)),
             verify=Verify(run.actor.verify),
             resume_from=str(folder),
         )

@@ -20,10 +20,12 @@ from hybridengine.bench.results import PairResult, RankSamples, RawAllGather, Ti
 from hybridengine.bench.spec import BenchSpec, LayoutPair, MethodName
 from hybridengine.errors import TransferError
 from hybridengine.metrics.formatting import format_seconds
+from hybridengine.reshard.domains import domains
+from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.runtime.ledger import SwitchReport
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.topology.generation import GenerationGrid
-from hybridengine.topology.grid import Grid
+from hybridengine.topology.grid import Grid, group_with
 from hybridengine.topology.links import NodeMap
 
 Say = Callable[[str], None]
@@ -161,8 +163,9 @@ class _RawGather:
     """The yardstick: a bare all-gather of training shards where micro-dp gathers, into memory that was touched."""
 
     def __init__(self, actor: Actor, generation: GenerationGrid) -> None:
-        self._group = actor.registry.of(generation.domains)
-        domain = next(group for group in generation.domains if actor.rank in group)
+        groups = domains(actor.layout, vllm_layout(actor.shape, generation))
+        self._group = actor.registry.of(groups)
+        domain = group_with(actor.rank, groups)
         size = max(actor.layout.shard(rank).num_elements for rank in domain)
         device = next(actor.module.parameters()).device
         self._own = torch.zeros(size, dtype=actor.dtype, device=device)

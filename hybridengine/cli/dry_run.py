@@ -10,7 +10,7 @@ from hybridengine.config.run_config import TRAINED
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.planning.memory import TrainingMemory, training_memory
-from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer, num_crossing
+from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.topology.links import NodeMap
 
 SHOWN_PLANS = 8
@@ -22,7 +22,7 @@ def print_dry_run(config: RunConfig) -> None:
     """Print groups, plan summary and memory estimate."""
     console = Console(highlight=False)
     cost = cost_of(config)
-    for line in [*layout_lines(config, cost), *group_lines(config), *memory_lines(config, cost)]:
+    for line in [*layout_lines(config, cost), *group_lines(config, cost), *memory_lines(config, cost)]:
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -57,7 +57,7 @@ def _pool_lines(config: RunConfig) -> list[str]:
     return [*lines, f"ranks: {config.num_ranks} in all, {config.cluster.rank_order} order"]
 
 
-def group_lines(config: RunConfig) -> list[str]:
+def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     """Training groups of every model and generation groups of the actor."""
     lines = ["", "groups" + (" (each pool counts its own ranks)" if config.cluster.pools else "")]
     width = _name_width(config)
@@ -67,14 +67,14 @@ def group_lines(config: RunConfig) -> list[str]:
     generation = config.generation_grid
     domain = "micro-DP" if generation.nests else "gather"
     for name, groups in (
-        ("tensor", generation.tp_groups),
-        ("pipeline", generation.pp_groups),
-        (domain, generation.domains),
+        ("tensor", generation.groups("tp")),
+        ("pipeline", generation.groups("pp")),
+        (domain, cost.groups),
     ):
         lines.append(f"  {'generation':<{width}} {name:<10} {format_groups(groups)}")
-    crossing = num_crossing(generation.domains, nodes_of(config))
+    crossing = cost.num_crossing_domains
     lines.append(
-        f"  {crossing} of {len(generation.domains)} {domain} groups cross nodes"
+        f"  {crossing} of {cost.num_domains} {domain} groups cross nodes"
         + (", because a replica is larger than a node" if crossing and _replica_crosses(config) else "")
         + (
             "; cluster.rank_order=paper keeps a replica together"

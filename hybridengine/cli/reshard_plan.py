@@ -259,7 +259,7 @@ def as_json(request: Request, plan: SwitchPlan) -> dict[str, Any]:
     generation, there = figures.pop("generation"), figures.pop("there")
     del generation
     figures["planned_domains"] = [
-        {"ranks": ranks, "repeats": count} for ranks, count in figures.pop("domains")
+        {"ranks": repeats[0], "repeats": len(repeats)} for repeats in figures.pop("domains")
     ]
     grid, gen = plan.generation.train, plan.generation
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from hybridengine.cli.group_lines import format_groups, format_ranks
 from hybridengine.metrics.formatting import format_bytes, format_seconds
@@ -48,9 +49,9 @@ def _group_lines(plan: SwitchPlan) -> list[str]:
         ("training tensor", grid.groups("tp")),
         ("training pipeline", grid.groups("pp")),
         ("training data", grid.groups("dp")),
-        ("generation tensor", gen.tp_groups),
-        ("generation pipeline", gen.pp_groups),
-        ("gather domains", gen.domains),
+        ("generation tensor", gen.groups("tp")),
+        ("generation pipeline", gen.groups("pp")),
+        ("gather domains", sorted(chain(*plan.domains))),
     ]
     return [
         "",
@@ -58,7 +59,7 @@ def _group_lines(plan: SwitchPlan) -> list[str]:
         *(f"  {name:<20} {format_groups(groups, shown=4)}" for name, groups in rows),
         f"  {plan.there.num_crossing_domains} of {plan.num_domains} gather domains cross nodes",
         f"  {len(plan.domains)} distinct plan(s), {plan.num_buckets} buckets: "
-        + ", ".join(f"{format_ranks(ranks)} and {count - 1} like it" for ranks, count in plan.domains[:4])
+        + ", ".join(f"{format_ranks(like[0])} and {len(like) - 1} like it" for like in plan.domains[:4])
         + (", ..." if len(plan.domains) > 4 else ""),
         f"  audited, {plan.num_audited_moves:,} moves there and back: every element of every shard is written once, none"
         " is lost",
@@ -137,7 +138,7 @@ def order_verdict(cluster: Cluster, plan: SwitchPlan) -> str:
         return "either rank order keeps every gather domain inside a node"
     if keeps:
         return f"the {keeps[0]} order keeps every gather domain inside a node, the other does not"
-    size = max(len(ranks) for ranks, _ in plan.domains)
+    size = max(len(ranks) for ranks, *_ in plan.domains)
     least = min(plan.orders, key=lambda order: plan.orders[order].inter_node_bytes_max)
     most = max(plan.orders, key=lambda order: plan.orders[order].inter_node_bytes_max)
     reason = f"domains have {size} ranks of replicas of {plan.generation.train.sizes.model_parallel_size}"

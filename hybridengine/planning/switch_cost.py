@@ -7,7 +7,7 @@ and in where their boxes start, and in nothing that costs. One of them is compil
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -19,6 +19,7 @@ from hybridengine.planning.switch_time import DomainTraffic, line_rate_seconds, 
 from hybridengine.reshard.audit import audit, audit_return
 from hybridengine.reshard.boxes import moved, starts
 from hybridengine.reshard.cost import REMOTE, RankCost, plan_costs
+from hybridengine.reshard.domains import domains
 from hybridengine.reshard.layout import Layout, LocalParameter
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.plan import Plan
@@ -116,9 +117,14 @@ class SwitchCost:
         return sum(len(repeats) for _, repeats in self.domains)
 
     @property
+    def groups(self) -> Groups:
+        """Domains of all ranks, in the order of their first ranks."""
+        return tuple(sorted(ranks for _, repeats in self.domains for ranks in repeats))
+
+    @property
     def num_crossing_domains(self) -> int:
         """Domains with ranks on more than one node."""
-        return sum(num_crossing(repeats, self.nodes) for _, repeats in self.domains)
+        return sum(len({self.nodes.node_of(rank) for rank in group}) > 1 for group in self.groups)
 
     @property
     def num_steps(self) -> int:
@@ -272,8 +278,8 @@ class SwitchPricer:
             vllm_layout(self.shape, generation),
         )
         element_bytes = DTYPE_BYTES[self.dtype]
-        domains = []
-        for pattern, repeats in distinct_domains(source, destination, generation.domains, nodes):
+        found = []
+        for pattern, repeats in distinct_domains(source, destination, nodes):
 
             def planned(ranks: tuple[int, ...] = repeats[0]) -> DomainPlan:
                 bucket_elements = self.bucket_bytes // element_bytes
@@ -282,8 +288,8 @@ class SwitchPricer:
                 )
                 return DomainPlan(plan, nodes, element_bytes)
 
-            domains.append((self._plans.find((pattern, two_step), planned), repeats))
-        return SwitchCost(tuple(domains), nodes, element_bytes)
+            found.append((self._plans.find((pattern, two_step), planned), repeats))
+        return SwitchCost(tuple(found), nodes, element_bytes)
 
 
 def gen_shard_bytes(shape: ModelShape, generation: GenerationGrid, dtype: str) -> int:
@@ -296,17 +302,10 @@ def gen_shard_bytes(shape: ModelShape, generation: GenerationGrid, dtype: str) -
     return max(shard.num_elements for shard in shards) * DTYPE_BYTES[dtype]
 
 
-def num_crossing(groups: Groups, nodes: NodeMap) -> int:
-    """Groups with ranks on more than one node."""
-    return sum(len({nodes.node_of(rank) for rank in group}) > 1 for group in groups)
-
-
-def distinct_domains(
-    source: Layout, destination: Layout, domains: Iterable[tuple[int, ...]], nodes: NodeMap
-) -> list[tuple[Pattern, Groups]]:
+def distinct_domains(source: Layout, destination: Layout, nodes: NodeMap) -> list[tuple[Pattern, Groups]]:
     """Domains whose plans differ in names of ranks and in where boxes start only, together under their pattern."""
     by_shards: dict[Pattern, list[tuple[int, ...]]] = {}
-    for ranks in domains:
+    for ranks in domains(source, destination):
         first_seen: dict[int, int] = {}
         on_nodes = tuple(first_seen.setdefault(nodes.node_of(rank), len(first_seen)) for rank in ranks)
         keys = tuple((source.keys[rank], destination.keys[rank]) for rank in ranks)

@@ -8,7 +8,7 @@ from hybridengine.planning.clusters import Cluster
 from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.reshard.cost import REMOTE
 from hybridengine.topology.generation import GenerationGrid
-from hybridengine.topology.grid import Grid, RankOrder
+from hybridengine.topology.grid import Grid, Groups, RankOrder
 from hybridengine.topology.links import LinkClass
 
 
@@ -39,8 +39,8 @@ class SwitchPlan:
     generation: GenerationGrid
     num_domains: int
     """Gather domains: the groups of ranks among which weights move."""
-    domains: tuple[tuple[tuple[int, ...], int], ...]
-    """Ranks of each distinct domain, and how many domains repeat it."""
+    domains: tuple[Groups, ...]
+    """For each distinct domain, the ranks of all domains that repeat it."""
     num_buckets: int
     num_audited_moves: int
     """Moves of the distinct domains, there and back; all of them have passed the audit."""
@@ -106,7 +106,7 @@ def plan_switch(
     return SwitchPlan(
         generation=generation,
         num_domains=cost.num_domains,
-        domains=tuple((repeats[0], len(repeats)) for _, repeats in cost.domains),
+        domains=tuple(repeats for _, repeats in cost.domains),
         num_buckets=max(len(plan.buckets) for plan in cost.plans),
         num_audited_moves=cost.check(),
         num_steps=cost.num_steps,

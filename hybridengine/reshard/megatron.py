@@ -24,6 +24,7 @@ from hybridengine.model_shapes import (
 )
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard, row_stack, sharded, vocab_shard, whole
 from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import MODEL_AXES
 
 
 class NameSet(str, Enum):
@@ -46,9 +47,7 @@ _NORM_NAMES = {
 @lru_cache(maxsize=16)
 def megatron_layout(shape: ModelShape, grid: Grid, names: NameSet = NameSet.LOCAL) -> Layout:
     """Layout of a GPTModel over the ranks of `grid`."""
-    keys = {}
-    for rank, place in enumerate(grid.coordinates()):
-        keys[rank] = (place.pp_rank, place.tp_rank)
+    keys = {rank: place.along(MODEL_AXES) for rank, place in enumerate(grid.coordinates())}
     shards = {
         (pp_rank, tp_rank): megatron_shard(
             shape, pp_rank, grid.sizes.pp_size, tp_rank, grid.sizes.tp_size, names

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from hybridengine.errors import PlanError
 from hybridengine.reshard.boxes import Box, intersect, moved, starts, subtract
+from hybridengine.reshard.components import components
 from hybridengine.reshard.gather import Gather
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard, ShardKey
 from hybridengine.reshard.messages import Packer, joined
@@ -117,23 +118,11 @@ def inverse_local(plan: Plan) -> Plan:
 
 def fused_groups(shards: Iterable[Shard]) -> list[tuple[str, ...]]:
     """Logical tensors that some parameter of some shard holds together, in the order in which shards name them."""
-    leader: dict[str, str] = {}
-
-    def find(tensor: str) -> str:
-        while leader.setdefault(tensor, tensor) != tensor:
-            tensor = leader[tensor]
-        return tensor
-
-    for shard in shards:
-        for parameter in shard.parameters:
-            find(parameter.tensor)
-            for piece in parameter.pieces[1:]:
-                one, other = find(parameter.pieces[0].tensor), find(piece.tensor)
-                leader[other] = one
-    groups: dict[str, list[str]] = {}
-    for tensor in leader:
-        groups.setdefault(find(tensor), []).append(tensor)
-    return [tuple(group) for group in groups.values()]
+    return components(
+        dict.fromkeys((parameter.tensor, *(piece.tensor for piece in parameter.pieces)))
+        for shard in shards
+        for parameter in shard.parameters
+    )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from hybridengine.errors import PlanError, raise_all
 from hybridengine.model_shapes import EMBEDDING, FINAL_NORM, LM_HEAD, ModelShape, padded_vocab_size
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard, row_stack, sharded, vocab_shard, whole
 from hybridengine.topology.generation import GenerationGrid
+from hybridengine.topology.sizes import MODEL_AXES
 
 
 @lru_cache(maxsize=16)
@@ -29,9 +30,11 @@ def vllm_layout(shape: ModelShape, generation: GenerationGrid) -> Layout:
         PlanError,
     )
     stages = shape.gen_stage_layers(train.pp_size, sizes.pp_size)
-    places = {rank: generation.coordinate(rank) for rank in range(train.num_ranks)}
-    keys = {rank: (place.pp_rank, place.tp_rank) for rank, place in places.items()}
-    shards = {key: vllm_shard(shape, stages, *key, sizes.tp_size) for key in sorted(set(keys.values()))}
+    keys = {rank: place.along(MODEL_AXES) for rank, place in enumerate(generation.coordinates())}
+    shards = {
+        (pp_rank, tp_rank): vllm_shard(shape, stages, pp_rank, tp_rank, sizes.tp_size)
+        for pp_rank, tp_rank in sorted(set(keys.values()))
+    }
     return Layout(shape, keys, shards, kind=f"vllm {sizes}")
 
 

@@ -1,4 +1,4 @@
-"""Generation groups over a training grid: which ranks form an engine, and among which weights move.
+"""Engines over a training grid: which ranks form one, and which of them hold the same weights.
 
 Engines of p_g·t_g ranks share out all p·t·d ranks. Two grouping methods (HybridFlow, arXiv 2409.19256, section 5.3 and
 figure 8, for sizes that nest; the rest is this project's):
@@ -9,20 +9,23 @@ figure 8, for sizes that nest; the rest is this project's):
                                      rank's generation shard, the part in its own stages is in its training shard
     INTERVAL, other sizes, VANILLA   consecutive ranks form an engine, as for training; shards need not overlap
 
-A micro-DP group is the ranks of one training replica that hold the same generation shard. Where shards nest it is the
-domain of the weight gather.
+A micro-DP group is the ranks of one training replica that hold the same generation shard. Where shards nest, weights
+move inside of it.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
 from hybridengine.errors import TopologyError, raise_all
-from hybridengine.topology.grid import Grid, Groups, group_by
-from hybridengine.topology.sizes import GenSizes
+from hybridengine.topology.grid import Coordinate, Grid, Groups, Mesh
+from hybridengine.topology.sizes import MODEL_AXES, GenSizes
+
+SHARED_OUT = ("tp",)
+"""Axes along which ranks with the same training shard may share it out: vLLM's tensor shards are parts of Megatron's, its
+stages need not be."""
 
 
 class Grouping(str, Enum):
@@ -32,22 +35,12 @@ class Grouping(str, Enum):
     VANILLA = "vanilla"
 
 
-@dataclass(frozen=True, order=True)
-class GenCoordinate:
-    """Place of a rank in the generation layout."""
-
-    replica_rank: int
-    """Which engine, 0 to p·t·d / (p_g·t_g) - 1."""
-    pp_rank: int
-    tp_rank: int
-
-    def __str__(self) -> str:
-        return f"replica={self.replica_rank} gen_pp={self.pp_rank} gen_tp={self.tp_rank}"
-
-
 @dataclass(frozen=True)
-class GenerationGrid:
-    """(p_g, t_g) laid over the ranks of a training grid.
+class GenerationGrid(Mesh):
+    """The ranks of a training grid arranged along the axes tp, pp and replica: engines of t_g·p_g ranks.
+
+    ``groups("tp")`` are the tensor-parallel groups of the engines, in the order of generation tp. That is not always the
+    order of ranks: an engine that shares out a training shard has gen tp 0 and 1 on tp 0.
 
     Raises:
         TopologyError: p_g·t_g does not divide the number of ranks.
@@ -59,6 +52,17 @@ class GenerationGrid:
 
     def __post_init__(self) -> None:
         raise_all(self.sizes.problems_over(self.train.sizes), TopologyError)
+
+    @cached_property
+    def axes(self) -> dict[str, int]:
+        engine = {axis: self.sizes[axis] for axis in reversed(MODEL_AXES)}
+        return {**engine, "replica": self.num_replicas}
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        place = self._consecutive if self._is_consecutive else self._interval
+        position = [place(coordinate) for coordinate in self.train.coordinates()]
+        return tuple(sorted(range(len(position)), key=position.__getitem__))
 
     @property
     def micro_dp_size(self) -> int:
@@ -76,110 +80,73 @@ class GenerationGrid:
 
     @cached_property
     def nests(self) -> bool:
-        """Whether every rank's training shard is part of its generation shard, so that the way back is local."""
+        """True if every rank's training shard is part of its generation shard, so that the way back is local."""
         train, gen = self.train.sizes, self.sizes
-        return self.sizes.nests_in(train) and all(
-            (place.pp_rank * gen.pp_size // train.pp_size, place.tp_rank * gen.tp_size // train.tp_size)
-            == (own.pp_rank, own.tp_rank)
-            for place, own in zip(self.train.coordinates(), self._coordinates, strict=True)
+        return gen.nests_in(train) and all(
+            place[axis] * gen[axis] // train[axis] == own[axis]
+            for place, own in zip(self.train.coordinates(), self.coordinates(), strict=True)
+            for axis in MODEL_AXES
         )
-
-    @property
-    def _is_consecutive(self) -> bool:
-        """Whether engines are consecutive positions of the training grid."""
-        train, gen = self.train.sizes, self.sizes
-        return (
-            self.grouping is Grouping.VANILLA
-            or train.pp_size % gen.pp_size != 0
-            or (train.tp_size % gen.tp_size != 0 and gen.tp_size % train.tp_size != 0)
-        )
-
-    def _position(self, rank: int) -> int:
-        """Index of a rank in the order dp, pp, tp, slowest first, whatever the grid's rank order is."""
-        place, train = self.train.coordinate(rank), self.train.sizes
-        return (place.dp_rank * train.pp_size + place.pp_rank) * train.tp_size + place.tp_rank
-
-    def coordinate(self, rank: int) -> GenCoordinate:
-        """Generation coordinate of a global rank.
-
-        Raises:
-            TopologyError: the rank is outside of the grid.
-        """
-        self.train.coordinate(rank)  # raises for a rank that does not exist
-        return self._coordinates[rank]
-
-    def _place(self, rank: int) -> GenCoordinate:
-        place, train, gen = self.train.coordinate(rank), self.train.sizes, self.sizes
-        if self._is_consecutive:
-            replica_rank, inside = divmod(self._position(rank), gen.num_ranks)
-            return GenCoordinate(replica_rank, inside // gen.tp_size, inside % gen.tp_size)
-        stages = train.pp_size // gen.pp_size
-        pp_rank, micro_pp = divmod(place.pp_rank, stages)
-        slot = place.dp_rank * stages + micro_pp  # among the ranks of this generation stage and training tp
-        if train.tp_size % gen.tp_size == 0:
-            shards = train.tp_size // gen.tp_size
-            return GenCoordinate(slot * shards + place.tp_rank % shards, pp_rank, place.tp_rank // shards)
-        parts = gen.tp_size // train.tp_size
-        return GenCoordinate(slot // parts, pp_rank, place.tp_rank * parts + slot % parts)
-
-    @cached_property
-    def _coordinates(self) -> tuple[GenCoordinate, ...]:
-        return tuple(map(self._place, range(self.train.num_ranks)))
-
-    def _groups(self, *fixed: str, along: str) -> Groups:
-        """Groups of ranks that agree in the generation axes `fixed`, each in the order of the axis `along`."""
-
-        def coordinates(rank: int, *axes: str) -> tuple[int, ...]:
-            return tuple(getattr(self._coordinates[rank], f"{axis}_rank") for axis in axes)
-
-        groups = group_by(range(self.train.num_ranks), lambda rank: coordinates(rank, *fixed))
-        return tuple(tuple(sorted(group, key=lambda rank: coordinates(rank, along))) for group in groups)
-
-    @cached_property
-    def tp_groups(self) -> Groups:
-        """Tensor-parallel groups of the engines, each in the order of generation tp.
-
-        Not always the order of ranks: an engine that shares out a training shard has gen tp 0 and 1 on tp 0.
-        """
-        return self._groups("replica", "pp", along="tp")
-
-    @cached_property
-    def pp_groups(self) -> Groups:
-        """Pipeline-parallel groups of the engines, each in the order of generation pp."""
-        return self._groups("replica", "tp", along="pp")
-
-    @cached_property
-    def engine_groups(self) -> Groups:
-        """Ranks of each engine."""
-        return group_by(range(self.train.num_ranks), lambda rank: self._coordinates[rank].replica_rank)
 
     @cached_property
     def micro_dp_groups(self) -> Groups:
         """Ranks of one training replica that hold the same generation shard."""
-
-        def key(rank: int) -> tuple[int, int, int]:
-            own = self._coordinates[rank]
-            return self.train.coordinate(rank).dp_rank, own.pp_rank, own.tp_rank
-
-        return group_by(range(self.train.num_ranks), key)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, (place, own) in enumerate(zip(self.train.coordinates(), self.coordinates(), strict=True)):
+            found.setdefault(place.along(self._replica_axes) + own.along(MODEL_AXES), []).append(rank)
+        return tuple(map(tuple, found.values()))
 
     @cached_property
-    def domains(self) -> Groups:
-        """Ranks among which weights move so that each can fill its generation shard.
+    def _replica_axes(self) -> list[str]:
+        """Axes along which training repeats the model, slowest first."""
+        return [axis for axis in reversed(self.train.axes) if axis not in MODEL_AXES]
 
-        Where shards nest, the micro-DP groups. Where an engine spans ranks with the same training shard, the ranks of
-        a replica with that shard's tp and one generation stage. Otherwise the fewest whole engines that are whole
-        training replicas as well.
+    @cached_property
+    def _is_consecutive(self) -> bool:
+        """True if engines are consecutive positions of the training grid."""
+        if self.grouping is Grouping.VANILLA:
+            return True
+        joined, parts = self._ratios
+        return any(
+            self.train.sizes[axis] * parts[axis] != self.sizes[axis] * joined[axis] for axis in MODEL_AXES
+        )
+
+    @cached_property
+    def _ratios(self) -> tuple[dict[str, int], dict[str, int]]:
+        """For each axis: (training indices that one generation index joins, generation indices that share out one).
+
+        At least one of the two is 1; where neither size divides the other, both are.
         """
-        if self.nests:
-            return self.micro_dp_groups
-        ranks = range(self.train.num_ranks)
-        if self._is_consecutive:
-            block = math.lcm(self.train.sizes.model_parallel_size, self.sizes.num_ranks)
-            return group_by(ranks, lambda rank: self._position(rank) // block)
+        train, gen = self.train.sizes, self.sizes
+        joined = {
+            axis: train[axis] // gen[axis] if train[axis] % gen[axis] == 0 else 1 for axis in MODEL_AXES
+        }
+        parts = {axis: gen[axis] // train[axis] if gen[axis] % train[axis] == 0 else 1 for axis in SHARED_OUT}
+        return joined, dict.fromkeys(MODEL_AXES, 1) | parts
 
-        def key(rank: int) -> tuple[int, int, int]:
-            place = self.train.coordinate(rank)
-            return place.dp_rank, self._coordinates[rank].pp_rank, place.tp_rank
+    def _consecutive(self, place: Coordinate) -> int:
+        """Position of a rank whose engine is consecutive ranks of the paper's order, whatever the grid's order is."""
+        position = 0
+        for axis in (*self._replica_axes, *MODEL_AXES):
+            position = position * self.train.axes[axis] + place[axis]
+        return position
 
-        return group_by(ranks, key)
+    def _interval(self, place: Coordinate) -> int:
+        """Position of a rank whose generation shard holds its training shard, or is a part of it."""
+        replica = 0
+        for axis in self._replica_axes:
+            replica = replica * self.train.axes[axis] + place[axis]
+        joined, parts = self._ratios
+        indices = {}
+        for axis in MODEL_AXES:  # training indices that one generation index joins belong to as many engines
+            indices[axis], micro = divmod(place[axis], joined[axis])
+            replica = replica * joined[axis] + micro
+        for axis in MODEL_AXES:  # ranks that would be as many engines share out one training index
+            replica, part = divmod(replica, parts[axis])
+            indices[axis] = indices[axis] * parts[axis] + part
+        return replica * self.strides["replica"] + sum(
+            indices[axis] * self.strides[axis] for axis in MODEL_AXES
+        )
+
+    def __str__(self) -> str:
+        return f"generation {self.sizes} over training {self.train}"

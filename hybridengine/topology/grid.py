@@ -1,8 +1,9 @@
-"""Rank <-> coordinate of a training grid, and the groups of ranks along any of its axes.
+"""Ranks along named axes: the coordinate of a rank, the rank at a coordinate, and the groups along any axes.
 
-A grid is `range(num_ranks)` reshaped; the *rank order* says which axis varies fastest:
+A mesh is `range(num_ranks)` reshaped. The order of its axes says which varies fastest with the rank; of the training
+grid, two orders have names:
 
-    MEGATRON   tp, dp, pp   Megatron's default "tp-cp-ep-dp-pp": pipeline peers are t·d ranks apart
+    MEGATRON   tp, dp, pp   Megatron's default: pipeline peers are t·d ranks apart
     PAPER      tp, pp, dp   the paper's, Megatron's `--use-tp-pp-dp-mapping`: a replica is p·t consecutive ranks
 
 Source: HybridFlow, arXiv 2409.19256, section 5.3; the orders are Megatron-core's `RankGenerator`.
@@ -10,7 +11,8 @@ Source: HybridFlow, arXiv 2409.19256, section 5.3; the orders are Megatron-core'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -19,113 +21,184 @@ from hybridengine.errors import TopologyError
 from hybridengine.topology.sizes import TrainSizes
 
 Groups = tuple[tuple[int, ...], ...]
-"""Disjoint groups of global ranks, each ascending, in the order of their first rank."""
+"""Disjoint groups of global ranks, in the order of the lowest rank of each."""
+
+
+class Coordinate:
+    """Index of a rank along each axis: `Coordinate(pp=1, tp=0)["pp"]` is 1, and so is its `pp_rank`."""
+
+    __slots__ = ("_indices",)
+
+    def __init__(self, **indices: int) -> None:
+        self._indices = indices
+
+    def __getitem__(self, axis: str) -> int:
+        return self._indices[axis]
+
+    def __getattr__(self, name: str) -> int:
+        axis, is_rank, _ = name.partition("_rank")
+        if not is_rank or axis not in self._indices:
+            raise AttributeError(f"a coordinate has no {name}")
+        return self._indices[axis]
+
+    def along(self, axes: Iterable[str]) -> tuple[int, ...]:
+        """Indices along `axes`."""
+        return tuple([self._indices[axis] for axis in axes])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Coordinate) and self._indices == other._indices
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._indices.items()))
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}={index}" for axis, index in self._indices.items())
+
+    __repr__ = __str__
+
+
+class Mesh:
+    """Ranks arranged along named axes; a subclass says along which."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis -> size; the first axis varies fastest."""
+        raise NotImplementedError
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The rank at each position; position 0 has index 0 along every axis."""
+        return range(self.num_ranks)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return math.prod(self.axes.values())
+
+    def axis_size(self, axis: str) -> int:
+        """Ranks along one axis.
+
+        Raises:
+            TopologyError: the axis does not exist.
+        """
+        if axis not in self.axes:
+            *others, last = self._listed
+            raise TopologyError(f"axis {axis!r} does not exist; axes are {', '.join(others)} and {last}")
+        return self.axes[axis]
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """Axis -> positions between neighbours along it."""
+        strides, stride = {}, 1
+        for axis, size in self.axes.items():
+            strides[axis] = stride
+            stride *= size
+        return strides
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Coordinate of a global rank.
+
+        Raises:
+            TopologyError: the rank is outside of the mesh.
+        """
+        if not 0 <= rank < self.num_ranks:
+            raise TopologyError(
+                f"rank {rank} is outside of {self}, which has ranks 0 to {self.num_ranks - 1}"
+            )
+        return self._coordinates[rank]
+
+    @cached_property
+    def _coordinates(self) -> tuple[Coordinate, ...]:
+        listed = [(axis, self.axes[axis], self.strides[axis]) for axis in self._listed]
+        places: list[Coordinate] = [Coordinate()] * self.num_ranks
+        for position, rank in enumerate(self.ranks):
+            places[rank] = Coordinate(**{axis: position // stride % size for axis, size, stride in listed})
+        return tuple(places)
+
+    @property
+    def _listed(self) -> list[str]:
+        """The axes in the order in which they are told, whatever the order of the ranks is."""
+        return sorted(self.axes, key=("replica", *reversed(RankOrder.MEGATRON.axes)).index)
+
+    def coordinates(self) -> Iterator[Coordinate]:
+        """Coordinates of ranks 0, 1, 2, ..."""
+        return iter(self._coordinates)
+
+    def rank(self, coordinate: Coordinate) -> int:
+        """Global rank at a coordinate, the inverse of `coordinate`."""
+        position = 0
+        for axis, size in self.axes.items():
+            index = coordinate[axis]
+            if not 0 <= index < size:
+                raise TopologyError(f"{axis}_rank={index} is outside of {self}, whose {axis} size is {size}")
+            position += index * self.strides[axis]
+        return self.ranks[position]
+
+    def groups(self, *axes: str) -> Groups:
+        """All groups of ranks that differ only along `axes`; they partition the ranks.
+
+        ``groups("tp")`` are the tensor-parallel groups, ``groups("pp", "tp")`` the model-parallel ones. In a group, the
+        first axis of the mesh varies fastest.
+        """
+        for axis in axes:
+            self.axis_size(axis)  # raises for an axis that does not exist
+        inside = self._offsets([axis for axis in self.axes if axis in axes])
+        origins = self._offsets([axis for axis in self.axes if axis not in axes])
+        ranks = self.ranks
+        return tuple(sorted((tuple([ranks[o + i] for i in inside]) for o in origins), key=min))
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The one of `groups(*axes)` that holds `rank`.
+
+        Raises:
+            TopologyError: the rank is outside of the mesh, or an axis does not exist.
+        """
+        self.coordinate(rank)  # raises for a rank that does not exist
+        return group_with(rank, self.groups(*axes))
+
+    def line(self, axis: str, at_end_of: str = "") -> tuple[int, ...]:
+        """Ranks along one axis that are last along the axis `at_end_of`, and first along all others."""
+        origin = (self.axis_size(at_end_of) - 1) * self.strides[at_end_of] if at_end_of else 0
+        return tuple(self.ranks[origin + offset] for offset in self._offsets([axis]))
+
+    def _offsets(self, axes: Iterable[str]) -> list[int]:
+        """Positions of all indices along `axes`, index 0 along the others; the first of `axes` varies fastest."""
+        offsets = [0]
+        for axis in axes:
+            stride = self.strides[axis]
+            offsets = [index * stride + offset for index in range(self.axes[axis]) for offset in offsets]
+        return offsets
+
+
+def group_with(rank: int, groups: Groups) -> tuple[int, ...]:
+    """The one of `groups` that holds `rank`."""
+    return next(group for group in groups if rank in group)
 
 
 class RankOrder(str, Enum):
-    """Which axis varies fastest with the global rank, fastest first."""
+    """Which axis varies fastest with the global rank, fastest first; a grid takes the axes that it has."""
 
-    MEGATRON = "tp-dp-pp"
-    PAPER = "tp-pp-dp"
+    MEGATRON = "tp-cp-ep-dp-pp"
+    PAPER = "tp-cp-ep-pp-dp"
 
     @property
     def axes(self) -> tuple[str, ...]:
         return tuple(self.value.split("-"))
 
 
-@dataclass(frozen=True, order=True)
-class Coordinate:
-    """Place of a rank in a training grid."""
-
-    pp_rank: int
-    dp_rank: int
-    tp_rank: int
-
-    def __str__(self) -> str:
-        return f"pp={self.pp_rank} dp={self.dp_rank} tp={self.tp_rank}"
-
-
 @dataclass(frozen=True)
-class Grid:
-    """The ranks 0..p·t·d-1 arranged along the axes pp, dp and tp."""
+class Grid(Mesh):
+    """The ranks 0..p·t·d-1 arranged along the axes of training."""
 
     sizes: TrainSizes
     order: RankOrder = RankOrder.PAPER
 
-    @property
-    def num_ranks(self) -> int:
-        return self.sizes.num_ranks
-
-    def axis_size(self, axis: str) -> int:
-        if axis not in ("pp", "dp", "tp"):
-            raise TopologyError(f"axis {axis!r} does not exist; axes are pp, dp and tp")
-        return getattr(self.sizes, f"{axis}_size")
-
-    def coordinate(self, rank: int) -> Coordinate:
-        """Coordinate of a global rank.
-
-        Raises:
-            TopologyError: the rank is outside of the grid.
-        """
-        if not 0 <= rank < self.num_ranks:
-            raise TopologyError(
-                f"rank {rank} is outside of {self.sizes}, which has ranks 0 to {self.num_ranks - 1}"
-            )
-        return self._coordinates[rank]
+    def __post_init__(self) -> None:
+        lacking = [axis for axis in self.sizes.axes() if axis not in self.order.axes]
+        assert not lacking, f"rank order {self.order.value} has no place for the axes {lacking}"
 
     @cached_property
-    def _coordinates(self) -> tuple[Coordinate, ...]:
-        found, axes = [], [(axis, self.axis_size(axis)) for axis in self.order.axes]
-        for rank in range(self.num_ranks):
-            place = {}
-            for axis, size in axes:
-                rank, place[axis] = divmod(rank, size)
-            found.append(Coordinate(place["pp"], place["dp"], place["tp"]))
-        return tuple(found)
+    def axes(self) -> dict[str, int]:
+        return {axis: self.sizes[axis] for axis in self.order.axes if axis in self.sizes.axes()}
 
-    def rank(self, coordinate: Coordinate) -> int:
-        """Global rank at a coordinate, the inverse of `coordinate`."""
-        rank, stride = 0, 1
-        for axis in self.order.axes:
-            index = getattr(coordinate, f"{axis}_rank")
-            if not 0 <= index < self.axis_size(axis):
-                raise TopologyError(
-                    f"{axis}_rank={index} is outside of {self.sizes}, whose {axis} size is {self.axis_size(axis)}"
-                )
-            rank += index * stride
-            stride *= self.axis_size(axis)
-        return rank
-
-    def coordinates(self) -> Iterator[Coordinate]:
-        """Coordinates of ranks 0, 1, 2, ..."""
-        return iter(self._coordinates)
-
-    def groups(self, *axes: str) -> Groups:
-        """All groups of ranks that differ only along `axes`; they partition the ranks.
-
-        ``groups("tp")`` are the tensor-parallel groups, ``groups("pp", "tp")`` the model-parallel ones.
-        """
-        for axis in axes:
-            self.axis_size(axis)  # raises for an axis that does not exist
-        fixed = [axis for axis in ("pp", "dp", "tp") if axis not in axes]
-        return group_by(
-            range(self.num_ranks),
-            lambda rank: tuple(getattr(self.coordinate(rank), f"{axis}_rank") for axis in fixed),
-        )
-
-    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The one of `groups(*axes)` that holds `rank`.
-
-        Raises:
-            TopologyError: the rank is outside of the grid, or an axis does not exist.
-        """
-        self.coordinate(rank)  # raises for a rank that does not exist
-        return next(group for group in self.groups(*axes) if rank in group)
-
-
-def group_by(ranks: Iterable[int], key) -> Groups:
-    """Ranks grouped by `key(rank)`, each group ascending, groups in the order of their first rank."""
-    found: dict[object, list[int]] = {}
-    for rank in ranks:
-        found.setdefault(key(rank), []).append(rank)
-    return tuple(tuple(group) for group in found.values())
+    def __str__(self) -> str:
+        return str(self.sizes)

@@ -1,5 +1,8 @@
 """Parallel sizes as the paper writes them: (p, t, d) for training, (p_g, t_g) for generation.
 
+The fields of `TrainSizes` are the axes of training: another axis is another field, `cp_size: int = 1`. Numbers of ranks,
+grids, coordinates, groups, rank orders and messages follow from it.
+
 Source: HybridFlow, arXiv 2409.19256, section 5.1.
 """
 
@@ -7,70 +10,122 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from itertools import islice
+from operator import attrgetter
+from typing import ClassVar, Self
 
 from hybridengine.errors import TopologyError
 
+MODEL_AXES = ("pp", "tp")
+"""Axes that cut the model, outermost first: ranks that agree in all of them hold the same weights."""
+ROW_AXIS = "dp"
+"""The axis over which the rows of a batch are split; ranks that differ along other axes work on the same rows."""
 MAX_RANKS = 2**20
 """Most ranks of a layout: far beyond every cluster, and still planned in a minute."""
 
 
 @dataclass(frozen=True, order=True)
-class TrainSizes:
+class Sizes:
+    """Size of every axis; a subclass names its axes by its fields, `{axis}_size` each, in the order they are written in.
+
+    A field whose default is 1 is not part of the written form: it is shown by name where it is larger.
+
+    Raises:
+        TopologyError: a size is no positive integer, or there are too many ranks.
+    """
+
+    form: ClassVar[str]
+    """How the sizes are written: "p-t-d"."""
+    example: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for axis, size in self.items():
+            if type(size) is not int or size < 1:  # True is an int, and no size
+                raise TopologyError(
+                    f"{axis}_size={size!r} must be a positive integer; choose at least 1 for each of {self.form}"
+                )
+        if self.num_ranks > MAX_RANKS:
+            raise TopologyError(
+                f"{self.product} = {self.num_ranks} ranks must be at most {MAX_RANKS}; choose smaller sizes"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Sizes written as `form` says, e.g. as `example`."""
+        shown = text if len(str(text)) <= 60 else f"{str(text)[:57]}..."
+        if not re.fullmatch(r"[0-9]+(-[0-9]+)*", str(text)) or str(text).count("-") != cls.form.count("-"):
+            raise TopologyError(f'{shown!r} is not a parallel size; write {cls.form} such as "{cls.example}"')
+        parts = str(text).split("-")
+        if max(map(len, parts)) > 20:  # int() refuses thousands of digits
+            raise TopologyError(f"{shown!r} is beyond {MAX_RANKS} ranks; choose smaller sizes")
+        return cls(*map(int, parts))
+
+    @classmethod
+    @cache
+    def axes(cls) -> tuple[str, ...]:
+        """Names of the axes, those of the written form first."""
+        return tuple(field.name.removesuffix("_size") for field in fields(cls))
+
+    @classmethod
+    @cache
+    def _getter(cls) -> attrgetter[tuple[int, ...]]:
+        return attrgetter(*(f"{axis}_size" for axis in cls.axes()))
+
+    def items(self) -> Iterator[tuple[str, int]]:
+        """(axis, size) of every axis."""
+        return zip(self.axes(), self._getter()(self), strict=True)
+
+    def __getitem__(self, axis: str) -> int:
+        return getattr(self, f"{axis}_size")
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """The product of all sizes."""
+        return math.prod(self._getter()(self))
+
+    @property
+    def product(self) -> str:
+        """The number of ranks in symbols: "p·t·d"."""
+        written = self.form.split("-")
+        return "·".join([*written, *(axis[0] for axis in self.axes()[len(written) :])])
+
+    def __str__(self) -> str:
+        sizes, num_written = list(self.items()), self.form.count("-") + 1
+        named = [f" {axis}={size}" for axis, size in sizes[num_written:] if size > 1]
+        return "-".join([str(size) for _, size in sizes[:num_written]]) + "".join(named)
+
+
+@dataclass(frozen=True, order=True)
+class TrainSizes(Sizes):
     """(p, t, d): pipeline stages, tensor shards, data-parallel replicas."""
 
+    form = "p-t-d"
+    example = "2-2-1"
     pp_size: int
     tp_size: int
     dp_size: int
 
-    def __post_init__(self) -> None:
-        _check_positive(self, ("pp_size", "tp_size", "dp_size"))
-        _check_num_ranks("p·t·d", self.num_ranks)
-
-    @classmethod
-    def parse(cls, text: str) -> TrainSizes:
-        """Sizes written as "p-t-d", e.g. "2-2-1"."""
-        return cls(*_parse(text, 3, 'p-t-d such as "2-2-1"'))
-
-    @property
-    def num_ranks(self) -> int:
-        return self.pp_size * self.tp_size * self.dp_size
-
-    @property
+    @cached_property
     def model_parallel_size(self) -> int:
         """p·t: the ranks of one replica."""
-        return self.pp_size * self.tp_size
-
-    def __str__(self) -> str:
-        return f"{self.pp_size}-{self.tp_size}-{self.dp_size}"
+        return math.prod(self[axis] for axis in MODEL_AXES)
 
 
 @dataclass(frozen=True, order=True)
-class GenSizes:
-    """(p_g, t_g): pipeline stages and tensor shards of one generation replica."""
+class GenSizes(Sizes):
+    """(p_g, t_g): pipeline stages and tensor shards of one engine, whose ranks are as many as `num_ranks`."""
 
+    form = "p_g-t_g"
+    example = "1-2"
     pp_size: int
     tp_size: int
 
-    def __post_init__(self) -> None:
-        _check_positive(self, ("pp_size", "tp_size"))
-        _check_num_ranks("p_g·t_g", self.num_ranks)
-
-    @classmethod
-    def parse(cls, text: str) -> GenSizes:
-        """Sizes written as "p_g-t_g", e.g. "1-2"."""
-        return cls(*_parse(text, 2, 'p_g-t_g such as "1-2"'))
-
-    @property
-    def num_ranks(self) -> int:
-        """p_g·t_g: the ranks of one engine."""
-        return self.pp_size * self.tp_size
-
     def nests_in(self, train: TrainSizes) -> bool:
         """Whether p_g divides p and t_g divides t, so that training shards can be parts of generation shards."""
-        return train.pp_size % self.pp_size == 0 and train.tp_size % self.tp_size == 0
+        return all(train[axis] % self[axis] == 0 for axis in MODEL_AXES)
 
     def micro_dp_size(self, train: TrainSizes) -> int:
         """d_g = p·t / (p_g·t_g): generation replicas inside one training replica.
@@ -97,7 +152,7 @@ class GenSizes:
             return []
         choices = [str(sizes) for sizes in self.nearest_over(train, is_possible) or self.nearest_over(train)]
         return [
-            f"an engine's p_g·t_g = {self.pp_size}·{self.tp_size} = {self.num_ranks} ranks do not divide the"
+            f"an engine's {self.product} = {self.pp_size}·{self.tp_size} = {self.num_ranks} ranks do not divide the"
             f" {train.num_ranks} ranks of training {train}; choose p_g-t_g from {', '.join(choices)}"
         ]
 
@@ -120,36 +175,8 @@ class GenSizes:
         found.sort(key=lambda sizes: (distance(sizes), not sizes.nests_in(train), sizes))
         return list(islice((sizes for sizes in found if sizes != self and is_possible(sizes)), count))
 
-    def __str__(self) -> str:
-        return f"{self.pp_size}-{self.tp_size}"
-
 
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-def _parse(text: str, count: int, form: str) -> list[int]:
-    shown = text if len(str(text)) <= 60 else f"{str(text)[:57]}..."
-    if not re.fullmatch(r"[0-9]+(-[0-9]+)*", str(text)) or str(text).count("-") != count - 1:
-        raise TopologyError(f"{shown!r} is not a parallel size; write {form}")
-    parts = str(text).split("-")
-    if max(map(len, parts)) > 20:  # int() refuses thousands of digits
-        raise TopologyError(f"{shown!r} is beyond {MAX_RANKS} ranks; choose smaller sizes")
-    return [int(part) for part in parts]
-
-
-def _check_positive(sizes: object, fields: tuple[str, ...]) -> None:
-    for field in fields:
-        value = getattr(sizes, field)
-        if type(value) is not int or value < 1:  # True is an int, and no size
-            form = "p-t-d" if len(fields) == 3 else "p_g-t_g"
-            raise TopologyError(
-                f"{field}={value!r} must be a positive integer; choose at least 1 for each of {form}"
-            )
-
-
-def _check_num_ranks(name: str, num_ranks: int) -> None:
-    if num_ranks > MAX_RANKS:
-        raise TopologyError(f"{name} = {num_ranks} ranks must be at most {MAX_RANKS}; choose smaller sizes")

@@ -23,6 +23,7 @@ from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.backends.vllm.groups import SHARED_MEMORY
 from hybridengine.errors import StorageError
 from hybridengine.model_shapes import ModelShape
+from hybridengine.reshard.domains import domains
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.runtime import host_memory
 from hybridengine.runtime.hybrid_engine import HybridEngine
@@ -31,7 +32,7 @@ from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import return_memory_to_system
 from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.topology.generation import GenerationGrid
-from hybridengine.topology.grid import Grid, RankOrder
+from hybridengine.topology.grid import Grid, RankOrder, group_with
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 from tests.full.vllm_ranks import take_place
 
@@ -114,7 +115,7 @@ def live_through_rounds(rank: int, folder: Path, sizes: tuple[str, str, RankOrde
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
 
-    hybrid = _hybrid(rank, trainer, engine, generation, registry, BUCKET_ELEMENTS)
+    hybrid = _hybrid(rank, trainer, engine, registry, BUCKET_ELEMENTS)
     dist.barrier()
     cache = engine._llm.llm_engine.vllm_config.cache_config
     outcome = Outcome(
@@ -165,7 +166,7 @@ def measure_memory(rank: int, folder: Path, train: str, gen: str) -> Memory:
     engine = VllmEngine(
         folder, shape, generation, EngineSettings(64, kv_cache_bytes=KV_CACHE_BYTES), identity
     )
-    hybrid = _hybrid(rank, trainer, engine, generation, registry, 2**21)
+    hybrid = _hybrid(rank, trainer, engine, registry, 2**21)
     host_memory.PLENTY = 2**40  # as on a host whose memory is short
     training, generating = [], []
     cache_bytes = 0
@@ -192,17 +193,16 @@ def _hybrid(
     rank: int,
     trainer: MegatronTrainer,
     engine: VllmEngine,
-    generation: GenerationGrid,
     registry: ProcessGroups,
     bucket_elements: int,
 ) -> HybridEngine:
-    domain = next(group for group in generation.domains if rank in group)
+    groups = domains(trainer.layout, engine.layout)
     return HybridEngine(
-        compile_plan(trainer.layout, engine.layout, domain, bucket_elements),
+        compile_plan(trainer.layout, engine.layout, group_with(rank, groups), bucket_elements),
         rank,
         trainer,
         engine,
-        PointToPointTransport(registry.new(generation.domains)),
+        PointToPointTransport(registry.new(groups)),
     )
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hybridengine.backends.megatron.model import DTYPES
 from hybridengine.backends.megatron.trainer import MegatronTrainer
+from hybridengine.reshard.domains import domains
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
@@ -19,6 +20,7 @@ from hybridengine.runtime.storage import WeightStorage
 from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.runtime.verify import Verify
 from hybridengine.topology.generation import GenerationGrid, Grouping
+from hybridengine.topology.grid import group_with
 from hybridengine.topology.sizes import GenSizes
 
 
@@ -57,11 +59,11 @@ def make_engine(
     Args:
         plan_options: what else `compile_plan` is told.
     """
-    generation = GenerationGrid(trainer.grid, GenSizes.parse(gen_sizes), grouping)
-    layout = vllm_layout(trainer.shape, generation)
+    layout = vllm_layout(trainer.shape, GenerationGrid(trainer.grid, GenSizes.parse(gen_sizes), grouping))
     side = PlainGeneration(layout, trainer.rank, trainer.dtype)
-    domain = next(ranks for ranks in generation.domains if trainer.rank in ranks)
+    groups = domains(trainer.layout, layout)
+    domain = group_with(trainer.rank, groups)
     plan = compile_plan(trainer.layout, layout, domain, bucket_elements, **plan_options)
-    group = registry.new(generation.domains)
-    engine = HybridEngine(plan, trainer.rank, trainer, side, transport(group), verify, resume_from)
+    transport_of_domain = transport(registry.new(groups))
+    engine = HybridEngine(plan, trainer.rank, trainer, side, transport_of_domain, verify, resume_from)
     return engine, side

@@ -91,7 +91,7 @@ def hybrid(trainer, folder, registry):
         identity=f"gpu-test-{os.getpid()}",
     )
     plan = compile_plan(trainer.layout, engine.layout, (0,), bucket_elements=4 * 2**20)
-    transport = PointToPointTransport(registry.new(generation.domains))
+    transport = PointToPointTransport(registry.new(((0,),)))
     return HybridEngine(plan, 0, trainer, engine, transport), engine
 
 

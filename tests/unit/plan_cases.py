@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hybridengine.model_shapes import ModelShape
+from hybridengine.reshard.domains import domains
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.plan import Bucket, Move, Pack, Place, Plan
 from hybridengine.reshard.planner import DIRECT_ELEMENTS, compile_plan
@@ -59,7 +60,7 @@ class Case:
         source, destination = megatron_layout(self.shape, self.grid), vllm_layout(self.shape, self.generation)
         return [
             compile_plan(source, destination, domain, bucket_elements, nodes, two_step, direct_elements)
-            for domain in self.generation.domains
+            for domain in domains(source, destination)
         ]
 
     def training(self, rank: int) -> Arrays:

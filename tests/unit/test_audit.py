@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.audit import audit, audit_return, union_elements
 from hybridengine.reshard.boxes import Box
+from hybridengine.reshard.domains import domains
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.plan import Plan
 from hybridengine.reshard.planner import compile_plan, inverse_local
@@ -26,7 +27,7 @@ from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.links import NodeMap
-from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.topology.sizes import MODEL_AXES, GenSizes, TrainSizes
 from tests.unit.plan_cases import FAMILIES, general_shape
 
 ROOT = Path(__file__).parents[2]
@@ -43,27 +44,33 @@ def grids(p: int, t: int) -> Iterator[GenerationGrid]:
                     yield GenerationGrid(Grid(sizes, order), GenSizes(p_g, t_g), grouping)
 
 
-def distinct_domains(p: int, t: int) -> Iterator[tuple[GenerationGrid, list[tuple[int, ...]]]]:
-    """Every generation grid with those of its domains that no grid before it has.
+Content = tuple[tuple[int, ...], ...]
 
-    Two domains are the same where p, t, p_g, t_g and the coordinates of their ranks in both layouts are: their ranks
-    hold the same shards before and after, under other names. More replicas and another rank order bring new domains
-    only where engines straddle replicas.
+
+def distinct_grids(p: int, t: int) -> Iterator[tuple[GenerationGrid, list[tuple[int, ...]]]]:
+    """Every generation grid that no grid before it repeats, with the places of its ranks in both layouts.
+
+    No domain leaves a training replica. Two replicas are the same where p, t, p_g, t_g and the places of their ranks
+    are: their ranks hold the same shards before and after, under other names. More replicas and another rank order bring
+    new ones only where engines straddle replicas.
     """
-    seen = set()
+    seen: set[tuple[GenSizes, Content]] = set()
     for generation in grids(p, t):
-        places = []
-        for rank in range(generation.train.num_ranks):
-            train, gen = generation.train.coordinate(rank), generation.coordinate(rank)
-            places.append((train.pp_rank, train.tp_rank, gen.pp_rank, gen.tp_rank))
-        new = []
-        for domain in generation.domains:
-            content = (generation.sizes, tuple(sorted(places[rank] for rank in domain)))
-            if content not in seen:
-                seen.add(content)
-                new.append(domain)
+        places = [
+            train.along(MODEL_AXES) + gen.along(MODEL_AXES)
+            for train, gen in zip(generation.train.coordinates(), generation.coordinates(), strict=True)
+        ]
+        new = {content(generation, replica, places) for replica in generation.train.groups("pp", "tp")} - seen
         if new:
-            yield generation, new
+            seen |= new
+            yield generation, places
+
+
+def content(
+    generation: GenerationGrid, ranks: tuple[int, ...], places: list[tuple[int, ...]]
+) -> tuple[GenSizes, Content]:
+    """What `ranks` hold before and after."""
+    return generation.sizes, tuple(sorted(places[rank] for rank in ranks))
 
 
 def of_all_families(shape: ModelShape) -> ModelShape:
@@ -73,7 +80,8 @@ def of_all_families(shape: ModelShape) -> ModelShape:
 
 def plans(p: int, t: int) -> Iterator[Plan]:
     """A plan for every distinct domain; ties, paddings, nodes, bucket and message sizes take turns."""
-    for turn, (generation, domains) in enumerate(distinct_domains(p, t)):
+    seen: set[tuple[GenSizes, Content]] = set()
+    for turn, (generation, places) in enumerate(distinct_grids(p, t)):
         train, num_ranks = generation.train, generation.train.num_ranks
         family = FAMILIES[turn % 3]
         shape = of_all_families(
@@ -81,7 +89,10 @@ def plans(p: int, t: int) -> Iterator[Plan]:
         )
         source, destination = megatron_layout(shape, train), vllm_layout(shape, generation)
         nodes = NodeMap.uniform(num_ranks, (num_ranks, 2, 4, 3)[turn // 2 % 4])
-        for domain in domains:
+        for domain in domains(source, destination):
+            if content(generation, domain, places) in seen:
+                continue
+            seen.add(content(generation, domain, places))
             yield compile_plan(
                 source,
                 destination,

@@ -10,10 +10,10 @@ from itertools import chain, combinations, product
 import pytest
 
 from hybridengine.errors import TopologyError
-from hybridengine.topology.generation import GenCoordinate, GenerationGrid, Grouping
-from hybridengine.topology.grid import Grid, Groups, RankOrder
+from hybridengine.topology.generation import GenerationGrid, Grouping
+from hybridengine.topology.grid import Coordinate, Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
-from tests.unit.test_topology import MAX_RANKS, generation, nested_grids, partitions, sizes_up_to
+from tests.unit.test_topology import MAX_RANKS, generation, nested_grids, sizes_up_to
 
 
 def all_grids(num_ranks: int, grouping: Grouping) -> Iterator[GenerationGrid]:
@@ -24,23 +24,22 @@ def all_grids(num_ranks: int, grouping: Grouping) -> Iterator[GenerationGrid]:
                 yield GenerationGrid(Grid(TrainSizes(p, t, d), order), GenSizes(p_g, t_g), grouping)
 
 
-# Training, generation, generation TP groups, domains: an engine spans ranks with the same training shard.
+# Training, generation, generation TP groups: an engine spans ranks with the same training shard.
 WIDER = [
-    ("1-2-2", "1-4", [[0, 2, 1, 3]], [[0], [1], [2], [3]]),
-    ("1-2-4", "1-4", [[0, 2, 1, 3], [4, 6, 5, 7]], [[n] for n in range(8)]),
-    ("2-2-1", "1-4", [[0, 2, 1, 3]], [[0, 2], [1, 3]]),
-    ("2-1-2", "2-2", [[0, 2], [1, 3]], [[0], [1], [2], [3]]),
-    ("2-1-4", "1-4", [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    ("1-2-2", "1-4", [[0, 2, 1, 3]]),
+    ("1-2-4", "1-4", [[0, 2, 1, 3], [4, 6, 5, 7]]),
+    ("2-2-1", "1-4", [[0, 2, 1, 3]]),
+    ("2-1-2", "2-2", [[0, 2], [1, 3]]),
+    ("2-1-4", "1-4", [[0, 1, 2, 3], [4, 5, 6, 7]]),
 ]
 
 
-@pytest.mark.parametrize(("train", "gen", "tp_groups", "domains"), WIDER)
+@pytest.mark.parametrize(("train", "gen", "tp_groups"), WIDER)
 def test_worked_examples_of_wider_tensor_parallelism(
-    train: str, gen: str, tp_groups: list[list[int]], domains: list[list[int]]
+    train: str, gen: str, tp_groups: list[list[int]]
 ) -> None:
     grid = generation(train, gen, "interval")
-    assert [list(group) for group in grid.tp_groups] == tp_groups
-    assert [list(group) for group in grid.domains] == domains
+    assert [list(group) for group in grid.groups("tp")] == tp_groups
 
 
 @pytest.mark.parametrize("grouping", list(Grouping))
@@ -62,28 +61,27 @@ def test_coordinates_are_a_bijection(grouping: Grouping) -> None:
 def test_groups_of_all_sizes_partition_the_ranks(grouping: Grouping) -> None:
     for grid in all_grids(MAX_RANKS, grouping):
         total, p_g, t_g = grid.train.num_ranks, grid.sizes.pp_size, grid.sizes.tp_size
-        assert partitions(grid.engine_groups, total, p_g * t_g)
-        engines = [set(group) for group in grid.engine_groups]
-        for groups, size in ((grid.tp_groups, t_g), (grid.pp_groups, p_g)):
+        engines = [set(group) for group in grid.groups("tp", "pp")]
+        for axes, size in ((("tp", "pp"), p_g * t_g), (("tp",), t_g), (("pp",), p_g)):
+            groups = grid.groups(*axes)
             assert sorted(chain(*groups)) == list(range(total))
             assert all(len(group) == size for group in groups)
             assert all(any(set(group) <= engine for engine in engines) for group in groups)
-        for groups in (grid.domains, grid.micro_dp_groups):
-            assert sorted(chain(*groups)) == list(range(total))
-            assert all(list(group) == sorted(group) for group in groups)
-            assert list(groups) == sorted(groups)
+        assert sorted(chain(*grid.micro_dp_groups)) == list(range(total))
+        assert all(list(group) == sorted(group) for group in grid.micro_dp_groups)
+        assert list(grid.micro_dp_groups) == sorted(grid.micro_dp_groups)
 
 
 def test_groups_of_engines_are_in_the_order_of_their_coordinates() -> None:
     """vLLM takes the position in a group for the tensor-parallel or pipeline-parallel rank."""
     for grouping in Grouping:
         for grid in all_grids(MAX_RANKS, grouping):
-            for group in grid.tp_groups:
+            for group in grid.groups("tp"):
                 assert [grid.coordinate(rank).tp_rank for rank in group] == list(range(grid.sizes.tp_size))
-            for group in grid.pp_groups:
+            for group in grid.groups("pp"):
                 assert [grid.coordinate(rank).pp_rank for rank in group] == list(range(grid.sizes.pp_size))
         for grid in nested_grids(MAX_RANKS, grouping):
-            for group in (*grid.tp_groups, *grid.pp_groups):
+            for group in (*grid.groups("tp"), *grid.groups("pp")):
                 assert list(group) == sorted(group)
 
 
@@ -94,11 +92,6 @@ Interval = tuple[Fraction, Fraction]
 def interval(index: int, count: int) -> Interval:
     """Part `index` of `count` equal parts of 1."""
     return Fraction(index, count), Fraction(index + 1, count)
-
-
-def shared(one: Interval, other: Interval) -> Fraction:
-    """Length of what two intervals share."""
-    return max(Fraction(0), min(one[1], other[1]) - max(one[0], other[0]))
 
 
 def trained(grid: GenerationGrid, rank: int) -> tuple[Interval, Interval]:
@@ -125,26 +118,12 @@ def is_wider(grid: GenerationGrid) -> bool:
     )
 
 
-@pytest.mark.parametrize("grouping", list(Grouping))
-def test_every_domain_holds_what_its_ranks_need(grouping: Grouping) -> None:
-    for grid in all_grids(MAX_RANKS, grouping):
-        for domain in grid.domains:
-            held = {trained(grid, rank) for rank in domain}  # training shards are equal or disjoint
-            for layers, shard in {generated(grid, rank) for rank in domain}:
-                found = sum(shared(layers, a) * shared(shard, b) for a, b in held)
-                assert found == (layers[1] - layers[0]) * (shard[1] - shard[0]), (grid, domain)
-
-
-def test_wider_shards_are_parts_of_the_training_shards_and_nothing_moves_between_them() -> None:
+def test_wider_shards_are_parts_of_the_training_shards() -> None:
     count = 0
     for grid in filter(is_wider, all_grids(MAX_RANKS, Grouping.INTERVAL)):
         for rank in range(grid.train.num_ranks):
             assert is_inside(generated(grid, rank)[1], trained(grid, rank)[1]), (grid, rank)
             assert is_inside(trained(grid, rank)[0], generated(grid, rank)[0]), (grid, rank)
-        for domain in grid.domains:
-            assert len(domain) == grid.train.sizes.pp_size // grid.sizes.pp_size
-            assert len({grid.train.coordinate(rank).tp_rank for rank in domain}) == 1
-            assert len({grid.train.coordinate(rank).dp_rank for rank in domain}) == 1
         count += 1
     assert count > 100
 
@@ -165,31 +144,9 @@ def test_shards_nest_where_every_training_shard_is_inside_the_generation_shard(g
         )
         if grouping is Grouping.INTERVAL:
             assert grid.nests == sizes_nest, grid
-        if grid.nests:
-            assert grid.domains == grid.micro_dp_groups
         found.add((grid.nests, sizes_nest))
     vanilla_loses = {(False, True)} if grouping is Grouping.VANILLA else set()
     assert found == {(True, True), (False, False)} | vanilla_loses
-
-
-def components(num_ranks: int, *groupings: Groups) -> Groups:
-    """Ranks that are linked by groups, however many in between."""
-    found = {rank: {rank} for rank in range(num_ranks)}
-    for group in chain(*groupings):
-        merged = set().union(*(found[rank] for rank in group))
-        found |= dict.fromkeys(merged, merged)
-    return tuple(sorted({tuple(sorted(part)) for part in found.values()}))
-
-
-@pytest.mark.parametrize("grouping", list(Grouping))
-def test_other_domains_are_the_fewest_whole_engines_and_replicas(grouping: Grouping) -> None:
-    count = 0
-    for grid in all_grids(MAX_RANKS, grouping):
-        if not grid.nests and not (grouping is Grouping.INTERVAL and is_wider(grid)):
-            replicas = grid.train.groups("pp", "tp")
-            assert grid.domains == components(grid.train.num_ranks, replicas, grid.engine_groups), grid
-            count += 1
-    assert count > 100
 
 
 def test_engines_of_other_sizes_are_consecutive_ranks_in_the_papers_order() -> None:
@@ -201,8 +158,10 @@ def test_engines_of_other_sizes_are_consecutive_ranks_in_the_papers_order() -> N
             if grid.train.order is RankOrder.PAPER and not ordinary:
                 for rank in range(train.num_ranks):
                     inside = rank % (gen.pp_size * gen.tp_size)
-                    assert grid.coordinate(rank) == GenCoordinate(
-                        rank // (gen.pp_size * gen.tp_size), inside // gen.tp_size, inside % gen.tp_size
+                    assert grid.coordinate(rank) == Coordinate(
+                        replica=rank // (gen.pp_size * gen.tp_size),
+                        pp=inside // gen.tp_size,
+                        tp=inside % gen.tp_size,
                     )
 
 

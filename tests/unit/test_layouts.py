@@ -275,7 +275,7 @@ def test_every_engine_holds_the_whole_model() -> None:
         tensors = numbered(shape)
         generation = GenerationGrid(Grid(TrainSizes(p, t, 2)), GenSizes(p_g, t_g))
         layout = vllm_layout(shape, generation)
-        for engine in generation.engine_groups:
+        for engine in generation.groups("tp", "pp"):
             local = {rank: cut_shard(layout.shard(rank), tensors) for rank in engine}
             split = holders(local, shape.num_parameters, keep=lambda name: not is_norm(name))
             norms = holders(local, shape.num_parameters, keep=is_norm)

@@ -276,7 +276,7 @@ def test_vanilla_grouping_cannot_return_without_the_network() -> None:
     ):
         check_local_return(plan)
     interval = GenerationGrid(Grid(TrainSizes(1, 4, 1)), GenSizes(1, 2))
-    check_local_return(compile_plan(source, vllm_layout(shape, interval), interval.domains[0]))
+    check_local_return(compile_plan(source, vllm_layout(shape, interval), interval.micro_dp_groups[0]))
 
 
 def test_a_domain_without_a_whole_model_is_refused() -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib
 import pickle
 from collections.abc import Iterator
-from itertools import chain, combinations
+from dataclasses import dataclass
+from itertools import chain, combinations, product
 
 import pytest
 
 from hybridengine.errors import TopologyError
-from hybridengine.topology.generation import GenCoordinate, GenerationGrid, Grouping
+from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Coordinate, Grid, Groups, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 
 MAX_RANKS = 16
-AXES = ("tp", "dp", "pp")
 
 
 def sizes_up_to(num_ranks: int) -> list[tuple[int, int, int]]:
@@ -58,14 +58,14 @@ def test_worked_examples(
     train: str, gen: str, grouping: str, tp_groups: list[list[int]], micro_dp_groups: list[list[int]]
 ) -> None:
     grid = generation(train, gen, grouping)
-    assert [list(group) for group in grid.tp_groups] == tp_groups
+    assert [list(group) for group in grid.groups("tp")] == tp_groups
     assert [list(group) for group in grid.micro_dp_groups] == micro_dp_groups
 
 
 def test_worked_example_of_generation_pipelines() -> None:
     grid = generation("4-2-1", "2-1", "interval")
-    assert grid.pp_groups == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert grid.engine_groups == grid.pp_groups
+    assert grid.groups("pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert grid.groups("tp", "pp") == grid.groups("pp")
 
 
 def shard_ends(index: int, count: int) -> tuple[int, int]:
@@ -116,7 +116,7 @@ def test_vanilla_engines_are_consecutive_ranks_of_a_replica_in_the_papers_order(
     for grid in nested_grids(MAX_RANKS, Grouping.VANILLA):
         if grid.train.order is RankOrder.PAPER:
             size, total = grid.sizes.num_ranks, grid.train.num_ranks
-            assert grid.engine_groups == tuple(tuple(range(n, n + size)) for n in range(0, total, size))
+            assert grid.groups("tp", "pp") == tuple(tuple(range(n, n + size)) for n in range(0, total, size))
 
 
 @pytest.mark.parametrize("grouping", list(Grouping))
@@ -125,11 +125,11 @@ def test_generation_groups_partition_the_ranks(grouping: Grouping) -> None:
         total, p_g, t_g = grid.train.num_ranks, grid.sizes.pp_size, grid.sizes.tp_size
         d_g = grid.micro_dp_size
         assert d_g * p_g * t_g == grid.train.sizes.model_parallel_size
-        assert partitions(grid.tp_groups, total, t_g)
-        assert partitions(grid.pp_groups, total, p_g)
-        assert partitions(grid.engine_groups, total, p_g * t_g)
+        assert partitions(grid.groups("tp"), total, t_g)
+        assert partitions(grid.groups("pp"), total, p_g)
+        assert partitions(grid.groups("tp", "pp"), total, p_g * t_g)
         assert partitions(grid.micro_dp_groups, total, d_g)
-        assert len(grid.engine_groups) == grid.num_replicas == d_g * grid.train.sizes.dp_size
+        assert len(grid.groups("tp", "pp")) == grid.num_replicas == d_g * grid.train.sizes.dp_size
         replicas = grid.train.groups("pp", "tp")
         for group in grid.micro_dp_groups:  # the domain of a weight gather lies inside one training replica
             assert sum(set(group) <= set(replica) for replica in replicas) == 1
@@ -144,19 +144,73 @@ def test_rank_order_decides_whether_gathers_cross_nodes() -> None:
     assert crossing == {RankOrder.PAPER: (0, 4), RankOrder.MEGATRON: (4, 4)}
 
 
-MEGATRON_ORDERS = {RankOrder.MEGATRON: "tp-cp-ep-dp-pp", RankOrder.PAPER: "tp-cp-ep-pp-dp"}
+@dataclass(frozen=True, order=True)
+class ContextSizes(TrainSizes):
+    """A further axis: context parallelism."""
+
+    cp_size: int = 1
 
 
+@dataclass(frozen=True, order=True)
+class ExpertSizes(TrainSizes):
+    """The same ranks cut anew for experts; tp and dp are those of the experts."""
+
+    ep_size: int = 1
+
+
+@pytest.mark.parametrize(("sizes", "axis"), [(ContextSizes, "cp"), (ExpertSizes, "ep")])
 @pytest.mark.parametrize("order", list(RankOrder))
-def test_training_groups_equal_those_of_megatrons_rank_generator(order: RankOrder) -> None:
+def test_groups_of_any_axes_equal_those_of_megatrons_rank_generator(
+    order: RankOrder, sizes: type[TrainSizes], axis: str
+) -> None:
     rank_generator = importlib.import_module("megatron.core.parallel_state").RankGenerator
-    tokens = [axes for count in (1, 2, 3) for axes in combinations(AXES, count)]
-    for p, t, d in sizes_up_to(MAX_RANKS):
-        theirs = rank_generator(tp=t, ep=1, dp=d, pp=p, cp=1, order=MEGATRON_ORDERS[order])
-        grid = Grid(TrainSizes(p, t, d), order)
-        for axes in tokens:
-            expected = sorted(sorted(group) for group in theirs.get_ranks("-".join(axes)))
-            assert [list(group) for group in grid.groups(*axes)] == expected, (p, t, d, axes)
+    axes = ("tp", "dp", "pp", axis)
+    tokens = [names for count in range(1, 5) for names in combinations(axes, count)]
+    for (p, t, d), further in product(sizes_up_to(MAX_RANKS), range(1, MAX_RANKS + 1)):
+        if p * t * d * further <= MAX_RANKS:
+            others = {"cp": 1, "ep": 1, axis: further}
+            theirs = rank_generator(tp=t, dp=d, pp=p, **others, order=order.value)
+            grid = Grid(sizes(p, t, d, further), order)  # type: ignore[call-arg]
+            for names in tokens:
+                expected = sorted(sorted(group) for group in theirs.get_ranks("-".join(names)))
+                assert [list(group) for group in grid.groups(*names)] == expected, (grid, names)
+
+
+def test_experts_cut_the_ranks_of_a_stage_anew() -> None:
+    """Position in a stage: tp + t·(cp + c·dp); of it etp, ep and the rest are the digits, fastest first."""
+    count = 0
+    for (p, t, d), c in product(sizes_up_to(MAX_RANKS), range(1, 5)):
+        stage = t * c * d
+        dense = Grid(ContextSizes(p, t, d, c), RankOrder.MEGATRON)
+        for etp, e in product(divisors(stage), repeat=2) if p * stage <= MAX_RANKS else ():
+            if stage % (etp * e) == 0:
+                experts = Grid(ExpertSizes(p, etp, stage // (etp * e), e), RankOrder.MEGATRON)
+                assert experts.groups("pp") == dense.groups("pp")
+                for place, own in zip(dense.coordinates(), experts.coordinates(), strict=True):
+                    position = place["tp"] + t * (place["cp"] + c * place["dp"])
+                    expected = (position % etp, position // etp % e, position // (etp * e))
+                    assert own.along(("tp", "ep", "dp")) == expected
+                count += 1
+    assert count > 300
+
+
+def test_a_further_axis_is_in_sizes_and_messages() -> None:
+    sizes = ContextSizes.parse("2-2-1")
+    assert (sizes, str(sizes)) == (ContextSizes(2, 2, 1, 1), "2-2-1")
+    wide = ContextSizes(2, 2, 1, cp_size=2)
+    assert (str(wide), wide.num_ranks, wide.model_parallel_size) == ("2-2-1 cp=2", 8, 4)
+    grid = Grid(wide)
+    assert [str(grid.coordinate(rank)) for rank in (2, 4)] == ["pp=0 dp=0 cp=1 tp=0", "pp=1 dp=0 cp=0 tp=0"]
+    with pytest.raises(TopologyError, match=r"^rank 8 is outside of 2-2-1 cp=2, which has ranks 0 to 7$"):
+        grid.coordinate(8)
+    with pytest.raises(TopologyError, match=r"^axis 'ep' does not exist; axes are pp, dp, cp and tp$"):
+        grid.groups("ep")
+    with pytest.raises(TopologyError, match=r"^cp_size=0 must be a positive integer"):
+        ContextSizes(1, 1, 1, 0)
+    with pytest.raises(TopologyError, match=r"^p·t·d·c = 2097152 ranks must be at most 1048576"):
+        ContextSizes(1, 1, 2**20, 2)
+    engines = GenerationGrid(grid, GenSizes(1, 1))  # each repeats the ranks of one (dp, cp) replica
+    assert engines.micro_dp_groups == grid.groups("pp", "tp") == ((0, 1, 4, 5), (2, 3, 6, 7))
 
 
 @pytest.mark.parametrize("order", list(RankOrder))
@@ -225,18 +279,34 @@ def test_ranks_and_coordinates_outside_of_the_grid() -> None:
             grid.coordinate(rank)
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     with pytest.raises(TopologyError, match=r"^dp_rank=1 is outside of 2-2-1, whose dp size is 1$"):
-        grid.rank(Coordinate(0, 1, 0))
+        grid.rank(Coordinate(pp=0, dp=1, tp=0))
     with pytest.raises(TopologyError, match=r"^axis 'ep' does not exist; axes are pp, dp and tp$"):
         grid.groups("tp", "ep")
-    with pytest.raises(TopologyError, match=r"^rank 4 is outside of 2-2-1"):
+    with pytest.raises(
+        TopologyError, match=r"^rank 4 is outside of generation 1-1 over training 2-2-1, which has"
+    ):
         GenerationGrid(grid, GenSizes(1, 1)).coordinate(4)
     with pytest.raises(TopologyError, match=r"^rank 4 is outside of 2-2-1, which has ranks 0 to 3$"):
         grid.group_of(4, "tp")
 
 
-def test_coordinates_print_their_axes() -> None:
-    assert str(Coordinate(1, 0, 3)) == "pp=1 dp=0 tp=3"
-    assert str(GenCoordinate(1, 0, 2)) == "replica=1 gen_pp=0 gen_tp=2"
+def test_coordinates_print_their_axes_in_one_order() -> None:
+    for order in RankOrder:
+        assert [str(place) for place in Grid(TrainSizes(2, 1, 2), order).coordinates()][1:3] == (
+            ["pp=1 dp=0 tp=0", "pp=0 dp=1 tp=0"]
+            if order is RankOrder.PAPER
+            else ["pp=0 dp=1 tp=0", "pp=1 dp=0 tp=0"]
+        )
+    assert str(generation("1-4-1", "1-2", "interval").coordinate(3)) == "replica=1 pp=0 tp=1"
+
+
+def test_coordinates_are_values_that_travel_between_processes() -> None:
+    place = Grid(TrainSizes(2, 2, 2)).coordinate(5)
+    assert (place.pp_rank, place["dp"], place.along(("tp", "pp"))) == (0, 1, (1, 0))
+    assert pickle.loads(pickle.dumps(place)) == place != Coordinate(pp=0, dp=1, tp=0)
+    assert hash(place) == hash(Coordinate(tp=1, dp=1, pp=0))
+    with pytest.raises(AttributeError, match=r"^a coordinate has no ep_rank$"):
+        place.ep_rank  # noqa: B018
 
 
 def test_divisors_against_trial_division() -> None:

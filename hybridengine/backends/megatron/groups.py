@@ -14,37 +14,34 @@ from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.topology.grid import Grid, Groups
 
+_AXES = {
+    "tp": ("tp",),
+    "pp": ("pp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "mp": ("tp", "pp"),
+    "dp_cp": ("dp", "cp"),
+    "tp_cp": ("tp", "cp"),
+    "tp_dp_cp": ("tp", "dp", "cp"),
+    "intra_dp_cp": ("dp", "cp"),
+    "intra_dist_opt": ("tp", "cp", "dp", "pp"),
+}
+"""Megatron's name of a group -> the axes along which its ranks differ."""
+_ALONE = ("pos_embd", "ep", "expt_tp", "tp_ep", "tp_ep_pp", "expt_dp", "intra_expt_dp")
+"""Groups that this engine does not use: position embeddings and experts."""
+
 
 def build_groups(grid: Grid, registry: ProcessGroups) -> ProcessGroupCollection:
     """Process groups of a model that trains on `grid`. Collective over all ranks.
 
-    Axes that this engine does not use (context, expert) get groups of one rank.
+    Axes that the grid does not have are of size 1.
     """
-    singles: Groups = tuple((rank,) for rank in range(grid.num_ranks))
-    data = registry.of(grid.groups("dp"))
-    tensor = registry.of(grid.groups("tp"))
-    alone = registry.of(singles)
-    collection = ProcessGroupCollection(
-        tp=tensor,
-        pp=registry.of(grid.groups("pp")),
-        mp=registry.of(grid.groups("pp", "tp")),
-        dp=data,
-        dp_cp=data,
-        tp_cp=tensor,
-        tp_dp_cp=registry.of(grid.groups("dp", "tp")),
-        embd=registry.of(embedding_groups(grid)),
-        pos_embd=alone,
-        cp=alone,
-        ep=alone,
-        expt_tp=alone,
-        tp_ep=alone,
-        tp_ep_pp=alone,
-        expt_dp=alone,
-        intra_dp_cp=data,
-        intra_expt_dp=alone,
-        intra_dist_opt=registry.of((tuple(range(grid.num_ranks)),)),
-    )
-    return collection
+    groups = {
+        name: grid.groups(*(axis for axis in axes if axis in grid.axes)) for name, axes in _AXES.items()
+    }
+    groups |= dict.fromkeys(_ALONE, grid.groups())
+    groups["embd"] = embedding_groups(grid)
+    return ProcessGroupCollection(**{name: registry.of(ranks) for name, ranks in groups.items()})
 
 
 def embedding_groups(grid: Grid) -> Groups:

@@ -30,7 +30,7 @@ def install_groups(generation: GenerationGrid, identity: str) -> None:
     Raises:
         TopologyError: another generation grid is installed already, or torch cannot order its groups.
     """
-    wanted = (generation.tp_groups, generation.pp_groups)
+    tensor, pipeline = wanted = generation.groups("tp"), generation.groups("pp")
     if parallel_state.model_parallel_is_initialized():
         if _installed != [wanted]:
             raise TopologyError(
@@ -43,8 +43,8 @@ def install_groups(generation: GenerationGrid, identity: str) -> None:
     singles: Groups = tuple((rank,) for rank in world)
     parallel_state._WORLD = _group((world,), "world", communicates=False)
     parallel_state._NODE_COUNT = parallel_state._node_count(parallel_state._WORLD.cpu_group)
-    parallel_state._TP = _group(generation.tp_groups, "tp")
-    parallel_state._PP = _group(generation.pp_groups, "pp")
+    parallel_state._TP = _group(tensor, "tp")
+    parallel_state._PP = _group(pipeline, "pp")
     for axis in ("_DP", "_EP", "_DCP", "_PCP"):
         setattr(parallel_state, axis, _group(singles, axis.strip("_").lower()))
     parallel_state._ETP = parallel_state._TP

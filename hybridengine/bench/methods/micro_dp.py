@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hybridengine.bench.methods.method import Method, empty_weights
+from hybridengine.reshard.domains import domains
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.runtime.hybrid_engine import HybridEngine
@@ -11,6 +12,7 @@ from hybridengine.runtime.storage import WeightStorage
 from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.runtime.verify import Verify
 from hybridengine.topology.generation import GenerationGrid
+from hybridengine.topology.grid import group_with
 
 
 class PlainGeneration:
@@ -31,19 +33,22 @@ class MicroDp(Method):
 
     def prepare(self) -> None:
         actor = self.actor
-        generation = GenerationGrid(actor.grid, self.setting.gen)
-        self.layout = vllm_layout(actor.shape, generation)
+        self.layout = vllm_layout(actor.shape, GenerationGrid(actor.grid, self.setting.gen))
         self.destination = empty_weights(self.layout, actor)
-        domain = next(group for group in generation.domains if actor.rank in group)
+        groups = domains(actor.layout, self.layout)
         plan = compile_plan(
-            actor.layout, self.layout, domain, self.setting.bucket_elements, self.setting.nodes
+            actor.layout,
+            self.layout,
+            group_with(actor.rank, groups),
+            self.setting.bucket_elements,
+            self.setting.nodes,
         )
         self._engine = HybridEngine(
             plan,
             actor.rank,
             actor,
             PlainGeneration(self.destination),
-            PointToPointTransport(actor.registry.new(generation.domains)),
+            PointToPointTransport(actor.registry.new(groups)),
             Verify(self.setting.verify),
         )
 

@@ -1,0 +1,118 @@
+"""Domains: the ranks among which weights move when one layout is turned into another.
+
+Where training replicas repeat a shard, every rank is served by its own replica. A rank is linked with each rank that
+holds something which it needs and lacks; a domain is what such links connect. It follows from the two layouts, whatever
+axes they have: no link leaves it, and ranks that exchange nothing are domains of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache, lru_cache
+
+from hybridengine.reshard.boxes import Box, intersect, subtract
+from hybridengine.reshard.components import components
+from hybridengine.reshard.layout import Layout, ShardKey
+from hybridengine.topology.grid import Groups
+
+Place = tuple[ShardKey | None, ShardKey | None]
+"""Shards of a rank before and after; None where it has none."""
+
+
+@lru_cache(maxsize=4)
+def domains(source: Layout, destination: Layout) -> Groups:
+    """Domains of all ranks of two layouts of one model, each ascending, in the order of their first ranks."""
+    choices = {key: _choices(source, destination, key) for key in set(destination.keys.values())}
+
+    @cache
+    def connected(places: tuple[Place, ...]) -> list[tuple[int, ...]]:
+        return components(_links(places, choices))
+
+    found = []
+    for ranks in _replicas(source, destination):
+        places = tuple([(source.keys.get(rank), destination.keys.get(rank)) for rank in ranks])
+        found += [tuple(sorted(ranks[index] for index in part)) for part in connected(places)]
+    return tuple(sorted(found))
+
+
+def _replicas(source: Layout, destination: Layout) -> Iterable[list[int]]:
+    """Ranks in as many parts as hold a whole model each: the first ranks of every shard, the second ranks, and so on.
+
+    Ranks without a source shard are dealt out among the parts.
+    """
+    alike: dict[Place, list[int]] = {}
+    for rank in sorted({**source.keys, **destination.keys}):
+        place = source.keys.get(rank), None if rank in source.keys else destination.keys[rank]
+        alike.setdefault(place, []).append(rank)
+    num_replicas = min(len(ranks) for (held, _), ranks in alike.items() if held is not None)
+    replicas: dict[int, list[int]] = {}
+    for ranks in alike.values():
+        for index, rank in enumerate(ranks):
+            replicas.setdefault(index * num_replicas // len(ranks), []).append(rank)
+    return replicas.values()
+
+
+def _links(
+    places: tuple[Place, ...], choices: dict[ShardKey, set[frozenset[ShardKey]]]
+) -> Iterator[list[int]]:
+    """For each of `places`, its index and the indices of those that serve it."""
+    holder: dict[ShardKey, int] = {}
+    for index, (held, _) in enumerate(places):
+        if held is not None:
+            holder.setdefault(held, index)
+    for index, (held, needed) in enumerate(places):
+        servers = set() if needed is None else _servers(held, choices[needed])
+        yield [index, *(holder[key] for key in servers)]
+
+
+def _servers(held: ShardKey | None, choices: set[frozenset[ShardKey]]) -> set[ShardKey]:
+    """Shards that a rank with the shard `held` reads from, so that it has one of each of `choices`."""
+    lacking = [keys for keys in choices if held not in keys]
+    servers = {key for keys in lacking if len(keys) == 1 for key in keys}
+    for keys in sorted(map(sorted, lacking)):
+        if not servers.intersection(
+            keys
+        ):  # of several that hold it, the one that has most in common with its own
+            servers.add(min(keys, key=lambda key: sum(a != b for a, b in zip(key, held or key, strict=True))))
+    return servers
+
+
+def _choices(source: Layout, destination: Layout, key: ShardKey) -> set[frozenset[ShardKey]]:
+    """For every part of a destination shard, the source shards that hold it."""
+    held = _held(source)
+    needed = {
+        (held[tensor], piece.box)
+        for tensor, pieces in destination.shards[key].pieces.items()
+        for _, piece in pieces
+        if tensor in held
+    }
+    return {keys for holders, box in needed for keys in _cut(box, holders) if keys}
+
+
+_Holders = tuple[tuple[ShardKey, Box], ...]
+
+
+@lru_cache(maxsize=4)
+def _held(source: Layout) -> dict[str, _Holders]:
+    """Logical tensor -> the shards that hold a part of it, with the part; tensors held alike share one object."""
+    alike: dict[_Holders, _Holders] = {}
+    found = {}
+    for tensor, pieces in source.holders.items():
+        holders = tuple((key, piece.box) for key, piece in pieces)
+        found[tensor] = alike.setdefault(holders, holders)
+    return found
+
+
+def _cut(box: Box, holders: _Holders) -> set[frozenset[ShardKey]]:
+    """A box cut along the holders' boxes: the keys of the holders of each part."""
+    parts: list[tuple[Box, frozenset[ShardKey]]] = [(box, frozenset())]
+    for key, held in holders:
+        cut = []
+        for part, keys in parts:
+            common = intersect(part, held)
+            if common is None:
+                cut.append((part, keys))
+            else:
+                cut += [(common, keys | {key}), *((rest, keys) for rest in subtract(part, common))]
+        parts = cut
+    return {keys for _, keys in parts}
