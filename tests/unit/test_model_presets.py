@@ -23,6 +23,8 @@ PUBLISHED = {
     "llama2-13b": 13_015_864_320,
     "llama2-70b": 68_976_648_192,
     "codellama-34b": 33_743_970_304,
+    "mistral-7b": 7_248_023_552,
+    "phi-4": 14_659_507_200,
 }
 """Parameters as the model cards on Hugging Face count them."""
 
