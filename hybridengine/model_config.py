@@ -1,14 +1,16 @@
 """What the `config.json` of a dense decoder may hold: kinds and bounds of its values, features that no layout covers.
 
-A value that is null counts as left out, as in transformers; `num_key_value_heads` then means one for every query head.
+A value that is null counts as left out, as in transformers, where null has no meaning of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from hybridengine.errors import ConfigError, shown
+from hybridengine.families.family import Family
 
 REQUIRED_SIZES = (
     "num_hidden_layers",
@@ -37,16 +39,18 @@ _KINDS: dict[str, tuple[type, str]] = {
     "id2label": (dict, "an object"),
     "tie_word_embeddings": (bool, "true or false"),
 }
+_MEANINGFUL_NULLS = ("num_key_value_heads", "sliding_window")
+"""Keys for which null is a value: one key head for every query head, no window."""
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _RESTORE = "restore the model's original config.json"
 
 
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` without what is null, in it and in the objects in it."""
+    """`config` without the nulls in it and in the objects in it, but for those that have a meaning."""
     return {
         key: without_nulls(value) if isinstance(value, dict) else value
         for key, value in config.items()
-        if value is not None or key == "num_key_value_heads"
+        if value is not None or key in _MEANINGFUL_NULLS
     }
 
 
@@ -92,13 +96,13 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key}={shown(value)} must be a positive number; {_RESTORE}")
 
 
-def check_features(config: Mapping[str, Any], architecture: str, family: str) -> None:
+def check_features(config: Mapping[str, Any], architecture: str, family: Family) -> None:
     """Check that the model is a dense one of `family`, without what no layout covers.
 
     Raises:
         ConfigError: the first feature that is not supported.
     """
-    for problem in _unsupported(config, architecture, family):
+    for problem in chain(_unsupported(config, architecture, family.name), family.refusals(config)):
         raise ConfigError(problem)
 
 
@@ -114,20 +118,6 @@ def _unsupported(config: Mapping[str, Any], architecture: str, family: str) -> I
         )
     if config.get("quantization_config"):
         yield "quantization_config is not supported; use the model's unquantised weights"
-    kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
-    if kinds:
-        yield f"layer_types={kinds} are not supported; use a model with full attention"
-    if config.get("use_sliding_window"):
-        yield "use_sliding_window=true is not supported; use a model with full attention"
-    if config.get("attention_bias") and family != "qwen2":
-        yield (
-            "attention_bias=true puts a bias on the output projection, which is not supported;"
-            " use a model without it"
-        )
-    if config.get("mlp_bias"):
-        yield "mlp_bias=true is not supported; use a model without biases in its MLP"
-    if config.get("hidden_act", "silu") != "silu":
-        yield f"hidden_act={config['hidden_act']!r} is not supported; it must be 'silu'"
 
 
 def is_number(value: object) -> bool:

@@ -87,6 +87,10 @@ _PRESETS = (
             _LLAMA, 80, 8192, 28672, 64, 8, 32000, 4096, 1e-5, 1e4),
     _preset("codellama-34b", "codellama/CodeLlama-34b-hf",
             _LLAMA, 48, 8192, 22016, 64, 8, 32000, 16384, 1e-5, 1e6),
+    _preset("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3",
+            "MistralForCausalLM", 32, 4096, 14336, 32, 8, 32768, 32768, 1e-5, 1e6, sliding_window=None),
+    _preset("phi-4", "microsoft/phi-4",
+            "Phi3ForCausalLM", 40, 5120, 17920, 40, 10, 100352, 16384, 1e-5, 2.5e5),
 )
 # fmt: on
 

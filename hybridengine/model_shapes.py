@@ -1,4 +1,4 @@
-"""Shapes of the dense decoder families that the engine knows: Llama, Qwen2 and Qwen3.
+"""A model's shape: its sizes, the tensors that they make, and how it can be sharded.
 
 A *logical tensor* is a tensor of the Hugging Face model, by its name and global shape. It is the common language
 of every layout. Nothing here imports torch or transformers.
@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError
+from hybridengine.families.family import Family
+from hybridengine.families.registry import ARCHITECTURES, FAMILIES
+from hybridengine.families.sizes import DecoderSizes
 from hybridengine.model_config import (
     MAX_PARAMETERS,
-    OPTIONAL_SIZES,
     ROPE_NUMBERS,
     check_features,
     check_kinds,
@@ -32,27 +34,15 @@ FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 SCORE_HEAD = "score.weight"
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "LlamaForSequenceClassification": "llama",
-    "Qwen2ForSequenceClassification": "qwen2",
-    "Qwen3ForSequenceClassification": "qwen3",
-}
-"""Hugging Face architecture -> family."""
-
-_DEFAULT_SIZES: dict[str, dict[str, int]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
-    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
-}
-"""What transformers assumes where a `config.json` lacks the key."""
-
 VOCAB_MULTIPLE = 64
 """vLLM pads vocabularies to this multiple; Megatron's padding follows, so that shards nest."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def layer_prefix(layer: int) -> str:
+    """What the names of a decoder layer's logical tensors begin with."""
+    return f"model.layers.{layer}."
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
@@ -62,29 +52,8 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class ModelShape(DecoderSizes):
     """Everything about a model that decides which tensors it has and how large they are."""
-
-    family: str
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    qkv_bias: bool = False
-    """A bias on q, k and v (Qwen2)."""
-    qk_norm: bool = False
-    """RMS norm over each query and key head (Qwen3)."""
-    tied_embeddings: bool = False
-    norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: tuple[tuple[str, float | str], ...] = ()
-    """Llama 3's frequency scaling as sorted (key, value) pairs; empty for plain rotary embeddings."""
-    num_labels: int = 0
-    """Outputs of a sequence-classification head (`score.weight`); 0 for a language model."""
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -102,34 +71,31 @@ class ModelShape:
                 f"architectures={names} is not supported; use one of {', '.join(sorted(ARCHITECTURES))}"
             )
         family = ARCHITECTURES[known[0]]
+        config = {**family.defaults, **config}
         check_sizes(config, known[0])
-        sizes = _DEFAULT_SIZES[family] | {key: config[key] for key in OPTIONAL_SIZES if key in config}
         num_heads = config["num_attention_heads"]
-        head_dim = sizes.get("head_dim")
+        head_dim = config.get("head_dim")
         if head_dim is None:
             head_dim = _even_head_dim(config["hidden_size"], num_heads)
-        classifies = known[0].endswith("ForSequenceClassification")
+        classifies = known[0] == family.architectures[1]
         norm_eps = config.get("rms_norm_eps", 1e-6)
         check_numbers({"rms_norm_eps": norm_eps})
         shape = cls(
-            family=family,
+            family=family.name,
             num_layers=config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
             ffn_hidden_size=config["intermediate_size"],
             num_heads=num_heads,
-            num_kv_heads=sizes.get("num_key_value_heads") or num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
             head_dim=head_dim,
             vocab_size=config["vocab_size"],
-            max_positions=sizes.get("max_position_embeddings")
-            or _DEFAULT_SIZES[family]["max_position_embeddings"],
-            qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
+            max_positions=config["max_position_embeddings"],
             tied_embeddings=bool(config.get("tie_word_embeddings")) and not classifies,
             norm_eps=norm_eps,
             num_labels=(config.get("num_labels") or len(config.get("id2label") or (0, 1)))
             if classifies
             else 0,
-            **_rotary(config),
+            **_rotary(config, family),
         )
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(
@@ -157,35 +123,10 @@ class ModelShape:
             raise CheckpointError(f"{error}; restore the model's original file") from None
         return cls.from_hf_config(config)
 
-    @property
-    def q_size(self) -> int:
-        """Rows of the query projection."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Rows of the key (and of the value) projection."""
-        return self.num_kv_heads * self.head_dim
-
     def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Logical tensors of one decoder layer: name -> shape, in the model's own order."""
-        hidden, ffn = self.hidden_size, self.ffn_hidden_size
-        prefix = f"model.layers.{layer}."
-        attention = prefix + "self_attn."
-        tensors: dict[str, tuple[int, ...]] = {prefix + "input_layernorm.weight": (hidden,)}
-        for name, rows in (("q", self.q_size), ("k", self.kv_size), ("v", self.kv_size)):
-            tensors[f"{attention}{name}_proj.weight"] = (rows, hidden)
-            if self.qkv_bias:
-                tensors[f"{attention}{name}_proj.bias"] = (rows,)
-        if self.qk_norm:
-            tensors[attention + "q_norm.weight"] = (self.head_dim,)
-            tensors[attention + "k_norm.weight"] = (self.head_dim,)
-        tensors[attention + "o_proj.weight"] = (hidden, self.q_size)
-        tensors[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        tensors[prefix + "mlp.gate_proj.weight"] = (ffn, hidden)
-        tensors[prefix + "mlp.up_proj.weight"] = (ffn, hidden)
-        tensors[prefix + "mlp.down_proj.weight"] = (hidden, ffn)
-        return tensors
+        tensors = FAMILIES[self.family].layer_tensors(self)
+        return {layer_prefix(layer) + name: shape for name, shape in tensors.items()}
 
     @cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -271,12 +212,9 @@ class ModelShape:
         vLLM shares out KV heads where t_g divides their number, and gives t_g / num_kv_heads ranks
         a copy of the same head where their number divides t_g.
         """
-        if self.family == "qwen2" and self.head_dim * self.num_heads != self.hidden_size:
-            return [
-                f"head_dim={self.head_dim} with num_heads={self.num_heads} and hidden_size={self.hidden_size}: vLLM's"
-                f" Qwen2 takes hidden_size / num_heads for it; use a model with head_dim"
-                f" {self.hidden_size // self.num_heads}"
-            ]
+        problems = FAMILIES[self.family].vllm_problems(self)
+        if problems:
+            return problems
         faults = self._gen_tp_faults(tp_size, train_tp_size)
         if not faults:
             return []
@@ -335,7 +273,7 @@ def _one_of(choices: list[int]) -> str:
     return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
 
 
-def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rotary(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Rotary settings of either config style: transformers 5 nests them, earlier versions do not."""
     nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = nested.get("rope_theta", config.get("rope_theta", 10000.0))
@@ -343,10 +281,11 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("partial_rotary_factor", nested.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ConfigError("partial_rotary_factor is not supported; it must be 1.0")
     check_numbers({"rope_theta": theta})
+    if kind not in family.rope_types:
+        choices = " or ".join(repr(known) for known in family.rope_types)
+        raise ConfigError(f"rope_type={kind!r} is not supported; use {choices}")
     if kind == "default":
         return {"rope_theta": float(theta)}
-    if kind != "llama3":
-        raise ConfigError(f"rope_type={kind!r} is not supported; use 'default' or 'llama3'")
     missing = [key for key in ROPE_NUMBERS if not is_number(nested.get(key))]
     if missing:
         raise ConfigError(

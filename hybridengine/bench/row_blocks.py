@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hybridengine.errors import PlanError
-from hybridengine.reshard.boxes import Box, intersect, moved, starts, subtract
+from hybridengine.reshard.boxes import Box, intersect, moved, subtract
 from hybridengine.reshard.layout import LocalParameter, Piece, Shard
 
 
@@ -107,18 +107,12 @@ class Cutter:
         local = intersect(piece.local_box, rows)
         if local is None:
             return
-        held = moved(local, piece.offset, starts(piece.box))
+        held = piece.in_tensor(local)
         first_row = (block.start, *(0 for _ in block.parameter.shape[1:]))
         origin = tuple(0 for _ in first_row)
         for name, need, missing in self._missing.get(piece.tensor, ()):
             parts = [part for box in missing if (part := intersect(box, held)) is not None]
             missing[:] = [rest for box in missing for rest in subtract(box, held)]
             for part in parts:
-                in_parameter = moved(part, starts(piece.box), piece.offset)
-                yield Cut(
-                    member,
-                    block,
-                    moved(in_parameter, first_row, origin),
-                    name,
-                    moved(part, starts(need.box), need.offset),
-                )
+                source = moved(piece.in_parameter(part), first_row, origin)
+                yield Cut(member, block, source, name, need.in_parameter(part))

@@ -36,8 +36,7 @@ def parameter_values(
     """What a local parameter must hold; padding is zero."""
     values = torch.zeros(parameter.shape, dtype=dtype, device=device)
     for piece in parameter.pieces:
-        box = tuple(slice(start, stop) for start, stop in piece.local_box)
-        values[box] = box_values(piece.tensor, piece.box, version, device).to(dtype)
+        values[piece.index] = box_values(piece.tensor, piece.box, version, device).to(dtype)
     return values
 
 

@@ -15,6 +15,7 @@ from hybridengine.cli.output_files import check_output_files, check_picture, wri
 from hybridengine.cli.switch_tables import diff_lines, layout_name, plan_lines, sweep_lines
 from hybridengine.config.values import parse_bytes
 from hybridengine.errors import ConfigError, TopologyError
+from hybridengine.families.registry import FAMILIES
 from hybridengine.model_presets import PRESETS, resolve_model
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.clusters import Cluster, load_cluster
@@ -38,7 +39,7 @@ sizes: training p-t-d is pipeline stages, tensor shards and data-parallel replic
 tensor shards of one engine. All p·t·d ranks are shared out among engines of p_g·t_g ranks.
 
 models: {", ".join(PRESETS)};
-or any Hugging Face config.json of a Llama, Qwen2 or Qwen3, or a folder with one."""
+or any Hugging Face config.json of a supported family ({", ".join(FAMILIES)}), or a folder with one."""
 
 EPILOG = """examples:
   # what a switch costs

@@ -9,7 +9,7 @@ import importlib.util
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -28,11 +28,17 @@ from hybridengine.config.values import (
     TrainSizesText,
 )
 from hybridengine.errors import ConfigError
+from hybridengine.families.registry import FAMILIES
 from hybridengine.model_shapes import ModelShape
 from hybridengine.topology.grid import RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 MEBIBYTE = 2**20
+
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[tuple(FAMILIES)]
 
 
 class RunSection(Section):
@@ -120,7 +126,7 @@ _BUILD_KEYS = {
 class BuildSection(Section):
     """A small model that the project builds itself, weights and tokenizer."""
 
-    family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    family: FamilyName = "qwen3"
     """Architecture."""
     num_layers: Count = 4
     """Decoder layers."""
@@ -147,9 +153,9 @@ class BuildSection(Section):
 
     def hf_config(self) -> dict[str, Any]:
         """Contents of the model's Hugging Face `config.json`."""
-        prefix = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[self.family]
+        family = FAMILIES[self.family]
         return {
-            "architectures": [f"{prefix}ForCausalLM"],
+            "architectures": [family.architectures[0]],
             "model_type": self.family,
             "num_hidden_layers": self.num_layers,
             "hidden_size": self.hidden_size,
@@ -164,7 +170,7 @@ class BuildSection(Section):
             "rms_norm_eps": 1e-6,
             "hidden_act": "silu",
             "initializer_range": self.init_std,
-            "attention_bias": self.family == "qwen2",
+            **family.built_config,
         }
 
     def shape(self) -> ModelShape:

@@ -22,6 +22,7 @@ ZeRO, arXiv 1910.02054.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -127,8 +128,7 @@ def compute_of(cluster: Cluster) -> Compute:
 
 def layer_weights(shape: ModelShape) -> int:
     """Weights of the matrices of a layer."""
-    attention = shape.hidden_size * (2 * shape.q_size + 2 * shape.kv_size)
-    return attention + 3 * shape.hidden_size * shape.ffn_hidden_size
+    return sum(math.prod(size) for size in shape.layer_tensors(0).values() if len(size) > 1)
 
 
 @dataclass(frozen=True)

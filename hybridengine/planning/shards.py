@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hybridengine.families.tables import NameSet
 from hybridengine.model_shapes import ModelShape
-from hybridengine.reshard.megatron import NameSet, megatron_shard
+from hybridengine.reshard.megatron import megatron_shard
 from hybridengine.reshard.vllm import vllm_shard
 
 

@@ -257,7 +257,7 @@ def _is_one_run(layout: Layout, place: Place, move: Move) -> bool:
     if parameter is None:
         return False
     distance, stride = 0, 1
-    for extent, size in zip(reversed(extents(move.box)), reversed(parameter.shape), strict=True):
+    for extent, size in zip(reversed(extents(move.box)), reversed(parameter.shape), strict=False):
         distance += (extent - 1) * stride
         stride *= size
     return distance + 1 == num_elements(move.box)
@@ -306,12 +306,9 @@ def _piece_at(layout: Layout, place: Place, move: Move) -> Piece | None:
     parameter = _parameter(layout, place.rank, place.parameter)
     for piece in parameter.pieces if parameter else ():
         if piece.tensor == move.tensor and _is_inside(move.box, piece.box):
-            for (start, _), (first, _), zero, index in zip(
-                move.box, piece.box, piece.offset, place.offset, strict=True
-            ):
-                if start - first != index - zero:
-                    break
-            else:
+            leading = len(piece.offset) - len(piece.box)  # the parameter's dims that the tensor lacks
+            within = [0] * leading + [a - b for (a, _), (b, _) in zip(move.box, piece.box, strict=True)]
+            if [a - b for a, b in zip(place.offset, piece.offset, strict=True)] == within:
                 return piece
     return None
 

@@ -54,6 +54,16 @@ def subtract(box: Box, hole: Box) -> list[Box]:
     return rest
 
 
+def view_index(offset: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int | slice, ...]:
+    """Index that cuts the box of `sizes` which starts at `offset` out of an array or a tensor.
+
+    The box fills the last dims; of those before, each is fixed, and missing in the view.
+    """
+    leading = len(offset) - len(sizes)
+    spans = [slice(start, start + size) for start, size in zip(offset[leading:], sizes, strict=True)]
+    return offset[:leading] + tuple(spans)
+
+
 def moved(box: Box, origin: tuple[int, ...], target: tuple[int, ...]) -> Box:
     """`box` in coordinates where the point `origin` has become the point `target`."""
     return tuple(

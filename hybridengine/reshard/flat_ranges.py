@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hybridengine.reshard.boxes import Box, extents, full_box, intersect, moved, starts
+from hybridengine.reshard.boxes import Box, extents, full_box, intersect, starts
 from hybridengine.reshard.layout import LocalParameter
 
 
@@ -62,8 +62,8 @@ def pieces_in_range(parameter: LocalParameter, start: int, stop: int) -> Iterato
             if common is None:
                 continue
             first = sum(index * stride for index, stride in zip(starts(common), strides, strict=True))
-            box = moved(common, piece.offset, starts(piece.box))
-            yield RangePiece(piece.tensor, box, first - start, strides)
+            box = piece.in_tensor(common)
+            yield RangePiece(piece.tensor, box, first - start, strides[len(strides) - len(box) :])
 
 
 def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

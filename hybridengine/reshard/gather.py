@@ -29,13 +29,7 @@ class _Holding(NamedTuple):
 
     def place(self, part: Box) -> Place:
         """Where `part`, a box inside the piece, starts."""
-        offset = tuple(  # of a list: this is asked for every part of every move
-            [
-                start - first + index
-                for (start, _), (first, _), index in zip(part, self.piece.box, self.piece.offset, strict=True)
-            ]
-        )
-        return Place(self.rank, self.parameter, offset)
+        return Place(self.rank, self.parameter, self.piece.start_in_parameter(part))
 
 
 class Gather:

@@ -8,13 +8,13 @@ reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from hybridengine.errors import PlanError
 from hybridengine.model_shapes import ModelShape
-from hybridengine.reshard.boxes import Box, extents, full_box, num_elements
+from hybridengine.reshard.boxes import Box, extents, full_box, moved, num_elements, starts, view_index
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,36 @@ class Piece:
     tensor: str
     box: Box
     offset: tuple[int, ...]
-    """Index in the local parameter of the box's first element."""
+    """Index in the local parameter of the box's first element.
+
+    A parameter of more dims than the tensor, such as a stack of experts, has the box at one index of its first dims."""
 
     @property
     def local_box(self) -> Box:
         """The elements of the local parameter that hold the box."""
-        return tuple((o, o + size) for o, size in zip(self.offset, extents(self.box), strict=True))
+        return self.in_parameter(self.box)
+
+    @property
+    def index(self) -> tuple[int | slice, ...]:
+        """Index of the local parameter, an array or a tensor, that gives a view with the box's shape."""
+        return view_index(self.offset, extents(self.box))
+
+    def start_in_parameter(self, part: Box) -> tuple[int, ...]:
+        """Index in the local parameter of the first element of `part`, a box inside the piece."""
+        offset, leading = self.offset, len(self.offset) - len(part)
+        inside = zip(part, self.box, offset[leading:], strict=True)
+        # Plans ask for every part of every move: a list is made faster than a generator.
+        return offset[:leading] + tuple([start - first + index for (start, _), (first, _), index in inside])
+
+    def in_parameter(self, part: Box) -> Box:
+        """`part`, a box inside the piece, in indices of the local parameter."""
+        sizes = (1,) * (len(self.offset) - len(part)) + extents(part)
+        return tuple((i, i + size) for i, size in zip(self.start_in_parameter(part), sizes, strict=True))
+
+    def in_tensor(self, local: Box) -> Box:
+        """`local`, a box of the local parameter inside the piece, in indices of the logical tensor."""
+        leading = len(self.offset) - len(self.box)
+        return moved(local[leading:], self.offset[leading:], starts(self.box))
 
 
 @dataclass(frozen=True)
@@ -158,6 +182,16 @@ def row_stack(name: str, parts: list[tuple[str, tuple[int, ...], tuple[int, int]
             pieces.append(Piece(tensor, ((start, stop), *full_box(columns)), (row, *(0 for _ in columns))))
             row += stop - start
     return LocalParameter(name, (row, *columns), tuple(pieces))
+
+
+def stacked(name: str, parameters: Sequence[LocalParameter]) -> LocalParameter:
+    """Parameters of one shape along a new first dim, as engines keep the weights of experts."""
+    pieces = tuple(
+        Piece(piece.tensor, piece.box, (index, *piece.offset))
+        for index, parameter in enumerate(parameters)
+        for piece in parameter.pieces
+    )
+    return LocalParameter(name, (len(parameters), *parameters[0].shape), pieces)
 
 
 def vocab_shard(

@@ -86,7 +86,8 @@ def _is_contiguous(layout: Layout, place: Place, box: Box) -> bool:
     """Whether a box is one run of its parameter's memory."""
     shape = layout.shards[layout.keys[place.rank]].by_name[place.parameter].shape
     whole_so_far = True
-    for extent, size in zip(reversed(extents(box)), reversed(shape), strict=True):
+    # A parameter may have more dims than the box, which has one index of them.
+    for extent, size in zip(reversed(extents(box)), reversed(shape), strict=False):
         if not whole_so_far and extent != 1:
             return False
         whole_so_far = whole_so_far and extent == size

@@ -342,8 +342,7 @@ def _cut_moves(plan: Plan, bucket: Bucket) -> Iterator[Move]:
                 for parameter, other in destination.pieces.get(piece.tensor, ()):
                     parts = [part for box in missing if (part := intersect(box, other.box))]
                     for part in parts:
-                        held = starts(moved(part, starts(other.box), other.offset))
-                        target = starts(moved(part, starts(piece.box), piece.offset))
+                        held, target = other.start_in_parameter(part), piece.start_in_parameter(part)
                         yield Move(
                             piece.tensor, part, Place(rank, parameter, held), Place(rank, name, target)
                         )

@@ -1,8 +1,7 @@
 """The layout of vLLM's dense decoders under (p_g, t_g), laid over a generation grid.
 
-Rows of a fused parameter, per tensor-parallel rank: `qkv_proj` = [q heads; k heads; v heads], `gate_up_proj` =
-[gate rows; up rows], `embed_tokens` and `lm_head` = an equal share of the vocabulary, padded to a multiple of 64.
-Where t_g exceeds the number of KV heads, t_g / num_kv_heads consecutive ranks hold the same k and v head each.
+A family says what a layer holds. `embed_tokens` and `lm_head` are an equal share of the vocabulary, padded to a multiple
+of 64. Where t_g exceeds the number of KV heads, t_g / num_kv_heads consecutive ranks hold the same k and v head each.
 With tied embeddings the head is the embedding: the last stage then has `embed_tokens` as well.
 """
 
@@ -11,8 +10,17 @@ from __future__ import annotations
 from functools import lru_cache
 
 from hybridengine.errors import PlanError, raise_all
-from hybridengine.model_shapes import EMBEDDING, FINAL_NORM, LM_HEAD, ModelShape, padded_vocab_size
-from hybridengine.reshard.layout import Layout, LocalParameter, Shard, row_stack, sharded, vocab_shard, whole
+from hybridengine.families.registry import FAMILIES
+from hybridengine.model_shapes import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    ModelShape,
+    layer_prefix,
+    padded_vocab_size,
+)
+from hybridengine.reshard.layout import Layout, LocalParameter, Shard, vocab_shard, whole
+from hybridengine.reshard.tables import layer_parameters
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.sizes import MODEL_AXES
 
@@ -48,48 +56,12 @@ def vllm_shard(
     parameters: list[LocalParameter] = []
     if first or (last and shape.tied_embeddings):
         parameters.append(vocab_shard(EMBEDDING, EMBEDDING, vocab_shape, padded, tp_rank, tp_size))
+    entries = FAMILIES[shape.family].vllm_layer(shape)
     for layer in stages[pp_rank]:
-        parameters += _layer(shape, layer, tp_rank, tp_size)
+        prefixes = layer_prefix(layer), layer_prefix(layer)
+        parameters += layer_parameters(entries, prefixes, shape.tensors, tp_rank, tp_size)
     if last:
         parameters.append(whole(FINAL_NORM, FINAL_NORM, shape.tensors[FINAL_NORM]))
         if not shape.tied_embeddings:
             parameters.append(vocab_shard(LM_HEAD, LM_HEAD, vocab_shape, padded, tp_rank, tp_size))
     return Shard(tuple(parameters))
-
-
-def _layer(shape: ModelShape, layer: int, tp_rank: int, tp_size: int) -> list[LocalParameter]:
-    prefix = f"model.layers.{layer}."
-    tensors = shape.layer_tensors(layer)
-    attention = prefix + "self_attn."
-    kv_shares = min(tp_size, shape.num_kv_heads)
-
-    def share(tensor: str, count: int = tp_size) -> tuple[str, tuple[int, ...], tuple[int, int]]:
-        """Rows of a tensor in `count` equal shares, each held by t_g / count consecutive ranks."""
-        rows, index = tensors[tensor][0] // count, tp_rank * count // tp_size
-        return tensor, tensors[tensor], (index * rows, (index + 1) * rows)
-
-    shares = {"q": tp_size, "k": kv_shares, "v": kv_shares}
-    parameters = [
-        row_stack(
-            f"{attention}qkv_proj.{kind}",
-            [share(f"{attention}{part}_proj.{kind}", count) for part, count in shares.items()],
-        )
-        for kind in (("weight", "bias") if shape.qkv_bias else ("weight",))
-    ]
-    output, down = attention + "o_proj.weight", prefix + "mlp.down_proj.weight"
-    parameters.append(sharded(output, output, tensors[output], dim=1, index=tp_rank, count=tp_size))
-    if shape.qk_norm:
-        parameters += [
-            whole(name, name, tensors[name])
-            for name in (attention + "q_norm.weight", attention + "k_norm.weight")
-        ]
-    parameters.append(
-        row_stack(
-            prefix + "mlp.gate_up_proj.weight",
-            [share(prefix + f"mlp.{half}_proj.weight") for half in ("gate", "up")],
-        )
-    )
-    parameters.append(sharded(down, down, tensors[down], dim=1, index=tp_rank, count=tp_size))
-    for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-        parameters.append(whole(prefix + norm, prefix + norm, tensors[prefix + norm]))
-    return parameters

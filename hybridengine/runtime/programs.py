@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridengine.reshard.boxes import view_index
 from hybridengine.reshard.plan import Bucket, Move, Pack, Place
 from hybridengine.runtime.digests import DIGEST_SIZE
 from hybridengine.runtime.storage import StoragePart, WeightStorage
@@ -179,10 +180,7 @@ class _Parts:
 
 
 def _view(storage: WeightStorage, place: Place, move: Move) -> Tensor:
-    view = storage[place.parameter]
-    for dim, (start, size) in enumerate(zip(place.offset, move.shape, strict=True)):
-        view = view.narrow(dim, start, size)
-    return view
+    return storage[place.parameter][view_index(place.offset, move.shape)]
 
 
 def _split(buffer: Tensor, views: list[Tensor]) -> list[Tensor]:

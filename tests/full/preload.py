@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import warnings
 
@@ -17,7 +18,6 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothi
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm import LLM, SamplingParams  # noqa: F401
-    from vllm.model_executor.models import llama, qwen2, qwen3  # noqa: F401
 
     import workers.actor
     import workers.compute
@@ -25,3 +25,7 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothi
     import workers.prompts
     import workers.reference
     import workers.reward  # noqa: F401
+    from hybridengine.families.registry import FAMILIES
+
+    for family in FAMILIES:
+        importlib.import_module(f"vllm.model_executor.models.{family}")

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridengine.backends.engine import Response
+from hybridengine.families.registry import FAMILIES
 from hybridengine.topology.grid import RankOrder
 from tests.full.hybrid_rounds import (
     KV_CACHE_BYTES,
@@ -45,7 +46,10 @@ class Case:
 
 
 CASES = [
-    *[Case("qwen3", True, "2-2-1", gen) for gen in ("1-1", "1-2", "2-1", "2-2")],
+    Case("qwen3", True, "2-2-1", "1-1"),
+    Case("phi3", False, "2-2-1", "1-2"),
+    Case("mistral", True, "2-2-1", "2-1"),
+    Case("qwen3", True, "2-2-1", "2-2"),
     Case("llama", False, "1-2-2", "1-2"),
     Case("llama", False, "2-1-2", "2-1", RankOrder.MEGATRON),  # pipelines [0, 2] and [1, 3]
     Case("qwen2", True, "1-4-1", "1-2"),
@@ -74,8 +78,8 @@ def lived(
     """All ranks' outcomes of a case; the ranks are started once for all tests of the case."""
     case: Case = request.param
     folder = tmp_path_factory.mktemp(str(case))
-    # vLLM on a CPU wants a head_dim that is a multiple of 32, and for Qwen2 hidden_size / num_heads.
-    hidden_size = 256 if case.family == "qwen2" else 64
+    # vLLM on a CPU wants a head_dim that is a multiple of 32, which for some families is hidden_size / num_heads.
+    hidden_size = 256 if case.family in ("qwen2", "phi3") else 64
     sizes: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 256, "hidden_size": hidden_size}
     before = write_model(folder / "model", case.family, case.tied, **sizes)
     ranks = run_vllm_ranks(
@@ -88,6 +92,10 @@ def lived(
     )
     after = AutoModelForCausalLM.from_pretrained(folder / "trained", dtype=torch.float32)
     return Lived(case, ranks, before, after)
+
+
+def test_every_family_has_a_case():
+    assert {case.family for case in CASES} == set(FAMILIES)
 
 
 def test_vllm_has_the_parameters_of_its_layout(lived: Lived):

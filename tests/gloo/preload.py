@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 
 from hybridengine.importing import nothing_collected
@@ -13,9 +14,6 @@ with warnings.catch_warnings(), nothing_collected():
     import pytest  # noqa: F401  # a rank imports the module of the function that it runs, and that imports pytest
     import safetensors.torch  # noqa: F401
     import torch.distributed  # noqa: F401
-    from transformers.models.llama import modeling_llama  # noqa: F401
-    from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
-    from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
     import hybridengine.backends.megatron.groups
     import hybridengine.backends.megatron.vocab_parallel
@@ -24,3 +22,7 @@ with warnings.catch_warnings(), nothing_collected():
     import hybridengine.topology.generation  # noqa: F401
     import tests.gloo.ranks
     import tests.gloo.sharded_ranks  # noqa: F401
+    from hybridengine.families.registry import FAMILIES
+
+    for family in FAMILIES:
+        importlib.import_module(f"transformers.models.{family}.modeling_{family}")

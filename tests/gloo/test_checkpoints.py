@@ -39,7 +39,7 @@ LAYOUTS = {
 MODELS = {
     "qwen3-tied": {"family": "qwen3", "tied": True},
     "llama-value-head": {"family": "llama", "num_labels": 1},
-    "llama-untied": {"family": "llama", "tied": False},
+    "phi3-untied": {"family": "phi3", "tied": False},
 }
 FEWER = {2: ["1-2-1"], 4: ["2-1-2"]}
 """For what does not depend on every layout."""

@@ -15,12 +15,13 @@ from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.trainer import MegatronModel
 from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
 from hybridengine.backends.megatron.weights import load_weights, save_weights
+from hybridengine.families.registry import FAMILIES
 from hybridengine.model_shapes import ModelShape
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import TrainSizes
 from tests.gloo.ranks import RankLauncher
-from tests.gloo.tiny_models import CLASSES, write_model
+from tests.gloo.tiny_models import write_model
 
 LAYOUTS = [
     ("1-1-4", RankOrder.PAPER),
@@ -32,7 +33,7 @@ LAYOUTS = [
     ("1-2-2", RankOrder.MEGATRON),
     ("2-1-2", RankOrder.MEGATRON),
 ]
-MODELS = [(family, tied) for family in CLASSES for tied in (False, True)]
+MODELS = [(family, tied) for family in FAMILIES for tied in (False, True)]
 MAX_FILE_BYTES = 150_000
 TOLERANCE = 1e-4
 

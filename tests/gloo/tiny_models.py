@@ -6,26 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2ForSequenceClassification,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3ForSequenceClassification,
-)
+import transformers
+from transformers import PreTrainedModel
 
-CLASSES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], type[PreTrainedModel]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification),
-}
-"""Family -> (configuration, language model, model with a score head)."""
+from hybridengine.families.registry import FAMILIES
 
 SIZES = {
     "vocab_size": 131,  # prime: no degree divides it
@@ -48,10 +32,11 @@ def write_model(
         num_labels: outputs of a score head instead of a language-model head; 0 for a language model.
         sizes: entries of the configuration that differ from `SIZES`.
     """
-    config_class, language_model, scorer = CLASSES[family]
+    described = FAMILIES[family]
     labels = {"num_labels": num_labels} if num_labels else {}
-    config = config_class(**{**SIZES, **labels, **sizes, "tie_word_embeddings": tied})
-    model = (scorer if num_labels else language_model)(config)
+    values = {**SIZES, **described.built_config, **labels, **sizes, "tie_word_embeddings": tied}
+    config = getattr(transformers, f"{described.hf_prefix}Config")(**values)
+    model: PreTrainedModel = getattr(transformers, described.architectures[bool(num_labels)])(config)
     generator = torch.Generator().manual_seed(20)
     for name, parameter in model.named_parameters():
         mean = 1.0 if "norm" in name else 0.0

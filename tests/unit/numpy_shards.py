@@ -49,8 +49,6 @@ def small_shape(
         head_dim=2,
         vocab_size=vocab,
         max_positions=64,
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
         tied_embeddings=tied,
         num_labels=num_labels,
     )
@@ -77,7 +75,9 @@ def cut_shard(shard: Shard, tensors: Arrays) -> Arrays:
         values = np.zeros(parameter.shape, dtype=np.int64)
         for piece in parameter.pieces:
             box = tensors[piece.tensor][tuple(slice(a, b) for a, b in piece.box)]
-            inside = tuple(slice(a, b) for a, b in piece.local_box)
+            fixed = len(piece.offset) - len(piece.box)  # dims that the tensor lacks
+            spans = zip(piece.offset[fixed:], piece.box, strict=True)
+            inside = (*piece.offset[:fixed], *(slice(o, o + b - a) for o, (a, b) in spans))
             assert box.shape == tuple(b - a for a, b in piece.box), f"{piece} leaves its tensor"
             assert values[inside].shape == box.shape, f"{piece} leaves {parameter.name}"
             assert not values[inside].any(), f"{piece} overlaps another piece of {parameter.name}"
@@ -98,6 +98,22 @@ def pad_rows(matrix: np.ndarray, *divisors: int) -> np.ndarray:
 def stages_of(num_layers: int, pp_size: int) -> list[list[int]]:
     """Layers of each training stage; numpy gives the first parts the longer shares."""
     return [part.tolist() for part in np.array_split(np.arange(num_layers), pp_size)]
+
+
+def attention_rows(shape: ModelShape, tensors: Arrays, prefix: str, kind: str = "weight") -> list[np.ndarray]:
+    """[q, k, v] of a layer, which Phi-3 has in one tensor."""
+    if shape.family == "phi3":
+        return np.split(
+            tensors[f"{prefix}self_attn.qkv_proj.{kind}"], [shape.q_size, shape.q_size + shape.kv_size]
+        )
+    return [tensors[f"{prefix}self_attn.{x}_proj.{kind}"] for x in "qkv"]
+
+
+def mlp_rows(shape: ModelShape, tensors: Arrays, prefix: str) -> list[np.ndarray]:
+    """[gate, up] of a layer, which Phi-3 has in one tensor."""
+    if shape.family == "phi3":
+        return np.split(tensors[f"{prefix}mlp.gate_up_proj.weight"], 2)
+    return [tensors[f"{prefix}mlp.{x}_proj.weight"] for x in ("gate", "up")]
 
 
 def megatron_qkv(shape: ModelShape, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -125,7 +141,7 @@ def megatron_reference(
         for hf_norm, norm in zip(HF_NORMS, MEGATRON_NORMS[names], strict=True):
             local[new + norm] = tensors[old + hf_norm]
         for kind in ("weight", "bias") if shape.family == "qwen2" else ("weight",):
-            fused = megatron_qkv(shape, *(tensors[f"{old}self_attn.{x}_proj.{kind}"] for x in "qkv"))
+            fused = megatron_qkv(shape, *attention_rows(shape, tensors, old, kind))
             local[f"{new}self_attention.linear_qkv.{kind}"] = part(fused, 0)
         if shape.family == "qwen3":
             for x in "qk":
@@ -133,7 +149,7 @@ def megatron_reference(
                     f"{old}self_attn.{x}_norm.weight"
                 ]
         local[new + "self_attention.linear_proj.weight"] = part(tensors[old + "self_attn.o_proj.weight"], 1)
-        gate, up = (part(tensors[f"{old}mlp.{x}_proj.weight"], 0) for x in ("gate", "up"))
+        gate, up = (part(rows, 0) for rows in mlp_rows(shape, tensors, old))
         local[new + "mlp.linear_fc1.weight"] = np.concatenate([gate, up])
         local[new + "mlp.linear_fc2.weight"] = part(tensors[old + "mlp.down_proj.weight"], 1)
     if pp == p - 1:
@@ -172,13 +188,13 @@ def vllm_reference(
     for layer in layers:
         prefix = f"model.layers.{layer}."
         for kind in ("weight", "bias") if shape.family == "qwen2" else ("weight",):
-            q, k, v = (tensors[f"{prefix}self_attn.{x}_proj.{kind}"] for x in "qkv")
+            q, k, v = attention_rows(shape, tensors, prefix, kind)
             local[f"{prefix}self_attn.qkv_proj.{kind}"] = np.concatenate([part(q), kv_part(k), kv_part(v)])
         if shape.family == "qwen3":
             for x in "qk":
                 local[f"{prefix}self_attn.{x}_norm.weight"] = tensors[f"{prefix}self_attn.{x}_norm.weight"]
         local[prefix + "self_attn.o_proj.weight"] = part(tensors[prefix + "self_attn.o_proj.weight"], 1)
-        halves = [part(tensors[f"{prefix}mlp.{x}_proj.weight"]) for x in ("gate", "up")]
+        halves = [part(rows) for rows in mlp_rows(shape, tensors, prefix)]
         local[prefix + "mlp.gate_up_proj.weight"] = np.concatenate(halves)
         local[prefix + "mlp.down_proj.weight"] = part(tensors[prefix + "mlp.down_proj.weight"], 1)
         for norm in HF_NORMS:

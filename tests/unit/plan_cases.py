@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from hybridengine.families import registry as families
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.megatron import megatron_layout
@@ -28,7 +29,7 @@ from tests.unit.numpy_shards import (
 )
 
 FLOAT32 = 4
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = tuple(families.FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -116,24 +117,27 @@ def nested_cases() -> list[Case]:
         for p_g, t_g in product(range(1, p + 1), range(1, t + 1)):
             if p % p_g == 0 and t % t_g == 0:
                 turn = len(cases)
-                shape = fitting_shape(FAMILIES[turn % 3], turn % 2 == 0, p, t)
+                shape = fitting_shape(FAMILIES[turn % len(FAMILIES)], turn % 2 == 0, p, t)
                 cases.append(Case(shape, f"{p}-{t}-{d}", f"{p_g}-{t_g}", list(RankOrder)[turn // 2 % 2]))
     return cases
 
 
 CASES = nested_cases()
 every_nested_pair = pytest.mark.parametrize("case", CASES, ids=str)
+_PAIRS = ((2, 2, "1-1"), (1, 4, "1-2"), (4, 2, "2-1"), (2, 4, "2-2"), (2, 4, "1-4"))
 FEW = [
     Case(fitting_shape(family, tied, p, t), f"{p}-{t}-1", gen)
-    for family, tied in product(FAMILIES, (False, True))
-    for p, t, gen in ((2, 2, "1-1"), (1, 4, "1-2"), (4, 2, "2-1"), (2, 4, "2-2"), (2, 4, "1-4"))
+    for turn, (family, tied) in enumerate(product(FAMILIES, (False, True)))
+    for p, t, gen in (_PAIRS[(turn + one) % 5] for one in range(3))
 ]
 
 
 # (training, generation, grouping): t_g > t with and without replicated KV heads, sizes that do not nest, vanilla.
 GENERAL = [
     Case(
-        general_shape(FAMILIES[turn % 3], turn % 2 == 0, TrainSizes.parse(train), GenSizes.parse(gen), turn),
+        general_shape(
+            FAMILIES[turn % len(FAMILIES)], turn % 2 == 0, TrainSizes.parse(train), GenSizes.parse(gen), turn
+        ),
         train,
         gen,
         list(RankOrder)[turn // 2 % 2],
@@ -144,7 +148,9 @@ GENERAL = [
     )
 ] + [
     Case(
-        general_shape(FAMILIES[turn % 3], turn % 2 == 1, TrainSizes.parse(train), GenSizes.parse(gen), turn),
+        general_shape(
+            FAMILIES[turn % len(FAMILIES)], turn % 2 == 1, TrainSizes.parse(train), GenSizes.parse(gen), turn
+        ),
         train,
         gen,
         list(RankOrder)[turn % 2],
@@ -162,8 +168,13 @@ GENERAL = [
 ]
 
 
-def at(place: Place, move: Move) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(place.offset, move.shape, strict=True))
+def at(place: Place, move: Move) -> tuple[int | slice, ...]:
+    """Index of a move's box in the parameter at one end; of dims that the tensor lacks, one index."""
+    fixed = len(place.offset) - len(move.shape)
+    return (
+        *place.offset[:fixed],
+        *(slice(o, o + n) for o, n in zip(place.offset[fixed:], move.shape, strict=True)),
+    )
 
 
 class Execution:

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from hybridengine.cli.prepare import claim_run, prepare_files
 from hybridengine.config import load_config, model_shape
 from hybridengine.errors import ConfigError, DataError
+from hybridengine.families.registry import FAMILIES
 from hybridengine.model_presets import PRESETS
+from hybridengine.model_shapes import ModelShape
 from tests.unit.test_checkpoint_files import CONFIG, write_checkpoint
 from tests.unit.test_config import problems_of
 
@@ -158,12 +162,23 @@ def test_model_shape_without_a_model(tmp_path: Path, from_checkpoint: Path) -> N
 
 
 def test_a_built_model_has_the_shape_that_its_section_says(built: Path) -> None:
-    shape = model_shape(load_config(built, ["model.build.family=qwen2"]))
-    assert (shape.family, shape.qkv_bias, shape.qk_norm) == ("qwen2", True, False)
+    for family in FAMILIES:
+        config = load_config(built, [f"model.build.family={family}"])
+        assert config.model.build is not None
+        contents = config.model.build.hf_config()
+        theirs = transformers.AutoConfig.for_model(
+            **{k: v for k, v in contents.items() if k != "architectures"}
+        )
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(theirs)
+        shape = model_shape(config)
+        assert shape.tensors == {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+        saved = json.loads(model.config.to_json_string()) | {"architectures": contents["architectures"]}
+        assert ModelShape.from_hf_config(saved) == shape
     shape = model_shape(load_config(built, ["model.build.family=llama", "model.build.tied_embeddings=false"]))
-    assert (shape.family, shape.qkv_bias, shape.tied_embeddings) == ("llama", False, False)
+    assert (shape.family, shape.tied_embeddings) == ("llama", False)
     shape = model_shape(load_config(built))
-    assert (shape.family, shape.qk_norm, shape.vocab_size, shape.head_dim) == ("qwen3", True, 57, 32)
+    assert (shape.family, shape.vocab_size, shape.head_dim) == ("qwen3", 57, 32)
     assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.max_positions) == (4, 4, 2, 128)
 
 

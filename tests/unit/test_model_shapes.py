@@ -12,20 +12,22 @@ from typing import Any
 import pytest
 
 from hybridengine.errors import ConfigError
+from hybridengine.families.registry import FAMILIES
 from hybridengine.model_shapes import ModelShape
 from tests.unit.model_configs import SIZES, plain
 
-FAMILIES = ("Llama", "Qwen2", "Qwen3")
-
-"""Sizes that are all different; head_dim is not hidden_size / num_attention_heads, where the family can say so."""
+PREFIXES = {family.hf_prefix: family for family in FAMILIES.values()}
+"""Prefix of a family's classes in transformers -> family."""
+WITHOUT_HEAD_DIM = ("Qwen2", "Phi3")
+"""They take hidden_size / num_attention_heads."""
 
 
 def hf_config(family: str, task: str = "CausalLM", **changes: Any) -> Any:
     """A transformers configuration of `family`, with its architecture set."""
     transformers = importlib.import_module("transformers")
-    sizes = SIZES | changes
-    if family == "Qwen2":
-        sizes.pop("head_dim", None)  # Qwen2 has none: it is hidden_size / num_attention_heads
+    sizes = {**SIZES, **PREFIXES[family].built_config, **changes}
+    if family in WITHOUT_HEAD_DIM:
+        sizes.pop("head_dim", None)
     config = getattr(transformers, f"{family}Config")(**sizes)
     config.architectures = [f"{family}For{task}"]
     return config
@@ -48,7 +50,7 @@ def saved(config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PREFIXES)
 def test_tensors_equal_those_of_transformers(family: str, tied: bool) -> None:
     for heads, kv_heads in ((6, 2), (6, 6), (6, 1), (4, 2)):
         config = hf_config(
@@ -60,7 +62,7 @@ def test_tensors_equal_those_of_transformers(family: str, tied: bool) -> None:
         assert ("lm_head.weight" in shape.tensors) is not tied
 
 
-@pytest.mark.parametrize(("family", "num_labels"), list(product(FAMILIES, (1, 2, 5))))
+@pytest.mark.parametrize(("family", "num_labels"), list(product(PREFIXES, (1, 2, 5))))
 def test_sequence_classification_tensors_equal_those_of_transformers(family: str, num_labels: int) -> None:
     for tied in (False, True):  # a classifier has no head to tie
         config = hf_config(family, "SequenceClassification", num_labels=num_labels, tie_word_embeddings=tied)
@@ -71,7 +73,7 @@ def test_sequence_classification_tensors_equal_those_of_transformers(family: str
         assert shape.tensors["score.weight"] == (num_labels, 48)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PREFIXES)
 def test_parameter_counts_equal_those_of_transformers(family: str) -> None:
     import torch
     import transformers
@@ -87,16 +89,15 @@ def test_parameter_counts_equal_those_of_transformers(family: str) -> None:
         assert shape.weight_bytes("bfloat16") == shape.weight_bytes("float16") == 2 * expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PREFIXES)
 def test_numbers_of_a_saved_configuration(family: str) -> None:
     shape = ModelShape.from_hf_config(saved(hf_config(family)))
     assert (shape.family, shape.num_layers, shape.hidden_size) == (family.lower(), 3, 48)
     assert (shape.ffn_hidden_size, shape.vocab_size, shape.max_positions) == (80, 131, 96)
     assert (shape.num_heads, shape.num_kv_heads) == (6, 2)
-    assert shape.head_dim == (8 if family == "Qwen2" else 16)
+    assert shape.head_dim == (8 if family in WITHOUT_HEAD_DIM else 16)
     assert (shape.q_size, shape.kv_size) == (6 * shape.head_dim, 2 * shape.head_dim)
     assert shape.norm_eps == 1e-5
-    assert (shape.qkv_bias, shape.qk_norm) == (family == "Qwen2", family == "Qwen3")
     assert shape.num_labels == 0
 
 
@@ -104,7 +105,7 @@ def test_numbers_of_a_saved_configuration(family: str) -> None:
     ("family", "absent"),
     [
         (family, key)
-        for family in FAMILIES
+        for family in PREFIXES
         for key in ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
     ],
 )

@@ -38,7 +38,7 @@ from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 SHAPE = ModelShape("llama", 6, 256, 512, 8, 4, 32, 1000, 4096)
-SHAPES = [SHAPE, ModelShape("qwen2", 7, 256, 512, 8, 8, 32, 96, 4096, qkv_bias=True, tied_embeddings=True)]
+SHAPES = [SHAPE, ModelShape("qwen2", 7, 256, 512, 8, 8, 32, 96, 4096, tied_embeddings=True)]
 
 
 def plain_cluster(**compute: object) -> Cluster:

@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.errors import PlanError
+from hybridengine.families.tables import NameSet
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.audit import audit, audit_return
 from hybridengine.reshard.boxes import num_elements
 from hybridengine.reshard.cost import plan_costs
 from hybridengine.reshard.hf import hf_layout
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard, row_stack
-from hybridengine.reshard.megatron import NameSet, megatron_layout
+from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.planner import check_local_return, compile_plan, inverse_local
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid, Grouping

@@ -305,7 +305,7 @@ def _loaded(trainer: MegatronTrainer, with_optimizer: bool) -> Iterator[_Part]:
     shard = trainer.layout.shard(trainer.rank)
     for parameter in shard.parameters:
         for piece in parameter.pieces:
-            view = trainer.weights[parameter.name][tuple(slice(a, b) for a, b in piece.local_box)]
+            view = trainer.weights[parameter.name][piece.index]
             yield _part(trainer, WEIGHTS, piece.tensor, piece.box, view)
     for name, part in trainer.optimizer_parts().items() if with_optimizer else ():
         for piece in pieces_in_range(shard.by_name[name], part.start, part.stop):

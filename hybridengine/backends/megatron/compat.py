@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from hybridengine.backends.megatron.attention import FusedAttention
 from hybridengine.backends.megatron.norm import RootMeanSquareNorm
 from hybridengine.errors import ConfigError
-from hybridengine.reshard.megatron import NameSet
+from hybridengine.families.tables import NameSet
 
 SUPPORTED = ((0, 16), (0, 19))
 

@@ -20,8 +20,9 @@ from torch import nn
 from hybridengine.backends.megatron.compat import stage_spec
 from hybridengine.backends.megatron.shim import device, device_shim, is_needed
 from hybridengine.errors import ConfigError
-from hybridengine.model_shapes import ModelShape
-from hybridengine.reshard.megatron import NameSet, padded_vocab_size
+from hybridengine.families.registry import FAMILIES
+from hybridengine.families.tables import NameSet
+from hybridengine.model_shapes import ModelShape, padded_vocab_size
 from hybridengine.topology.sizes import TrainSizes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,9 +60,12 @@ class ScoreHead(nn.Module):
 def transformer_config(
     shape: ModelShape, sizes: TrainSizes, dtype: str, recompute: bool = False
 ) -> TransformerConfig:
-    """Megatron-core's configuration of a dense decoder."""
+    """Megatron-core's configuration of a model."""
     on_gpu = not is_needed()
+    settings = FAMILIES[shape.family].megatron_config()
+    settings["activation_func"] = getattr(F, settings["activation_func"])
     return TransformerConfig(
+        **settings,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -73,13 +77,7 @@ def transformer_config(
         pipeline_dtype=DTYPES[dtype],
         params_dtype=DTYPES[dtype],
         bf16=dtype == "bfloat16",
-        normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -122,10 +120,11 @@ def build_model(
     stages = shape.split_layers(sizes.pp_size)
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
     with device_shim():
+        config = transformer_config(shape, sizes, dtype, recompute)
         model = GPTModel(
-            config=transformer_config(shape, sizes, dtype, recompute),
+            config=config,
             transformer_layer_spec=stage_spec(  # type: ignore[arg-type]
-                names, shape.qk_norm, len(stages[groups.pp.rank()]), _fuses_attention(dtype)
+                names, config.qk_layernorm, len(stages[groups.pp.rank()]), _fuses_attention(dtype)
             ),
             vocab_size=padded_vocab_size(shape.vocab_size, sizes.tp_size),
             max_sequence_length=shape.max_positions,

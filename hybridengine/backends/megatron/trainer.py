@@ -27,9 +27,10 @@ from hybridengine.backends.megatron.shim import device, device_shim
 from hybridengine.backends.megatron.step import PipelineRunner, WantedPositions
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.errors import StorageError
+from hybridengine.families.tables import NameSet
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout
-from hybridengine.reshard.megatron import NameSet, megatron_layout
+from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import WeightStorage
 from hybridengine.topology.grid import Grid

@@ -45,8 +45,7 @@ def load_weights(model: MegatronModel, folder: str | Path) -> None:
                 raise CheckpointError(
                     f"{folder} has no tensor {piece.tensor}, which {parameter.name} needs; use a complete checkpoint"
                 )
-            box = tuple(slice(start, stop) for start, stop in piece.local_box)
-            target[box].copy_(files.read(piece.tensor, piece.box))
+            target[piece.index].copy_(files.read(piece.tensor, piece.box))
 
 
 def save_weights(

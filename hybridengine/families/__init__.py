@@ -1,0 +1,1 @@
+"""Model families: one file for each, and `registry`, which lists them."""

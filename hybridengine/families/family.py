@@ -1,0 +1,160 @@
+"""What a model family is. The defaults here are those of a dense decoder as Llama has it; a family overrides the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridengine.families.sizes import DecoderSizes
+from hybridengine.families.tables import Columns, Entry, NameSet, Rows, Stack, Whole
+
+_NORMS = {
+    NameSet.LOCAL: ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
+    NameSet.TRANSFORMER_ENGINE: (
+        "self_attention.linear_qkv.layer_norm_weight",
+        "mlp.linear_fc1.layer_norm_weight",
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """All that one model family is: configuration, logical tensors, both backends' tables, and what it refuses."""
+
+    name: str
+    """`model_type` in config.json."""
+    hf_prefix: str
+    """What the names of its classes in transformers begin with."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers assumes where config.json lacks the key."""
+    built_config: Mapping[str, Any] = field(default_factory=dict)
+    """What the config.json of a model that is built from sizes says besides them."""
+    has_window: bool = False
+    """`sliding_window` alone gives all layers a window of attention, which is refused."""
+    rope_types: tuple[str, ...] = ("default", "llama3")
+    """Kinds of rotary embeddings."""
+    qkv_bias: bool = False
+    """A bias on q, k and v."""
+    qk_norm: bool = False
+    """RMS norm over each query and key head."""
+
+    @property
+    def architectures(self) -> tuple[str, str]:
+        """(language model, model with a score head) as `architectures` in config.json names them."""
+        return f"{self.hf_prefix}ForCausalLM", f"{self.hf_prefix}ForSequenceClassification"
+
+    def refusals(self, config: Mapping[str, Any]) -> Iterator[str]:
+        """Why a config.json, with `defaults` filled in, describes a model that the tables do not cover."""
+        kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
+        if kinds:
+            yield f"layer_types={kinds} are not supported; use a model with full attention"
+        if config.get("use_sliding_window"):
+            yield "use_sliding_window=true is not supported; use a model with full attention"
+        if self.has_window and config.get("sliding_window") is not None:
+            yield (
+                f"sliding_window={config['sliding_window']!r} is not supported; use a model with full attention"
+                " (sliding_window: null)"
+            )
+        if config.get("attention_bias") and not self.qkv_bias:
+            yield (
+                "attention_bias=true puts a bias on the output projection, which is not supported;"
+                " use a model without it"
+            )
+        if config.get("mlp_bias"):
+            yield "mlp_bias=true is not supported; use a model without biases in its MLP"
+        if config.get("hidden_act", "silu") != "silu":
+            yield f"hidden_act={config['hidden_act']!r} is not supported; it must be 'silu'"
+
+    def layer_tensors(self, sizes: DecoderSizes) -> dict[str, tuple[int, ...]]:
+        """Logical tensors of a decoder layer as they are on disk: name -> shape, in the model's own order."""
+        hidden, ffn = sizes.hidden_size, sizes.ffn_hidden_size
+        tensors: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+        for part, rows in (("q", sizes.q_size), ("k", sizes.kv_size), ("v", sizes.kv_size)):
+            tensors[f"self_attn.{part}_proj.weight"] = (rows, hidden)
+            if self.qkv_bias:
+                tensors[f"self_attn.{part}_proj.bias"] = (rows,)
+        if self.qk_norm:
+            tensors |= {f"self_attn.{part}_norm.weight": (sizes.head_dim,) for part in "qk"}
+        return tensors | {
+            "self_attn.o_proj.weight": (hidden, sizes.q_size),
+            "post_attention_layernorm.weight": (hidden,),
+            "mlp.gate_proj.weight": (ffn, hidden),
+            "mlp.up_proj.weight": (ffn, hidden),
+            "mlp.down_proj.weight": (hidden, ffn),
+        }
+
+    def qkv_rows(self, sizes: DecoderSizes, kind: str) -> tuple[Rows, ...]:
+        """Where the weights (`kind` "weight") or biases ("bias") of q, k and v are."""
+        return tuple(
+            Rows(f"self_attn.{part}_proj.{kind}", 0, heads * sizes.head_dim, heads)
+            for part, heads in (("q", sizes.num_heads), ("k", sizes.num_kv_heads), ("v", sizes.num_kv_heads))
+        )
+
+    def gate_up_rows(self, sizes: DecoderSizes) -> tuple[Rows, ...]:
+        """Where the weights of the gate and of the up projection are."""
+        ffn = sizes.ffn_hidden_size
+        return tuple(Rows(f"mlp.{half}_proj.weight", 0, ffn, ffn) for half in ("gate", "up"))
+
+    def megatron_layer(self, sizes: DecoderSizes, names: NameSet) -> tuple[Entry, ...]:
+        """Parameters of a layer of Megatron-core's GPTModel; its QKV has the heads of each KV group together."""
+        input_norm, mlp_norm = _NORMS[names]
+        attention = "self_attention."
+        entries: list[Entry] = [
+            Whole(input_norm, "input_layernorm.weight"),
+            Columns(attention + "linear_proj.weight", "self_attn.o_proj.weight"),
+        ]
+        entries += [
+            Stack(attention + f"linear_qkv.{kind}", self.qkv_rows(sizes, kind), groups=sizes.num_kv_heads)
+            for kind in self._qkv_kinds
+        ]
+        if self.qk_norm:
+            entries += [
+                Whole(attention + f"{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in "qk"
+            ]
+        return (
+            *entries,
+            Whole(mlp_norm, "post_attention_layernorm.weight"),
+            Stack("mlp.linear_fc1.weight", self.gate_up_rows(sizes)),
+            Columns("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+        )
+
+    def megatron_config(self) -> dict[str, Any]:
+        """Settings of Megatron-core's TransformerConfig besides sizes; `activation_func` by its name in torch."""
+        return {
+            "normalization": "RMSNorm",
+            "gated_linear_unit": True,
+            "activation_func": "silu",
+            "add_bias_linear": False,
+            "add_qkv_bias": self.qkv_bias,
+            "qk_layernorm": self.qk_norm,
+        }
+
+    def vllm_layer(self, sizes: DecoderSizes) -> tuple[Entry, ...]:
+        """Parameters of a layer of vLLM's model."""
+        entries: list[Entry] = [
+            Stack(f"self_attn.qkv_proj.{kind}", self.qkv_rows(sizes, kind)) for kind in self._qkv_kinds
+        ]
+        entries.append(_same(Columns, "self_attn.o_proj.weight"))
+        if self.qk_norm:
+            entries += [_same(Whole, f"self_attn.{part}_norm.weight") for part in "qk"]
+        return (
+            *entries,
+            Stack("mlp.gate_up_proj.weight", self.gate_up_rows(sizes)),
+            _same(Columns, "mlp.down_proj.weight"),
+            _same(Whole, "input_layernorm.weight"),
+            _same(Whole, "post_attention_layernorm.weight"),
+        )
+
+    def vllm_problems(self, sizes: DecoderSizes) -> list[str]:
+        """Why vLLM's model of this family cannot have these sizes, at any degree of parallelism."""
+        return []
+
+    @property
+    def _qkv_kinds(self) -> tuple[str, ...]:
+        return ("weight", "bias") if self.qkv_bias else ("weight",)
+
+
+def _same(kind: type[Whole] | type[Columns], name: str) -> Entry:
+    """An entry whose parameter has the logical tensor's name."""
+    return kind(name, name)

@@ -1,0 +1,13 @@
+"""Mistral 7B (from v0.2), Nemo and Small: Llama's layers, and a window of attention unless config.json rules it out."""
+
+from __future__ import annotations
+
+from hybridengine.families.family import Family
+
+MISTRAL = Family(
+    name="mistral",
+    hf_prefix="Mistral",
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    built_config={"sliding_window": None},
+    has_window=True,
+)

@@ -1,0 +1,46 @@
+"""Phi-3 and Phi-4 (14B): on disk q, k and v are one tensor, and so are gate and up."""
+
+from __future__ import annotations
+
+from hybridengine.families.family import Family
+from hybridengine.families.sizes import DecoderSizes
+from hybridengine.families.tables import Rows
+
+_QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+
+
+class Phi3(Family):
+    """The family, with its fused tensors."""
+
+    def layer_tensors(self, sizes: DecoderSizes) -> dict[str, tuple[int, ...]]:
+        hidden, ffn = sizes.hidden_size, sizes.ffn_hidden_size
+        return {
+            "input_layernorm.weight": (hidden,),
+            _QKV: (sizes.q_size + 2 * sizes.kv_size, hidden),
+            "self_attn.o_proj.weight": (hidden, sizes.q_size),
+            "post_attention_layernorm.weight": (hidden,),
+            _GATE_UP: (2 * ffn, hidden),
+            "mlp.down_proj.weight": (hidden, ffn),
+        }
+
+    def qkv_rows(self, sizes: DecoderSizes, kind: str) -> tuple[Rows, ...]:
+        key, value = sizes.q_size, sizes.q_size + sizes.kv_size
+        return (
+            Rows(_QKV, 0, key, sizes.num_heads),
+            Rows(_QKV, key, value, sizes.num_kv_heads),
+            Rows(_QKV, value, value + sizes.kv_size, sizes.num_kv_heads),
+        )
+
+    def gate_up_rows(self, sizes: DecoderSizes) -> tuple[Rows, ...]:
+        ffn = sizes.ffn_hidden_size
+        return Rows(_GATE_UP, 0, ffn, ffn), Rows(_GATE_UP, ffn, 2 * ffn, ffn)
+
+
+PHI3 = Phi3(
+    name="phi3",
+    hf_prefix="Phi3",
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    built_config={"pad_token_id": None},  # transformers takes 32000, which a small vocabulary lacks
+    has_window=True,
+    rope_types=("default",),
+)

@@ -1,0 +1,27 @@
+"""The families that the engine knows: one line each."""
+
+from __future__ import annotations
+
+from hybridengine.families.family import Family
+from hybridengine.families.llama import LLAMA
+from hybridengine.families.mistral import MISTRAL
+from hybridengine.families.phi3 import PHI3
+from hybridengine.families.qwen2 import QWEN2
+from hybridengine.families.qwen3 import QWEN3
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        LLAMA,
+        QWEN2,
+        QWEN3,
+        MISTRAL,
+        PHI3,
+    )
+}
+"""Name -> family."""
+
+ARCHITECTURES: dict[str, Family] = {
+    architecture: family for family in FAMILIES.values() for architecture in family.architectures
+}
+"""Hugging Face architecture -> family."""
