@@ -279,13 +279,13 @@ def checked_reply(line: bytes | bytearray, offered: Sequence[str], num_rows: int
         raise ValueError("nested too deep") from None
     match reply:
         case ["loaded", list(columns)] if all(column in offered for column in columns):
-            return reply
+            return list(reply)
         case ["scores", list(scores)] if len(scores) == num_rows and all(map(_is_score, scores)):
-            return reply
+            return list(reply)
         case ["raised" | "wrong", str(), None, str()]:
-            return reply
+            return list(reply)
         case ["raised" | "wrong", str(), int(row), str()] if 0 <= row < num_rows:
-            return reply
+            return list(reply)
     raise ValueError(reward_child.shown(reply))
 
 

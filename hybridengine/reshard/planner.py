@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hybridengine.errors import PlanError
-from hybridengine.reshard.boxes import Box, intersect, moved, starts, subtract
+from hybridengine.reshard.boxes import Box, intersect, subtract
 from hybridengine.reshard.components import components
 from hybridengine.reshard.gather import Gather
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard, ShardKey

@@ -106,7 +106,8 @@ def test_a_run_over_two_hosts_trains(seen: Seen) -> None:
     assert seen.run.returncode == 0, seen.run.stdout
     rows = read_rows(seen.folder)
     assert [row[keys.STEP] for row in rows] == [0, 1]
-    assert rows[1][keys.LOG_PROB_ABS_DIFF_MAX] < 1e-3
+    difference = rows[1][keys.LOG_PROB_ABS_DIFF_MAX]
+    assert difference is not None and difference < 1e-3
     spans = read_timeline(seen.folder / TIMELINE_FILE).spans
     assert {(span.rank, span.node) for span in spans} == {(rank, ADDRESSES[rank // 2]) for rank in range(4)}
 

@@ -163,7 +163,7 @@ def generation_weights(shape: ModelShape, tensors: dict[str, Tensor], part: Part
     for layer in part.layers:
         prefix = f"model.layers.{layer}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        for kind in ("weight", "bias") if f"{attention}q_proj.bias" in tensors else ("weight",):
             found[f"{attention}qkv_proj.{kind}"] = torch.cat(
                 [rows(f"{attention}{x}_proj.{kind}") for x in "qkv"]
             )
@@ -173,7 +173,7 @@ def generation_weights(shape: ModelShape, tensors: dict[str, Tensor], part: Part
         found[attention + "o_proj.weight"] = columns(attention + "o_proj.weight")
         found[mlp + "down_proj.weight"] = columns(mlp + "down_proj.weight")
         norms = [prefix + "input_layernorm.weight", prefix + "post_attention_layernorm.weight"]
-        norms += [f"{attention}{x}_norm.weight" for x in "qk"] if shape.qk_norm else []
+        norms += [f"{attention}{x}_norm.weight" for x in "qk"] if f"{attention}q_norm.weight" in tensors else []
         found |= {name: tensors[name] for name in norms}
     if part.last:
         found["model.norm.weight"] = tensors["model.norm.weight"]
