@@ -16,7 +16,6 @@ from typing import Any
 
 from hybridengine.config import RunConfig, load_config
 from hybridengine.controller.exchange import row_exchange
-from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.metrics.measured_run import lengths_of, phase_seconds, prompt_tokens_of
 from hybridengine.metrics.rows import Row
@@ -25,6 +24,7 @@ from hybridengine.model_shapes import DTYPE_BYTES
 from hybridengine.planning.fitting import Observation
 from hybridengine.planning.workload import workload_of
 from hybridengine.topology.sizes import TrainSizes
+from hybridengine.training.launch import RunPools
 
 STEPS_PER_SIZE = 4
 """Of each batch size; the first one warms up."""

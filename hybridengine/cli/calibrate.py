@@ -212,7 +212,7 @@ def _device_bytes(ranks: int, on_gpus: bool) -> int:
 def _steps(ranks: int, dtype: str, on_gpus: bool, say: Callable[[str], None]) -> Iterator[Observation]:
     """Steps of all cases, in a folder that goes afterwards."""
     from hybridengine.bench.calibration import case_config, cases_for, observe
-    from hybridengine.cli.prepare import claim_run, prepare_files
+    from hybridengine.training.files import claim_run, prepare_files
 
     cases = cases_for(ranks, on_gpus)
     with temporary_folder("calibrate") as folder:

@@ -14,7 +14,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from hybridengine.cli.dry_run import RANK_BYTES, cost_of, phase_bytes
 from hybridengine.cli.options import STDOUT, add_json_option, json_file, once
 from hybridengine.cli.output_files import check_output_files, write_output
 from hybridengine.config import RunConfig, load_config
@@ -23,6 +22,7 @@ from hybridengine.doctor.machine import THIS_MACHINE, Say, Wanted, examine_machi
 from hybridengine.doctor.node_facts import node_facts
 from hybridengine.errors import HybridEngineError
 from hybridengine.planning.checkpoint_size import checkpoint_bytes
+from hybridengine.training.dry_run import RANK_BYTES, cost_of, phase_bytes
 
 DESCRIPTION = """Examine this machine's installation, then every node of the cluster, and print what to fix.
 

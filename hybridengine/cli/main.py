@@ -208,13 +208,13 @@ def _train(options: argparse.Namespace) -> int:
         sys.path.append(os.getcwd())
     config = load_config(options.config, options.overrides, dry_run=options.dry_run)
     if options.dry_run:
-        from hybridengine.cli.dry_run import print_dry_run
+        from hybridengine.training.dry_run import print_dry_run
 
         print_dry_run(config)
         return 0
     # Megatron-core warns for every GPU package that is not installed; on a machine without a GPU that is expected.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    from hybridengine.cli.train import train
+    from hybridengine.training.run import train
 
     train(config)
     return 0

@@ -208,8 +208,8 @@ def prepare_step(config_file: str, spec: StepSpec, folder: Path) -> StepFiles:
         ConfigError, CheckpointError, DataError: they cannot be had.
     """
     from hybridengine.bench.step_own import StepFiles, copy_without_end
-    from hybridengine.cli.prepare import claim_run, prepare_files
     from hybridengine.config import load_config
+    from hybridengine.training.files import claim_run, prepare_files
 
     config, _ = claim_run(load_config(config_file, [f"run.folder={folder}", "run.name=files", "warmup=null"]))
     read = prepare_files(config)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from hybridengine.cli.group_lines import format_groups, format_ranks
 from hybridengine.metrics.formatting import format_bytes, format_seconds
+from hybridengine.metrics.group_text import format_groups, format_ranks
 from hybridengine.model_shapes import ModelShape
 from hybridengine.planning.clusters import Cluster
 from hybridengine.planning.switch_plan import SwitchPlan, Variant

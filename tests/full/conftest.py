@@ -17,12 +17,12 @@ import torch
 import yaml
 
 from hybridengine.backends.vllm import environment
-from hybridengine.cli.train import train
 from hybridengine.config import load_config
 from hybridengine.controller.cluster import start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.metrics.rows import read_rows
+from hybridengine.training.run import train
 from tests.full.probe_workers import ProbeWorker
 from tests.full.tiny_runs import SECTIONS, Run
 from tests.full.vllm_ranks import VllmRankLauncher

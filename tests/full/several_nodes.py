@@ -19,7 +19,6 @@ from typing import Any
 
 import ray
 
-from hybridengine.cli.train import train
 from hybridengine.config import load_config
 from hybridengine.controller import cluster
 from hybridengine.controller.exchange import row_exchange
@@ -30,6 +29,7 @@ from hybridengine.doctor.examination import examine_cluster
 from hybridengine.doctor.findings import merged
 from hybridengine.doctor.machine import THIS_MACHINE, Wanted
 from hybridengine.doctor.node_facts import node_facts
+from hybridengine.training.run import train
 from tests.full.probe_workers import ProbeWorker
 
 JOINED = ("127.0.0.10", "127.0.0.2", "127.0.0.9")

@@ -23,10 +23,10 @@ from safetensors.torch import load_file
 
 from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER, checkpoints_in
 from hybridengine.cli.main import main
-from hybridengine.cli.stopping import StopRequest
 from hybridengine.controller import cluster
 from hybridengine.metrics import keys
 from hybridengine.metrics.rows import Row, latest_rows, read_rows
+from hybridengine.training.stopping import StopRequest
 from tests.full.tiny_runs import SECTIONS, computed
 
 pytestmark = pytest.mark.timeout(900)

@@ -13,7 +13,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hybridengine.cli.main import main
-from hybridengine.cli.prepare import claim_run
 from hybridengine.config import model_shape
 from hybridengine.metrics import keys
 from hybridengine.metrics.report.blocks import ChartGroup
@@ -22,6 +21,7 @@ from hybridengine.metrics.report.run_record import read_run
 from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
 from hybridengine.planning.switch_cost import SwitchPricer
 from hybridengine.topology.links import NodeMap
+from hybridengine.training.files import claim_run
 from tests.full.tiny_runs import SECTIONS, STEPS, Run, value
 
 pytestmark = pytest.mark.timeout(900)

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.cli.main import main
-from hybridengine.cli.prepare import convert_gguf
 from hybridengine.config import load_config
+from hybridengine.training.files import convert_gguf
 from tests.gloo.tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(600)

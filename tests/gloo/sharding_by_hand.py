@@ -173,7 +173,9 @@ def generation_weights(shape: ModelShape, tensors: dict[str, Tensor], part: Part
         found[attention + "o_proj.weight"] = columns(attention + "o_proj.weight")
         found[mlp + "down_proj.weight"] = columns(mlp + "down_proj.weight")
         norms = [prefix + "input_layernorm.weight", prefix + "post_attention_layernorm.weight"]
-        norms += [f"{attention}{x}_norm.weight" for x in "qk"] if f"{attention}q_norm.weight" in tensors else []
+        norms += (
+            [f"{attention}{x}_norm.weight" for x in "qk"] if f"{attention}q_norm.weight" in tensors else []
+        )
         found |= {name: tensors[name] for name in norms}
     if part.last:
         found["model.norm.weight"] = tensors["model.norm.weight"]

@@ -23,8 +23,8 @@ from hybridengine.checkpoints.folders import (
 )
 from hybridengine.checkpoints.run_lock import LOCK_FILE, run_lock
 from hybridengine.checkpoints.tensors import METADATA_FILE, read_metadata
-from hybridengine.drivers.saving import Progress
 from hybridengine.errors import CheckpointError, ConfigError
+from hybridengine.training.saving import Progress
 from tests.unit.checkpoints import flip, write
 
 

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridengine.cli import main as command_line
 from hybridengine.cli.main import main
-from hybridengine.cli.prepare import stop_token_ids
 from hybridengine.controller.failures import failure_of, rank_failed
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import CheckpointError, ConfigError, StorageError
+from hybridengine.training.files import stop_token_ids
 from tests.gloo.tiny_models import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ def bench(
     def start(*_: Any, **__: Any) -> None:
         raise Reached
 
-    monkeypatch.setattr("hybridengine.drivers.launch.start_ray", start)
+    monkeypatch.setattr("hybridengine.training.launch.start_ray", start)
     return Bench(tmp_path, checkpoint, capfd)
 
 
@@ -130,7 +130,7 @@ def test_examples_of_the_help_are_accepted(
 ):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(
-        "hybridengine.cli.dry_run.print_dry_run", lambda config: print(config.num_ranks, "ranks")
+        "hybridengine.training.dry_run.print_dry_run", lambda config: print(config.num_ranks, "ranks")
     )
     examples = [
         line.split("  ") for line in command_line.EXAMPLES.splitlines() if "hybridengine train" in line
@@ -225,7 +225,7 @@ def test_exit_codes(
     def fail(config: Any) -> None:
         raise error
 
-    monkeypatch.setattr("hybridengine.cli.train.train", fail)
+    monkeypatch.setattr("hybridengine.training.run.train", fail)
     assert bench.train() == (code, text)
 
 

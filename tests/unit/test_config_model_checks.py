@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 
-from hybridengine.cli.prepare import claim_run, prepare_files
 from hybridengine.config import load_config, model_shape
 from hybridengine.errors import ConfigError, DataError
 from hybridengine.families.registry import FAMILIES
 from hybridengine.model_presets import PRESETS
 from hybridengine.model_shapes import ModelShape
+from hybridengine.training.files import claim_run, prepare_files
 from tests.unit.test_checkpoint_files import CONFIG, write_checkpoint
 from tests.unit.test_config import problems_of
 

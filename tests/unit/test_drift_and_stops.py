@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import Tensor
 
-from hybridengine.cli.stopping import StopRequest
 from hybridengine.controller.failures import (
     RankFailedError,
     RankFailure,
@@ -25,6 +24,7 @@ from hybridengine.controller.failures import (
 )
 from hybridengine.errors import ConfigError, DataError, DriftError, TransferError, WorkerTimeoutError
 from hybridengine.runtime.drift import check_drift, save_reproduction
+from hybridengine.training.stopping import StopRequest
 
 ROWS, PROMPT, RESPONSE = 3, 4, 5
 

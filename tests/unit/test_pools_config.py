@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridengine.cli.dry_run import print_dry_run
 from hybridengine.config import RunConfig, load_config
 from hybridengine.errors import ConfigError
+from hybridengine.training.dry_run import print_dry_run
 
 PPO_ROLES = ("actor", "critic", "reference", "reward")
 RANKS = {"main": 4, "a": 2, "b": 6, "c": 1}

@@ -12,11 +12,11 @@ import yaml
 from hybridengine.checkpoints.folders import Checkpoint, checkpoints_in
 from hybridengine.checkpoints.making import begin_checkpoint, complete_checkpoint, end_role
 from hybridengine.cli.main import main
-from hybridengine.cli.prepare import build_model
 from hybridengine.config import load_config
 from hybridengine.config.run_config import TRAINED
-from hybridengine.drivers.saving import Best, Progress, changed_surroundings
 from hybridengine.package_versions import package_versions
+from hybridengine.training.files import build_model
+from hybridengine.training.saving import Best, Progress, changed_surroundings
 
 SMALL = {
     "run": {"steps": 4},

@@ -20,7 +20,6 @@ from rich.console import Console
 from tensordict import NonTensorStack, TensorDict
 
 from hybridengine.cli.main import main
-from hybridengine.cli.run_output import RunOutput, run_trackers, where_to_look
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import RunSection
 from hybridengine.controller.exchange import CallRecord, row_exchange
@@ -28,6 +27,7 @@ from hybridengine.metrics import trackers as trackers_module
 from hybridengine.metrics.console import step_line
 from hybridengine.metrics.rows import Row, read_rows
 from hybridengine.metrics.timeline import read_timeline
+from hybridengine.training.output import RunOutput, run_trackers, where_to_look
 
 NODES = {"main": ["10.0.0.1", "10.0.0.1"]}
 

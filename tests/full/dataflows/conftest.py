@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from hybridengine.cli.prepare import claim_run, prepare_files
 from hybridengine.config import load_config
-from hybridengine.drivers.launch import RunPools
+from hybridengine.training.files import claim_run, prepare_files
+from hybridengine.training.launch import RunPools
 from tests.full.dataflows.shared import COST_LIMIT, MULTIPLIER_LR, Started
 from tests.full.tiny_runs import SECTIONS
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from hybridengine.cli.iterations import iterate
-from hybridengine.cli.prepare import RunFiles
-from hybridengine.cli.run_output import RunOutput
-from hybridengine.cli.stopping import StopRequest
 from hybridengine.config import RunConfig
 from hybridengine.config.algorithm import Algorithm
-from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.roles import Roles, Sampling, State
-from hybridengine.drivers.saving import Progress, RunSaver
 from hybridengine.metrics.rows import Row, read_rows
 from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
+from hybridengine.training.files import RunFiles
+from hybridengine.training.iterations import iterate
+from hybridengine.training.launch import RunPools
+from hybridengine.training.output import RunOutput
+from hybridengine.training.saving import Progress, RunSaver
+from hybridengine.training.stopping import StopRequest
 
 COST_LIMIT, MULTIPLIER_LR = 20.0, 0.1
 

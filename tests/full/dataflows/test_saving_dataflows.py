@@ -15,14 +15,14 @@ import pytest
 
 from hybridengine.backends.megatron import compat
 from hybridengine.checkpoints.folders import checkpoints_in
-from hybridengine.cli.stopping import StopRequest
 from hybridengine.data.epochs import shuffled_rows
 from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.drivers.safe_rlhf import SafeRlhf
-from hybridengine.drivers.saving import Progress, RunSaver
 from hybridengine.errors import ConfigError
 from hybridengine.metrics import keys
 from hybridengine.metrics.rows import read_rows
+from hybridengine.training.saving import Progress, RunSaver
+from hybridengine.training.stopping import StopRequest
 from tests.full.dataflows.shared import COST_LIMIT, MULTIPLIER_LR, Started, go_on, left_by, own_run
 from tests.full.tiny_runs import value
 

@@ -12,14 +12,14 @@ import yaml
 from hybridengine.checkpoint_files import checkpoint_problems
 from hybridengine.checkpoints.folders import Checkpoint, checkpoint_at, checkpoints_in
 from hybridengine.checkpoints.making import settle_checkpoints
-from hybridengine.cli.prepare import config_text
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import TRAINED
-from hybridengine.drivers.saving import changed_values, differences, roles_left_out, roles_to_load
 from hybridengine.errors import CheckpointError, ConfigError, shown
 from hybridengine.metrics.keys import STEP
 from hybridengine.metrics.report.run_record import CONFIG_FILE
 from hybridengine.metrics.rows import latest_rows, read_rows
+from hybridengine.training.files import config_text
+from hybridengine.training.saving import changed_values, differences, roles_left_out, roles_to_load
 
 SETTLED = ("model.build", "model.gguf", "data.task", "warmup")
 """Keys of which a run's folder has what they made: its model, its data, its warmed-up weights."""

@@ -6,18 +6,18 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 
-from hybridengine.cli.prepare import RunFiles
-from hybridengine.cli.run_output import RunOutput
-from hybridengine.cli.stopping import StopRequest
 from hybridengine.config import RunConfig
 from hybridengine.controller.exchange import row_exchange
-from hybridengine.drivers.evaluation import evaluate
-from hybridengine.drivers.launch import RunPools
 from hybridengine.drivers.roles import Roles, Sampling
-from hybridengine.drivers.saving import Progress, RunSaver
 from hybridengine.drivers.step_metrics import call_metrics
 from hybridengine.errors import ConfigError, HybridEngineError, shown
 from hybridengine.metrics import keys
+from hybridengine.training.evaluation import evaluate
+from hybridengine.training.files import RunFiles
+from hybridengine.training.launch import RunPools
+from hybridengine.training.output import RunOutput
+from hybridengine.training.saving import Progress, RunSaver
+from hybridengine.training.stopping import StopRequest
 
 LAST_WORDS_S = 5.0
 """How long the ranks of a step that has failed may take to say what their reward functions did."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from hybridengine.cli.group_lines import format_groups
 from hybridengine.config import ModelHolder, RunConfig, holder_shape, model_holders, model_shape
 from hybridengine.config.run_config import TRAINED
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.metrics.formatting import format_bytes
+from hybridengine.metrics.group_text import format_groups
 from hybridengine.planning.memory import TrainingMemory, training_memory
 from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.topology.links import NodeMap

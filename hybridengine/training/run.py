@@ -16,34 +16,11 @@ from rich.console import Console
 from hybridengine.checkpoints.folders import Checkpoint, checkpoints_in
 from hybridengine.checkpoints.making import name_written, settle_checkpoints
 from hybridengine.checkpoints.run_lock import run_lock
-from hybridengine.cli.dry_run import RANK_BYTES, cost_of, layout_lines
-from hybridengine.cli.iterations import iterate
-from hybridengine.cli.prepare import RunFiles, claim_run, keep_config, prepare_files
-from hybridengine.cli.resuming import (
-    as_typed,
-    check_final,
-    check_settled,
-    checkpoint_of,
-    final_folder,
-    goes_on,
-    kept_config,
-    steps_done,
-)
-from hybridengine.cli.run_output import RunOutput, run_trackers, where_to_look
-from hybridengine.cli.stopping import StopRequest
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import ranks_key
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.failures import failure_signature, is_passing
 from hybridengine.drivers.dataflow import check_functions
-from hybridengine.drivers.launch import RunPools
-from hybridengine.drivers.saving import (
-    Progress,
-    RunSaver,
-    changed_surroundings,
-    load_roles,
-)
-from hybridengine.drivers.warmup import warm_up
 from hybridengine.errors import (
     HybridEngineError,
     OutputError,
@@ -55,6 +32,29 @@ from hybridengine.metrics.formatting import format_bytes
 from hybridengine.metrics.rows import latest_rows, read_rows
 from hybridengine.metrics.trackers import Trackers, missing_trackers
 from hybridengine.redaction import without_secrets
+from hybridengine.training.dry_run import RANK_BYTES, cost_of, layout_lines
+from hybridengine.training.files import RunFiles, claim_run, keep_config, prepare_files
+from hybridengine.training.iterations import iterate
+from hybridengine.training.launch import RunPools
+from hybridengine.training.output import RunOutput, run_trackers, where_to_look
+from hybridengine.training.resuming import (
+    as_typed,
+    check_final,
+    check_settled,
+    checkpoint_of,
+    final_folder,
+    goes_on,
+    kept_config,
+    steps_done,
+)
+from hybridengine.training.saving import (
+    Progress,
+    RunSaver,
+    changed_surroundings,
+    load_roles,
+)
+from hybridengine.training.stopping import StopRequest
+from hybridengine.training.warmup import warm_up
 
 
 def train(config: RunConfig) -> None:
