@@ -1,3 +1,118 @@
-"""A Megatron 3D-parallel HybridEngine for RL post-training of large language models."""
+"""A Megatron 3D-parallel HybridEngine for RL post-training of large language models.
+
+The names in `__all__` are the public API. Each is imported when it is first used: planning needs neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "backends.engine": "Engine Request Response SamplingSettings generate",
+    "backends.megatron.groups": "initialize_globals",
+    "backends.megatron.trainer": "MegatronTrainer OptimizerSettings",
+    "backends.megatron.weights": "load_weights save_weights",
+    "backends.policy": "Policy",
+    "backends.vllm.construction": "EngineSettings",
+    "backends.vllm.engine": "VllmEngine",
+    "config": "RunConfig load_config",
+    "config.algorithm": "Algorithm",
+    "controller.context": "RankContext",
+    "controller.pool": "ResourcePool",
+    "controller.rows": "Rows",
+    "controller.worker_group": "WorkerGroup",
+    "drivers.roles": "Roles Sampling",
+    "errors": "HybridEngineError",
+    "families.family": "Family",
+    "model_shapes": "ModelShape",
+    "protocols": "ALL_TO_ALL DP_PROTO ONE_TO_ALL PROTO_3D PROTO_3D_ALL_MICRO_DP PROTO_3D_PP_ONLY register",
+    "reshard.domains": "domains",
+    "reshard.hf": "hf_layout",
+    "reshard.layout": "Layout",
+    "reshard.megatron": "megatron_layout",
+    "reshard.plan": "Plan",
+    "reshard.planner": "compile_plan",
+    "reshard.vllm": "vllm_layout",
+    "runtime.hybrid_engine": "HybridEngine",
+    "runtime.process_groups": "process_groups",
+    "runtime.transport": "PointToPointTransport",
+    "runtime.weight_push": "WeightPush",
+    "topology.generation": "GenerationGrid",
+    "topology.grid": "Grid",
+    "topology.links": "NodeMap",
+    "topology.sizes": "GenSizes TrainSizes",
+    "training.files": "prepare_files",
+    "training.launch": "RunPools",
+    "training.run": "train",
+}
+"""Module -> its public names."""
+
+_MODULES = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = [*_MODULES]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compares both
+    from hybridengine.backends.engine import Engine as Engine
+    from hybridengine.backends.engine import Request as Request
+    from hybridengine.backends.engine import Response as Response
+    from hybridengine.backends.engine import SamplingSettings as SamplingSettings
+    from hybridengine.backends.engine import generate as generate
+    from hybridengine.backends.megatron.groups import initialize_globals as initialize_globals
+    from hybridengine.backends.megatron.trainer import MegatronTrainer as MegatronTrainer
+    from hybridengine.backends.megatron.trainer import OptimizerSettings as OptimizerSettings
+    from hybridengine.backends.megatron.weights import load_weights as load_weights
+    from hybridengine.backends.megatron.weights import save_weights as save_weights
+    from hybridengine.backends.policy import Policy as Policy
+    from hybridengine.backends.vllm.construction import EngineSettings as EngineSettings
+    from hybridengine.backends.vllm.engine import VllmEngine as VllmEngine
+    from hybridengine.config import RunConfig as RunConfig
+    from hybridengine.config import load_config as load_config
+    from hybridengine.config.algorithm import Algorithm as Algorithm
+    from hybridengine.controller.context import RankContext as RankContext
+    from hybridengine.controller.pool import ResourcePool as ResourcePool
+    from hybridengine.controller.rows import Rows as Rows
+    from hybridengine.controller.worker_group import WorkerGroup as WorkerGroup
+    from hybridengine.drivers.roles import Roles as Roles
+    from hybridengine.drivers.roles import Sampling as Sampling
+    from hybridengine.errors import HybridEngineError as HybridEngineError
+    from hybridengine.families.family import Family as Family
+    from hybridengine.model_shapes import ModelShape as ModelShape
+    from hybridengine.protocols import ALL_TO_ALL as ALL_TO_ALL
+    from hybridengine.protocols import DP_PROTO as DP_PROTO
+    from hybridengine.protocols import ONE_TO_ALL as ONE_TO_ALL
+    from hybridengine.protocols import PROTO_3D as PROTO_3D
+    from hybridengine.protocols import PROTO_3D_ALL_MICRO_DP as PROTO_3D_ALL_MICRO_DP
+    from hybridengine.protocols import PROTO_3D_PP_ONLY as PROTO_3D_PP_ONLY
+    from hybridengine.protocols import register as register
+    from hybridengine.reshard.domains import domains as domains
+    from hybridengine.reshard.hf import hf_layout as hf_layout
+    from hybridengine.reshard.layout import Layout as Layout
+    from hybridengine.reshard.megatron import megatron_layout as megatron_layout
+    from hybridengine.reshard.plan import Plan as Plan
+    from hybridengine.reshard.planner import compile_plan as compile_plan
+    from hybridengine.reshard.vllm import vllm_layout as vllm_layout
+    from hybridengine.runtime.hybrid_engine import HybridEngine as HybridEngine
+    from hybridengine.runtime.process_groups import process_groups as process_groups
+    from hybridengine.runtime.transport import PointToPointTransport as PointToPointTransport
+    from hybridengine.runtime.weight_push import WeightPush as WeightPush
+    from hybridengine.topology.generation import GenerationGrid as GenerationGrid
+    from hybridengine.topology.grid import Grid as Grid
+    from hybridengine.topology.links import NodeMap as NodeMap
+    from hybridengine.topology.sizes import GenSizes as GenSizes
+    from hybridengine.topology.sizes import TrainSizes as TrainSizes
+    from hybridengine.training.files import prepare_files as prepare_files
+    from hybridengine.training.launch import RunPools as RunPools
+    from hybridengine.training.run import train as train
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -17,11 +17,11 @@ from hybridengine.controller.exchange import row_exchange
 from hybridengine.data.epochs import shuffled_rows
 from hybridengine.data.prompts import PromptDataset
 from hybridengine.drivers.roles import Roles, Sampling, State
-from hybridengine.drivers.step_metrics import call_metrics
 from hybridengine.metrics import keys
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.reading import read_object
 from hybridengine.training.launch import RunPools
+from hybridengine.training.step_metrics import call_metrics
 
 CACHE_BLOCK_TOKENS = 128
 """vLLM's block of KV cache on a CPU."""

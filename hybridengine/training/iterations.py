@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from hybridengine.config import RunConfig
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.drivers.roles import Roles, Sampling
-from hybridengine.drivers.step_metrics import call_metrics
 from hybridengine.errors import ConfigError, HybridEngineError, shown
 from hybridengine.metrics import keys
 from hybridengine.training.evaluation import evaluate
@@ -17,6 +16,7 @@ from hybridengine.training.files import RunFiles
 from hybridengine.training.launch import RunPools
 from hybridengine.training.output import RunOutput
 from hybridengine.training.saving import Progress, RunSaver
+from hybridengine.training.step_metrics import call_metrics
 from hybridengine.training.stopping import StopRequest
 
 LAST_WORDS_S = 5.0
