@@ -70,9 +70,7 @@ def _servers(held: ShardKey | None, choices: set[frozenset[ShardKey]]) -> set[Sh
     lacking = [keys for keys in choices if held not in keys]
     servers = {key for keys in lacking if len(keys) == 1 for key in keys}
     for keys in sorted(map(sorted, lacking)):
-        if not servers.intersection(
-            keys
-        ):  # of several that hold it, the one that has most in common with its own
+        if servers.isdisjoint(keys):  # of several that hold it, the one with most in common with its own
             servers.add(min(keys, key=lambda key: sum(a != b for a, b in zip(key, held or key, strict=True))))
     return servers
 
