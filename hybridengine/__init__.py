@@ -41,7 +41,7 @@ _HOMES = {
     "runtime.transport": "PointToPointTransport",
     "runtime.weight_push": "WeightPush",
     "topology.generation": "GenerationGrid",
-    "topology.grid": "Grid",
+    "topology.grid": "Grid group_with",
     "topology.links": "NodeMap",
     "topology.sizes": "GenSizes TrainSizes",
     "training.files": "prepare_files",
@@ -100,6 +100,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.runtime.weight_push import WeightPush as WeightPush
     from hybridengine.topology.generation import GenerationGrid as GenerationGrid
     from hybridengine.topology.grid import Grid as Grid
+    from hybridengine.topology.grid import group_with as group_with
     from hybridengine.topology.links import NodeMap as NodeMap
     from hybridengine.topology.sizes import GenSizes as GenSizes
     from hybridengine.topology.sizes import TrainSizes as TrainSizes

@@ -1,0 +1,63 @@
+"""The programs in README and docs/concepts.md, run word for word, one after the other as a reader would."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hybridengine
+
+pytestmark = pytest.mark.timeout(400)
+
+ROOT = Path(__file__).resolve().parents[2]
+WITH_RAY, ON_RANKS = ("README.md", "## As a library"), ("docs/concepts.md", "## Without Ray")
+
+
+def program(file: str, heading: str) -> str:
+    """Return the first Python block under a heading."""
+    section = (ROOT / file).read_text().split(f"\n{heading}\n", 1)[1]
+    return section.split("```python\n", 1)[1].split("```", 1)[0]
+
+
+def run(command: list[str], folder: Path) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("place", [WITH_RAY, ON_RANKS], ids=["README", "concepts"])
+def test_programs_import_public_names(place: tuple[str, str]) -> None:
+    for node in ast.walk(ast.parse(program(*place))):
+        if isinstance(node, ast.ImportFrom) and node.module == "hybridengine":
+            assert {alias.name for alias in node.names} <= set(hybridengine.__all__)
+
+
+def test_programs_print_what_the_documentation_says(tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for name, place in (("driver.py", WITH_RAY), ("ranks.py", ON_RANKS)):
+        (tmp_path / name).write_text(program(*place))
+    with_ray = run([sys.executable, "driver.py"], tmp_path)
+    assert "'redundant_bytes': 0" in with_ray
+    assert float(re.findall(r"log-prob difference (\S+)", with_ray)[0]) < 1e-3
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "4",
+        "--master-port",
+        str(port),
+    ]
+    on_ranks = run([*torchrun, "ranks.py"], tmp_path)
+    tokens = re.findall(r"redundant_bytes=0.*(\[[\d, ]+\])$", on_ranks, re.MULTILINE)
+    assert len(tokens) == 4 and len(set(tokens)) == 1 and len(ast.literal_eval(tokens[0])) == 8
