@@ -7,6 +7,7 @@ import contextlib
 import gc
 import importlib
 import signal
+import traceback
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -41,9 +42,10 @@ def import_module(name: str) -> ModuleType:
     except SystemExit as end:
         if end.code == 128 + signal.SIGTERM:  # somebody has ended this process meanwhile
             raise
+        place = traceback.extract_tb(end.__traceback__)[-1]
         raise ImportError(
-            f"{name} calls sys.exit({end.code!r}) while it is imported; put that beneath"
-            " `if __name__ == '__main__'`"
+            f"{name} calls sys.exit({end.code!r}) while it is imported; put that beneath `if __name__ == '__main__'`"
+            f" ({place.filename}, line {place.lineno})"
         ) from end
 
 

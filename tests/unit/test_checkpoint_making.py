@@ -125,7 +125,7 @@ def test_what_is_written_in_the_last_moment_is_not_deleted(
 
 
 def test_what_cannot_be_read_now_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    partial, read = written(tmp_path, 4), Path.read_text
+    partial, read = written(tmp_path, 4), Path.read_bytes
     for name in ("run.json", "files.json"):
         said: list[str] = []
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_read_now_is_not_deleted(tmp_path: Path, monkeypatch: pyt
             return read(file)
 
         with monkeypatch.context() as patched:
-            patched.setattr(Path, "read_text", fails)
+            patched.setattr(Path, "read_bytes", fails)
             assert settle_checkpoints(tmp_path, said.append) is None
         why = "[Errno 5] Input/output error"
         assert said == [

@@ -122,10 +122,10 @@ def test_what_is_no_model_names_the_presets(tmp_path: Path) -> None:
         "": "does not exist",
         "list.json": "not an object",
         "broken.json": "not valid JSON",
-        "bytes.json": "not valid JSON",
+        "bytes.json": "is not UTF-8 text",
         "moe.json": "MixtralForCausalLM",
         "sizes.json": "hidden_size",
-        "folder.json": "cannot be read",
+        "folder.json": "is a folder, not a regular file",
         "weights.bin": "cannot be read",
     }.items():
         with pytest.raises(ConfigError, match=part) as raised:

@@ -40,7 +40,7 @@ MODULES = {
         "1 / 0",
         "raised ZeroDivisionError: division by zero when it was imported; correct the module\n",
     ),
-    "leaves": ("import sys; sys.exit('no')", "raised SystemExit: no when it was imported"),
+    "leaves": ("import sys; sys.exit('no')", "calls sys.exit('no') while it is imported"),
     "lacks": ("import not_installed", "cannot be imported (No module named 'not_installed')"),
     "misspelt": ("def f(:\n", "raised SyntaxError: invalid syntax when it was imported"),
     "ends": (
