@@ -179,7 +179,7 @@ class RewardProcess:
 
     def _exchange(
         self, request: tuple, timeout_s: float, offered: Sequence[str] = (), num_rows: int = 0
-    ) -> list[Any]:
+    ) -> Sequence[Any]:
         """Reply to a request, as `checked_reply` has it; where there is none, the process is ended."""
         limit = time.monotonic() + timeout_s
         deadline = limit + STACKS_S
@@ -263,7 +263,7 @@ class RewardProcess:
         return "\n".join(line for line in lines if not _is_ours(line))
 
 
-def checked_reply(line: bytes | bytearray, offered: Sequence[str], num_rows: int) -> list[Any]:
+def checked_reply(line: bytes | bytearray, offered: Sequence[str], num_rows: int) -> Sequence[Any]:
     """Return a reply of `reward_child.serve`, whose process may have been told anything by the function.
 
     Args:

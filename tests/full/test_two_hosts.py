@@ -19,7 +19,7 @@ from hybridengine.metrics import keys
 from hybridengine.metrics.rows import read_rows
 from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
 from tests.full.hosts import RAY_FOLDER, Host, joined_hosts, needs_root
-from tests.full.tiny_runs import SECTIONS
+from tests.full.tiny_runs import SECTIONS, value
 from tests.gloo.ranks import ENVIRONMENT
 
 pytestmark = [pytest.mark.timeout(600), needs_root]
@@ -106,8 +106,7 @@ def test_a_run_over_two_hosts_trains(seen: Seen) -> None:
     assert seen.run.returncode == 0, seen.run.stdout
     rows = read_rows(seen.folder)
     assert [row[keys.STEP] for row in rows] == [0, 1]
-    difference = rows[1][keys.LOG_PROB_ABS_DIFF_MAX]
-    assert difference is not None and difference < 1e-3
+    assert value(rows[1], keys.LOG_PROB_ABS_DIFF_MAX) < 1e-3
     spans = read_timeline(seen.folder / TIMELINE_FILE).spans
     assert {(span.rank, span.node) for span in spans} == {(rank, ADDRESSES[rank // 2]) for rank in range(4)}
 

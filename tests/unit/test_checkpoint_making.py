@@ -129,7 +129,7 @@ def test_what_cannot_be_read_now_is_not_deleted(tmp_path: Path, monkeypatch: pyt
     for name in ("run.json", "files.json"):
         said: list[str] = []
 
-        def fails(file: Path, name: str = name) -> str:
+        def fails(file: Path, name: str = name) -> bytes:
             if file.name == name:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return read(file)
