@@ -23,7 +23,6 @@ class SafetensorsFolder:
             CheckpointError: a file is missing or damaged.
         """
         self._files = {name: tensor.file for name, tensor in tensors_of(folder).items()}
-        self._open: dict[Path, safe_open] = {}  # type: ignore[valid-type]
 
     def __contains__(self, tensor: str) -> bool:
         return tensor in self._files
@@ -35,9 +34,9 @@ class SafetensorsFolder:
             CheckpointError: one of them is NaN or infinite, which training would be blamed for.
         """
         file = self._files[tensor]
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt")
-        found = self._open[file].get_slice(tensor)[tuple(slice(a, b) for a, b in box)]  # type: ignore[attr-defined]
+        # Opened anew: pages of the file that have been read count as memory of this process as long as it is mapped.
+        with safe_open(file, framework="pt") as opened:
+            found = opened.get_slice(tensor)[tuple(slice(a, b) for a, b in box)]
         # The extremes carry a NaN along, and need no second tensor as large as the first.
         if found.numel() and not all(torch.isfinite(extreme) for extreme in torch.aminmax(found)):
             raise CheckpointError(
