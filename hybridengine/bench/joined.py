@@ -78,8 +78,7 @@ def measure_joined(spec: BenchSpec, say: Callable[[str], None]) -> Iterator[Pair
     Raises:
         HybridEngineError: of this rank; torchrun ends the others.
     """
-    for name in ("OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE"):
-        os.environ.setdefault(name, ENVIRONMENT[name])  # before torch is loaded
+    os.environ.setdefault("OMP_NUM_THREADS", ENVIRONMENT["OMP_NUM_THREADS"])  # before torch is loaded
     import torch.distributed as dist
 
     from hybridengine.bench.rank_process import choose_device, measure

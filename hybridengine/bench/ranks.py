@@ -21,11 +21,9 @@ from hybridengine.temporary import temporary_folder
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-    "THP_MEM_ALLOC_ENABLE": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-"""Of the ranks, besides this process's own. With THP_MEM_ALLOC_ENABLE torch asks for huge pages: without, fresh weights
-cost several times their copy in page faults, in every method. The last lets the forkserver ask for GPUs and fork."""
+"""Of the ranks, besides this process's own. The last lets the forkserver ask for GPUs and fork."""
 
 PRELOADED = "hybridengine.bench.rank_process"
 

@@ -1,4 +1,4 @@
-"""Memory of this host's processes: what one holds, what its C heap has free, what the system could still give."""
+"""Memory of this host's processes: what one holds, and what the system could still give."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import ctypes
 import os
 import sys
 from pathlib import Path
-
-PLENTY = 4
-"""So many times what a heap has free must be available to leave it there: for other ranks, and the KV cache."""
 
 MEMINFO = Path("/proc/meminfo")
 STATM = Path("/proc/self/statm")
@@ -21,26 +18,6 @@ GROUPS = (
     ),
 )
 """Limit and use of a container, version 2 and version 1 of control groups."""
-
-
-class _HeapInfo(ctypes.Structure):
-    """glibc's struct mallinfo2."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
 
 
 def held_bytes() -> dict[str, int]:
@@ -55,15 +32,6 @@ def held_bytes() -> dict[str, int]:
     if torch is not None and torch.cuda.is_initialized():
         held["device_bytes"] = torch.cuda.memory_allocated()
     return held
-
-
-def heap_is_worth_keeping() -> bool:
-    """Whether the system has plenty of memory besides what the C heap has free, which tensors to come can use at once.
-
-    Memory that goes back comes again page by page: with 2 GB of activations that was a third of a training step.
-    """
-    free = _free_in_heap()
-    return free is not None and free * PLENTY <= available_bytes()
 
 
 def trim_heap() -> None:
@@ -82,13 +50,3 @@ def available_bytes() -> int:
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
             found.append(max(0, int(limit.read_text()) - int(used.read_text())))
     return min(found, default=0)
-
-
-def _free_in_heap() -> int | None:
-    """Bytes; None where the C library does not say."""
-    try:
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except (OSError, AttributeError):
-        return None
-    mallinfo2.restype = _HeapInfo
-    return int(mallinfo2().fordblks)

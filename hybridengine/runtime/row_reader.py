@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ class Received:
     """Columns that were read, and the bytes that this moved."""
 
     columns: dict[str, Tensor | NonTensorStack] = field(default_factory=dict)
-    """In memory of their own: whoever writes to them changes nobody else's rows."""
+    """Inference tensors, which torch does not let anybody write to: they may be memory that others read too."""
     transferred: Counter[str] = field(default_factory=Counter)
     """Bytes of rows that other processes have produced, by the call that has."""
     object_bytes: int = 0
@@ -144,7 +145,7 @@ def _assembled(
 ) -> Tensor | NonTensorStack:
     """Return the rows of all parts, each of which is (places, rows of the part's content, content).
 
-    Objects of Ray are shared memory that torch would write to: the copy made here is the only one, and the reader's own.
+    Rows in a row of one object are a view of it; others are put together in new memory.
     """
     if like.dtype is None:
         values: list[Any] = [None] * num_rows
@@ -153,7 +154,12 @@ def _assembled(
             for place, row in zip(places, rows, strict=True):
                 values[place] = pickle.loads(content[row])
         return NonTensorStack(*values)
-    whole = torch.empty((num_rows, *like.entry_shape), dtype=DTYPES[like.dtype])
+    dtype, shape = DTYPES[like.dtype], (num_rows, *like.entry_shape)
+    places, rows, content = parts[0]
+    if len(parts) == 1 and _is_run(places) and _is_run(rows) and isinstance(content, np.ndarray):
+        return _view(content[rows[0] : rows[-1] + 1], dtype, shape)
+    with torch.inference_mode():
+        whole = torch.empty(shape, dtype=dtype)
     target = as_bytes(whole)
     for places, rows, content in parts:
         assert isinstance(content, np.ndarray), "tensors come as arrays of bytes"
@@ -162,6 +168,16 @@ def _assembled(
         else:
             target[places] = content[rows]
     return whole
+
+
+def _view(content: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return bytes as a tensor on the same memory, which torch refuses to write to.
+
+    Ray maps its store so that a write would go through, to everybody who reads the object.
+    """
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(content).view(dtype).view(shape)
 
 
 def _bytes_of(content: Content, rows: np.ndarray) -> int:

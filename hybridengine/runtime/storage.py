@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.errors import StorageError
-from hybridengine.runtime.host_memory import heap_is_worth_keeping, trim_heap
+from hybridengine.runtime.host_memory import trim_heap
 
 
 class StoragePart:
@@ -162,13 +162,9 @@ def _binding(tensor: Tensor) -> tuple[Any, ...]:
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
-def return_memory_to_system(*, if_short: bool = False) -> None:
-    """Hand freed memory back: the caching allocator's on a GPU, else the C heap's.
-
-    Args:
-        if_short: leave the C heap what it has free as long as the system has plenty.
-    """
+def return_memory_to_system() -> None:
+    """Hand freed memory back: the caching allocator's on a GPU, else the C heap's."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    elif not (if_short and heap_is_worth_keeping()):
+    else:
         trim_heap()

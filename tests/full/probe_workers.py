@@ -77,7 +77,6 @@ class ProbeWorker:
             },
             batch_size=batch.batch_size,
         )
-        batch["row_ids"].zero_()  # a worker may write into what it was given
         return seen
 
     @register(ONE_TO_ALL)
@@ -135,10 +134,14 @@ class ProbeWorker:
 
     @register(DP_PROTO, ["wide"], returns_rows=True)
     def narrowed(self, batch: TensorDict) -> TensorDict:
-        """Returns the first and the last entry of each row, and writes into what it was given."""
-        narrow = batch["wide"][:, [0, -1]].clone()
+        """Returns the first and the last entry of each row."""
+        return TensorDict({"narrow": batch["wide"][:, [0, -1]]}, batch_size=batch.batch_size)
+
+    @register(DP_PROTO, ["wide", ROW_NUMBERS, "answers"], returns_rows=True)
+    def write(self, batch: TensorDict) -> TensorDict:
+        """Tries to write into what it was given."""
         batch["wide"].zero_()
-        return TensorDict({"narrow": narrow}, batch_size=batch.batch_size)
+        return batch
 
     @register(PROTO_3D, returns_rows=True)
     def fail_on_rows(self, batch: TensorDict) -> TensorDict:

@@ -1,4 +1,4 @@
-"""When a rank's heap keeps what is freed: only where the system, or the container, has plenty."""
+"""What a process holds, and what the system or the container could still give."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hybridengine.runtime import host_memory
-from hybridengine.runtime.storage import return_memory_to_system
 
 
 @pytest.fixture
@@ -32,36 +31,6 @@ def test_the_smaller_of_system_and_container_counts(system: Path):
     (system / "max").unlink()
     (system / "meminfo").unlink()
     assert host_memory.available_bytes() == 0
-
-
-def test_the_heap_keeps_what_is_a_quarter_of_that(system: Path, monkeypatch: pytest.MonkeyPatch):
-    for free, keeps in ((0, True), (2000 * 1024, True), (2000 * 1024 + 1, False), (None, False)):
-        monkeypatch.setattr(host_memory, "_free_in_heap", lambda free=free: free)
-        assert host_memory.heap_is_worth_keeping() == keeps
-
-
-def test_what_is_short_goes_back(system: Path, monkeypatch: pytest.MonkeyPatch):
-    trimmed = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a GPU's allocator has its own rule
-    monkeypatch.setattr("hybridengine.runtime.storage.trim_heap", lambda: trimmed.append(1))
-    monkeypatch.setattr(host_memory, "_free_in_heap", lambda: 2000 * 1024)
-    return_memory_to_system(if_short=True)
-    assert not trimmed
-    monkeypatch.setattr(host_memory, "_free_in_heap", lambda: 3000 * 1024)
-    return_memory_to_system(if_short=True)
-    return_memory_to_system()
-    assert len(trimmed) == 2
-
-
-def test_the_c_library_says_what_is_free():
-    size, count = 64 * 1024, 400  # small enough for the heap
-    blocks = [torch.zeros(size, dtype=torch.uint8) for _ in range(2 * count)]
-    held = host_memory._free_in_heap()
-    del blocks[::2]  # what lies between others cannot leave the heap
-    freed = host_memory._free_in_heap()
-    assert held is not None
-    assert freed is not None
-    assert freed - held >= 0.9 * size * count
 
 
 def test_what_a_process_holds_is_what_the_system_says():

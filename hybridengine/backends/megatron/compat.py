@@ -37,12 +37,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hybridengine.backends.megatron.attention import FusedAttention
-from hybridengine.backends.megatron.norm import RootMeanSquareNorm
 from hybridengine.errors import ConfigError
 from hybridengine.families.tables import NameSet
 
@@ -61,28 +60,15 @@ def check_version() -> None:
         raise ConfigError(f"megatron-core {installed} is not supported; install 0.16 to 0.19")
 
 
-def stage_spec(
-    names: NameSet, qk_norm: bool, num_layers: int, fused_attention: bool = False
-) -> TransformerBlockSubmodules:
-    """Specification of one pipeline stage of a dense decoder, whose parameters have the names of `names`.
-
-    Args:
-        fused_attention: torch's kernel in place of Megatron-core's local one.
-    """
+def stage_spec(names: NameSet, qk_norm: bool, num_layers: int) -> TransformerBlockSubmodules:
+    """Return the specification of one pipeline stage of a dense decoder, whose parameters have the names of `names`."""
     if names is NameSet.TRANSFORMER_ENGINE:
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)  # type: ignore[arg-type]
     layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
-    parts: Any = layer.submodules
-    attention = parts.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RootMeanSquareNorm
-    if qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RootMeanSquareNorm
-    if fused_attention:
-        attention.core_attention = FusedAttention
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RootMeanSquareNorm)  # type: ignore[arg-type]
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=WrappedTorchNorm)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

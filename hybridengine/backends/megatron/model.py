@@ -124,7 +124,7 @@ def build_model(
         model = GPTModel(
             config=config,
             transformer_layer_spec=stage_spec(  # type: ignore[arg-type]
-                names, config.qk_layernorm, len(stages[groups.pp.rank()]), _fuses_attention(dtype)
+                names, config.qk_layernorm, len(stages[groups.pp.rank()])
             ),
             vocab_size=padded_vocab_size(shape.vocab_size, sizes.tp_size),
             max_sequence_length=shape.max_positions,
@@ -142,11 +142,6 @@ def build_model(
             model.output_layer = ScoreHead(shape.hidden_size, shape.num_labels)  # type: ignore[assignment]
         _mark_sharded(model)
         return model.to(device=device(), dtype=DTYPES[dtype])
-
-
-def _fuses_attention(dtype: str) -> bool:
-    """Whether torch's attention kernel is the faster one; in bfloat16 on a CPU its backward pass is the slower."""
-    return dtype == "float32" or not is_needed()
 
 
 def _mark_sharded(model: GPTModel) -> None:

@@ -29,7 +29,7 @@ from hybridengine.importing import nothing_collected
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.vllm import vllm_layout
-from hybridengine.runtime.storage import WeightStorage, return_memory_to_system
+from hybridengine.runtime.storage import WeightStorage
 from hybridengine.topology.generation import GenerationGrid
 
 
@@ -50,14 +50,14 @@ class VllmEngine:
         identity: str,
     ) -> None:
         self.layout: Layout = vllm_layout(shape, generation)
-        on_gpu = torch.cuda.is_available()
+        self._is_on_gpu = torch.cuda.is_available()
         stages = shape.gen_stage_layers(generation.train.sizes.pp_size, generation.sizes.pp_size)
         with nothing_collected():  # else vLLM imports them while it builds
             importlib.import_module("vllm.entrypoints.llm")
             importlib.import_module("vllm.v1.engine.core")
         with process_state_kept():
             install_groups(generation, identity)
-            self._llm = build_llm(folder, generation, settings, stages, on_gpu)
+            self._llm = build_llm(folder, generation, settings, stages, self._is_on_gpu)
         self._engine = self._llm.llm_engine
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         prepare_pipeline(self._runner, generation)
@@ -96,8 +96,8 @@ class VllmEngine:
 
     def enter_generation(self, version: int) -> None:
         """Take the KV cache back, zeroed; the weights are those of `version` now."""
-        # The cache is one piece, which the heap's gaps cannot hold, or comes from vLLM's own allocator.
-        return_memory_to_system(if_short=True)
+        if self._is_on_gpu:  # the cache is one piece, which the gaps of the caching allocator cannot hold
+            torch.cuda.empty_cache()
         if self._settings.cuda_graphs:
             self._llm.wake_up(tags=["kv_cache"])
         else:
