@@ -77,7 +77,7 @@ class Received:
     """Columns that were read, and the bytes that this moved."""
 
     columns: dict[str, Tensor | NonTensorStack] = field(default_factory=dict)
-    """Inference tensors, which torch does not let anybody write to: they may be memory that others read too."""
+    """Inference tensors, to which a write is an error: they may be memory that others read too."""
     transferred: Counter[str] = field(default_factory=Counter)
     """Bytes of rows that other processes have produced, by the call that has."""
     object_bytes: int = 0
@@ -171,9 +171,10 @@ def _assembled(
 
 
 def _view(content: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return bytes as a tensor on the same memory, which torch refuses to write to.
+    """Return bytes as a tensor on the same memory.
 
-    Ray maps its store so that a write would go through, to everybody who reads the object.
+    Ray maps its store so that a write goes through, to everybody who reads the object; with an inference tensor the call
+    that writes fails.
     """
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
