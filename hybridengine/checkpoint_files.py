@@ -204,7 +204,9 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
         ]
     try:
         names = sorted(set(read_object(index)["weight_map"].values()))
-        if outside := [name for name in names if Path(name).name != name or name in ("", "..")]:
+        if outside := [
+            name for name in names if Path(name).name != name or name in ("", "..") or len(name) > 255
+        ]:
             return [], [
                 f"{index} names {shown(outside[0])}, which is no file of its folder; restore the original file"
             ]

@@ -48,7 +48,11 @@ class SamplingSettings:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", self.top_k >= 0, "at least 0, which stands for all tokens"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
-            ("stop_strings", all(self.stop_strings), "texts of at least one character"),
+            (
+                "stop_strings",
+                isinstance(self.stop_strings, tuple) and all(self.stop_strings),
+                "a tuple of texts of at least one character",
+            ),
         )
         for name, holds, rule in rules:
             if not holds:

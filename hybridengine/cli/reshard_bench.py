@@ -61,9 +61,7 @@ EPILOG = """examples:
 reading the table: bytes are those of the rank with the most; "x1.02" beneath them is the ratio to the formula of the
 paper's table 2 (HybridFlow, arXiv 2409.19256), beneath seconds are the fastest and the slowest repetition. "vs ours" is
 seconds there over those of micro-dp. "raw" is the rate at which bytes arrive, over that of a bare all-gather of the
-training shards inside the micro-DP group, measured in the same run; it says nothing about how many bytes are sent. On a
-CPU, micro-dp reads the memory of ranks on the same host, which beats that all-gather through sockets; a line beneath the
-table says what it takes through sockets as well."""
+training shards inside the micro-DP group, measured in the same run; it says nothing about how many bytes are sent."""
 
 
 DEFAULTS = "1-4-2", "1-2"

@@ -8,6 +8,7 @@ and rules, the launcher its roles, the planner its calls (by tracing `step`), th
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -131,6 +132,15 @@ def algorithm_class(name: str) -> type[Algorithm]:
             f"{name} has the roles {list(found.roles)}; give it a tuple `roles` of {', '.join(get_args(Role))}, with"
             " the actor, which generates"
         )
+    try:
+        if found.step is Algorithm.step:
+            raise TypeError("there is none")
+        inspect.signature(found.step).bind("self", "roles", "sampling", "state")
+    except TypeError as error:
+        raise ValueError(
+            f"{name} needs a method step(self, roles, sampling, state), which returns an iteration's metrics ({error});"
+            " write it"
+        ) from None
     return found
 
 

@@ -264,8 +264,10 @@ def _remedy(location: Sequence[str | int], algorithm: type[Algorithm]) -> str:
     for fields, part in _fields_along(location, algorithm):
         field = fields[part]
     assert field is not None, "a value that is wrong has a key"
-    default = json.dumps(field.get_default(), default=str)
     meaning = f" (it is: {_begun_small(field.description.rstrip('.'))})" if field.description else ""
+    if field.is_required():
+        return f"give it a value{meaning}"
+    default = json.dumps(field.get_default(), default=str)
     return f"correct it, or leave it out for the default {default}{meaning}"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from hybridengine.data.rows import Row
+from hybridengine.data.rows import MAX_LISTED_PROBLEMS, Row, raise_listed
 from hybridengine.errors import DataError
 
 MAX_RENDER_S = 10.0
@@ -38,7 +38,7 @@ def rendered_prompts(
     """Return each row's prompt with the start of the assistant's turn, "" where there is a problem, and the problems.
 
     Raises:
-        DataError: the template does not end, or fills the memory.
+        DataError: the template does not end, fills the memory, or fails for as many rows as a message lists.
     """
     template = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     texts, problems, place = list[str](), list[str](), ""
@@ -50,6 +50,8 @@ def rendered_prompts(
                 text, problem = _rendered(row, tokenizer, template, max_tokens)
                 texts.append("" if problem else text)
                 problems += [problem] if problem else []
+                if len(problems) > MAX_LISTED_PROBLEMS:  # each may have taken seconds
+                    raise_listed(problems)
     except _TooLongError:
         raise DataError(
             f"{place}: {template} did not end in {MAX_RENDER_S:g} s; correct its loops in the tokenizer's folder"

@@ -137,7 +137,7 @@ class Schedule:
             end = begin + (host_s if place is None else seconds[place[0]][place[1]])
             free[pool] = end
             ends.append(end)
-        return max(free.values())
+        return max(free.values(), default=0.0)
 
     def bars(self, seconds: Mapping[str, Sequence[float]], sharing: Sharing | None = None) -> list[Bar]:
         """The timeline, in the order of the calls.

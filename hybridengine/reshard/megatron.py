@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from hybridengine.errors import PlanError, raise_all
 from hybridengine.families.registry import FAMILIES
 from hybridengine.families.tables import NameSet
 from hybridengine.model_shapes import (
@@ -28,7 +29,12 @@ from hybridengine.topology.sizes import MODEL_AXES
 
 @lru_cache(maxsize=16)
 def megatron_layout(shape: ModelShape, grid: Grid, names: NameSet = NameSet.LOCAL) -> Layout:
-    """Layout of a GPTModel over the ranks of `grid`."""
+    """Return the layout of a GPTModel over the ranks of `grid`.
+
+    Raises:
+        PlanError: t does not shard the model.
+    """
+    raise_all(shape.tp_problems(grid.sizes.tp_size), PlanError)
     keys = {rank: place.along(MODEL_AXES) for rank, place in enumerate(grid.coordinates())}
     shards = {
         (pp_rank, tp_rank): megatron_shard(

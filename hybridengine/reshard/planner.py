@@ -47,8 +47,18 @@ def compile_plan(
         direct_elements: least size of a box that is sent and received without staging where it is contiguous.
 
     Raises:
-        PlanError: different models, or a box that no rank of the domain holds.
+        PlanError: different models, ranks that no layout has, or a box that no rank of the domain holds.
     """
+    unknown = sorted(set(ranks) - {*source.keys, *destination.keys})
+    if unknown or not ranks:
+        raise PlanError(
+            f"ranks={list(ranks)} must be ranks of {source.kind} or {destination.kind}, at least one of them; take a"
+            " group of domains(source, destination)"
+        )
+    if bucket_elements < 1:
+        raise PlanError(
+            f"bucket_elements={bucket_elements} must be at least 1; choose about {BUCKET_ELEMENTS}"
+        )
     return _compiled(source, destination, tuple(ranks), bucket_elements, nodes, two_step, direct_elements)
 
 

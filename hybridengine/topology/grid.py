@@ -170,8 +170,15 @@ class Mesh:
 
 
 def group_with(rank: int, groups: Groups) -> tuple[int, ...]:
-    """The one of `groups` that holds `rank`."""
-    return next(group for group in groups if rank in group)
+    """Return the one of `groups` that holds `rank`.
+
+    Raises:
+        TopologyError: none does.
+    """
+    for group in groups:
+        if rank in group:
+            return group
+    raise TopologyError(f"rank {rank} is in none of the {len(groups)} groups; choose a rank of one of them")
 
 
 class RankOrder(str, Enum):

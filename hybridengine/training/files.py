@@ -201,26 +201,31 @@ def _read_rows(
 def stop_token_ids(
     model_folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> tuple[int, ...]:
-    """The tokenizer's end token, and those of the checkpoint's generation_config.json, as vLLM and transformers stop.
+    """Return the tokenizer's end token and those of the checkpoint's generation_config.json, as transformers stops.
 
     Raises:
-        CheckpointError: that file cannot be read, or names no tokens.
+        CheckpointError: that file or config.json, which vLLM reads, cannot be read, or names no tokens.
     """
-    file = model_folder / "generation_config.json"
-    remedy = "restore the model's original file, or remove it"
+    _end_tokens(model_folder / "config.json", vocab_size)
+    more = _end_tokens(model_folder / "generation_config.json", vocab_size)
+    return tuple(dict.fromkeys([token_id(tokenizer, "eos"), *more]))
+
+
+def _end_tokens(file: Path, vocab_size: int) -> list[int]:
+    remedy = "restore the model's original file" + ("" if file.name == "config.json" else ", or remove it")
     try:
         found = read_object(file).get("eos_token_id")
     except FileNotFoundError:
-        found = None
+        return []
     except UnreadableError as error:
         raise CheckpointError(f"{error}; {remedy}") from None
-    more = found if isinstance(found, list) else [] if found is None else [found]
-    if wrong := [token for token in more if type(token) is not int or not 0 <= token < vocab_size]:
+    tokens = found if isinstance(found, list) else [] if found is None else [found]
+    if wrong := [token for token in tokens if type(token) is not int or not 0 <= token < vocab_size]:
         raise CheckpointError(
             f"{file}: eos_token_id has {shown(wrong[0])}, which is no token of the model's vocabulary (0 to"
             f" {vocab_size - 1}); {remedy}"
         )
-    return tuple(dict.fromkeys([token_id(tokenizer, "eos"), *more]))
+    return tokens
 
 
 def _write_task_files(config: RunConfig) -> None:

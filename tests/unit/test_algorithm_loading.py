@@ -50,6 +50,14 @@ HEAD = "from hybridengine.config.algorithm import Algorithm\n"
             "has the roles ['actor', 'judge']; give it",
         ),
         (HEAD + "class Flow(Algorithm): roles = ('reward',)", "with the actor, which generates"),
+        (
+            HEAD + "class Flow(Algorithm): roles = ('actor',)",
+            "needs a method step(self, roles, sampling, state)",
+        ),
+        (
+            HEAD + "class Flow(Algorithm):\n roles = ('actor',)\n def step(self, roles): ...",
+            "needs a method step(self, roles, sampling, state), which returns an iteration's metrics (too many",
+        ),
     ],
 )
 def test_a_class_of_ones_own_that_cannot_be_used(

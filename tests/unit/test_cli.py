@@ -377,6 +377,13 @@ def test_a_generation_config_that_names_no_tokens(bench: Bench, checkpoint: Path
     assert message.endswith("; restore the model's original file, or remove it\n")
 
 
+@pytest.mark.parametrize("named", ["abc", 131, [1, -1]])
+def test_a_config_that_names_no_end_token(bench: Bench, checkpoint: Path, named: Any):
+    file = copy_checkpoint(bench, checkpoint) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": named}))
+    assert f"hybridengine: {file}: eos_token_id has " in bench.refusal()
+
+
 @pytest.mark.parametrize(
     ("rows", "parts"),
     [

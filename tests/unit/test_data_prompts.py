@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import resource
@@ -14,6 +15,7 @@ from hybridengine.data import chat_template
 from hybridengine.data.demonstrations import DemonstrationDataset
 from hybridengine.data.epochs import rows_after, shuffled_rows
 from hybridengine.data.prompts import PromptDataset
+from hybridengine.data.rows import Row
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import DataError
 
@@ -178,3 +180,19 @@ def test_demonstrations_follow_their_prompts(path, tokenizer):
 def test_long_responses_are_named(path, tokenizer):
     with pytest.raises(DataError, match=r"line 7: the response has 4 tokens .* max_response_tokens=3"):
         DemonstrationDataset(path, tokenizer, 12, 3)
+
+
+def test_a_template_that_fails_for_every_row_is_tried_for_as_many_as_are_listed(tokenizer, monkeypatch):
+    rendered, tried = chat_template._rendered, []
+
+    def counted(row, *rest):
+        tried.append(row.place)
+        return rendered(row, *rest)
+
+    monkeypatch.setattr(chat_template, "_rendered", counted)
+    broken = copy.deepcopy(tokenizer)
+    broken.chat_template = "{{ 1 / 0 }}"
+    rows = [Row(f"line {number}", "1 + 1 =", "2") for number in range(1000)]
+    with pytest.raises(DataError, match="and 1 more malformed rows"):
+        chat_template.rendered_prompts(rows, broken, 16)
+    assert tried == [f"line {number}" for number in range(11)]

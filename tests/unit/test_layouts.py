@@ -331,3 +331,9 @@ def test_shards_count_their_elements_with_padding() -> None:
     shard = megatron_layout(shape, Grid(TrainSizes(1, 2, 1))).shard(1)
     expected = megatron_reference(shape, numbered(shape), 0, 1, 1, 2)
     assert shard.num_elements == sum(values.size for values in expected.values())
+
+
+def test_a_tensor_size_that_does_not_shard_the_model_is_refused() -> None:
+    shape = ModelShape.from_folder("configs/models/smollm2-135m-instruct.json")
+    with pytest.raises(PlanError, match="t=4 does not divide num_heads=9; choose 1 or 3"):
+        megatron_layout(shape, Grid(TrainSizes(1, 4, 1)))

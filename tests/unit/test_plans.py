@@ -307,3 +307,13 @@ def test_paddings_that_do_not_nest_are_refused_before_the_switch() -> None:
         match=r"^t=6 does not divide 128, which is vocab_size=100 .*choose t_g from 1, or another t$",
     ):
         case.plans()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "bucket", "words"), [((), 8, "ranks"), ((99,), 8, "ranks"), ((0,), 0, "bucket")]
+)
+def test_arguments_of_a_plan_that_cannot_be(ranks: tuple[int, ...], bucket: int, words: str) -> None:
+    shape = ModelShape.from_folder("configs/models/smollm2-135m-instruct.json")
+    layout = hf_layout(shape)
+    with pytest.raises(PlanError, match=f"{words}.* must be"):
+        compile_plan(layout, layout, ranks, bucket)
