@@ -246,6 +246,9 @@ class Unjudged(Algorithm):
 
     roles = ("actor",)
 
+    def step(self, roles, sampling, state):
+        return {}
+
 
 @pytest.mark.parametrize(
     ("overrides", "messages"),

@@ -161,6 +161,9 @@ class Asking(Algorithm):
     roles = ("actor", "reward")
     api_key: str = ""
 
+    def step(self, roles, sampling, state):
+        return {}
+
 
 CONFIG = """
 model: {hf_config: qwen2.5-7b, path: models/none}
