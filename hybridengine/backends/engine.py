@@ -1,4 +1,4 @@
-"""What a generation engine is: requests come and go, and each token carries the weights' version that drew it.
+"""The protocol of generation engines: requests come and go, and each token carries the weights' version that drew it.
 
 vLLM is one (`backends/vllm`); another would be one folder that implements `Engine`. Every rank of an engine calls the
 same methods with the same arguments in the same order, because tensor-parallel peers compute each step together.
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from hybridengine.errors import DataError, StorageError
 from hybridengine.reshard.layout import Layout
-from hybridengine.runtime.storage import WeightStorage
+from hybridengine.runtime.hybrid_engine import GenerationSide
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,20 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         rules = (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            (
+                "max_tokens",
+                _is_whole(self.max_tokens) and self.max_tokens >= 1,
+                "a whole number of at least 1",
+            ),
             ("temperature", 0 <= self.temperature < math.inf, "a number of at least 0"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "at least 0, which stands for all tokens"),
+            ("top_k", _is_whole(self.top_k) and self.top_k >= 0, "a whole number; 0 stands for all tokens"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            (
+                "stop_token_ids",
+                all(_is_whole(token) and token >= 0 for token in self.stop_token_ids),
+                "tokens of the vocabulary",
+            ),
             (
                 "stop_strings",
                 isinstance(self.stop_strings, tuple) and all(self.stop_strings),
@@ -59,6 +68,10 @@ class SamplingSettings:
                 raise DataError(
                     f"sampling {name}={getattr(self, name)!r} must be {rule}; choose another value"
                 )
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int  # True is an int, and no number of tokens
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,7 @@ class Request:
 
 @dataclass
 class Response:
-    """What has been drawn for a request so far."""
+    """Tokens that have been drawn for a request so far."""
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)
@@ -89,18 +102,16 @@ class Response:
     """`stop` or `length`; None where the response has not ended."""
 
 
-class Engine(Protocol):
+class Engine(GenerationSide, Protocol):
     """One rank's part of a generation engine.
 
     Its weights come from a weight sync (`runtime/hybrid_engine.py`, `runtime/weight_push.py`), which writes into their
-    storages. Between two calls of `advance` weights may change while requests stay.
+    storages. Between two calls of `advance` weights may change while requests stay: where the KV cache is released
+    (`leave_generation`), unfinished requests are computed anew when it is back.
     """
 
     @property
     def layout(self) -> Layout: ...
-
-    @property
-    def weights(self) -> WeightStorage: ...
 
     @property
     def version(self) -> int:
@@ -133,14 +144,6 @@ class Engine(Protocol):
         """Drop requests that have not ended, and return what has been drawn for each so far."""
         ...
 
-    def leave_generation(self) -> None:
-        """Release the KV cache. Unfinished requests stay, and are computed anew when generation goes on."""
-        ...
-
-    def enter_generation(self, version: int) -> None:
-        """Take the KV cache back; the weights are those of `version` now."""
-        ...
-
     def weights_changed(self, version: int, keep_kv: bool) -> None:
         """Go on with weights of `version` that were written while the engine had them.
 
@@ -170,11 +173,10 @@ def generate(
             for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
     )
-    ended: dict[str, Response] = {}
+    ids, ended = [str(row) for row in range(len(prompts))], dict[str, Response]()
     try:
         while engine.num_unfinished:
             ended.update((response.request_id, response) for response in engine.advance())
-    except BaseException:
-        engine.abort([str(row) for row in range(len(prompts))])
-        raise
-    return [ended[str(row)] for row in range(len(prompts))]
+    finally:
+        engine.abort(ids)  # nothing is left but after a failure or an interrupt
+    return [ended[row] for row in ids]

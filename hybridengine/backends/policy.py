@@ -1,4 +1,4 @@
-"""What a policy is: forward and backward passes any number of times, then an optimizer step.
+"""The protocol of policies: forward and backward passes any number of times, then an optimizer step.
 
 Megatron-core is one (`backends/megatron/trainer.py`). Its weights, gradients and optimizer state come and go: a weight
 sync (`runtime/hybrid_engine.py`) takes the weights for generation, and gradients that wait for their optimizer step stay.
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hybridengine.reshard.layout import Layout
-from hybridengine.runtime.storage import WeightStorage
+from hybridengine.runtime.hybrid_engine import TrainingSide
 
 MicroBatch = dict[str, Tensor]
 """Columns of some rows; `tokens` [B, T] goes into the model, the rest to the output function.
@@ -32,7 +32,7 @@ LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, Any]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     grad_norm: float
     """Norm over all ranks, before clipping."""
@@ -40,27 +40,14 @@ class StepResult:
     skipped: bool = False
     """The gradient was not finite on some rank: nothing has changed, and `grad_norm` is NaN."""
     collected: list[Any] = field(default_factory=list)
-    """What the loss function gave to collect for each micro-batch; empty on all stages but the last."""
+    """The loss function's third result for each micro-batch; empty on all stages but the last."""
 
 
-class Policy(Protocol):
+class Policy(TrainingSide, Protocol):
     """One rank's part of a model that is trained. All ranks of its grid call the same methods in the same order."""
 
     @property
     def layout(self) -> Layout: ...
-
-    @property
-    def weights(self) -> WeightStorage: ...
-
-    @property
-    def version(self) -> int:
-        """Number of optimizer steps that the weights have taken."""
-        ...
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes that gradients own now."""
-        ...
 
     def forward(self, batches: Sequence[MicroBatch], output: OutputFunction) -> list[dict[str, Tensor]]:
         """Return the results of `output` for each micro-batch, in order; nothing on all stages but the last.
@@ -89,12 +76,4 @@ class Policy(Protocol):
         Raises:
             StorageError: the generation engine has the weights, or no pass has left gradients.
         """
-        ...
-
-    def leave_training(self) -> None:
-        """Release what only training needs; gradients that wait for their optimizer step stay."""
-        ...
-
-    def enter_training(self) -> None:
-        """Take it back."""
         ...

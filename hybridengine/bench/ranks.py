@@ -23,7 +23,7 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-"""Of the ranks, besides this process's own. The last lets the forkserver ask for GPUs and fork."""
+"""Environment of the ranks, on top of this process's own. The last lets the forkserver ask for GPUs and fork."""
 
 PRELOADED = "hybridengine.bench.rank_process"
 

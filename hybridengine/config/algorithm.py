@@ -11,6 +11,7 @@ import difflib
 import inspect
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -40,7 +41,7 @@ DEFAULT = next(iter(ALGORITHMS))
 
 
 class CorrectionSection(Section):
-    """What to do about the engine's log-probs being others than the trainer's: weights rho = pi_train / pi_rollout."""
+    """Correction of differences between the engine's and the trainer's log-probs: weights rho = pi_train / pi_rollout."""
 
     name: Literal["token_tis", "sequence_tis", "sequence_mis", "geometric_filter"] = "token_tis"
     """token_tis and sequence_tis cut weights off at `high`, sequence_mis drops sequences beyond it; geometric_filter
@@ -87,6 +88,7 @@ class Algorithm(Section):
         name = next((name for name, known in ALGORITHMS.items() if known == path), path)
         return {"name": name, **values} if isinstance(values, dict) else values
 
+    @abstractmethod
     def step(self, roles: Any, sampling: Any, state: dict[str, float]) -> dict[str, float]:
         """Carry out one iteration over the run's worker groups; return its metrics.
 
@@ -97,7 +99,6 @@ class Algorithm(Section):
             sampling: `drivers.roles.Sampling`.
             state: numbers that are kept until the next iteration, and in checkpoints.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no step")
 
     def scored_rows(self, num_prompts: int, num_rows: int) -> int:
         """Return the rows of the smallest call that scores responses."""
@@ -133,7 +134,7 @@ def algorithm_class(name: str) -> type[Algorithm]:
             " the actor, which generates"
         )
     try:
-        if found.step is Algorithm.step:
+        if inspect.isabstract(found):
             raise TypeError("there is none")
         inspect.signature(found.step).bind("self", "roles", "sampling", "state")
     except TypeError as error:

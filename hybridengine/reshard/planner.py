@@ -88,23 +88,6 @@ def _compiled(
         return Plan(source, destination, domain.ranks, tuple(buckets))
 
 
-def check_local_return(plan: Plan) -> None:
-    """Check that every rank's source shard is part of its destination shard, so that nothing need be held twice.
-
-    Raises:
-        PlanError: some rank's destination shard lacks elements of its source shard.
-    """
-    for rank in plan.ranks:
-        for name in plan.retained(rank):
-            missing = _missing(plan.source.shard(rank).by_name[name], plan.destination.shard(rank))
-            tensor, box = next(iter(missing))
-            raise PlanError(
-                f"{name} of rank {rank} in {plan.source.kind} holds {tensor}{list(box)},"
-                f" which {plan.destination.kind} does not give that rank; the layouts must nest"
-                " (interval grouping, p_g | p and t_g | t)"
-            )
-
-
 def inverse_local(plan: Plan) -> Plan:
     """The way back: the buckets in reverse, what a rank gave up cut out of its destination shard.
 

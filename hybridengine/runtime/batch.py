@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
-
-import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorStack, TensorDictBase
 from torch import Tensor
 
 from hybridengine.errors import ProtocolError
@@ -23,28 +19,6 @@ def num_rows(batch: TensorDictBase) -> int:
             f"a TensorDict with columns {columns_of(batch)} has no rows; give it batch_size=[num_rows]"
         )
     return batch.batch_size[0]
-
-
-def slice_rows(batch: TensorDictBase, rows: range) -> TensorDict:
-    """The rows of a range, in storage of their own: pickling a view would send the whole batch."""
-    return cast(TensorDict, batch[rows.start : rows.stop].clone())
-
-
-def concat_rows(batches: Sequence[TensorDictBase]) -> TensorDict:
-    """The rows of all batches, in order.
-
-    Raises:
-        ProtocolError: there is no batch, or their columns differ.
-    """
-    if not batches:
-        raise ProtocolError("no batches to concatenate; collect from at least one rank")
-    for batch in batches[1:]:
-        if columns_of(batch) != columns_of(batches[0]):
-            raise ProtocolError(
-                f"batches with columns {columns_of(batches[0])} and {columns_of(batch)} cannot be concatenated;"
-                " every rank must return the same columns"
-            )
-    return cast(TensorDict, torch.cat(list(batches)))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def payload_bytes(batch: TensorDictBase) -> int:

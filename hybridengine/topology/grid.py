@@ -12,6 +12,7 @@ Source: HybridFlow, arXiv 2409.19256, section 5.3; the orders are Megatron-core'
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -57,13 +58,13 @@ class Coordinate:
     __repr__ = __str__
 
 
-class Mesh:
+class Mesh(ABC):
     """Ranks arranged along named axes; a subclass says along which."""
 
     @property
+    @abstractmethod
     def axes(self) -> dict[str, int]:
         """Axis -> size; the first axis varies fastest."""
-        raise NotImplementedError
 
     @property
     def ranks(self) -> Sequence[int]:

@@ -12,9 +12,9 @@ from tensordict import NonTensorStack, TensorDict
 from hybridengine.config import Role, RunConfig
 from hybridengine.controller.context import RankContext
 from hybridengine.protocols import GroupTopology, registered
-from hybridengine.runtime.batch import concat_rows, slice_rows
 from hybridengine.runtime.row_requests import ROW_NUMBERS
 from tests.full.vllm_ranks import take_place
+from tests.gloo.row_parts import concat_rows, slice_rows
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.reference import ReferenceWorker

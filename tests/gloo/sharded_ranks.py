@@ -28,8 +28,8 @@ from hybridengine.errors import ProtocolError
 from hybridengine.importing import import_object
 from hybridengine.protocols import DP_PROTO, GroupTopology, registered
 from hybridengine.reshard.boxes import Box
-from hybridengine.runtime.batch import concat_rows, slice_rows
 from hybridengine.runtime.row_requests import ROW_NUMBERS
+from tests.gloo.row_parts import concat_rows, slice_rows
 from tests.gloo.sharded_cases import CASES, NUM_ROWS, ONE_RANK, SAMPLES, judged, run_of
 from workers.actor import ActorWorker
 from workers.compute import ComputeWorker

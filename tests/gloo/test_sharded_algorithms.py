@@ -23,10 +23,10 @@ from hybridengine.algorithms.kl import KL_ESTIMATORS
 from hybridengine.algorithms.losses.aggregation import AggregationName
 from hybridengine.config.algorithm import ALGORITHMS, algorithm_class
 from hybridengine.config.run_config import TRAINED
-from hybridengine.runtime.batch import slice_rows
 from tests.gloo import sharded_cases as cases
 from tests.gloo import sharded_ranks as on_ranks
 from tests.gloo.ranks import RankLauncher
+from tests.gloo.row_parts import slice_rows
 from tests.gloo.sharded_cases import CASES, NUM_ROWS, ONE_RANK, SAMPLES, UPDATES, run_of
 from tests.gloo.sharded_ranks import Outcome, Pieces, shards
 from tests.gloo.sharded_reference import plain_update

@@ -1,13 +1,17 @@
-"""Configurations that the tests of the checks start from, each a valid one; the command that plans a switch."""
+"""What several tests start from: valid configurations, a checkpoint, a run on it, the command that plans a switch."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridengine.cli.main import main
+from hybridengine.data.tokenizer import build_arithmetic_tokenizer
+from tests.gloo.tiny_models import write_model
 from tests.unit.plan_runs import H100, Plan
+from tests.unit.run_bench import Bench, Reached
 from tests.unit.test_checkpoint_files import write_checkpoint
 
 BUILT = """
@@ -56,3 +60,26 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
         return code, out, err
 
     return run
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint with a tokenizer. Tests that break it copy what they break."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_model(folder, "qwen3", tied=True, head_dim=32)
+    build_arithmetic_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def bench(
+    tmp_path: Path,
+    checkpoint: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Bench:
+    def start(*_: Any, **__: Any) -> None:
+        raise Reached
+
+    monkeypatch.setattr("hybridengine.training.launch.start_ray", start)
+    return Bench(tmp_path, checkpoint, capfd)

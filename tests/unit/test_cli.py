@@ -2,100 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from transformers import PreTrainedTokenizerFast
 
 from hybridengine.cli import main as command_line
 from hybridengine.cli.main import main
 from hybridengine.controller.failures import failure_of, rank_failed
-from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import CheckpointError, ConfigError, StorageError
-from hybridengine.training.files import stop_token_ids
-from tests.gloo.tiny_models import write_model
+from tests.unit.run_bench import Bench, Reached
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
 HEAVY = ("torch", "ray", "megatron", "vllm", "transformers", "tensordict", "safetensors")
-
-ROWS = [{"prompt": f"{number} + 2 =", "answer": str(number + 2)} for number in range(16)]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small checkpoint with a tokenizer. Tests that break it copy what they break."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    write_model(folder, "qwen3", tied=True, head_dim=32)
-    build_arithmetic_tokenizer().save_pretrained(folder)
-    return folder
-
-
-class Bench:
-    """A run that is in order until a test changes it, and the commands that start it."""
-
-    def __init__(self, folder: Path, checkpoint: Path, capture: pytest.CaptureFixture[str]) -> None:
-        self.folder, self._capture = folder, capture
-        self.data = folder / "train.jsonl"
-        self.write_rows(ROWS)
-        self.config = folder / "run.yaml"
-        self.sections: dict[str, Any] = {
-            "run": {"steps": 2, "folder": str(folder / "runs")},
-            "cluster": {"ranks_per_node": [4]},
-            "model": {"path": str(checkpoint)},
-            "data": {"train_file": str(self.data), "batch_size": 8},
-            "actor": {"parallel": "2-2-1", "generate": "1-1"},
-            "critic": {"parallel": "1-2-2"},
-            "rollout": {"max_prompt_tokens": 16, "max_response_tokens": 8},
-        }
-
-    def write_rows(self, rows: list[Any]) -> None:
-        self.data.write_text(
-            "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-        )
-
-    def train(self, *overrides: str) -> tuple[int, str]:
-        """(exit code, what came on stderr)."""
-        self.config.write_text(yaml.safe_dump(self.sections))
-        self._capture.readouterr()
-        code = main(["train", str(self.config), *overrides])
-        return code, self._capture.readouterr().err
-
-    def refusal(self, *overrides: str) -> str:
-        """The one message with which the run is refused: exit code 2, and nothing written."""
-        before = sorted(self.folder.rglob("*"))
-        code, message = self.train(*overrides)
-        assert code == 2, message
-        assert message.startswith("hybridengine: ")
-        assert message.count("hybridengine: ") == 1
-        assert "Traceback" not in message
-        assert [path for path in sorted(self.folder.rglob("*")) if path != self.config] == [
-            path for path in before if path != self.config
-        ]
-        return message
-
-
-class Reached(BaseException):
-    """The command got as far as starting processes."""
-
-
-@pytest.fixture
-def bench(
-    tmp_path: Path,
-    checkpoint: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Bench:
-    def start(*_: Any, **__: Any) -> None:
-        raise Reached
-
-    monkeypatch.setattr("hybridengine.training.launch.start_ray", start)
-    return Bench(tmp_path, checkpoint, capfd)
 
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -296,128 +218,3 @@ def test_several_problems_come_in_one_message(bench: Bench):
         "run.steps=0",
     ):
         assert part in message
-
-
-def copy_checkpoint(bench: Bench, checkpoint: Path) -> Path:
-    """A copy that the run uses."""
-    copy = bench.folder / "model"
-    copy.mkdir()
-    for file in checkpoint.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    bench.sections["model"]["path"] = str(copy)
-    return copy
-
-
-def test_truncated_checkpoint(bench: Bench, checkpoint: Path):
-    weights = copy_checkpoint(bench, checkpoint) / "model.safetensors"
-    size = weights.stat().st_size
-    weights.write_bytes(weights.read_bytes()[:-100])
-    message = bench.refusal()
-    assert f"{weights} is truncated" in message
-    assert f"{size} bytes, the file has {size - 100}" in message
-
-
-def test_checkpoint_without_weights(bench: Bench, checkpoint: Path):
-    (copy_checkpoint(bench, checkpoint) / "model.safetensors").unlink()
-    assert "has neither model.safetensors nor model.safetensors.index.json" in bench.refusal()
-
-
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
-        ({"num_hidden_layers": 6}, ["11 tensors (", "described by", "not stored"]),
-        (
-            {"intermediate_size": 100},
-            ["shapes differ from", "mlp.down_proj.weight is [64, 96], not [64, 100]"],
-        ),
-    ],
-)
-def test_config_that_disagrees_with_the_checkpoint(
-    bench: Bench, checkpoint: Path, changes: dict[str, Any], parts: list[str]
-):
-    config = copy_checkpoint(bench, checkpoint) / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    message = bench.refusal()
-    for part in parts:
-        assert part in message
-
-
-@pytest.mark.parametrize(("named", "more"), [(None, []), (5, [5]), ([5, 6, 5], [5, 6]), ([], [])])
-def test_a_response_ends_where_the_checkpoint_says(
-    tmp_path: Path, named: int | list[int] | None, more: list[int]
-):
-    tokenizer = build_arithmetic_tokenizer()
-    if named is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
-    assert stop_token_ids(tmp_path, tokenizer, 57) == (tokenizer.eos_token_id, *more)
-
-
-@pytest.mark.parametrize(
-    ("content", "part"),
-    [
-        ("[1]", "holds list, not an object"),
-        ("[" * 100_000, "is not valid JSON (nested too deeply)"),
-        ("{broken", "is not valid JSON"),
-        (
-            '{"eos_token_id": "abc"}',
-            'eos_token_id has "abc", which is no token of the model\'s vocabulary (0 to 130)',
-        ),
-        ('{"eos_token_id": [3, 131]}', "eos_token_id has 131, which is no token"),
-        ('{"eos_token_id": -1}', "eos_token_id has -1, which is no token"),
-        ('{"eos_token_id": true}', "eos_token_id has true, which is no token"),
-    ],
-)
-def test_a_generation_config_that_names_no_tokens(bench: Bench, checkpoint: Path, content: str, part: str):
-    file = copy_checkpoint(bench, checkpoint) / "generation_config.json"
-    file.write_text(content)
-    message = bench.refusal()
-    assert f"hybridengine: {file}" in message
-    assert part in message
-    assert message.endswith("; restore the model's original file, or remove it\n")
-
-
-@pytest.mark.parametrize("named", ["abc", 131, [1, -1]])
-def test_a_config_that_names_no_end_token(bench: Bench, checkpoint: Path, named: Any):
-    file = copy_checkpoint(bench, checkpoint) / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": named}))
-    assert f"hybridengine: {file}: eos_token_id has " in bench.refusal()
-
-
-@pytest.mark.parametrize(
-    ("rows", "parts"),
-    [
-        ([*ROWS[:2], "{broken", *ROWS], ["train.jsonl, line 3", "is not JSON"]),
-        ([*ROWS, {"prompt": "1 + 1 ="}], ["train.jsonl, line 17", "'answer'"]),
-        ([*ROWS, {"prompt": 5, "answer": "5"}, '"text"'], ["2 problems", "line 17", "line 18", "a JSON str"]),
-        ([], ["train.jsonl has no rows"]),
-        (
-            [*ROWS, {"prompt": "1 + " * 9 + "1 =", "answer": "10"}],
-            ["line 17: the prompt has", "max_prompt_tokens=16"],
-        ),
-        ([*ROWS, {"prompt": "1 § 2 =", "answer": "3"}], ["line 17", "unknown to the tokenizer"]),
-    ],
-    ids=["not-json", "key-missing", "wrong-types", "empty", "too-long", "unknown-characters"],
-)
-def test_malformed_data(bench: Bench, rows: list[Any], parts: list[str]):
-    bench.write_rows(rows)
-    message = bench.refusal()
-    for part in parts:
-        assert part in message
-
-
-def test_tokenizer_without_special_tokens(bench: Bench):
-    whole = build_arithmetic_tokenizer()
-    folder = bench.folder / "tokenizer"
-    PreTrainedTokenizerFast(tokenizer_object=whole.backend_tokenizer).save_pretrained(folder)
-    message = bench.refusal(f"model.tokenizer={folder}")
-    for part in ("eos_token=None", "no chat template", "tokenizer_config.json"):
-        assert part in message
-
-
-def test_tokenizer_larger_than_the_models_vocabulary(bench: Bench, tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("narrow")
-    write_model(folder, "qwen3", tied=True, head_dim=32, vocab_size=40)
-    build_arithmetic_tokenizer().save_pretrained(folder)
-    message = bench.refusal(f"model.path={folder}")
-    assert "vocab_size=40 is smaller" in message

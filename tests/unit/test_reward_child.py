@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridengine.data.reward_child import LARGEST_SCORE, call_function, wanted_columns
+from hybridengine.data.reward_process import checked_reply
 from hybridengine.errors import DataError
 
 OFFERED = ("prompts", "response_lengths")
@@ -136,3 +138,32 @@ def test_functions_that_cannot_be_called(function, text):
     assert str(caught.value).endswith(
         "write function(responses, answers), and after them any of prompts, response_lengths"
     )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"no JSON",
+        b"[" * 100_000,
+        b'["scores", [' + b"9" * 5000 + b"]]",
+        b'["scores", [NaN]]',
+        b'["scores", [1e39]]',
+        b'["scores", [1]]',
+        b'["scores", [1.0, 1.0]]',
+        b'["raised", "text", 1, ""]',
+        b'["raised", "text", -1, ""]',
+        b'["loaded", ["secret"]]',
+        b'{"scores": [1.0]}',
+    ],
+)
+def test_a_line_that_is_no_reply_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError, match=r"\S"):
+        checked_reply(line, ["prompts"], 1)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [["loaded", ["prompts"]], ["scores", [0.5]], ["raised", "text", 0, "trace"], ["wrong", "text", None, ""]],
+)
+def test_a_reply_is_returned_as_it_was_sent(sent: list[Any]) -> None:
+    assert checked_reply(json.dumps(sent).encode(), ["prompts"], 1) == sent

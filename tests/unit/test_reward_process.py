@@ -320,23 +320,7 @@ def test_a_fork_that_comes_back_with_the_function_answers_nothing(process, tmp_p
 
 
 @pytest.mark.parametrize(
-    "sent",
-    [
-        "no JSON",
-        "[" * 100_000,
-        '["scores", [' + "9" * 5000 + "]]",
-        '["scores", [NaN]]',
-        '["scores", [1e39]]',
-        '["scores", [1]]',
-        '["scores", [1.0, 1.0]]',
-        '["raised", "text", 1, ""]',
-        '["raised", "text", -1, ""]',
-        '["loaded", ["secret"]]',
-        '{"scores": [1.0]}',
-        '["scores", [1.0]]\n["scores", [1.0]]',
-        "\udcff",
-        "x" * 1_100_000,
-    ],
+    "sent", ["no JSON", '["scores", [1.0]]\n["scores", [1.0]]', "\udcff", "x" * 1_100_000]
 )
 def test_what_a_function_sends_in_place_of_a_reply_is_an_error(process, sent):
     """It knows the channel, and may write what it likes."""

@@ -87,7 +87,7 @@ class VllmEngine:
         return len(self._requests)
 
     def leave_generation(self) -> None:
-        """Release the KV cache; weights are released by the HybridEngine. Unfinished requests are computed anew later."""
+        """Release the KV cache; the HybridEngine releases the weights. Unfinished requests are computed anew later."""
         self._is_ready = False
         self._forget_kv()
         if not self._settings.cuda_graphs:
