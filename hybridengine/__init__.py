@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "algorithms.losses.aggregation": "SummedLoss",
+    "algorithms.masking": "over_tokens",
     "backends.engine": "Engine Request Response SamplingSettings generate",
     "backends.megatron.groups": "initialize_globals",
     "backends.megatron.trainer": "MegatronTrainer OptimizerSettings",
@@ -20,13 +22,17 @@ _HOMES = {
     "backends.vllm.engine": "VllmEngine",
     "config": "RunConfig load_config",
     "config.algorithm": "Algorithm",
+    "config.values": "ImportPath",
     "controller.context": "RankContext",
     "controller.pool": "ResourcePool",
     "controller.rows": "Rows",
     "controller.worker_group": "WorkerGroup",
+    "drivers.counted": "counted_rows",
+    "drivers.dataflow": "measure_rollout switch_metrics with_advantages",
     "drivers.roles": "Roles Sampling",
     "errors": "HybridEngineError",
     "families.family": "Family",
+    "families.tables": "NameSet",
     "model_shapes": "ModelShape",
     "protocols": "ALL_TO_ALL DP_PROTO ONE_TO_ALL PROTO_3D PROTO_3D_ALL_MICRO_DP PROTO_3D_PP_ONLY register",
     "reshard.domains": "domains",
@@ -40,8 +46,8 @@ _HOMES = {
     "runtime.process_groups": "process_groups",
     "runtime.transport": "PointToPointTransport",
     "runtime.weight_push": "WeightPush",
-    "topology.generation": "GenerationGrid",
-    "topology.grid": "Grid group_with",
+    "topology.generation": "GenerationGrid Grouping",
+    "topology.grid": "Grid RankOrder group_with",
     "topology.links": "NodeMap",
     "topology.sizes": "GenSizes TrainSizes",
     "training.files": "prepare_files",
@@ -55,6 +61,8 @@ _MODULES = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for
 __all__ = [*_MODULES]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compares both
+    from hybridengine.algorithms.losses.aggregation import SummedLoss as SummedLoss
+    from hybridengine.algorithms.masking import over_tokens as over_tokens
     from hybridengine.backends.engine import Engine as Engine
     from hybridengine.backends.engine import Request as Request
     from hybridengine.backends.engine import Response as Response
@@ -71,14 +79,20 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.config import RunConfig as RunConfig
     from hybridengine.config import load_config as load_config
     from hybridengine.config.algorithm import Algorithm as Algorithm
+    from hybridengine.config.values import ImportPath as ImportPath
     from hybridengine.controller.context import RankContext as RankContext
     from hybridengine.controller.pool import ResourcePool as ResourcePool
     from hybridengine.controller.rows import Rows as Rows
     from hybridengine.controller.worker_group import WorkerGroup as WorkerGroup
+    from hybridengine.drivers.counted import counted_rows as counted_rows
+    from hybridengine.drivers.dataflow import measure_rollout as measure_rollout
+    from hybridengine.drivers.dataflow import switch_metrics as switch_metrics
+    from hybridengine.drivers.dataflow import with_advantages as with_advantages
     from hybridengine.drivers.roles import Roles as Roles
     from hybridengine.drivers.roles import Sampling as Sampling
     from hybridengine.errors import HybridEngineError as HybridEngineError
     from hybridengine.families.family import Family as Family
+    from hybridengine.families.tables import NameSet as NameSet
     from hybridengine.model_shapes import ModelShape as ModelShape
     from hybridengine.protocols import ALL_TO_ALL as ALL_TO_ALL
     from hybridengine.protocols import DP_PROTO as DP_PROTO
@@ -99,7 +113,9 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.runtime.transport import PointToPointTransport as PointToPointTransport
     from hybridengine.runtime.weight_push import WeightPush as WeightPush
     from hybridengine.topology.generation import GenerationGrid as GenerationGrid
+    from hybridengine.topology.generation import Grouping as Grouping
     from hybridengine.topology.grid import Grid as Grid
+    from hybridengine.topology.grid import RankOrder as RankOrder
     from hybridengine.topology.grid import group_with as group_with
     from hybridengine.topology.links import NodeMap as NodeMap
     from hybridengine.topology.sizes import GenSizes as GenSizes

@@ -41,7 +41,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def layer_prefix(layer: int) -> str:
-    """What the names of a decoder layer's logical tensors begin with."""
+    """Return the prefix of the names of a decoder layer's logical tensors."""
     return f"model.layers.{layer}."
 
 

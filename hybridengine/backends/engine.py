@@ -18,7 +18,7 @@ from hybridengine.runtime.hybrid_engine import GenerationSide
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How a response is drawn.
+    """Settings with which a response is drawn.
 
     Log-probs are those of the distribution that tokens are drawn from: after temperature, top_k, top_p and min_p.
 

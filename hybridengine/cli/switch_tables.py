@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from hybridengine.metrics.formatting import format_bytes, format_seconds
-from hybridengine.metrics.group_text import format_groups, format_ranks
+from hybridengine.metrics.group_text import format_groups, format_ranks, named_groups
 from hybridengine.model_shapes import ModelShape
 from hybridengine.planning.clusters import Cluster
 from hybridengine.planning.switch_plan import SwitchPlan, Variant
@@ -46,11 +46,8 @@ def plan_lines(name: str, shape: ModelShape, dtype: str, cluster: Cluster, plan:
 def _group_lines(plan: SwitchPlan) -> list[str]:
     grid, gen = plan.generation.train, plan.generation
     rows = [
-        ("training tensor", grid.groups("tp")),
-        ("training pipeline", grid.groups("pp")),
-        ("training data", grid.groups("dp")),
-        ("generation tensor", gen.groups("tp")),
-        ("generation pipeline", gen.groups("pp")),
+        *((f"training {name}", groups) for name, groups in named_groups(grid)),
+        *((f"generation {name}", groups) for name, groups in named_groups(gen)),
         ("gather domains", sorted(chain(*plan.domains))),
     ]
     return [

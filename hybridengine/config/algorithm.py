@@ -66,7 +66,7 @@ class Algorithm(Section):
     rows_per_unit: ClassVar[int] = 1
     """Rows that the actor's update keeps in one micro-batch: 2 for a preference."""
     uncorrected: ClassVar[str | None] = None
-    """Why the algorithm reads no rollout correction; None if it reads one."""
+    """Reason why the algorithm reads no rollout correction; None if it reads one."""
 
     advantage_parameters: ClassVar[tuple[str, ...]] = ("rows", "across", "algorithm", "samples")
     """Arguments that the function of the option `advantages` is called with, where there is that option."""

@@ -221,7 +221,7 @@ def _class_or_base(name: Any) -> type[Algorithm]:
 
 
 def _describe(item: Any, algorithm: type[Algorithm]) -> tuple[list[str | int], list[Problem]]:
-    """Where a pydantic error lies, and its problems: its key first, then the key that was probably meant.
+    """Return the location of a pydantic error and its problems: its key first, then the key that was probably meant.
 
     Args:
         algorithm: class of the section `algorithm`.

@@ -1,4 +1,4 @@
-"""What the controller knows of the calls of all pools: what they took, and the bytes of rows that have moved."""
+"""Record of the calls of all pools in the controller: seconds that they took, and bytes of rows that have moved."""
 
 from __future__ import annotations
 

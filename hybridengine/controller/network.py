@@ -1,4 +1,4 @@
-"""Where a rank is in the network: its node's interface, and the store in which the ranks of a pool meet.
+"""Network place of a rank: its node's interface, and the store in which the ranks of a pool meet.
 
 All connections of a run use the addresses that Ray knows its nodes by. What a host name resolves to says nothing of
 what other hosts reach: on Debian it is 127.0.1.1.

@@ -25,7 +25,7 @@ from hybridengine.errors import ConfigError, WorkerError, raise_all
 logger = logging.getLogger(__name__)
 
 MEETING_SHARE = 0.5
-"""Of the time to start: after it, ranks say whom they have not met, while the pool still listens."""
+"""Share of the time to start after which ranks report whom they have not met, while the pool still listens."""
 LEAVE_TIMEOUT_S = 10.0
 """Wait for ranks to leave the world before they are ended."""
 

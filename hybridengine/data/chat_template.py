@@ -65,7 +65,7 @@ def rendered_prompts(
 
 
 def length_problem(row: Row, key: str, num_characters: int, max_tokens: int) -> str:
-    """Why a text is too long to be tokenised at all, which takes a minute for 100 MB; "" where it is not."""
+    """Return the problem of a text that is too long to be tokenised, or "". Tokenising 100 MB would take a minute."""
     most = max_tokens * MAX_CHARACTERS_PER_TOKEN
     if num_characters <= most:
         return ""

@@ -145,7 +145,7 @@ def _row_problems(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
 
 
 def _text_problems(key: str, value: Any) -> list[str]:
-    """What keeps a value from being written as text."""
+    """Return the reasons why a value cannot be written as text."""
     try:
         _as_text(value).encode()
     except UnicodeEncodeError as error:

@@ -47,7 +47,7 @@ def correction_weights(rows: TensorDictBase, mask_BR: Tensor, algorithm: Algorit
 
 
 def counted_rows(rows: TensorDictBase, algorithm: Algorithm) -> Counted:
-    """What counts of `rows` (`drivers.dataflow.COLUMNS`), after dropped rewards and the rollout correction."""
+    """Return the parts of `rows` (`drivers.dataflow.COLUMNS`) that count, after drops and rollout correction."""
     mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
     keep, weights = ~rows["dropped"], None
     if (found := correction_weights(rows, mask & keep[:, None], algorithm)) is not None:

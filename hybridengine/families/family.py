@@ -1,4 +1,4 @@
-"""What a model family is. The defaults here are those of a dense decoder as Llama has it; a family overrides the rest."""
+"""A model family as data. The defaults are those of a dense decoder such as Llama; a family overrides the rest."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Family:
     name: str
     """`model_type` in config.json."""
     hf_prefix: str
-    """What the names of its classes in transformers begin with."""
+    """Prefix of the names of its classes in transformers."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers assumes where config.json lacks the key."""
+    """Values that transformers assumes where config.json lacks the key."""
     built_config: Mapping[str, Any] = field(default_factory=dict)
-    """What the config.json of a model that is built from sizes says besides them."""
+    """Further entries of the config.json of a model that is built from sizes."""
     has_window: bool = False
     """`sliding_window` alone gives all layers a window of attention, which is refused."""
     rope_types: tuple[str, ...] = ("default", "llama3")
@@ -45,7 +45,7 @@ class Family:
         return f"{self.hf_prefix}ForCausalLM", f"{self.hf_prefix}ForSequenceClassification"
 
     def refusals(self, config: Mapping[str, Any]) -> Iterator[str]:
-        """Why a config.json, with `defaults` filled in, describes a model that the tables do not cover."""
+        """Yield the features of a config.json, with `defaults` filled in, that the tables do not cover."""
         kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
         if kinds:
             yield f"layer_types={kinds} are not supported; use a model with full attention"
@@ -85,14 +85,14 @@ class Family:
         }
 
     def qkv_rows(self, sizes: DecoderSizes, kind: str) -> tuple[Rows, ...]:
-        """Where the weights (`kind` "weight") or biases ("bias") of q, k and v are."""
+        """Return the rows that hold the weights (`kind` "weight") or biases ("bias") of q, k and v."""
         return tuple(
             Rows(f"self_attn.{part}_proj.{kind}", 0, heads * sizes.head_dim, heads)
             for part, heads in (("q", sizes.num_heads), ("k", sizes.num_kv_heads), ("v", sizes.num_kv_heads))
         )
 
     def gate_up_rows(self, sizes: DecoderSizes) -> tuple[Rows, ...]:
-        """Where the weights of the gate and of the up projection are."""
+        """Return the rows that hold the weights of the gate and of the up projection."""
         ffn = sizes.ffn_hidden_size
         return tuple(Rows(f"mlp.{half}_proj.weight", 0, ffn, ffn) for half in ("gate", "up"))
 
@@ -147,7 +147,7 @@ class Family:
         )
 
     def vllm_problems(self, sizes: DecoderSizes) -> list[str]:
-        """Why vLLM's model of this family cannot have these sizes, at any degree of parallelism."""
+        """Return the reasons why vLLM's model of this family cannot have these sizes, at any degree of parallelism."""
         return []
 
     @property

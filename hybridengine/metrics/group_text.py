@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridengine.topology.grid import Groups
+from hybridengine.topology.grid import AXIS_NAMES, Groups, Mesh
 
 SHOWN_GROUPS = 8
 SHOWN_RANKS = 8
+
+
+def named_groups(mesh: Mesh) -> list[tuple[str, Groups]]:
+    """Return the name of each axis that the ranks are arranged along, with the groups along it."""
+    return [(name, mesh.groups(axis)) for axis, name in AXIS_NAMES.items() if axis in mesh.axes]
 
 
 def format_groups(groups: Groups, shown: int = SHOWN_GROUPS) -> str:

@@ -67,5 +67,5 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def is_step(value: object) -> bool:
-    """Whether `value` can be the number of an iteration."""
+    """Return True if `value` can be the number of an iteration."""
     return type(value) is int and 0 <= value < LARGEST

@@ -37,7 +37,7 @@ class Mode(str, Enum):
 
 
 class TrainingSide(Protocol):
-    """What the HybridEngine needs of a policy (`backends.policy.Policy`)."""
+    """Side of a policy that the HybridEngine uses (`backends.policy.Policy`)."""
 
     @property
     def weights(self) -> WeightStorage: ...
@@ -60,7 +60,7 @@ class TrainingSide(Protocol):
 
 
 class GenerationSide(Protocol):
-    """What the HybridEngine needs of a generation engine (`backends.engine.Engine`)."""
+    """Side of a generation engine that the HybridEngine uses (`backends.engine.Engine`)."""
 
     @property
     def weights(self) -> WeightStorage: ...

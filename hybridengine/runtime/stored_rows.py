@@ -49,7 +49,7 @@ class StoredColumn:
     is_inline: bool
     """True if `content` is the column itself."""
     dtype: str | None = None
-    """As torch prints it; None for values that are not tensors."""
+    """Name of the dtype as torch prints it; None for values that are not tensors."""
     entry_shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:

@@ -182,8 +182,12 @@ def group_with(rank: int, groups: Groups) -> tuple[int, ...]:
     raise TopologyError(f"rank {rank} is in none of the {len(groups)} groups; choose a rank of one of them")
 
 
+AXIS_NAMES = {"tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline", "dp": "data"}
+"""Axis -> its name, in the order in which groups are listed."""
+
+
 class RankOrder(str, Enum):
-    """Which axis varies fastest with the global rank, fastest first; a grid takes the axes that it has."""
+    """Order of the axes, the one that varies fastest with the global rank first; a grid takes the axes that it has."""
 
     MEGATRON = "tp-cp-ep-dp-pp"
     PAPER = "tp-cp-ep-pp-dp"

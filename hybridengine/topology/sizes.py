@@ -38,7 +38,7 @@ class Sizes:
     """
 
     form: ClassVar[str]
-    """How the sizes are written: "p-t-d"."""
+    """Written form of the sizes: "p-t-d"."""
     example: ClassVar[str]
 
     def __post_init__(self) -> None:

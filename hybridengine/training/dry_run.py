@@ -8,7 +8,7 @@ from hybridengine.config import ModelHolder, RunConfig, holder_shape, model_hold
 from hybridengine.config.run_config import TRAINED
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.metrics.formatting import format_bytes
-from hybridengine.metrics.group_text import format_groups
+from hybridengine.metrics.group_text import format_groups, named_groups
 from hybridengine.planning.memory import TrainingMemory, training_memory
 from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.topology.links import NodeMap
@@ -62,15 +62,11 @@ def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     lines = ["", "groups" + (" (each pool counts its own ranks)" if config.cluster.pools else "")]
     width = _name_width(config)
     for holder in model_holders(config):
-        for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-            lines.append(f"  {holder.name:<{width}} {name:<10} {format_groups(holder.grid.groups(axis))}")
+        for name, groups in named_groups(holder.grid):
+            lines.append(f"  {holder.name:<{width}} {name:<10} {format_groups(groups)}")
     generation = config.generation_grid
     domain = "micro-DP" if generation.nests else "gather"
-    for name, groups in (
-        ("tensor", generation.groups("tp")),
-        ("pipeline", generation.groups("pp")),
-        (domain, cost.groups),
-    ):
+    for name, groups in [*named_groups(generation), (domain, cost.groups)]:
         lines.append(f"  {'generation':<{width}} {name:<10} {format_groups(groups)}")
     crossing = cost.num_crossing_domains
     lines.append(

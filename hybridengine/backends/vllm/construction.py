@@ -21,7 +21,7 @@ MAX_BATCHED_TOKENS = 8192
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How an engine is built."""
+    """Settings with which an engine is built."""
 
     max_model_tokens: int
     """Longest prompt and response together."""
