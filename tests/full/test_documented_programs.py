@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -47,17 +46,7 @@ def test_programs_print_what_the_documentation_says(tmp_path: Path) -> None:
     with_ray = run([sys.executable, "driver.py"], tmp_path)
     assert "'redundant_bytes': 0" in with_ray
     assert float(re.findall(r"log-prob difference (\S+)", with_ray)[0]) < 1e-3
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "4",
-        "--master-port",
-        str(port),
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     on_ranks = run([*torchrun, "ranks.py"], tmp_path)
     tokens = re.findall(r"redundant_bytes=0.*(\[[\d, ]+\])$", on_ranks, re.MULTILINE)
     assert len(tokens) == 4 and len(set(tokens)) == 1 and len(ast.literal_eval(tokens[0])) == 8

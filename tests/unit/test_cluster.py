@@ -42,15 +42,15 @@ def test_a_machine_too_busy_for_ray_gets_another_chance(monkeypatch: pytest.Monk
 
 def test_an_address_where_nobody_answers_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):
     """Ray itself would try for minutes."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     monkeypatch.setattr(ray, "init", lambda **settings: pytest.fail("it was not looked at before"))
-    for address in (f"127.0.0.1:{port}", "127.0.0.1:99999"):
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(
-            ConfigError, match=rf"no Ray cluster answers at '{address}' \(.*\); start one with"
-        ):
-            cluster.start_ray()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and never listens: the port refuses, and nobody else can take it
+        for address in (f"127.0.0.1:{silent.getsockname()[1]}", "127.0.0.1:99999"):
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            with pytest.raises(
+                ConfigError, match=rf"no Ray cluster answers at '{address}' \(.*\); start one with"
+            ):
+                cluster.start_ray()
 
 
 @pytest.mark.parametrize("address", ["auto", "ray://head:10001", "local"])

@@ -84,15 +84,22 @@ def listening(answer: Callable[[socket.socket], None]) -> Iterator[int]:
         yield server.getsockname()[1]
 
 
+@contextmanager
+def refusing() -> Iterator[int]:
+    """A port that is taken, so that nobody else gets it, and refuses: nothing listens."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        yield silent.getsockname()[1]
+
+
 def test_posts_reach_each_other() -> None:
     one, other = NodePost("a"), NodePost("b")
     port = other.open_port()
     near, sent = one.reach([("127.0.0.1", port)]) + one.reach([("127.0.0.1", port)], 3 * 2**20 + 17)
     assert (near.error, near.num_bytes, near.latency_s > 0) == ("", 0, True)
     assert (sent.error, sent.num_bytes, sent.seconds > 0) == ("", 3 * 2**20 + 17, True)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        free = server.getsockname()[1]
-    assert one.reach([("127.0.0.1", free)])[0].error == "ConnectionRefusedError: Connection refused"
+    with refusing() as silent:
+        assert one.reach([("127.0.0.1", silent)])[0].error == "ConnectionRefusedError: Connection refused"
     with listening(lambda connection: connection.close()) as closing:
         (reached,) = one.reach([("127.0.0.1", closing)], 64 * 2**20)
         assert reached.error
@@ -149,10 +156,9 @@ def test_a_cluster_that_is_not_there_takes_no_finding_away(
 ) -> None:
     nothing = {"errors": {}, "gpus": [], "gpu_error": "", "cuda": None, "nccl": None}
     monkeypatch.setattr(facts_module, "ask_libraries", lambda names: nothing)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    assert main(["doctor", "--folder", str(tmp_path)]) == 1
+    with refusing() as port:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        assert main(["doctor", "--folder", str(tmp_path)]) == 1
     told = capsys.readouterr().out
     assert f"problem  no Ray cluster answers at '127.0.0.1:{port}'" in told and "-> start one with" in told
     assert "ok       Python 3." in told

@@ -58,9 +58,10 @@ def test_an_address_that_the_host_does_not_have_is_one_error() -> None:
 
 
 def test_a_store_that_does_not_answer_is_one_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(
-        WorkerError, match=rf"cannot reach rank 0's store at 127\.0\.0\.1 port {port} \(.*refused\)"
-    ):
-        network.connect_store("127.0.0.1", port, network.timedelta(seconds=1))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and never listens: the port refuses, and nobody else can take it
+        port = silent.getsockname()[1]
+        with pytest.raises(
+            WorkerError, match=rf"cannot reach rank 0's store at 127\.0\.0\.1 port {port} \(.*refused\)"
+        ):
+            network.connect_store("127.0.0.1", port, network.timedelta(seconds=1))
