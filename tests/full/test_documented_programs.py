@@ -13,7 +13,7 @@ import pytest
 
 import hybridengine
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1100)
 
 ROOT = Path(__file__).resolve().parents[2]
 WITH_RAY, ON_RANKS = ("README.md", "## As a library"), ("docs/concepts.md", "## Without Ray")
@@ -27,7 +27,7 @@ def program(file: str, heading: str) -> str:
 
 def run(command: list[str], folder: Path) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -21,7 +21,7 @@ from hybridengine.config import load_config
 from hybridengine.training.files import convert_gguf
 from tests.gloo.tiny_models import write_model
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1000)
 
 ROOT = Path(__file__).parents[2]
 CARD = "---\nlicense: apache-2.0\n---\n# A small model\n"
@@ -60,7 +60,7 @@ def convert(small: str, large: str) -> int:
         [sys.executable, "-c", CONVERT, small, large],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -135,7 +135,7 @@ def test_transformers_and_vllm_load_the_export_and_give_the_same_tokens(converte
         ],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         cwd=ROOT,
         check=False,
     )

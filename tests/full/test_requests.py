@@ -20,7 +20,7 @@ from tests.full.request_ranks import NEW_TOKENS, PROMPTS, TRUNCATED, Seen, exerc
 from tests.full.vllm_ranks import VllmRankLauncher
 from tests.gloo.tiny_models import write_model
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

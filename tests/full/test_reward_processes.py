@@ -16,7 +16,7 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.reward_process import RewardProcess
 from hybridengine.protocols import ONE_TO_ALL, register
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 GONE_S = 60.0
 

@@ -11,7 +11,7 @@ import yaml
 from hybridengine.cli.main import main
 from tests.full.tiny_runs import SECTIONS
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 
 def test_our_side_alone_measures_whole_steps(

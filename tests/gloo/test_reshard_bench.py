@@ -170,7 +170,7 @@ def test_the_command_writes_figures_and_a_picture(command: list[str], tmp_path: 
     outputs = ["--json", str(tmp_path / "bench.json"), "--plot", str(tmp_path / "bench.png")]
     done = subprocess.run(
         [COMMAND, *command, *outputs],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=180, check=False,
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr and "hybridengine:" not in done.stderr
@@ -193,7 +193,7 @@ def test_under_torchrun_the_command_joins(command: list[str], tmp_path: Path) ->
     ]
     done = subprocess.run(
         [sys.executable, *torchrun, *command, "--json", str(tmp_path / "bench.json")],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=180, check=False,
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("raw all-gather:") == 1  # rank 0 speaks for all
