@@ -20,6 +20,7 @@ _HOMES = {
     "backends.policy": "Policy",
     "backends.vllm.construction": "EngineSettings",
     "backends.vllm.engine": "VllmEngine",
+    "backends.vllm.environment": "rank_environment",
     "config": "RunConfig load_config",
     "config.algorithm": "Algorithm",
     "config.values": "ImportPath",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.backends.policy import Policy as Policy
     from hybridengine.backends.vllm.construction import EngineSettings as EngineSettings
     from hybridengine.backends.vllm.engine import VllmEngine as VllmEngine
+    from hybridengine.backends.vllm.environment import rank_environment as rank_environment
     from hybridengine.config import RunConfig as RunConfig
     from hybridengine.config import load_config as load_config
     from hybridengine.config.algorithm import Algorithm as Algorithm

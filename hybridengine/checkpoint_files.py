@@ -240,7 +240,7 @@ def _disagreements(folder: Path, shape: ModelShape, tensors: dict[str, StoredTen
     if unexpected:
         problems.append(f"{folder}: {_listed(unexpected)} stored but not described by {config}; {remedy}")
     other = [
-        f"{t.name} is {list(t.shape)}, not {list(expected[t.name])}"
+        f"{t.name} is [{_joined([str(size) for size in t.shape])}], not {list(expected[t.name])}"
         for t in both
         if t.shape != expected[t.name]
     ]

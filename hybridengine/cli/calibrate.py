@@ -135,14 +135,14 @@ def _measured_cluster(
     ranks: int, dtype: str, memory: int | None, name: str | None, on_gpus: bool, say: Callable[[str], None]
 ) -> Cluster:
     """What the ranks can do by themselves, as a cluster whose coefficients are still to be fitted."""
-    from hybridengine.backends.vllm import environment
+    from hybridengine.backends.vllm.environment import rank_environment
     from hybridengine.bench.machine_rates import measure_machine
     from hybridengine.controller.cluster import start_ray
     from hybridengine.controller.pool import ResourcePool
 
     say(f"measuring {ranks} ranks: matrices, memory, links")
     start_ray(num_cpus=ranks)
-    env = environment.ON_GPU if on_gpus else environment.ON_CPU
+    env = rank_environment(use_gpus=on_gpus)
     with ResourcePool([ranks], use_gpus=on_gpus, env=env) as pool:
         rates = measure_machine(pool, ranks, tuple(sorted({dtype, *DTYPES}, key=lambda one: one != dtype)))
     say(

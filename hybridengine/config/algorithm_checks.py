@@ -44,4 +44,11 @@ def algorithm_conflicts(config: RunConfig) -> Iterator[Conflict]:
             " add it to the roles of the class, or leave the coefficient at 0",
             ("algorithm.name", "actor.kl_loss_coef"),
         )
-    yield from algorithm.conflicts(config)
+    try:
+        yield from algorithm.conflicts(config)
+    except Exception as error:  # a class of the user's own may raise anything
+        yield Conflict(
+            f"the method conflicts of {named} raised {type(error).__name__}: {error}; it must yield the rules that are"
+            " broken, and raise nothing",
+            ("algorithm.name",),
+        )

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hybridengine.backends.vllm import environment
+from hybridengine.backends.vllm.environment import rank_environment
 from hybridengine.controller import cluster
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
@@ -288,7 +288,7 @@ def _world_findings(wanted: Wanted, ranks_per_node: Sequence[int], use_gpus: boo
         ranks_per_node=ranks_per_node,
         name="doctor",
         use_gpus=use_gpus,
-        env=environment.ON_GPU if use_gpus else environment.ON_CPU,
+        env=rank_environment(use_gpus=use_gpus),
         start_timeout_s=wanted.start_limit_s,
         timeout_s=ASK_LIMIT_S,
     )

@@ -61,7 +61,7 @@ def switch_metrics(
 
 
 def check_functions(algorithm: Algorithm) -> None:
-    """Import the functions that the algorithm runs on ranks, before any rank starts.
+    """Import the functions of one's own that the algorithm runs on ranks, before any rank starts.
 
     Raises:
         ConfigError: one of them is not there, or cannot be called as it will be.
@@ -69,7 +69,7 @@ def check_functions(algorithm: Algorithm) -> None:
     parameters = {"loss": LOSS_PARAMETERS, "advantages": algorithm.advantage_parameters}
     for option, arguments in parameters.items():
         path = getattr(algorithm, option, None)
-        if path is None:
+        if path is None or path == type(algorithm).model_fields[option].default:
             continue
         asked, form = f"algorithm.{option}={path}", f"{option}({', '.join(arguments)})"
         try:

@@ -7,6 +7,7 @@ from rich.console import Console
 from hybridengine.config import ModelHolder, RunConfig, holder_shape, model_holders, model_shape
 from hybridengine.config.run_config import TRAINED
 from hybridengine.config.sections import MAIN_POOL
+from hybridengine.drivers.dataflow import check_functions
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.metrics.group_text import format_groups, named_groups
 from hybridengine.planning.memory import TrainingMemory, training_memory
@@ -19,7 +20,12 @@ RANK_BYTES = 2**30
 
 
 def print_dry_run(config: RunConfig) -> None:
-    """Print groups, plan summary and memory estimate."""
+    """Print groups, plan summary and memory estimate.
+
+    Raises:
+        ConfigError: a function that the algorithm names is not there, or cannot be called as it will be.
+    """
+    check_functions(config.algorithm)
     console = Console(highlight=False)
     cost = cost_of(config)
     for line in [*layout_lines(config, cost), *group_lines(config, cost), *memory_lines(config, cost)]:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import TracebackType
 
-from hybridengine.backends.vllm import environment
+from hybridengine.backends.vllm.environment import rank_environment
 from hybridengine.config import RunConfig
 from hybridengine.config.algorithm import Role
 from hybridengine.config.reward_sections import RewardSection
@@ -66,7 +66,7 @@ class RunPools:
                 ranks_per_node=pool.ranks_per_node,
                 name=name,
                 use_gpus=use_gpus,
-                env=environment.ON_GPU if use_gpus else environment.ON_CPU,
+                env=rank_environment(use_gpus=use_gpus),
                 start_timeout_s=config.timeouts.start_s,
                 timeout_s=config.timeouts.call_s,
             )

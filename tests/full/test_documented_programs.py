@@ -32,8 +32,9 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_the_library_example_imports_public_names_only() -> None:
-    for node in ast.walk(ast.parse(program(*WITH_RAY))):
+@pytest.mark.parametrize("place", [WITH_RAY, ON_RANKS])
+def test_the_examples_import_public_names_only(place: tuple[str, str]) -> None:
+    for node in ast.walk(ast.parse(program(*place))):
         if isinstance(node, ast.ImportFrom):
             assert node.module == "hybridengine"
             assert {alias.name for alias in node.names} <= set(hybridengine.__all__)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridengine.config import load_config
 from hybridengine.config.algorithm import ALGORITHMS, Algorithm, algorithm_class
+from hybridengine.config.conflicts import Conflict
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.online_dpo import OnlineDpo
@@ -17,6 +20,7 @@ from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.safe_rlhf import SafeRlhf
 from hybridengine.errors import ConfigError
 from hybridengine.importing import import_object
+from hybridengine.training.dry_run import print_dry_run
 
 BASE = Path("configs/arithmetic.yaml").resolve()
 
@@ -108,6 +112,26 @@ def test_an_algorithm_of_ones_own_keeps_its_options(tmp_path: Path) -> None:
     check_functions(config.algorithm)
     with pytest.raises(ConfigError, match=r"unknown key algorithm\.decai; did you mean algorithm\.decay\?"):
         load_config(BASE, [overrides[0], "algorithm.decai=0.25"])
+
+
+class Broken(Ppo):
+    """PPO whose rules fail."""
+
+    def conflicts(self, config: Any) -> Iterator[Conflict]:
+        raise KeyError(config.run.name)
+
+
+def test_rules_of_ones_own_that_fail_are_told() -> None:
+    with pytest.raises(
+        ConfigError, match=rf"conflicts of algorithm\.name={__name__}:Broken raised KeyError: 'mine'"
+    ):
+        load_config(BASE, [f"algorithm.name={__name__}:Broken", "run.name=mine"])
+
+
+def test_a_dry_run_looks_for_functions_of_ones_own() -> None:
+    config = load_config(BASE, ["algorithm.loss=my.own:function"], dry_run=True)
+    with pytest.raises(ConfigError, match=r"algorithm\.loss: my\.own:function cannot be imported"):
+        print_dry_run(config)
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,8 @@ def test_other_files_have_no_readable_header(tmp_path: Path, content: bytes) -> 
 def test_disagreements_with_the_config_are_all_listed(tmp_path: Path) -> None:
     norm = "model.layers.0.input_layernorm.weight"
     write_checkpoint(
-        tmp_path, change={norm: None, GATE: (12, 9), "model.layers.2.mlp.up_proj.weight": (12, 8)}
+        tmp_path,
+        change={norm: None, GATE: (12, 9), UP: (1,) * 500, "model.layers.2.mlp.up_proj.weight": (12, 8)},
     )
     with pytest.raises(CheckpointError) as caught:
         check_checkpoint(tmp_path)
@@ -166,6 +167,7 @@ def test_disagreements_with_the_config_are_all_listed(tmp_path: Path) -> None:
     assert f"1 tensor ({norm}) described by {tmp_path}/config.json but not stored" in text
     assert "1 tensor (model.layers.2.mlp.up_proj.weight) stored but not described by" in text
     assert f"{GATE} is [12, 9], not [12, 8]" in text
+    assert f"{UP} is [1, 1, 1, 1, and 496 more], not [12, 8]" in text
     assert text.count("restore the original pair") == 3
 
 

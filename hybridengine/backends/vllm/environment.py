@@ -21,3 +21,8 @@ ON_GPU = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
 """Megatron-core wants one connection, so that communication is enqueued in order."""
+
+
+def rank_environment(*, use_gpus: bool) -> dict[str, str]:
+    """Return the variables of a rank on a GPU, or of one on a CPU."""
+    return dict(ON_GPU if use_gpus else ON_CPU)
