@@ -34,14 +34,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in on_gpu]
 
 
-class FilesOrFull(LoadScopeScheduling):
-    """Several workers take file after file; tests/full is one worker's, which starts Ray and its ranks once.
+class FilesOrFolders(LoadScopeScheduling):
+    """Several workers take file after file, but what shares a slow start is one worker's: Ray and its ranks in
+    tests/full, vLLM's forkserver in tests/full/engines.
 
     Runs wait for processes that start and for limits that they find: meanwhile the other workers have the cores.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/full" if nodeid.startswith("tests/full/") else nodeid.split("::", 1)[0]
+        file = nodeid.split("::", 1)[0]
+        if not file.startswith("tests/full/") or file.startswith("tests/full/programs/"):
+            return file
+        return "tests/full/engines" if file.startswith("tests/full/engines/") else "tests/full"
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -49,9 +53,9 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) + 1
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesOrFull:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesOrFolders:
     """What several workers share out among them."""
-    return FilesOrFull(config, log)
+    return FilesOrFolders(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,5 +1,4 @@
-"""What is slow to start and shared by the session: a Ray cluster with warm workers, four ranks in it, and a forkserver
-with vLLM."""
+"""What is slow to start and shared by the session: a Ray cluster with warm workers, and four ranks in it."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ from hybridengine.metrics.rows import read_rows
 from hybridengine.training.run import train
 from tests.full.probe_workers import ProbeWorker
 from tests.full.tiny_runs import SECTIONS, Run
-from tests.full.vllm_ranks import VllmRankLauncher
 from tests.full.warm_workers import warm_workers
 from tests.gloo import preload  # noqa: F401  # before the test modules, which import the same without its filter
 from tests.gloo.ranks import ENVIRONMENT
@@ -79,12 +77,6 @@ def actor(pool: ResourcePool) -> WorkerGroup:
 def critic(pool: ResourcePool) -> WorkerGroup:
     """Probe workers on the same processes, trained 1-2-2."""
     return WorkerGroup(pool, ProbeWorker, role="critic", parallel="1-2-2", config={"offset": 100})
-
-
-@pytest.fixture(scope="session")
-def run_vllm_ranks() -> VllmRankLauncher:
-    """`run_vllm_ranks(world_size, function, *args, timeout_s=60)`: what each rank's `function(rank, *args)` returns."""
-    return VllmRankLauncher()
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,7 @@ class RankLauncher:
         world_size: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout_s: float = 60.0,
+        timeout_s: float = 240.0,
         may_die: Collection[int] = (),
     ) -> list[Any]:
         """What `function(rank, *args)` returns on every rank, in rank order.

@@ -193,7 +193,7 @@ WHILE_NOBODY_WAITS = [
 def test_others_name_the_rank_and_keep_their_training_weights(
     case: Break, folder: Path, run_ranks: RankLauncher
 ):
-    by_rank = run_ranks(4, break_a_switch, folder, case, may_die=[BROKEN_RANK], timeout_s=60)
+    by_rank = run_ranks(4, break_a_switch, folder, case, may_die=[BROKEN_RANK])
     assert (by_rank[BROKEN_RANK] is None) is not case.hangs
     failed_in = []
     for rank, aftermath in enumerate(by_rank):
@@ -225,7 +225,7 @@ def test_others_name_the_rank_and_keep_their_training_weights(
 def test_the_store_dies_with_the_rank(folder: Path, run_ranks: RankLauncher, freezes: bool):
     """Without notes nobody can tell who is missing, and the errors do not pretend to; who is frozen answers nothing."""
     case = Break("post", MIDDLE, hosts_store=True, freezes=freezes)
-    by_rank = run_ranks(4, break_a_switch, folder, case, may_die=[BROKEN_RANK], timeout_s=60)
+    by_rank = run_ranks(4, break_a_switch, folder, case, may_die=[BROKEN_RANK])
     assert by_rank[BROKEN_RANK] is None
     for rank, aftermath in enumerate(by_rank):
         if aftermath is None:
@@ -242,7 +242,7 @@ def test_the_store_dies_with_the_rank(folder: Path, run_ranks: RankLauncher, fre
 @pytest.mark.parametrize("case", WHILE_NOBODY_WAITS, ids=str)
 def test_others_that_have_all_they_need_go_on(case: Break, folder: Path, run_ranks: RankLauncher):
     """A rank that has died after it had sent everything: whoever has received everything generates, and comes back."""
-    by_rank = run_ranks(4, break_a_switch, folder, case, may_die=[BROKEN_RANK], timeout_s=60)
+    by_rank = run_ranks(4, break_a_switch, folder, case, may_die=[BROKEN_RANK])
     assert by_rank[BROKEN_RANK] is None
     for rank, aftermath in enumerate(by_rank):
         if aftermath is None:

@@ -103,7 +103,7 @@ def watch_round_trips(rank: int) -> Resident:
 
 def test_the_released_side_leaves_the_process(run_ranks: RankLauncher):
     bucket_bytes = 4 * BUCKET_ELEMENTS
-    for resident in run_ranks(2, watch_round_trips, timeout_s=200):
+    for resident in run_ranks(2, watch_round_trips):
         assert resident.gen_bytes > 300e6
         assert resident.train_bytes + resident.gradient_bytes > 300e6
         assert resident.weights_equal

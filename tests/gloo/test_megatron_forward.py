@@ -123,7 +123,7 @@ def test_log_probs_and_round_trip_of_every_family_and_layout(
         torch.randint(0, 131, (rows, length), generator=generator) for rows, length in ((3, 9), (1, 14))
     ]
 
-    by_rank = run_ranks(4, forward_and_export, source, batches, LAYOUTS, exports, timeout_s=120)
+    by_rank = run_ranks(4, forward_and_export, source, batches, LAYOUTS, exports)
 
     assert_outcomes(model, batches, LAYOUTS, by_rank)
     original = read_checkpoint(source)

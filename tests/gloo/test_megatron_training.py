@@ -90,7 +90,7 @@ def test_three_steps_equal_plain_pytorch(model_name: str, tmp_path: Path, run_ra
     assert all(figures.grad_norm > reference.CLIP_GRAD for figures in expected), "clipping takes part"
     weights = model.state_dict()
     for num_ranks, layouts in LAYOUTS_BY_NUM_RANKS.items():
-        by_rank = run_ranks(num_ranks, train_and_export, folder, layouts, tmp_path, timeout_s=120)
+        by_rank = run_ranks(num_ranks, train_and_export, folder, layouts, tmp_path)
         for index, (sizes, order) in enumerate(layouts):
             label = f"{sizes}-{order.name}"
             assert_steps(label, expected, [outcomes[index] for outcomes in by_rank])

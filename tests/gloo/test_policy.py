@@ -48,7 +48,7 @@ def test_passes_add_up_to_the_step_of_plain_pytorch(sizes: str, tmp_path: Path, 
     model = write_model(tmp_path, "qwen3", tied=True)
     expected = reference.train(model, reference.language_loss, NUM_STEPS)
     grid = Grid(TrainSizes.parse(sizes))
-    by_rank = run_ranks(4, step_by_passes, tmp_path, grid, timeout_s=90)
+    by_rank = run_ranks(4, step_by_passes, tmp_path, grid)
     last = grid.sizes.pp_size - 1
     for index, figures in enumerate(expected):
         losses = []

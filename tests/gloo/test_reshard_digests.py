@@ -183,7 +183,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_flipped_bit_is_found_where_it_arrived(folder: Path, run_ranks: RankLauncher):
-    by_rank = run_ranks(4, flip_in_turn, folder, timeout_s=120)
+    by_rank = run_ranks(4, flip_in_turn, folder)
     for outcomes in by_rank:
         for one in [one for cases in outcomes.values() for one in cases]:
             assert one.training_whole

@@ -173,7 +173,7 @@ def folder(tmp_path: Path) -> Path:
 def test_no_memory_on_the_way_there(
     bucket: int, is_full: bool, folder: Path, run_ranks: RankLauncher
 ) -> None:
-    by_rank = run_ranks(4, fail_on_the_way_there, folder, bucket, is_full, timeout_s=60)
+    by_rank = run_ranks(4, fail_on_the_way_there, folder, bucket, is_full)
     for rank, aftermath in enumerate(by_rank):
         assert aftermath.mode is Mode.TRAINING, aftermath.error
         assert aftermath.weights_equal
@@ -235,7 +235,7 @@ def fail_on_the_way_back(rank: int, folder: Path) -> Way:
 
 
 def test_the_way_back_goes_on_where_it_failed(folder: Path, run_ranks: RankLauncher):
-    for rank, way in enumerate(run_ranks(4, fail_on_the_way_back, folder, timeout_s=60)):
+    for rank, way in enumerate(run_ranks(4, fail_on_the_way_back, folder)):
         for error, bucket in zip(way.errors, (BROKEN_BUCKET, BROKEN_BUCKET + 2), strict=True):
             found = re.match(
                 rf"StorageError: rank {rank}: bucket (\d+) of \d+ .* vllm 1-1 -> megatron", error
@@ -268,7 +268,7 @@ def fail_to_restore(rank: int, folder: Path) -> Way:
 
 
 def test_weights_that_are_lost_name_the_checkpoint(folder: Path, run_ranks: RankLauncher):
-    for rank, way in enumerate(run_ranks(4, fail_to_restore, folder, timeout_s=60)):
+    for rank, way in enumerate(run_ranks(4, fail_to_restore, folder)):
         if rank != BROKEN_RANK:
             assert way.modes == [Mode.TRAINING]
             assert way.weights_equal
@@ -324,7 +324,7 @@ def fail_around_a_switch(rank: int, folder: Path) -> tuple[list[str], list[Mode]
 def test_no_memory_for_what_a_mode_needs_besides_weights(folder: Path, run_ranks: RankLauncher):
     """Gradients are kept, and the other ranks learn it; a KV cache that is missing can wait."""
     there_and_back = [Mode.TRAINING, Mode.GENERATING, Mode.TRAINING]
-    for rank, (errors, modes, whole) in enumerate(run_ranks(4, fail_around_a_switch, folder, timeout_s=60)):
+    for rank, (errors, modes, whole) in enumerate(run_ranks(4, fail_around_a_switch, folder)):
         assert whole
         if rank == BROKEN_RANK:
             assert errors == [f"RuntimeError: {NO_MEMORY}"] * 3

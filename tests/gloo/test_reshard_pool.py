@@ -162,7 +162,7 @@ def push_three_times(rank: int, folder: Path, pool: Pool) -> Pushed:
 def test_three_pushes_to_a_pool(pool: Pool, tmp_path: Path, run_ranks: RankLauncher):
     write_model(tmp_path, "qwen3", tied=True)
     shape = ModelShape.from_folder(tmp_path)
-    by_rank = run_ranks(NUM_TRAIN + NUM_GEN, push_three_times, tmp_path, pool, timeout_s=90)
+    by_rank = run_ranks(NUM_TRAIN + NUM_GEN, push_three_times, tmp_path, pool)
     for rank, pushed in enumerate(by_rank):
         part = pool.gen_part(shape, rank) if rank in POOL else pool.train_part(shape, rank)
         assert pushed.weights_equal == [True] * NUM_PUSHES

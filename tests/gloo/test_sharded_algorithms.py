@@ -86,7 +86,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, run_ranks: RankLauncher) -> S
     write_model(policy, "qwen3", tied=True, **cases.SIZES)
     write_model(scorer, "llama", num_labels=1, pad_token_id=0, **cases.SIZES)
     rows = cases.rollout()
-    rows, one = run_ranks(1, on_ranks.run_one_process, policy, scorer, cases.rollout(), timeout_s=100)[0]
+    rows, one = run_ranks(1, on_ranks.run_one_process, policy, scorer, cases.rollout())[0]
     eight = run_ranks(8, on_ranks.run_all, UPDATES, policy, scorer, rows, timeout_s=250)
     return Seen(policy, scorer, rows, one, eight)
 

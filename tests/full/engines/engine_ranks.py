@@ -17,7 +17,7 @@ from hybridengine.errors import DataError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import LocalParameter
 from hybridengine.topology.generation import GenerationGrid
-from tests.full.vllm_ranks import take_place
+from tests.full.engines.vllm_ranks import take_place
 
 PROMPTS = [[1], [7, 130, 64], list(range(40))]
 NEW_TOKENS = 12

@@ -13,7 +13,7 @@ from hybridengine.config import Role, RunConfig
 from hybridengine.controller.context import RankContext
 from hybridengine.protocols import GroupTopology, registered
 from hybridengine.runtime.row_requests import ROW_NUMBERS
-from tests.full.vllm_ranks import take_place
+from tests.full.engines.vllm_ranks import take_place
 from tests.gloo.row_parts import concat_rows, slice_rows
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker

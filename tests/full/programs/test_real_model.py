@@ -23,7 +23,7 @@ from tests.gloo.tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(1000)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CARD = "---\nlicense: apache-2.0\n---\n# A small model\n"
 LARGEST_BYTES = 49152 * 576 * 4
 """The embedding, a fifth of the model."""
@@ -128,7 +128,7 @@ def test_transformers_and_vllm_load_the_export_and_give_the_same_tokens(converte
         [
             sys.executable,
             "-m",
-            "tests.full.vllm_alone",
+            "tests.full.programs.vllm_alone",
             converted.exported,
             json.dumps(prompts),
             str(NUM_TOKENS),

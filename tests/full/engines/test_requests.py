@@ -16,8 +16,8 @@ from hybridengine.errors import DataError
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes
-from tests.full.request_ranks import NEW_TOKENS, PROMPTS, TRUNCATED, Seen, exercise_engine, word
-from tests.full.vllm_ranks import VllmRankLauncher
+from tests.full.engines.request_ranks import NEW_TOKENS, PROMPTS, TRUNCATED, Seen, exercise_engine, word
+from tests.full.engines.vllm_ranks import VllmRankLauncher
 from tests.gloo.tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(600)
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(request: pytest.FixtureRequest, model: Path, run_vllm_ranks: VllmRankLauncher) -> list[Seen]:
     train = "2-1-1" if request.param == "2-1" else "1-2-1"
     generation = GenerationGrid(Grid(TrainSizes.parse(train)), GenSizes.parse(request.param))
-    return run_vllm_ranks(2, exercise_engine, model, generation, timeout_s=240)
+    return run_vllm_ranks(2, exercise_engine, model, generation)
 
 
 def tokens_of(responses: list[Response]) -> list[list[int]]:

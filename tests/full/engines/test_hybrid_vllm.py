@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hybridengine.backends.engine import Response
 from hybridengine.families.registry import FAMILIES
 from hybridengine.topology.grid import RankOrder
-from tests.full.hybrid_rounds import (
+from tests.full.engines.hybrid_rounds import (
     KV_CACHE_BYTES,
     NEW_TOKENS,
     TEMPERATURE,
@@ -24,7 +24,7 @@ from tests.full.hybrid_rounds import (
     measure_memory,
     prompts_of,
 )
-from tests.full.vllm_ranks import VllmRankLauncher
+from tests.full.engines.vllm_ranks import VllmRankLauncher
 from tests.gloo.tiny_models import write_model
 
 TOLERANCE = 1e-4
@@ -205,7 +205,7 @@ def test_memory_goes_back_to_the_system(tmp_path: Path, run_vllm_ranks: VllmRank
         "head_dim": 96,
     }
     write_model(tmp_path / "model", "llama", **sizes)
-    for seen in run_vllm_ranks(4, measure_memory, tmp_path / "model", "2-2-1", "1-1", timeout_s=240):
+    for seen in run_vllm_ranks(4, measure_memory, tmp_path / "model", "2-2-1", "1-1"):
         trained = seen.training_bytes + seen.gradient_bytes
         assert trained < 0.6 * seen.generating_bytes
         for training, generating in zip(seen.resident_training, seen.resident_generating, strict=True):

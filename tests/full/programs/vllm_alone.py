@@ -1,6 +1,6 @@
 """A process of its own in which vLLM, as anybody starts it, loads a folder and answers greedily.
 
-python -m tests.full.vllm_alone FOLDER PROMPTS NUM_TOKENS      (PROMPTS: lists of token ids as JSON)
+python -m tests.full.programs.vllm_alone FOLDER PROMPTS NUM_TOKENS      (PROMPTS: lists of token ids as JSON)
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid, RankOrder, group_with
 from hybridengine.topology.sizes import GenSizes, TrainSizes
-from tests.full.vllm_ranks import take_place
+from tests.full.engines.vllm_ranks import take_place
 
 KV_CACHE_BYTES = 64 * 2**20
 MAX_TOKENS = 256

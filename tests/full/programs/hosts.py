@@ -71,7 +71,7 @@ class Host:
             text=True,
             timeout=limit_s,
             env=os.environ | (env or {}),
-            cwd=Path(__file__).parents[2],
+            cwd=Path(__file__).parents[3],
             check=False,
         )
 

@@ -12,8 +12,8 @@ import torch
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
-from tests.full.engine_ranks import NEW_TOKENS, PROMPTS, fill_engine
-from tests.full.vllm_ranks import VllmRankLauncher
+from tests.full.engines.engine_ranks import NEW_TOKENS, PROMPTS, fill_engine
+from tests.full.engines.vllm_ranks import VllmRankLauncher
 from tests.gloo.tiny_models import write_model
 
 
@@ -57,7 +57,7 @@ def test_engines_hold_what_their_layout_says_and_generate_as_transformers(
         "eos_token_id": None,  # all responses have the same length
     }
     model = write_model(tmp_path, case.family, case.tied, **sizes)
-    ranks = run_vllm_ranks(4, fill_engine, tmp_path, case.generation, timeout_s=240)
+    ranks = run_vllm_ranks(4, fill_engine, tmp_path, case.generation)
     assert sorted({seen.replica for seen in ranks}) == list(range(case.generation.num_replicas))
     for seen in ranks:
         assert seen.differing == []

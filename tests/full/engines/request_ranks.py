@@ -15,7 +15,7 @@ from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.errors import DataError, StorageError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.topology.generation import GenerationGrid
-from tests.full.vllm_ranks import take_place
+from tests.full.engines.vllm_ranks import take_place
 
 LONG = [(7 * place) % 120 + 1 for place in range(150)]
 """Longer than a block of the KV cache, which vLLM keeps as a prefix."""

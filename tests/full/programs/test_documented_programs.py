@@ -15,7 +15,7 @@ import hybridengine
 
 pytestmark = pytest.mark.timeout(1100)
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WITH_RAY, ON_RANKS = ("README.md", "## As a library"), ("docs/concepts.md", "## Without Ray")
 
 
