@@ -76,7 +76,11 @@ def _is_whole(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to draw."""
+    """One response to draw.
+
+    Raises:
+        DataError: the seed is no whole number of 64 bits.
+    """
 
     request_id: str
     """Unique among the requests that an engine has."""
@@ -86,6 +90,13 @@ class Request:
     sampling: SamplingSettings
     first_position: int = 0
     """Position in the response of the first token to draw: the prompt ends with that many tokens drawn earlier."""
+
+    def __post_init__(self) -> None:
+        if not (_is_whole(self.seed) and -(2**63) <= self.seed < 2**63):
+            raise DataError(
+                f"the seed of request {self.request_id!r} is {self.seed!r}, and must be a whole number of 64 bits;"
+                " choose another one"
+            )
 
 
 @dataclass
@@ -127,8 +138,8 @@ class Engine(GenerationSide, Protocol):
         """Queue requests: all of them, or none.
 
         Raises:
-            DataError: a request's id is taken, its prompt is empty or leaves no room for the response, or it has stop
-                strings and the engine has no tokenizer.
+            DataError: a request's id is taken, its prompt is empty, leaves no room for the response or has tokens that
+                the model does not know, or it has stop strings and the engine has no tokenizer.
         """
         ...
 
@@ -160,7 +171,7 @@ def generate(
 
     Raises:
         StorageError: the engine has no weights in training mode, or has other requests.
-        DataError: an empty prompt, or one that leaves no room for its response.
+        DataError: a prompt is empty, leaves no room for its response, or has tokens that the model does not know.
     """
     if engine.num_unfinished:
         raise StorageError(

@@ -70,7 +70,7 @@ class VllmEngine:
         """Version of the weights that draw the next tokens."""
         self._caches = _cache_storages(self._runner.kv_caches)
         self._requests = RunningRequests(self._engine, self._runner)
-        self._settings = settings
+        self._settings, self._vocab_size = settings, shape.vocab_size
         self._is_ready = True
 
     def _parameters(self) -> dict[str, Tensor]:
@@ -122,12 +122,7 @@ class VllmEngine:
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests: all of them, or none.
-
-        Raises:
-            DataError: a request's id is taken, its prompt is empty or leaves no room for the response, or it has stop
-                strings and the engine has no tokenizer.
-        """
+        """Queue requests: all of them, or none; raises as the protocol says."""
         self._expect_weights()
         taken = self._requests.ids
         for request in requests:
@@ -144,6 +139,12 @@ class VllmEngine:
             raise DataError(
                 f"the prompt of request {name!r} has {len(request.prompt_token_ids)} tokens, and its response up to"
                 f" {sampling.max_tokens}; the engine takes prompts of 1 to {longest}"
+            )
+        unknown = [token for token in request.prompt_token_ids if not 0 <= token < self._vocab_size]
+        if unknown:
+            raise DataError(
+                f"the prompt of request {name!r} has the token {unknown[0]}, and the model knows tokens from 0 to"
+                f" {self._vocab_size - 1}; encode the prompt with the model's tokenizer"
             )
         if sampling.stop_strings and self._settings.tokenizer is None:
             raise DataError(

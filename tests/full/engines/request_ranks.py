@@ -181,6 +181,10 @@ def _refuse_wrong_requests(engine: VllmEngine) -> None:
     for wrong in ([], [1] * (MAX_TOKENS - NEW_TOKENS + 1)):
         with pytest.raises(DataError, match=f"the prompt of request '1' has {len(wrong)} tokens"):
             generate(engine, [[1], wrong], [1, 2], SAMPLED)
+    vocab_size = engine._vocab_size
+    for token in (-1, vocab_size):
+        with pytest.raises(DataError, match=rf"request '1' has the token {token}, .* from 0 to {vocab_size - 1};"):
+            generate(engine, [[1], [1, token]], [1, 2], SAMPLED)
     request = Request("twice", (1,), 1, SAMPLED)
     with pytest.raises(DataError, match="'twice' already"):
         engine.add([request, request])

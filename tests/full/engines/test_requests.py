@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from hybridengine.backends.engine import Response, SamplingSettings
+from hybridengine.backends.engine import Request, Response, SamplingSettings
 from hybridengine.errors import DataError
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
@@ -131,3 +131,9 @@ def test_sampling_out_of_range_is_refused(wrong: dict[str, Any]):
     (name, value), *_ = wrong.items()
     with pytest.raises(DataError, match=rf"sampling {name}={value} must be"):
         SamplingSettings(**{"max_tokens": 1, **wrong})
+
+
+@pytest.mark.parametrize("seed", [None, 1.0, True, 2**63, -(2**63) - 1])
+def test_a_seed_of_other_than_64_bits_is_refused(seed: Any):
+    with pytest.raises(DataError, match=rf"the seed of request 'x' is {seed}, and must be a whole number of 64 bits"):
+        Request("x", (1,), seed, SamplingSettings(1))
