@@ -183,7 +183,9 @@ def _refuse_wrong_requests(engine: VllmEngine) -> None:
             generate(engine, [[1], wrong], [1, 2], SAMPLED)
     vocab_size = engine._vocab_size
     for token in (-1, vocab_size):
-        with pytest.raises(DataError, match=rf"request '1' has the token {token}, .* from 0 to {vocab_size - 1};"):
+        with pytest.raises(
+            DataError, match=rf"request '1' has the token {token}, .* from 0 to {vocab_size - 1};"
+        ):
             generate(engine, [[1], [1, token]], [1, 2], SAMPLED)
     request = Request("twice", (1,), 1, SAMPLED)
     with pytest.raises(DataError, match="'twice' already"):

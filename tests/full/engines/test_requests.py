@@ -135,5 +135,7 @@ def test_sampling_out_of_range_is_refused(wrong: dict[str, Any]):
 
 @pytest.mark.parametrize("seed", [None, 1.0, True, 2**63, -(2**63) - 1])
 def test_a_seed_of_other_than_64_bits_is_refused(seed: Any):
-    with pytest.raises(DataError, match=rf"the seed of request 'x' is {seed}, and must be a whole number of 64 bits"):
+    with pytest.raises(
+        DataError, match=rf"the seed of request 'x' is {seed}, and must be a whole number of 64 bits"
+    ):
         Request("x", (1,), seed, SamplingSettings(1))
