@@ -14,6 +14,9 @@ from xdist.scheduler import LoadScopeScheduling
 settings.register_profile("shared", deadline=None)  # no test is about time: machines are shared
 settings.load_profile("shared")
 
+# torch's stores ask for the names of loopback addresses: a name server that drops some of many questions costs 5 s each.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
 LANES = ("unit", "gloo", "full")
 """Folders of tests, in the order in which they run; a test in gloo/ or full/ carries that marker."""
 

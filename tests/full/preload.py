@@ -12,6 +12,7 @@ from hybridengine.importing import nothing_collected
 with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothing_collected():
     warnings.simplefilter("ignore")
 
+    import vllm.entrypoints.launchers.cli_args
     import vllm.model_executor.layers.quantization.online.base
     import vllm.v1.attention.backends.cpu_attn
     import vllm.v1.core.sched.scheduler

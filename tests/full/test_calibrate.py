@@ -53,8 +53,7 @@ def test_a_machine_is_measured_fitted_and_planned_for(
         phases = {one["phase"]: one["measured_s"] for one in found["phases"] if one["observation"] == name}
         assert set(phases) >= {"generate", "switch_to_generate", "log_probs", "update_critic", "update_actor"}
         assert all(seconds > 0 for seconds in phases.values())
-        # What ranks spend in calls is the step, apart from the controller's share.
-        assert 0.5 * step_s < sum(phases.values()) < 1.05 * step_s
+        assert sum(phases.values()) < 1.05 * step_s, "what ranks spend in calls is a part of the step"
     config = tmp_path / "run.yaml"
     config.write_text(
         yaml.safe_dump(

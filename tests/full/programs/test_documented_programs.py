@@ -25,8 +25,8 @@ def program(file: str, heading: str) -> str:
     return section.split("```python\n", 1)[1].split("```", 1)[0]
 
 
-def run(command: list[str], folder: Path) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def run(command: list[str], folder: Path, variables: dict[str, str]) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -40,14 +40,14 @@ def test_the_examples_import_public_names_only(place: tuple[str, str]) -> None:
             assert {alias.name for alias in node.names} <= set(hybridengine.__all__)
 
 
-def test_programs_print_what_the_documentation_says(tmp_path: Path) -> None:
+def test_programs_print_what_the_documentation_says(tmp_path: Path, warm_ray: dict[str, str]) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for name, place in (("driver.py", WITH_RAY), ("ranks.py", ON_RANKS)):
         (tmp_path / name).write_text(program(*place))
-    with_ray = run([sys.executable, "driver.py"], tmp_path)
+    with_ray = run([sys.executable, "driver.py"], tmp_path, warm_ray)
     assert "'redundant_bytes': 0" in with_ray
     assert float(re.findall(r"log-prob difference (\S+)", with_ray)[0]) < 1e-3
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    on_ranks = run([*torchrun, "ranks.py"], tmp_path)
+    on_ranks = run([*torchrun, "ranks.py"], tmp_path, {})
     tokens = re.findall(r"redundant_bytes=0.*(\[[\d, ]+\])$", on_ranks, re.MULTILINE)
     assert len(tokens) == 4 and len(set(tokens)) == 1 and len(ast.literal_eval(tokens[0])) == 8
