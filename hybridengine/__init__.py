@@ -23,6 +23,7 @@ _HOMES = {
     "backends.vllm.environment": "rank_environment",
     "config": "RunConfig load_config",
     "config.algorithm": "Algorithm",
+    "config.conflicts": "Conflict",
     "config.values": "ImportPath",
     "controller.context": "RankContext",
     "controller.pool": "ResourcePool",
@@ -31,7 +32,10 @@ _HOMES = {
     "drivers.counted": "counted_rows",
     "drivers.dataflow": "measure_rollout switch_metrics with_advantages",
     "drivers.roles": "Roles Sampling",
-    "errors": "HybridEngineError",
+    "errors": (
+        "CheckpointError ConfigError DataError DriftError HybridEngineError OutputError PlanError ProtocolError"
+        " StorageError TopologyError TransferError WorkerError WorkerTimeoutError"
+    ),
     "families.family": "Family",
     "families.tables": "NameSet",
     "model_shapes": "ModelShape",
@@ -43,9 +47,11 @@ _HOMES = {
     "reshard.plan": "Plan",
     "reshard.planner": "compile_plan",
     "reshard.vllm": "vllm_layout",
-    "runtime.hybrid_engine": "HybridEngine",
+    "runtime.hybrid_engine": "GenerationSide HybridEngine TrainingSide",
     "runtime.process_groups": "process_groups",
+    "runtime.storage": "WeightStorage",
     "runtime.transport": "PointToPointTransport",
+    "runtime.verify": "Verify",
     "runtime.weight_push": "WeightPush",
     "topology.generation": "GenerationGrid Grouping",
     "topology.grid": "Grid RankOrder group_with",
@@ -81,6 +87,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.config import RunConfig as RunConfig
     from hybridengine.config import load_config as load_config
     from hybridengine.config.algorithm import Algorithm as Algorithm
+    from hybridengine.config.conflicts import Conflict as Conflict
     from hybridengine.config.values import ImportPath as ImportPath
     from hybridengine.controller.context import RankContext as RankContext
     from hybridengine.controller.pool import ResourcePool as ResourcePool
@@ -92,7 +99,19 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.drivers.dataflow import with_advantages as with_advantages
     from hybridengine.drivers.roles import Roles as Roles
     from hybridengine.drivers.roles import Sampling as Sampling
+    from hybridengine.errors import CheckpointError as CheckpointError
+    from hybridengine.errors import ConfigError as ConfigError
+    from hybridengine.errors import DataError as DataError
+    from hybridengine.errors import DriftError as DriftError
     from hybridengine.errors import HybridEngineError as HybridEngineError
+    from hybridengine.errors import OutputError as OutputError
+    from hybridengine.errors import PlanError as PlanError
+    from hybridengine.errors import ProtocolError as ProtocolError
+    from hybridengine.errors import StorageError as StorageError
+    from hybridengine.errors import TopologyError as TopologyError
+    from hybridengine.errors import TransferError as TransferError
+    from hybridengine.errors import WorkerError as WorkerError
+    from hybridengine.errors import WorkerTimeoutError as WorkerTimeoutError
     from hybridengine.families.family import Family as Family
     from hybridengine.families.tables import NameSet as NameSet
     from hybridengine.model_shapes import ModelShape as ModelShape
@@ -110,9 +129,13 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.reshard.plan import Plan as Plan
     from hybridengine.reshard.planner import compile_plan as compile_plan
     from hybridengine.reshard.vllm import vllm_layout as vllm_layout
+    from hybridengine.runtime.hybrid_engine import GenerationSide as GenerationSide
     from hybridengine.runtime.hybrid_engine import HybridEngine as HybridEngine
+    from hybridengine.runtime.hybrid_engine import TrainingSide as TrainingSide
     from hybridengine.runtime.process_groups import process_groups as process_groups
+    from hybridengine.runtime.storage import WeightStorage as WeightStorage
     from hybridengine.runtime.transport import PointToPointTransport as PointToPointTransport
+    from hybridengine.runtime.verify import Verify as Verify
     from hybridengine.runtime.weight_push import WeightPush as WeightPush
     from hybridengine.topology.generation import GenerationGrid as GenerationGrid
     from hybridengine.topology.generation import Grouping as Grouping

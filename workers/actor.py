@@ -21,7 +21,7 @@ from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
 from hybridengine.config.algorithm import Algorithm
 from hybridengine.controller.context import RankContext
-from hybridengine.errors import ProtocolError
+from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.importing import import_object
 from hybridengine.model_shapes import DTYPE_BYTES
 from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, register
@@ -237,7 +237,7 @@ class ActorWorker(TrainedWorker):
         def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
             log_probs, entropies = self._log_probs(logits, columns, temperature)
             mask = columns["mask"]
-            total: SummedLoss = policy_loss(log_probs, columns, algorithm, section, aggregation)
+            total = _checked(policy_loss(log_probs, columns, algorithm, section, aggregation), algorithm.loss)
             total = total + entropy_bonus(entropies, mask, section.entropy_coef, aggregation)
             if section.kl_loss_coef:
                 total = total + kl_loss(
@@ -274,7 +274,8 @@ class ActorWorker(TrainedWorker):
         def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
             log_probs, _ = self._log_probs(logits, columns, temperature)
             keep = columns["told"][0::2, 0]
-            total: SummedLoss = preference_loss(log_probs, columns, algorithm, self.run.actor, aggregation)
+            total = preference_loss(log_probs, columns, algorithm, self.run.actor, aggregation)
+            total = _checked(total, algorithm.loss)
             return total.loss_sum, keep.sum().int(), (total.stats, int(columns["mask"].sum()))
 
         return self.update_rows(batch, ["ref_log_probs", "told"], loss, unit=2)
@@ -288,3 +289,22 @@ class ActorWorker(TrainedWorker):
         self, logits: Tensor, columns: dict[str, Tensor], temperature: float
     ) -> tuple[Tensor, Tensor]:
         return response_log_probs(logits, columns, self.shape.vocab_size, self.model.groups.tp, temperature)
+
+
+def _checked(loss: Any, path: str) -> SummedLoss:
+    """Return what a loss function of somebody's own has returned.
+
+    Raises:
+        ConfigError: it is no `SummedLoss`, or has no gradient.
+    """
+    if not isinstance(loss, SummedLoss):
+        raise ConfigError(
+            f"algorithm.loss={path} returned a {type(loss).__name__}; return a"
+            " hybridengine.SummedLoss, as hybridengine.algorithms.losses.policy:clipped_loss does"
+        )
+    if not loss.loss_sum.requires_grad:
+        raise ConfigError(
+            f"algorithm.loss={path} returned a loss without a gradient; compute it from log_probs, not from"
+            " log_probs.detach()"
+        )
+    return loss

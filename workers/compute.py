@@ -19,7 +19,8 @@ class ComputeWorker:
     """One rank's share of the rows.
 
     Functions are given by import path, "package.module.name". They get this rank's rows, with their numbers among all
-    rows as a column (`ROW_NUMBERS`), and an `Across`, which puts together what all ranks have.
+    rows as a column (`ROW_NUMBERS`), and an `Across`, which puts together what all ranks have. The rows are a copy: they
+    may be written to.
     """
 
     def __init__(self, context: RankContext, run: RunConfig) -> None:
@@ -29,9 +30,9 @@ class ComputeWorker:
     @register(DP_PROTO, optional=[ROW_NUMBERS], returns_rows=True)
     def map(self, rows: TensorDictBase, function: str, *arguments: Any) -> TensorDict:
         """Columns that `function(rows, across, *arguments)` makes of these rows."""
-        return import_object(function)(rows, self._across, *arguments)
+        return import_object(function)(rows.clone(), self._across, *arguments)
 
     @register(DP_PROTO, optional=[ROW_NUMBERS])
     def measure(self, rows: TensorDictBase, function: str, *arguments: Any) -> dict[str, float]:
         """Metrics that `function(rows, across, *arguments)` makes of all rows; the same on every rank."""
-        return import_object(function)(rows, self._across, *arguments)
+        return import_object(function)(rows.clone(), self._across, *arguments)

@@ -6,12 +6,11 @@ same methods with the same arguments in the same order, because tensor-parallel 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hybridengine.errors import DataError, StorageError
+from hybridengine.errors import DataError, StorageError, shown
 from hybridengine.reshard.layout import Layout
 from hybridengine.runtime.hybrid_engine import GenerationSide
 
@@ -48,25 +47,26 @@ class SamplingSettings:
                 _is_whole(self.max_tokens) and self.max_tokens >= 1,
                 "a whole number of at least 1",
             ),
-            ("temperature", 0 <= self.temperature < math.inf, "a number of at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", _is_whole(self.top_k) and self.top_k >= 0, "a whole number; 0 stands for all tokens"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             (
-                "stop_token_ids",
-                all(_is_whole(token) and token >= 0 for token in self.stop_token_ids),
-                "tokens of the vocabulary",
+                "temperature",
+                _is_number(self.temperature) and (self.temperature == 0 or 0.01 <= self.temperature <= 2),
+                "0, or a number from 0.01 to 2",
             ),
+            ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+            ("top_k", _is_whole(self.top_k) and self.top_k >= 0, "a whole number; 0 stands for all tokens"),
+            ("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1"),
+            ("stop_token_ids", _are_tokens(self.stop_token_ids), "a tuple of token ids"),
             (
                 "stop_strings",
-                isinstance(self.stop_strings, tuple) and all(self.stop_strings),
+                isinstance(self.stop_strings, tuple)
+                and all(isinstance(text, str) and text for text in self.stop_strings),
                 "a tuple of texts of at least one character",
             ),
         )
         for name, holds, rule in rules:
             if not holds:
                 raise DataError(
-                    f"sampling {name}={getattr(self, name)!r} must be {rule}; choose another value"
+                    f"sampling {name}={shown(getattr(self, name))} must be {rule}; choose another value"
                 )
 
 
@@ -74,12 +74,22 @@ def _is_whole(value: object) -> bool:
     return type(value) is int  # True is an int, and no number of tokens
 
 
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _are_tokens(value: object) -> bool:
+    """Return True for a tuple of whole numbers; the engine knows which ones its model has."""
+    return isinstance(value, tuple) and all(map(_is_whole, value))
+
+
 @dataclass(frozen=True)
 class Request:
     """One response to draw.
 
     Raises:
-        DataError: the seed is no whole number of 64 bits.
+        DataError: the id is no text, prompt_token_ids no tuple of token ids, the seed no whole number of 64 bits, or
+            first_position negative.
     """
 
     request_id: str
@@ -92,11 +102,23 @@ class Request:
     """Position in the response of the first token to draw: the prompt ends with that many tokens drawn earlier."""
 
     def __post_init__(self) -> None:
-        if not (_is_whole(self.seed) and -(2**63) <= self.seed < 2**63):
-            raise DataError(
-                f"the seed of request {self.request_id!r} is {self.seed!r}, and must be a whole number of 64 bits;"
-                " choose another one"
-            )
+        rules = (
+            ("request_id", isinstance(self.request_id, str), "a text"),
+            ("prompt_token_ids", _are_tokens(self.prompt_token_ids), "a tuple of token ids"),
+            ("seed", _is_whole(self.seed) and -(2**63) <= self.seed < 2**63, "a whole number of 64 bits"),
+            (
+                "first_position",
+                _is_whole(self.first_position) and 0 <= self.first_position < 2**63,
+                "a whole number from 0 on",
+            ),
+            ("sampling", isinstance(self.sampling, SamplingSettings), "of the class SamplingSettings"),
+        )
+        for name, holds, rule in rules:
+            if not holds:
+                raise DataError(
+                    f"{name}={shown(getattr(self, name))} of request {shown(self.request_id)} must be {rule}; choose"
+                    " another value"
+                )
 
 
 @dataclass
@@ -139,7 +161,7 @@ class Engine(GenerationSide, Protocol):
 
         Raises:
             DataError: a request's id is taken, its prompt is empty, leaves no room for the response or has tokens that
-                the model does not know, or it has stop strings and the engine has no tokenizer.
+                the model does not know, it stops at such a token, or it has stop strings and the engine has no tokenizer.
         """
         ...
 
@@ -152,7 +174,7 @@ class Engine(GenerationSide, Protocol):
         ...
 
     def abort(self, request_ids: Iterable[str]) -> list[Response]:
-        """Drop requests that have not ended, and return what has been drawn for each so far."""
+        """Drop requests whose responses `advance` has not returned; return what has been drawn for each so far."""
         ...
 
     def weights_changed(self, version: int, keep_kv: bool) -> None:

@@ -64,6 +64,7 @@ class Policy(TrainingSide, Protocol):
             What `loss` gives to collect for each micro-batch; nothing on all stages but the last.
 
         Raises:
+            DataError: no micro-batch.
             StorageError: the generation engine has the weights.
         """
         ...

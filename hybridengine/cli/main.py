@@ -24,7 +24,14 @@ from hybridengine.cli.reshard_bench import add_bench_command
 from hybridengine.cli.reshard_plan import add_plan_command
 from hybridengine.cli.simulate import add_simulate_command
 from hybridengine.cli.step_bench import add_step_command
-from hybridengine.errors import CheckpointError, ConfigError, DataError, HybridEngineError, TopologyError
+from hybridengine.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    HybridEngineError,
+    OutputError,
+    TopologyError,
+)
 from hybridengine.redaction import without_secrets
 
 EXAMPLES = """examples:
@@ -54,6 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _prepare_streams()
     with contextlib.suppress(ValueError):  # signals are a main thread's business
         signal.signal(signal.SIGTERM, _terminate)
+    with contextlib.suppress(FileNotFoundError):  # the folder in which the command is run is gone
+        if (
+            os.getcwd() not in sys.path
+        ):  # as `python -m` has it: algorithms and rewards of one's own lie there
+            sys.path.append(os.getcwd())
     try:
         options = parse(arguments)
         status = options.run(options)
@@ -80,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error.__cause__, CheckpointError):  # a rank has read it: the fault is the file's
             print(without_secrets(f"hybridengine: {error.__cause__}"), file=sys.stderr)
             return 2
+        if isinstance(error.__cause__, OutputError):  # a rank's disk is full: where it wrote says enough
+            error = error.__cause__
         print(without_secrets(f"hybridengine: {type(error).__name__}: {error}"), file=sys.stderr)
         return 1
     except Exception:
@@ -203,9 +217,6 @@ def _parser() -> argparse.ArgumentParser:
 def _train(options: argparse.Namespace) -> int:
     from hybridengine.config import load_config
 
-    # As `python -m` has it: dataflows and rewards of one's own lie where the command is run.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     config = load_config(options.config, options.overrides, dry_run=options.dry_run)
     if options.dry_run:
         from hybridengine.training.dry_run import print_dry_run

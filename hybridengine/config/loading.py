@@ -94,7 +94,21 @@ def _read_tree(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError(f"{path}: base={found} must be the name of a file; write one, or leave it out")
     below = _read_tree(path.parent / base, (*above, path.resolve()))
     _change_algorithm(below, _named_algorithm(tree))
+    raise_all(
+        f"{path}: {key} is {'a list' if isinstance(found, list) else 'a section'}, and in its base {base} it is"
+        f" {'a section' if isinstance(found, list) else 'a list'}; write one like the base's"
+        for key, found in _clashes(OmegaConf.to_container(below), OmegaConf.to_container(tree))
+    )
     return cast(DictConfig, OmegaConf.merge(below, tree))
+
+
+def _clashes(below: Any, above: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of each list in `above` where `below` has a section, and the other way round."""
+    if isinstance(below, dict) and isinstance(above, dict):
+        for name in sorted(above.keys() & below.keys(), key=str):
+            yield from _clashes(below[name], above[name], f"{key}.{name}".removeprefix("."))
+    elif isinstance(below, dict | list) and isinstance(above, dict | list) and type(below) is not type(above):
+        yield key, above
 
 
 def _named_algorithm(tree: DictConfig) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridengine.config.values import Count, CountOrZero, PathText, Positive, Section
+from hybridengine.config.values import Count, CountOrZero, PathText, Positive, Seconds, Section
 
 COLLECTIVE_SHARE = 2.0
 """Of a call's limit: ranks that wait for a hung one would otherwise fail first, and be blamed."""
@@ -11,11 +11,11 @@ COLLECTIVE_SHARE = 2.0
 class TimeoutSection(Section):
     """When waiting ends, in seconds."""
 
-    start_s: Positive = 600.0
+    start_s: Seconds = 600.0
     """Until all workers have started."""
-    call_s: Positive = 1800.0
+    call_s: Seconds = 1800.0
     """Until every rank has answered one call."""
-    save_s: Positive = 1800.0
+    save_s: Seconds = 1800.0
     """Until a checkpoint is written, from when the run has to wait for it."""
 
     @property

@@ -14,7 +14,7 @@ from hybridengine.config.values import (
     CountOrZero,
     ImportPath,
     PathText,
-    Positive,
+    Seconds,
     Section,
     TrainSizesText,
 )
@@ -66,7 +66,7 @@ class RewardSection(ScorerSection):
     terms: Annotated[dict[str, TermSection], AfterValidator(_check_names)] = Field(default_factory=dict)
     """Several scorers by name, in place of one: the score is their weighted sum, and each term's own score is the
     column reward/NAME or cost/NAME."""
-    timeout_s: Positive = 60.0
+    timeout_s: Seconds = 60.0
     """Longest that one call of a function may take; its process is then ended."""
     rows_per_call: Count = 64
     """Most rows of one call."""

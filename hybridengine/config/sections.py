@@ -260,8 +260,8 @@ class ActorSection(TrainedSection):
     """Training sizes p-t-d: pipeline stages, tensor shards, data-parallel replicas."""
     generate: GenSizesText = "1-1"
     """Generation sizes p_g-t_g of one engine; with p_g | p and t_g | t no weight is held twice."""
-    bucket_bytes: Bytes = 512 * MEBIBYTE
-    """Weights that are in flight at once while switching."""
+    bucket_bytes: Annotated[Bytes, Field(ge=4)] = 512 * MEBIBYTE
+    """Weights that are in flight at once while switching; at least one float32."""
     verify: Literal["first", "always", "never"] = "first"
     """In which switches receivers check the digests of what they receive."""
     clip_low: Share = 0.2
@@ -321,8 +321,8 @@ class RolloutSection(Section):
     """Width of the response columns; generation stops there."""
     samples_per_prompt: Count = 1
     """Responses per prompt."""
-    temperature: Positive = 1.0
-    """Sampling temperature."""
+    temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
+    """Sampling temperature, in the range in which vLLM takes it as it is."""
     kv_cache_bytes: Bytes = 256 * MEBIBYTE
     """KV cache of one rank while it generates."""
     max_num_seqs: Count = 256

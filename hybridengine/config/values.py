@@ -63,9 +63,9 @@ def _check_gen_sizes(text: str) -> str:
 
 
 def _check_name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,199}", text):
         raise ValueError(
-            f"{text!r} cannot be the name of a folder; use letters, digits, '.', '_' and '-',"
+            f"{text!r} cannot be the name of a folder; use up to 200 letters, digits, '.', '_' and '-',"
             " a letter or digit first"
         )
     return text
@@ -93,6 +93,8 @@ CountOrZero = Annotated[int, Field(ge=0)]
 """An integer from 0 on."""
 Positive = Annotated[float, Field(gt=0)]
 """A number above 0."""
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+"""A limit of a wait, up to 11 days: the operating system counts such waits in 31 bits of milliseconds."""
 NonNegative = Annotated[float, Field(ge=0)]
 """A number from 0 on."""
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
@@ -30,7 +30,7 @@ def put_object(value: Any) -> ObjectRef:
 
 
 def get_objects(references: Sequence[ObjectRef], timeout_s: float) -> list[Any]:
-    """Return the values behind references; large ones are shared memory that nobody may write to.
+    """Return the values behind references; large ones are shared memory, to be read only.
 
     Raises:
         MissingObjectError: an object is lost, or does not arrive in time.
@@ -45,7 +45,7 @@ def get_objects(references: Sequence[ObjectRef], timeout_s: float) -> list[Any]:
         raise MissingObjectError(place, f"{type(error).__name__}: {text}") from error
 
 
-def _missing(references: Sequence[ObjectRef]) -> Any:
+def _missing(references: Sequence[ObjectRef]) -> Iterator[tuple[int, RayError]]:
     """Objects that are not there: (place, why)."""
     for place, reference in enumerate(references):
         try:

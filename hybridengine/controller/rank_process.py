@@ -218,7 +218,7 @@ class RankProcess:
         begin, failure, result = time.time(), None, None
         try:
             result = task()
-        except Exception as error:  # carried to the controller as data, with rank and traceback
+        except (Exception, SystemExit) as error:  # carried to the controller as data, with rank and traceback
             failure = failure_of(rank, error)
         return Outcome(rank, begin, time.time(), failure, held_bytes=held_bytes()), result
 

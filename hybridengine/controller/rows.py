@@ -234,7 +234,7 @@ class Rows:
         return self
 
     def get(self, *names: str) -> TensorDict:
-        """The rows themselves, here in the controller: of these columns, or of all.
+        """A copy of the rows, here in the controller: of these columns, or of all.
 
         Raises:
             WorkerError: a call that should have produced them failed, or did not end in time.
@@ -246,7 +246,7 @@ class Rows:
         request = self.request(range(len(self)), names or None, batches)
         rows, received = request.fetch(batches.fetch(), partial(get_objects, timeout_s=READ_TIMEOUT_S))
         row_exchange().payload_bytes += received.object_bytes  # others were counted when their call ended
-        return rows
+        return rows.clone()
 
     def __repr__(self) -> str:
         parts = [

@@ -77,7 +77,7 @@ class Received:
     """Columns that were read, and the bytes that this moved."""
 
     columns: dict[str, Tensor | NonTensorStack] = field(default_factory=dict)
-    """Inference tensors, to which a write is an error: they may be memory that others read too."""
+    """Inference tensors to be read only: they may be memory that others read too."""
     transferred: Counter[str] = field(default_factory=Counter)
     """Bytes of rows that other processes have produced, by the call that has."""
     object_bytes: int = 0
@@ -173,8 +173,8 @@ def _assembled(
 def _view(content: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return bytes as a tensor on the same memory.
 
-    Ray maps its store so that a write goes through, to everybody who reads the object; with an inference tensor the call
-    that writes fails.
+    Ray maps its store so that a write goes through, to everybody who reads the object. With an inference tensor torch's
+    in-place operations and a backward pass raise; writes through `numpy()` or `data`, or in inference mode, do not.
     """
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -56,7 +56,7 @@ class RowsRequest:
         get: Callable[[list[Any]], list[Any]],
         reader: Owner | None = None,
     ) -> tuple[TensorDict, Received]:
-        """Return the rows, to which a write is an error, and what reading them moved.
+        """Return the rows, to be read only, and what reading them moved.
 
         Args:
             batches: what the origins' blocks refer to.

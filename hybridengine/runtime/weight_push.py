@@ -53,6 +53,6 @@ class WeightPush:
         self._executor.check_fresh()
         self._ledger.begin()
         checked = self._verify is Verify.ALWAYS or (self._verify is Verify.FIRST and not self._has_pushed)
-        self._has_pushed = True
         self._executor.run(verify=checked)
+        self._has_pushed = True
         return self._ledger.finish("push", DESTINATION)

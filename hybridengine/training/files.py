@@ -113,6 +113,7 @@ def prepare_files(config: RunConfig) -> RunFiles:
     if shape is None or tokenizer is None:
         problems.raise_all()
     assert shape is not None and tokenizer is not None, "raise_all has raised otherwise"
+    problems.attempt(lambda: _check_read_by_transformers(config.model_folder))
     if len(tokenizer) > shape.vocab_size:
         problems.found.append(
             f"the tokenizer of {config.tokenizer_folder} has {len(tokenizer)} tokens, the model's"
@@ -134,6 +135,23 @@ def prepare_files(config: RunConfig) -> RunFiles:
     if not (config.run_folder / CONFIG_FILE).is_file():
         keep_config(config)
     return files
+
+
+def _check_read_by_transformers(folder: Path) -> None:
+    """Read config.json as vLLM will: this project's own check knows the keys that decide shapes and weights.
+
+    Raises:
+        CheckpointError: transformers refuses it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of any class, by the value
+        raise CheckpointError(
+            f"{folder / 'config.json'} is not accepted by transformers ({' '.join(str(error).split())}); restore the"
+            " model's original config.json"
+        ) from None
 
 
 def keep_config(config: RunConfig) -> None:

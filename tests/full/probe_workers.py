@@ -157,6 +157,11 @@ class ProbeWorker:
             raise ValueError(f"bad luck on {rank}") if picklable else UnpicklableError(1, 2)
 
     @register(ONE_TO_ALL)
+    def leave(self, rank: int) -> None:
+        if self.context.rank == rank:
+            sys.exit("no more")
+
+    @register(ONE_TO_ALL)
     def sleep(self, rank: int, seconds: float) -> None:
         if self.context.rank == rank:
             time.sleep(seconds)

@@ -46,6 +46,12 @@ def test_an_exception_that_cannot_be_pickled_arrives_as_text(actor: WorkerGroup)
     assert caught.value.rank == 3
 
 
+def test_sys_exit_inside_a_call_is_a_failure_of_the_call(actor: WorkerGroup) -> None:
+    with pytest.raises(RankFailedError, match=r"actor\.leave failed on rank 1 .*: SystemExit: no more"):
+        actor.leave(1).get()
+    assert len(actor.describe().get()) == 4, "the process lives on"
+
+
 def test_a_failure_that_nobody_fetched_is_raised_by_the_next_call(
     actor: WorkerGroup, critic: WorkerGroup
 ) -> None:

@@ -12,12 +12,14 @@ import pytest
 import ray
 from ray._private.worker import global_worker
 
+from hybridengine.config import load_config
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rows import Produced, Rows
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import ProtocolError, TransferError, WrongArgumentsError
+from tests.full import ways_to_write
 from tests.full.probe_workers import WIDE_BYTES, ProbeWorker, batch_of
 
 
@@ -79,15 +81,31 @@ def test_a_later_column_replaces_an_earlier_one_and_the_controllers_rows_are_col
     assert critic.doubled(mixed).get()["doubled"].tolist() == [0, 2, 4, 6]
 
 
-def test_a_call_that_writes_into_its_rows_fails(actor: WorkerGroup, critic: WorkerGroup) -> None:
-    """They are memory of all readers on the node: an iteration that has written into it must not end well."""
+def test_an_in_place_operation_of_a_worker_raises(actor: WorkerGroup, critic: WorkerGroup) -> None:
+    """They may be memory of all readers on the node."""
     for group in (actor, critic):
         rows = actor.wide(Rows.numbered(6)).union(batch_of(6).select("answers"))
         assert group.narrowed(rows).get()["narrow"].tolist() == [[row, row] for row in range(6)]
         with pytest.raises(RankFailedError, match="Inplace update to inference tensor"):
             group.write(rows).wait()
-    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
-        rows.get("wide")["wide"].zero_()
+
+
+@pytest.fixture(scope="module")
+def compute(pool: ResourcePool) -> WorkerGroup:
+    """The role that runs functions of users, on one replica of four ranks."""
+    run = load_config("configs/arithmetic.yaml")
+    return WorkerGroup(pool, "workers.compute.ComputeWorker", parallel="1-4-1", config={"run": run})
+
+
+@pytest.mark.parametrize("way", ways_to_write.WAYS_TO_WRITE)
+def test_functions_of_users_write_into_copies(way: str, actor: WorkerGroup, compute: WorkerGroup) -> None:
+    rows = actor.wide(Rows.numbered(8)).wait()
+    written = compute.map(rows, f"{ways_to_write.__name__}.{way}")
+    assert written.get()["wide"].unique().tolist() == [-1]
+    assert rows.get()["wide"].unique(dim=1).tolist() == [[row] for row in range(8)]
+    here = getattr(ways_to_write, way)(rows.get())
+    assert here["wide"].unique().tolist() == [-1]
+    assert rows.get()["wide"].unique(dim=1).tolist() == [[row] for row in range(8)]
 
 
 def test_objects_of_rows_that_nobody_refers_to_are_given_up(actor: WorkerGroup) -> None:

@@ -15,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from hybridengine.algorithms.across import Across, AcrossRanks
+from hybridengine.algorithms.losses.aggregation import LossStats, SummedLoss
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.config import Role, RunConfig
 from hybridengine.config.run_config import TRAINED
@@ -24,7 +25,7 @@ from hybridengine.drivers.dataflow import ROLLOUT_METRICS
 from hybridengine.drivers.online_dpo import preferences
 from hybridengine.drivers.rollout_metrics import rollout_metrics
 from hybridengine.drivers.safe_rlhf import MEAN_COST, SafeRlhf
-from hybridengine.errors import ProtocolError
+from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.importing import import_object
 from hybridengine.protocols import DP_PROTO, GroupTopology, registered
 from hybridengine.reshard.boxes import Box
@@ -256,16 +257,37 @@ def estimate_in_compute_workers(
     return outcomes
 
 
+def with_loss(run: RunConfig, path: str) -> RunConfig:
+    return run.model_copy(update={"algorithm": run.algorithm.model_copy(update={"loss": path})})
+
+
+def loss_as_a_number(*_: object) -> float:
+    return 0.0
+
+
+def loss_without_gradient(log_probs: Tensor, *_: object) -> SummedLoss:
+    return SummedLoss(log_probs.detach().sum(), LossStats())
+
+
 def update_in_mini_batches(
     rank: int, run: RunConfig, policy: Path, batch: TensorDict
 ) -> tuple[list[str], dict[str, float], Pieces]:
-    """(errors of 3 rows for each of two replicas, metrics, weights) of an actor whose replicas have unequal rows."""
+    """(errors, metrics, weights) of an actor whose replicas have unequal rows.
+
+    Errors are those of 3 rows for each of two replicas, and of wrong losses.
+    """
     actor = Group(run, "actor", TrainingActor, rank, policy)
     errors = []
     for method in ("update", "update_preferences"):
         try:
             actor.call(method, slice_rows(batch, range(6)))
         except ProtocolError as error:
+            errors.append(str(error))
+    for function in (loss_as_a_number, loss_without_gradient):
+        actor.restart(with_loss(run, f"{__name__}:{function.__name__}"))
+        try:
+            actor.call("update", batch)
+        except ConfigError as error:
             errors.append(str(error))
     actor.restart(run)
     return errors, actor.call("update", batch), actor.pieces()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.errors import StorageError
+from hybridengine.errors import DataError, StorageError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.topology.grid import Grid
@@ -27,6 +27,8 @@ def step_by_passes(rank: int, folder: Path, grid: Grid) -> list[tuple[float, lis
     whole, records = trainer.gradient_bytes, []
     dp_rank, dp_size = grid.coordinate(rank).dp_rank, grid.sizes.dp_size
     for index in range(NUM_STEPS):
+        with pytest.raises(DataError, match="no micro-batches; give every replica"):
+            trainer.forward_backward([], loss_of(trainer))
         with pytest.raises(StorageError, match="call forward_backward before"):
             trainer.optimizer_step()
         with engine.generating() as report:

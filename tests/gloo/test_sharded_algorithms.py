@@ -221,6 +221,12 @@ def test_replicas_with_unequal_rows_make_equally_many_steps(seen: Seen, run_rank
             "3 rows of one replica of actor must be at least 1 for each of actor.mini_batches=4" in errors[0]
         )
         assert "3 rows of one replica of actor must be a multiple of 2, which stay together" in errors[1]
+        number, detached = errors[2:]
+        assert f"algorithm.loss={on_ranks.__name__}:loss_as_a_number returned a float; return a" in number
+        assert (
+            f"{on_ranks.__name__}:loss_without_gradient returned a loss without a gradient; compute"
+            in detached
+        )
     weights = assembled((pieces for _, _, pieces in by_rank), shapes_of(seen.policy))
     assert_steps(weights, expected, seen.policy, "mini-batches")
 

@@ -12,11 +12,12 @@ import pytest
 from hybridengine.cli import main as command_line
 from hybridengine.cli.main import main
 from hybridengine.controller.failures import failure_of, rank_failed
-from hybridengine.errors import CheckpointError, ConfigError, StorageError
+from hybridengine.errors import CheckpointError, ConfigError, OutputError, StorageError
 from tests.unit.run_bench import Bench, Reached
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
+CLUSTER = str(ROOT / "configs/clusters/a100-80gb-16x8.yaml")
 HEAVY = ("torch", "ray", "megatron", "vllm", "transformers", "tensordict", "safetensors")
 
 
@@ -138,6 +139,11 @@ def test_the_installed_command_reports_bad_input(tmp_path: Path):
             2,
             "hybridengine: x.safetensors: NaN\n",
         ),
+        (
+            rank_failed(failure_of(3, OutputError("/full/a cannot be written")), []),
+            1,
+            "hybridengine: OutputError: /full/a cannot be written\n",
+        ),
         (KeyboardInterrupt(), 130, "hybridengine: interrupted; what has been written so far is kept\n"),
     ],
 )
@@ -149,6 +155,28 @@ def test_exit_codes(
 
     monkeypatch.setattr("hybridengine.training.run.train", fail)
     assert bench.train() == (code, text)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", str(ROOT / "configs/grpo.yaml"), "--dry-run"],
+        ["plan", str(ROOT / "configs/grpo.yaml"), "--cluster", CLUSTER],
+        ["simulate", str(ROOT / "configs/grpo.yaml"), "--cluster", CLUSTER],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_an_algorithm_of_ones_own_is_found_in_the_working_directory(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    module = f"own_{arguments[0]}"
+    (tmp_path / f"{module}.py").write_text(
+        "from hybridengine.drivers.grpo import Grpo\nclass Own(Grpo):\n    'GRPO.'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    status = main([*arguments, f"algorithm.name={module}:Own"])
+    assert status == 0, capsys.readouterr().err
 
 
 # ---- Bad input -----------------------------------------------------------------------------------------------------

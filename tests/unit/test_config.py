@@ -89,6 +89,13 @@ def test_algorithms_on_the_demos_task(name: str, monkeypatch: pytest.MonkeyPatch
             r"is its own base \(one.yaml -> two.yaml -> .*one.yaml\)",
         ),
         ({"one": "base: none.yaml"}, "none.yaml does not exist; name a run"),
+        (
+            {
+                "one": "base: two.yaml\nalgorithm: [a]\nrun: {name: x}\nreward: {function: [b], functions: {c: d}}",
+                "two": "algorithm: {name: ppo}\nrun: {steps: 1}\nreward: {functions: [c]}",
+            },
+            r"(?s)algorithm is a list, and in its base two.yaml it is a section; .*reward.functions is a section, and",
+        ),
         ({"one": "base: [two.yaml]"}, r'base=\["two.yaml"\] must be the name of a file; write one'),
         (
             {"one": "base: two.yaml", "two": "run: {stepz: 5}"},
@@ -248,6 +255,14 @@ def test_empty_sections_mean_defaults(tmp_path: Path) -> None:
         ("run.steps=1.5", ["run.steps=1.5 must be an integer; "]),
         ("run.steps=true", ["run.steps=true must be an integer; "]),
         ("run.seed=-1", ["run.seed=-1 must be at least 0; "]),
+        ("rollout.temperature=0.009", ["rollout.temperature=0.009 must be at least 0.01; "]),
+        ("rollout.temperature=2.1", ["rollout.temperature=2.1 must be at most 2; "]),
+        *(
+            (f"timeouts.{name}=1e300", [f"timeouts.{name}=1e+300 must be at most 1000000; "])
+            for name in ("start_s", "call_s", "save_s")
+        ),
+        ("reward.timeout_s=1e7", ["reward.timeout_s=10000000.0 must be at most 1000000; "]),
+        ("actor.bucket_bytes=3", ["actor.bucket_bytes=3 must be at least 4; "]),
         ("algorithm.gamma=1.5", ["algorithm.gamma=1.5 must be at most 1; "]),
         ("actor.optimizer.lr=fast", ['actor.optimizer.lr="fast" must be a number; ']),
         ("actor.optimizer.lr=.inf", ["actor.optimizer.lr=Infinity must be a finite number; "]),
@@ -277,6 +292,7 @@ def test_empty_sections_mean_defaults(tmp_path: Path) -> None:
             "reward.function=tasks.reward",
             ["reward.function: 'tasks.reward' is not a function's import path; write"],
         ),
+        (f"run.name={'a' * 201}", ["aaa' cannot be the name of a folder; use up to 200 letters"]),
         ("run.name=a/b", ["run.name: 'a/b' cannot be the name of a folder"]),
         ("run.name=007", ["run.name=7 must be a string"]),
         ("run.name=${nothing}", ["Interpolation key 'nothing' not found"]),

@@ -207,6 +207,23 @@ def test_every_model_must_know_the_actors_tokens(
     prepare_files(claim_run(load_config(built, [f"critic.path={tmp_path / 'large'}"]))[0])
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("bos_token_id", "abc"), ("dtype", "banana"), ("use_cache", "no"), ("attention_dropout", "a")],
+)
+def test_a_config_that_transformers_refuses_is_found_before_ranks_start(
+    tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, _ = claim_run(load_config(built))
+    prepare_files(config)
+    file = config.model_folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    for _ in range(2):  # the run goes on with files that it has
+        with pytest.raises(DataError, match=rf"{file} is not accepted by transformers .*{value}"):
+            prepare_files(config)
+
+
 def test_what_belongs_to_the_weights_is_kept_from_the_beginning(
     tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,7 +201,7 @@ def test_columns_of_every_type_in_any_order(rows: list[int], inline_bytes: int) 
         assert isinstance(column, torch.Tensor)
         assert column.dtype == WHOLE[name].dtype
         assert torch.equal(column, WHOLE[name][rows])
-        assert column.is_inference(), "a write is an error"
+        assert column.is_inference(), "an in-place operation raises"
     if rows:
         for name, column in read(rows, inline_bytes, None, "texts", "lists").columns.items():
             expected = list(WHOLE[name])

@@ -26,7 +26,7 @@ from hybridengine.backends.megatron.model import DTYPES, build_model
 from hybridengine.backends.megatron.shim import device, device_shim
 from hybridengine.backends.megatron.step import PipelineRunner, WantedPositions
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
-from hybridengine.errors import StorageError
+from hybridengine.errors import DataError, StorageError
 from hybridengine.families.tables import NameSet
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout
@@ -214,6 +214,8 @@ class MegatronTrainer(MegatronModel):
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
         """Add the gradients of some micro-batches to those that wait for the next optimizer step (`Policy`)."""
         self.expect_weights()
+        if not batches:
+            raise DataError("forward_backward was given no micro-batches; give every replica at least one")
         if not self._runner.has_gradients:
             with device_shim():
                 self._ddp.zero_grad_buffer()

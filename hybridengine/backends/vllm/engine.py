@@ -140,12 +140,16 @@ class VllmEngine:
                 f"the prompt of request {name!r} has {len(request.prompt_token_ids)} tokens, and its response up to"
                 f" {sampling.max_tokens}; the engine takes prompts of 1 to {longest}"
             )
-        unknown = [token for token in request.prompt_token_ids if not 0 <= token < self._vocab_size]
-        if unknown:
-            raise DataError(
-                f"the prompt of request {name!r} has the token {unknown[0]}, and the model knows tokens from 0 to"
-                f" {self._vocab_size - 1}; encode the prompt with the model's tokenizer"
-            )
+        for what, tokens in (
+            ("prompt", request.prompt_token_ids),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            unknown = [token for token in tokens if not 0 <= token < self._vocab_size]
+            if unknown:
+                raise DataError(
+                    f"the {what} of request {name!r} has the token {unknown[0]}, and the model knows tokens from 0 to"
+                    f" {self._vocab_size - 1}; take tokens of the model's own tokenizer"
+                )
         if sampling.stop_strings and self._settings.tokenizer is None:
             raise DataError(
                 f"request {name!r} has stop_strings={list(sampling.stop_strings)}, and the engine has no tokenizer to"
@@ -167,7 +171,7 @@ class VllmEngine:
         return ended
 
     def abort(self, request_ids: Iterable[str]) -> list[Response]:
-        """Drop requests that have not ended, and return what has been drawn for each so far."""
+        """Drop requests whose responses `advance` has not returned; return what has been drawn for each so far."""
         return self._requests.abort(request_ids)
 
     def _expect_weights(self) -> None:

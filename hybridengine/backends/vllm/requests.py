@@ -46,11 +46,17 @@ class RunningRequests:
         }
 
     def add(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            params = _sampling_params(request.sampling, position_seed(request.seed, request.first_position))
-            prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
-            name = self._engine.add_request(request.request_id, prompt, params)
-            self._running[name] = request, Response(request.request_id)
+        try:
+            for request in requests:
+                params = _sampling_params(
+                    request.sampling, position_seed(request.seed, request.first_position)
+                )
+                prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+                name = self._engine.add_request(request.request_id, prompt, params)
+                self._running[name] = request, Response(request.request_id)
+        except BaseException:
+            self.abort(request.request_id for request in requests)
+            raise
 
     def step(self, version: int) -> list[Response]:
         """Take one engine step with weights of `version`; return the responses that have ended."""
@@ -92,7 +98,9 @@ class RunningRequests:
         wanted = set(request_ids)
         names = [name for name, (request, _) in self._running.items() if request.request_id in wanted]
         self._engine.abort_request(names, internal=True)
-        return [self._running.pop(name)[1] for name in names]
+        ended = [response for response in self._ended if response.request_id in wanted]
+        self._ended = [response for response in self._ended if response.request_id not in wanted]
+        return [*ended, *(self._running.pop(name)[1] for name in names)]
 
 
 def _sampling_params(sampling: SamplingSettings, seed: int) -> Any:

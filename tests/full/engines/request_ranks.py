@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from safetensors.torch import load_file
@@ -176,6 +178,18 @@ def _crowd(engine: VllmEngine) -> list[Response]:
         scheduler.max_num_scheduled_tokens = num_tokens
 
 
+def _second_fails(add: Callable[..., str]) -> Callable[..., str]:
+    """Return `add` for one call; the next one fails."""
+    calls = iter([add])
+
+    def wrapped(*args: Any) -> str:
+        for call in calls:
+            return call(*args)
+        raise RuntimeError("no room")
+
+    return wrapped
+
+
 def _refuse_wrong_requests(engine: VllmEngine) -> None:
     assert generate(engine, [], [], SAMPLED) == []
     for wrong in ([], [1] * (MAX_TOKENS - NEW_TOKENS + 1)):
@@ -187,6 +201,15 @@ def _refuse_wrong_requests(engine: VllmEngine) -> None:
             DataError, match=rf"request '1' has the token {token}, .* from 0 to {vocab_size - 1};"
         ):
             generate(engine, [[1], [1, token]], [1, 2], SAMPLED)
+        with pytest.raises(DataError, match=rf"the stop_token_ids of request '0' has the token {token},"):
+            generate(engine, [[1]], [1], SamplingSettings(1, stop_token_ids=(0, token)))
+    with (
+        mock.patch.object(
+            engine._engine, "add_request", side_effect=_second_fails(engine._engine.add_request)
+        ),
+        pytest.raises(RuntimeError, match="no room"),
+    ):
+        generate(engine, [[1], [1]], [1, 2], SAMPLED)
     request = Request("twice", (1,), 1, SAMPLED)
     with pytest.raises(DataError, match="'twice' already"):
         engine.add([request, request])

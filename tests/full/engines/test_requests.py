@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from hybridengine.backends.engine import Request, Response, SamplingSettings
+from hybridengine.backends.vllm.requests import _sampling_params
 from hybridengine.errors import DataError
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
@@ -124,18 +126,43 @@ def test_a_response_ends_with_its_first_stop_string(ranks: list[Seen]):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 1.5}],
+    [
+        *({"max_tokens": value} for value in (0, True, 1.0)),
+        *({"temperature": value} for value in (-1.0, 0.0099, 2.1, math.nan, math.inf, "1", None, True)),
+        *({"top_p": value} for value in (0.0, None)),
+        {"top_k": -1},
+        *({"min_p": value} for value in (1.5, "0")),
+        *({"stop_token_ids": value} for value in (None, 5, [1], (1.0,))),
+        *({"stop_strings": value} for value in ("end", ("",), (5,), None)),
+    ],
     ids=str,
 )
 def test_sampling_out_of_range_is_refused(wrong: dict[str, Any]):
-    (name, value), *_ = wrong.items()
-    with pytest.raises(DataError, match=rf"sampling {name}={value} must be"):
+    (name,) = wrong
+    with pytest.raises(DataError, match=rf"^sampling {name}=.* must be"):
         SamplingSettings(**{"max_tokens": 1, **wrong})
 
 
-@pytest.mark.parametrize("seed", [None, 1.0, True, 2**63, -(2**63) - 1])
-def test_a_seed_of_other_than_64_bits_is_refused(seed: Any):
-    with pytest.raises(
-        DataError, match=rf"the seed of request 'x' is {seed}, and must be a whole number of 64 bits"
-    ):
-        Request("x", (1,), seed, SamplingSettings(1))
+def test_sampling_at_the_ends_of_its_ranges_is_taken_by_vllm_as_it_is():
+    for temperature in (0, 0.01, 2, 2.0):
+        params = _sampling_params(SamplingSettings(1, temperature), seed=1)
+        assert params.temperature == temperature
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"seed": value} for value in (None, 1.0, True, 2**63, -(2**63) - 1)),
+        *({"request_id": value} for value in (None, 7, b"x")),
+        *({"prompt_token_ids": value} for value in (None, [1], "text", ("1",), (1.5,), (1, True))),
+        *({"first_position": value} for value in (-1, 0.0, None, 2**63)),
+        {"sampling": None},
+    ],
+    ids=str,
+)
+def test_a_request_of_wrong_values_is_refused(wrong: dict[str, Any]):
+    (name,) = wrong
+    right = {"request_id": "x", "prompt_token_ids": (1,), "seed": 1, "sampling": SamplingSettings(1)}
+    assert Request(**right)
+    with pytest.raises(DataError, match=rf"^{name}=.* of request .* must be"):
+        Request(**{**right, **wrong})
