@@ -113,7 +113,6 @@ def prepare_files(config: RunConfig) -> RunFiles:
     if shape is None or tokenizer is None:
         problems.raise_all()
     assert shape is not None and tokenizer is not None, "raise_all has raised otherwise"
-    problems.attempt(lambda: _check_read_by_transformers(config.model_folder))
     if len(tokenizer) > shape.vocab_size:
         problems.found.append(
             f"the tokenizer of {config.tokenizer_folder} has {len(tokenizer)} tokens, the model's"
@@ -129,6 +128,7 @@ def prepare_files(config: RunConfig) -> RunFiles:
             )
     files = _read_rows(config, tokenizer, shape.vocab_size, problems)
     problems.raise_all()
+    _check_read_by_transformers(config.model_folder)
     # Now, while they are there: folders of models are moved in the weeks that a run takes.
     with writing(config.companions_folder):
         copy_companions(config.model_folder, config.tokenizer_folder, config.companions_folder)

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from hybridengine.config import load_config, model_shape
-from hybridengine.errors import ConfigError, DataError
+from hybridengine.errors import CheckpointError, ConfigError, DataError
 from hybridengine.families.registry import FAMILIES
 from hybridengine.model_presets import PRESETS
 from hybridengine.model_shapes import ModelShape
@@ -220,7 +220,7 @@ def test_a_config_that_transformers_refuses_is_found_before_ranks_start(
     file = config.model_folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     for _ in range(2):  # the run goes on with files that it has
-        with pytest.raises(DataError, match=rf"{file} is not accepted by transformers .*{value}"):
+        with pytest.raises(CheckpointError, match=rf"{file} is not accepted by transformers .*{value}"):
             prepare_files(config)
 
 
