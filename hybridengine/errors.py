@@ -87,5 +87,8 @@ def raise_all(problems: Iterable[str], error: type[HybridEngineError] = ConfigEr
 
 def shown(value: object) -> str:
     """`value` as JSON, shortened: how a message names it."""
-    text = json.dumps(value, default=str)
+    try:
+        text = json.dumps(value, default=str)
+    except ValueError:  # of str(), which writes 4300 digits of an integer
+        return "a number of thousands of digits"
     return text if len(text) <= 60 else text[:57] + "..."

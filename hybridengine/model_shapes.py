@@ -273,9 +273,20 @@ def _one_of(choices: list[int]) -> str:
     return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
 
 
+def _scaling_of(style: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what decides the frequencies beside theta, in either config style."""
+    kind = style.get("rope_type", style.get("type", "default"))
+    return kind, *(style.get(key) for key in ROPE_NUMBERS)
+
+
 def _rotary(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Rotary settings of either config style: transformers 5 nests them, earlier versions do not."""
-    nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    styles = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
+    if any(_scaling_of(style) != _scaling_of(styles[0]) for style in styles):
+        raise ConfigError(
+            "rope_parameters and rope_scaling say different things; restore the model's original config.json"
+        )
+    nested = styles[0] if styles else {}
     theta = nested.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = nested.get("rope_type", nested.get("type", "default"))
     if config.get("partial_rotary_factor", nested.get("partial_rotary_factor", 1.0)) != 1.0:

@@ -19,7 +19,8 @@ from hybridengine.runtime.hybrid_engine import GenerationSide
 class SamplingSettings:
     """Settings with which a response is drawn.
 
-    Log-probs are those of the distribution that tokens are drawn from: after temperature, top_k, top_p and min_p.
+    Log-probs are those of the distribution that tokens are drawn from: after temperature, top_k, top_p and min_p. At
+    temperature 0 they are the model's own, of all tokens.
 
     Raises:
         DataError: a value is out of range.
@@ -75,7 +76,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _are_tokens(value: object) -> bool:
@@ -193,8 +194,13 @@ def generate(
 
     Raises:
         StorageError: the engine has no weights in training mode, or has other requests.
-        DataError: a prompt is empty, leaves no room for its response, or has tokens that the model does not know.
+        DataError: a prompt is empty, leaves no room for its response, has tokens that the model does not know, or has
+            no seed.
     """
+    if len(prompts) != len(seeds):
+        raise DataError(
+            f"{len(prompts)} prompts and {len(seeds)} seeds were given; give one seed for each prompt"
+        )
     if engine.num_unfinished:
         raise StorageError(
             f"the engine has {engine.num_unfinished} unfinished requests, and generate() takes it for itself;"

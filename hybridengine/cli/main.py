@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.path.append(os.getcwd())
     try:
         options = parse(arguments)
-        status = options.run(options)
+        status = _run(options)
         sys.stdout.flush()
         return status
     except OSError:
@@ -110,6 +110,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         # Libraries still tidy up: whoever cannot wait for that ends the process, without a traceback.
         atexit.register(_signals_end_at_once)
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Carry out a command; returns the exit status.
+
+    Raises:
+        ConfigError: a module of somebody's own has called sys.exit, whose status would be taken for the command's.
+    """
+    try:
+        return options.run(options)
+    except SystemExit as end:
+        if end.code == 128 + signal.SIGTERM or isinstance(end.__context__, BrokenPipeError):
+            raise
+        place = traceback.extract_tb(end.__traceback__)[-1]
+        raise ConfigError(
+            f"{place.filename}, line {place.lineno}: {place.name} has called sys.exit({end.code!r}), which would end the"
+            " command; raise an exception instead"
+        ) from None
 
 
 def _signals_end_at_once() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hybridengine.config.conflicts import Conflict
 from hybridengine.config.run_config import RunConfig
+from hybridengine.errors import shown
 
 
 def algorithm_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -45,10 +46,20 @@ def algorithm_conflicts(config: RunConfig) -> Iterator[Conflict]:
             ("algorithm.name", "actor.kl_loss_coef"),
         )
     try:
-        yield from algorithm.conflicts(config)
+        found = list(algorithm.conflicts(config))
     except Exception as error:  # a class of the user's own may raise anything
         yield Conflict(
             f"the method conflicts of {named} raised {type(error).__name__}: {error}; it must yield the rules that are"
             " broken, and raise nothing",
             ("algorithm.name",),
         )
+        return
+    for conflict in found:
+        if isinstance(conflict, Conflict):
+            yield conflict
+        else:
+            yield Conflict(
+                f"the method conflicts of {named} yielded {shown(conflict)}; it must yield"
+                " hybridengine.Conflict(message, (key, ...))",
+                ("algorithm.name",),
+            )

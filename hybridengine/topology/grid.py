@@ -206,7 +206,11 @@ class Grid(Mesh):
 
     def __post_init__(self) -> None:
         lacking = [axis for axis in self.sizes.axes() if axis not in self.order.axes]
-        assert not lacking, f"rank order {self.order.value} has no place for the axes {lacking}"
+        if lacking:
+            raise TopologyError(
+                f"rank order {self.order.value} has no place for the axes {', '.join(lacking)}; name them as axes of"
+                " RankOrder"
+            )
 
     @cached_property
     def axes(self) -> dict[str, int]:

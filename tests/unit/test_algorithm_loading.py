@@ -128,6 +128,20 @@ def test_rules_of_ones_own_that_fail_are_told() -> None:
         load_config(BASE, [f"algorithm.name={__name__}:Broken", "run.name=mine"])
 
 
+class Texts(Ppo):
+    """PPO whose rules are texts."""
+
+    def conflicts(self, config: Any) -> Iterator[Any]:
+        yield f"{config.run.name} is bad"
+
+
+def test_rules_of_ones_own_that_are_no_conflicts_are_told() -> None:
+    with pytest.raises(
+        ConfigError, match=rf'{__name__}:Texts yielded "mine is bad"; it must yield hybridengine\.Conflict\('
+    ):
+        load_config(BASE, [f"algorithm.name={__name__}:Texts", "run.name=mine"])
+
+
 def test_a_dry_run_looks_for_functions_of_ones_own() -> None:
     config = load_config(BASE, ["algorithm.loss=my.own:function"], dry_run=True)
     with pytest.raises(ConfigError, match=r"algorithm\.loss: my\.own:function cannot be imported"):

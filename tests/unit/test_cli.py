@@ -179,6 +179,22 @@ def test_an_algorithm_of_ones_own_is_found_in_the_working_directory(
     assert status == 0, capsys.readouterr().err
 
 
+@pytest.mark.parametrize("method", ["step", "conflicts"])
+def test_sys_exit_in_an_algorithm_of_ones_own_does_not_pass_for_success(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    module = f"leaves_in_{method}"
+    (tmp_path / f"{module}.py").write_text(
+        "import sys\nfrom hybridengine.drivers.grpo import Grpo\nclass Own(Grpo):\n    'GRPO.'\n"
+        f"    def {method}(self, *_):\n        sys.exit(0)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    overrides = [f"algorithm.name={module}:Own"]
+    assert main(["plan", str(ROOT / "configs/grpo.yaml"), "--cluster", CLUSTER, *overrides]) == 2
+    assert f"{module}.py, line 6: {method} has called sys.exit(0)" in capsys.readouterr().err
+
+
 # ---- Bad input -----------------------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,15 @@ ROTARY = {
         5e5,
         tuple(LLAMA3.items()),
     ),
+    "both styles alike": (
+        {
+            "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
+            "rope_scaling": {"type": "llama3", **LLAMA3},
+            "rope_theta": 5e5,
+        },
+        5e5,
+        tuple(LLAMA3.items()),
+    ),
     "flat llama3": (
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
         5e5,
@@ -104,6 +113,13 @@ BAD = {
     "rotary kind": (
         {"rope_scaling": {"type": "yarn", "factor": 2.0}},
         "^rope_type='yarn' is not supported; use 'def",
+    ),
+    "two styles that differ": (
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "rope_scaling": {"type": "llama3", **LLAMA3},
+        },
+        "^rope_parameters and rope_scaling say different things; restore",
     ),
     "half llama3": (
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": None}},

@@ -210,6 +210,8 @@ def _refuse_wrong_requests(engine: VllmEngine) -> None:
         pytest.raises(RuntimeError, match="no room"),
     ):
         generate(engine, [[1], [1]], [1, 2], SAMPLED)
+    with pytest.raises(DataError, match="2 prompts and 1 seeds were given"):
+        generate(engine, [[1], [1]], [1], SAMPLED)
     request = Request("twice", (1,), 1, SAMPLED)
     with pytest.raises(DataError, match="'twice' already"):
         engine.add([request, request])

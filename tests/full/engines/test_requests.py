@@ -127,7 +127,7 @@ def test_a_response_ends_with_its_first_stop_string(ranks: list[Seen]):
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"max_tokens": value} for value in (0, True, 1.0)),
+        *({"max_tokens": value} for value in (0, True, 1.0, -(10**5000))),
         *({"temperature": value} for value in (-1.0, 0.0099, 2.1, math.nan, math.inf, "1", None, True)),
         *({"top_p": value} for value in (0.0, None)),
         {"top_k": -1},
