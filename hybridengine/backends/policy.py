@@ -60,12 +60,14 @@ class Policy(TrainingSide, Protocol):
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
         """Add the gradients of some micro-batches to those that wait for the next optimizer step.
 
+        Where a pass raises, its gradients and those that waited are given up.
+
         Returns:
             What `loss` gives to collect for each micro-batch; nothing on all stages but the last.
 
         Raises:
             DataError: no micro-batch.
-            StorageError: the generation engine has the weights.
+            StorageError: the generation engine has the weights, or gradients have no memory.
         """
         ...
 

@@ -28,6 +28,16 @@ from hybridengine.errors import ConfigError, UnreadableError, raise_all, shown
 from hybridengine.reading import check_regular
 from hybridengine.redaction import remember_secrets
 
+MAX_NESTING = 100
+"""Levels of sections and lists in a configuration."""
+_OPENING = (
+    yaml.BlockMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.FlowSequenceStartToken,
+)
+_CLOSING = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
+
 Problem = tuple[str, str]
 """Dotted key in question, message."""
 
@@ -129,6 +139,7 @@ def _change_algorithm(tree: DictConfig, name: Any) -> None:
 def _read_yaml(path: Path) -> DictConfig:
     try:
         check_regular(path)
+        _check_nesting(path.read_text(encoding="utf-8"))
         tree = OmegaConf.load(path)
     except FileNotFoundError:
         raise ConfigError(
@@ -149,6 +160,20 @@ def _read_yaml(path: Path) -> DictConfig:
     return tree
 
 
+def _check_nesting(text: str) -> None:
+    """Check how deep a YAML text is nested: building 40,000 levels would end the process.
+
+    Raises:
+        RecursionError: deeper than any configuration.
+        yaml.YAMLError: it is not YAML.
+    """
+    depth = 0
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
+        if depth > MAX_NESTING:
+            raise RecursionError("nested too deeply")
+
+
 def _apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> Iterator[Problem]:
     """Write each `key=value` into the tree."""
     for text in overrides:
@@ -157,6 +182,9 @@ def _apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> Iterator[Pro
             yield "", f"override {text!r} is not key=value; write for instance actor.parallel=2-2-1"
             continue
         try:
+            if key.count(".") > MAX_NESTING:
+                raise RecursionError("nested too deeply")
+            _check_nesting(value)
             parsed = OmegaConf.from_dotlist([f"value={value}"])["value"]
             if isinstance(OmegaConf.select(tree, key), DictConfig) and not isinstance(
                 parsed, DictConfig | None
@@ -164,11 +192,22 @@ def _apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> Iterator[Pro
                 yield key, f"override {text!r} would replace the whole section {key}; write {key}.KEY=value"
                 continue
             OmegaConf.update(tree, key, parsed, merge=True, force_add=True)
-        except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, IndexError) as error:
+        except (
+            OmegaConfBaseException,
+            yaml.YAMLError,
+            TypeError,
+            ValueError,
+            IndexError,
+            RecursionError,
+        ) as error:
             yield (
                 key,
-                f"override {text!r} cannot be applied ({first_line(error)}); write key=value with a plain value",
+                f"override {_cut(text)!r} cannot be applied ({first_line(error)}); write key=value with a plain value",
             )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _unresolved(path: str | Path, error: OmegaConfBaseException) -> str:

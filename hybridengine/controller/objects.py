@@ -38,7 +38,11 @@ def get_objects(references: Sequence[ObjectRef], timeout_s: float) -> list[Any]:
     try:
         return ray.get(list(references), timeout=timeout_s)
     except RayError as error:
-        place, error = next(_missing(references), (0, error))
+        missing = list(_missing(references))
+        # What is on its way, nobody has lost: it only has not arrived in no time.
+        lost = [one for one in missing if not isinstance(one[1], GetTimeoutError)]
+        late = missing if isinstance(error, GetTimeoutError) else []
+        place, error = [*lost, *late, (0, error)][0]
         if isinstance(error, GetTimeoutError):
             raise MissingObjectError(place, f"it has not arrived after {timeout_s:g} s") from error
         text = " ".join(str(error).split())

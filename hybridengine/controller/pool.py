@@ -169,8 +169,9 @@ class ResourcePool:
         for future in self._unfinished:
             future.settle()
         self._unfinished = [future for future in self._unfinished if future.operation.missing]
-        for future in failed:
+        for place, future in enumerate(failed):
             if not future.reported:
+                self._unfinished[:0] = failed[place + 1 :]  # whose failures the next call raises
                 future.wait()
 
     def wait(self) -> None:

@@ -97,7 +97,7 @@ class RowsRequest:
 def _columns(origin: RowsOrigin, batches: Sequence[StoredRows]) -> dict[str, ColumnRows]:
     """Return the columns that an origin has, by the names that they shall have."""
     blocks = [Block(first, batches[place]) for first, place in origin.blocks]
-    kept = blocks[0].stored.columns
+    kept = dict.fromkeys(name for block in blocks for name in block.stored.columns)
     names = {name: name for name in kept} if origin.names is None else origin.names
     return {
         new: ColumnRows(origin.producer, old, blocks, origin.rows)

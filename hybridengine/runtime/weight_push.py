@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybridengine.errors import PlanError
 from hybridengine.reshard.plan import Plan
 from hybridengine.runtime.executor import PlanExecutor
 from hybridengine.runtime.fingerprint import check_agreement
@@ -35,9 +36,13 @@ class WeightPush:
         verify: Verify = Verify.FIRST,
     ) -> None:
         self._ledger = StorageLedger({SOURCE: source, DESTINATION: destination})
-        self._executor = PlanExecutor(
-            plan, rank, source, destination, transport, self._ledger, release_source=False
-        )
+        try:
+            self._executor = PlanExecutor(
+                plan, rank, source, destination, transport, self._ledger, release_source=False
+            )
+        except PlanError as error:
+            check_agreement(plan, rank, transport.group, verify.value, str(error))
+            raise
         self._verify, self._has_pushed = verify, False
         check_agreement(plan, rank, transport.group, verify.value)
 

@@ -23,7 +23,7 @@ LAST_WORDS_S = 5.0
 """How long the ranks of a step that has failed may take to say what their reward functions did."""
 
 SEED_STRIDES = (1_000_003, 65_537)
-"""Requests of one run must not share seeds: seed = (run · a + step) · b + row."""
+"""Requests of one run must not share seeds: seed = (run · a + step) · b + row, with b no less than the rows of a step."""
 
 
 def iterate(
@@ -164,5 +164,5 @@ def _sampling(config: RunConfig, step: int) -> Sampling:
         step=step,
         num_prompts=config.data.batch_size,
         samples_per_prompt=config.rollout.samples_per_prompt,
-        first_seed=(config.run.seed * SEED_STRIDES[0] + step) * SEED_STRIDES[1],
+        first_seed=(config.run.seed * SEED_STRIDES[0] + step) * max(SEED_STRIDES[1], config.rows_per_step),
     )

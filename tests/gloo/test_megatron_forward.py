@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -15,6 +20,8 @@ from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.trainer import MegatronModel
 from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
 from hybridengine.backends.megatron.weights import load_weights, save_weights
+from hybridengine.checkpoints.hf_writer import HfWriter
+from hybridengine.errors import OutputError
 from hybridengine.families.registry import FAMILIES
 from hybridengine.model_shapes import ModelShape
 from hybridengine.runtime.process_groups import ProcessGroups
@@ -184,3 +191,50 @@ def test_export_replaces_an_older_folder_and_the_leavings_of_a_failed_one(
     assert {file.name for file in target.iterdir()} >= {"model.safetensors", "config.json"}
     assert not (target / "model-00001-of-00002.safetensors").exists()
     assert not partial.exists()
+
+
+def export_to_a_full_disk(rank: int, source: Path, target: Path) -> list[str]:
+    """Errors of exports whose second bucket, or whose folder, the disk of rank 0 does not take; the last one works."""
+    initialize_globals(1)
+    registry = ProcessGroups()
+    model = MegatronModel(ModelShape.from_folder(source), Grid(TrainSizes(1, 2, 1)), rank, registry)
+    load_weights(model, source)
+    full, errors = OSError(errno.ENOSPC, "No space left on device"), list[str]()
+    write, calls = HfWriter.write, itertools.count()
+
+    def write_once(files: HfWriter, name: str, tensor: Tensor) -> None:
+        if next(calls):
+            raise full
+        write(files, name, tensor)
+
+    for name, fault in (
+        ("write", write_once),
+        ("__enter__", mock.Mock(side_effect=full)),
+        ("_finish", mock.Mock(side_effect=full)),
+    ):
+        with mock.patch.object(HfWriter, name, fault):
+            try:
+                save_weights(model, registry, target, source)
+            except OutputError as error:
+                errors.append(str(error))
+        assert not target.exists()
+        assert not target.with_name(f".{target.name}.partial").exists()
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=registry.of(model.grid.groups("pp", "dp", "tp")))
+        assert ones.item() == 2
+    save_weights(model, registry, target, source)
+    return errors
+
+
+def test_an_export_that_the_disk_refuses_leaves_the_ranks_as_they_were(
+    tmp_path: Path, run_ranks: RankLauncher
+):
+    write_model(tmp_path / "source", "qwen2")
+    first, second = run_ranks(2, export_to_a_full_disk, tmp_path / "source", tmp_path / "target")
+    assert [re.search(r"target cannot be written \(No space left", error) is not None for error in first] == [
+        True
+    ] * 3
+    assert second == []
+    expected, found = read_checkpoint(tmp_path / "source"), read_checkpoint(tmp_path / "target")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

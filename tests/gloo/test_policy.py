@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.errors import DataError, StorageError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.runtime.process_groups import ProcessGroups
@@ -42,6 +44,48 @@ def step_by_passes(rank: int, folder: Path, grid: Grid) -> list[tuple[float, lis
         result = trainer.optimizer_step()
         records.append((result.grad_norm, collected))
     return records
+
+
+def step_after_a_failure(rank: int, folder: Path) -> tuple[float, float]:
+    """Gradient norms of the same pass, alone and after passes of which one has raised."""
+    trainer = make_trainer(
+        ModelShape.from_folder(folder), Grid(TrainSizes(1, 1, 1)), rank, ProcessGroups(), folder
+    )
+    first, second, third, *_ = reference.micro_batches(0, 0, 1)
+    loss, num_calls = loss_of(trainer), 0
+
+    def failing(output: Any, batch: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise ValueError("a loss of somebody's own")
+        return loss(output, batch)
+
+    trainer.forward_backward([first], loss)
+    with pytest.raises(ValueError, match="somebody's own"):
+        trainer.forward_backward([second, third], failing)
+    with pytest.raises(StorageError, match="call forward_backward before"):
+        trainer.optimizer_step()
+    trainer.leave_training()
+    with pytest.raises(StorageError, match="its gradients' memory; call enter_training"):
+        trainer.forward_backward([first], loss)
+    trainer.enter_training()
+    trainer.forward_backward([third], loss)
+    after = trainer.optimizer_step().grad_norm
+    load_weights(trainer, folder)
+    trainer.restart_optimizer()
+    trainer.forward_backward([third], loss)
+    alone = trainer.optimizer_step().grad_norm
+    engine, _ = make_engine(trainer, "1-1", ProcessGroups(), 40_000)
+    with engine.generating(), pytest.raises(StorageError, match="no weights in generation mode"):
+        load_weights(trainer, folder)
+    return after, alone
+
+
+def test_a_pass_that_raises_leaves_nothing_behind(tmp_path: Path, run_ranks: RankLauncher):
+    write_model(tmp_path, "qwen3", tied=True)
+    ((after, alone),) = run_ranks(1, step_after_a_failure, tmp_path)
+    assert after == alone > 0
 
 
 @pytest.mark.parametrize("sizes", ["2-1-2", "1-2-2"])

@@ -96,6 +96,13 @@ def test_algorithms_on_the_demos_task(name: str, monkeypatch: pytest.MonkeyPatch
             },
             r"(?s)algorithm is a list, and in its base two.yaml it is a section; .*reward.functions is a section, and",
         ),
+        *(
+            (
+                {"one": f"run:\n  seed:{between}{opening * 100_000}"},
+                r"one.yaml: not valid YAML \(nested too deeply\)",
+            )
+            for between, opening in ((" ", "["), (" ", "{a: "), ("\n    ", "- "))
+        ),
         ({"one": "base: [two.yaml]"}, r'base=\["two.yaml"\] must be the name of a file; write one'),
         (
             {"one": "base: two.yaml", "two": "run: {stepz: 5}"},
@@ -293,6 +300,11 @@ def test_empty_sections_mean_defaults(tmp_path: Path) -> None:
             ["reward.function: 'tasks.reward' is not a function's import path; write"],
         ),
         (f"run.name={'a' * 201}", ["aaa' cannot be the name of a folder; use up to 200 letters"]),
+        (
+            "run.seed=" + "[" * 60_000,
+            ["...' cannot be applied (nested too deeply)"],
+        ),
+        (".".join("a" * 3000) + "=1", ["...' cannot be applied (nested too deeply)"]),
         ("run.name=a/b", ["run.name: 'a/b' cannot be the name of a folder"]),
         ("run.name=007", ["run.name=7 must be a string"]),
         ("run.name=${nothing}", ["Interpolation key 'nothing' not found"]),

@@ -337,3 +337,13 @@ def test_sizes_that_make_no_sense():
     with pytest.raises(ProtocolError, match=r"rows\.select\(\['tokens'\]\): columns are named by texts"):
         rows.select(["tokens"])  # type: ignore[arg-type]
     assert len(rows.repeat(0)) == 0
+
+
+def test_a_column_that_some_ranks_lack_is_an_error_also_where_it_is_optional() -> None:
+    halves = (FIRST.select("scores")[:3], FIRST[3:])
+    stored = [store(half, rank, inline_bytes=48) for rank, half in enumerate(halves)]
+    rows = Rows([Source(Produced(Ended("compute.map", stored), (0, 3), NUM_ROWS))], NUM_ROWS)  # type: ignore[arg-type]
+    batches = Batches()
+    request = rows.request(range(NUM_ROWS), ("scores",), batches, optional=("tokens",))
+    with pytest.raises(TransferError, match=r"column 'tokens' of compute\.map is missing on rank 0"):
+        request.fetch(batches.references, get)

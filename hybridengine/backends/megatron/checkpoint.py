@@ -63,10 +63,12 @@ class BackgroundSave:
         more: what else role.json keeps.
 
     Raises:
+        StorageError: the generation engine has the weights.
         CheckpointError: on all ranks: one cannot write to the folder, or has no memory for the copy.
     """
 
     def __init__(self, trainer: MegatronTrainer, folder: Path, more: dict[str, Any]) -> None:
+        trainer.expect_weights()
         self._rank, self._folder = trainer.rank, folder
         tensors, refused = dict[str, ShardedTensor](), _probe(folder, self._rank)
         try:

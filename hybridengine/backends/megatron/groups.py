@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -66,6 +67,7 @@ def initialize_globals(seed: int) -> None:
     with device_shim():
         parallel_state.initialize_model_parallel(1, 1)
         model_parallel_cuda_manual_seed(seed, tp_rank=0, ep_rank=0, etp_rank=0)
+    torch.random.default_generator.manual_seed(seed)  # Megatron-core seeds that of the GPU only
     own = np.random.SeedSequence([seed, dist.get_rank()])
     np.random.seed(own.generate_state(4))
     random.seed(int(own.generate_state(1, np.uint64)[0]))

@@ -133,7 +133,7 @@ def build_model(
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="rope",
-            rotary_base=int(shape.rope_theta),
+            rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  # any number: it is raised to powers
             rope_scaling=bool(shape.rope_scaling),
             rope_scaling_factor=factor,
             pg_collection=groups,

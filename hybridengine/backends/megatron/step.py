@@ -84,7 +84,11 @@ class PipelineRunner:
         Returns what `loss` gives to collect for each micro-batch; nothing on all stages but the last.
         """
         self.module.train()
-        return self._run(batches, loss, forward_only=False)
+        try:
+            return self._run(batches, loss, forward_only=False)
+        except BaseException:  # part of the pass is in the gradients, whose tokens are not counted
+            self._num_tokens = None
+            raise
 
     @property
     def has_gradients(self) -> bool:

@@ -216,6 +216,8 @@ class MegatronTrainer(MegatronModel):
         self.expect_weights()
         if not batches:
             raise DataError("forward_backward was given no micro-batches; give every replica at least one")
+        if self.gradient_bytes < sum(self._gradient_bytes):
+            raise StorageError("the trainer has given up its gradients' memory; call enter_training first")
         if not self._runner.has_gradients:
             with device_shim():
                 self._ddp.zero_grad_buffer()

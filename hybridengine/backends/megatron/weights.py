@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,8 +31,10 @@ def load_weights(model: MegatronModel, folder: str | Path) -> None:
     A missing score head stays zero: a critic or reward model may start from a language model.
 
     Raises:
+        StorageError: the generation engine has the weights.
         CheckpointError: the checkpoint lacks a tensor, is damaged, or has weights that are not finite.
     """
+    model.expect_weights()
     files = SafetensorsFolder(folder)
     for parameter in model.layout.shard(model.rank).parameters:
         target = model.weights[parameter.name]
@@ -67,7 +68,7 @@ def save_weights(
         OutputError: the disk does not take it; on rank 0.
     """
     model.expect_weights()
-    world = registry.of(model.grid.groups("pp", "dp", "tp"))
+    world, fault = registry.of(model.grid.groups("pp", "dp", "tp")), None
     replica = model.grid.group_of(0, "pp", "tp")
     if model.rank in replica:
         whole = _empty_checkpoint(model)
@@ -80,28 +81,53 @@ def save_weights(
             StorageLedger({"model": model.weights, "checkpoint": whole}),
             release_source=False,
         )
-        with contextlib.ExitStack() as ends:
-            after_bucket = None
-            if model.rank == 0:
-                shapes = dict(sorted(model.shape.tensors.items()))
-                files = HfWriter(
-                    Path(folder),
-                    shapes,
-                    DTYPES[model.dtype],
-                    max_file_bytes,
-                    Path(companions) if companions else None,
-                )
-                ends.enter_context(writing(Path(folder)))
-                after_bucket = partial(_write_arrived, ends.enter_context(files), whole)
-            executor.run(after_bucket=after_bucket)
+        if model.rank == 0:
+            shapes = dict(sorted(model.shape.tensors.items()))
+            files = HfWriter(
+                Path(folder),
+                shapes,
+                DTYPES[model.dtype],
+                max_file_bytes,
+                Path(companions) if companions else None,
+            )
+            fault = _receive(executor, files, whole)
+        else:
+            executor.run()
     dist.barrier(group=world)
+    if fault is not None:
+        with writing(Path(folder)):
+            raise fault
 
 
-def _write_arrived(files: HfWriter, whole: WeightStorage, names: tuple[str, ...]) -> None:
-    """Take tensors over from the storage that just received them, which can be emptied afterwards: numpy saw a copy."""
-    for name in names:
-        files.write(name, whole[name].clone())
-    whole.release(names)
+def _receive(executor: PlanExecutor, files: HfWriter, whole: WeightStorage) -> OSError | None:
+    """Write every bucket as it arrives; returns why the disk does not take them.
+
+    After a fault the others are still received: who sends would fail otherwise, and take the process group along.
+    """
+    faults: list[OSError] = []
+    with contextlib.ExitStack() as ends:
+
+        def write(names: tuple[str, ...]) -> None:
+            try:
+                for name in () if faults else names:
+                    files.write(name, whole[name].clone())  # a copy: the storage is emptied
+            except OSError as error:
+                faults.append(error)
+            whole.release(names)
+
+        try:
+            ends.enter_context(files)
+        except OSError as error:
+            faults.append(error)
+        executor.run(after_bucket=write)
+        try:
+            if faults:
+                raise faults[0]
+            ends.close()
+        except OSError as error:
+            ends.__exit__(type(error), error, error.__traceback__)
+            return error
+    return None
 
 
 def _empty_checkpoint(model: MegatronModel) -> WeightStorage:

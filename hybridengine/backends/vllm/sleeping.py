@@ -35,7 +35,7 @@ class SleepingWeights(WeightStorage):
         """Note what nobody needs any more; the memory goes with the last of it."""
         self._released |= set(released)
         if self._awake and self._released >= set(self.names):
-            self._llm.sleep(level=2)
+            self._llm.sleep(level=2, mode="keep")  # requests that have not ended go on with the next weights
             self._awake, self.counted_bytes = False, 0
 
     def wake_up(self) -> None:
