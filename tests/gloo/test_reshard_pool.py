@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridengine.backends.megatron.groups import build_groups, initialize_globals
 from hybridengine.backends.megatron.trainer import MegatronModel
 from hybridengine.backends.megatron.weights import load_weights
-from hybridengine.errors import TopologyError
+from hybridengine.errors import PlanError, TopologyError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.megatron import megatron_layout
@@ -131,6 +131,10 @@ def push_three_times(rank: int, folder: Path, pool: Pool) -> Pushed:
         direct_elements=1000,
     )
     transport = CountingTransport(world)
+    with pytest.raises(
+        PlanError, match=r"rank 0 of .*the model lacks \["
+    ):  # all ranks are told, and none waits
+        WeightPush(plan, rank, source if rank else WeightStorage({}), destination, transport, Verify.ALWAYS)
     sync = WeightPush(plan, rank, source, destination, transport, Verify.ALWAYS)
     weights_equal, received_bytes, peak_bytes = [], [], 0
     for number in range(NUM_PUSHES):

@@ -158,6 +158,18 @@ class ExpertSizes(TrainSizes):
     ep_size: int = 1
 
 
+@dataclass(frozen=True, order=True)
+class UnknownSizes(TrainSizes):
+    """A further axis that no rank order names."""
+
+    zz_size: int = 1
+
+
+def test_an_axis_that_the_rank_order_does_not_name_is_refused() -> None:
+    with pytest.raises(TopologyError, match="has no place for the axes zz; name them"):
+        Grid(UnknownSizes(1, 2, 1))
+
+
 @pytest.mark.parametrize(("sizes", "axis"), [(ContextSizes, "cp"), (ExpertSizes, "ep")])
 @pytest.mark.parametrize("order", list(RankOrder))
 def test_groups_of_any_axes_equal_those_of_megatrons_rank_generator(
