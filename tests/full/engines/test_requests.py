@@ -135,7 +135,7 @@ def test_a_response_ends_with_its_first_stop_string(ranks: list[Seen]):
         *({"stop_token_ids": value} for value in (None, 5, [1], (1.0,))),
         *({"stop_strings": value} for value in ("end", ("",), (5,), None)),
     ],
-    ids=str,
+    ids=list,  # of the name: a number of 5000 digits has no text
 )
 def test_sampling_out_of_range_is_refused(wrong: dict[str, Any]):
     (name,) = wrong
