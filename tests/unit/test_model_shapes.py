@@ -91,8 +91,9 @@ def test_parameter_counts_equal_those_of_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("family", PREFIXES)
 def test_numbers_of_a_saved_configuration(family: str) -> None:
-    shape = ModelShape.from_hf_config(saved(hf_config(family)))
-    assert (shape.family, shape.num_layers, shape.hidden_size) == (family.lower(), 3, 48)
+    config = hf_config(family)
+    shape = ModelShape.from_hf_config(saved(config))
+    assert (shape.family, shape.num_layers, shape.hidden_size) == (config.model_type, 3, 48)
     assert (shape.ffn_hidden_size, shape.vocab_size, shape.max_positions) == (80, 131, 96)
     assert (shape.num_heads, shape.num_kv_heads) == (6, 2)
     assert shape.head_dim == (8 if family in WITHOUT_HEAD_DIM else 16)
