@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from hybridengine.cli.main import main
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
@@ -60,6 +61,12 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
         return code, out, err
 
     return run
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray may run in this process, by a test of tests/full: this test does as if it did not."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
 
 @pytest.fixture(scope="session")

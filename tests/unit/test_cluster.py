@@ -11,11 +11,7 @@ import ray
 from hybridengine.controller import cluster
 from hybridengine.errors import ConfigError, WorkerError
 
-
-@pytest.fixture(autouse=True)
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of tests/full may have started Ray in this process."""
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+pytestmark = pytest.mark.usefixtures("no_ray")
 
 
 @pytest.mark.parametrize("num_late", [0, 2, 3])

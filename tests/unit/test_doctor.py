@@ -151,6 +151,7 @@ def test_a_machine_whose_torch_is_broken_is_told_so(tmp_path: Path) -> None:
     assert "the cluster was not examined" in done.stdout and "Traceback" not in done.stderr
 
 
+@pytest.mark.usefixtures("no_ray")
 def test_a_cluster_that_is_not_there_takes_no_finding_away(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
