@@ -1,4 +1,4 @@
-"""Files of a Hugging Face checkpoint, checked from their headers: no weights are read.
+"""Files of a Hugging Face checkpoint, checked from their headers: of weights only a tied head is read.
 
 A safetensors file is 8 bytes (little-endian length n), n bytes of JSON (name -> dtype, shape, data_offsets) and the
 data. That is enough to tell a truncated file, and a `config.json` that describes other tensors.
@@ -51,6 +51,9 @@ WEIGHT_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+
+COMPARED_BYTES = 2**24
+"""Of two tensors, at a time."""
 
 MAX_LISTED = 4
 """Tensors named in one message."""
@@ -258,7 +261,29 @@ def _disagreements(folder: Path, shape: ModelShape, tensors: dict[str, StoredTen
             f"{folder}: {_listed([t.name for t in wrong])} stored with another number of bytes than shape and type"
             " take; copy the file again from where it came"
         )
+    stored_twice = shape.tied_embeddings and LM_HEAD in tensors
+    if not problems and stored_twice and not _same_bytes(tensors[LM_HEAD], tensors[EMBEDDING]):
+        problems.append(
+            f"{folder}: {LM_HEAD} is stored and differs from {EMBEDDING}, where {config} has"
+            " tie_word_embeddings=true; set it to false, or restore the original pair"
+        )
     return problems
+
+
+def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        for stream, tensor in ((first, one), (second, other)):
+            (header_bytes,) = struct.unpack("<Q", stream.read(8))
+            stream.seek(8 + header_bytes + tensor.begin)
+        left = one.end - one.begin
+        while left > 0:
+            size = min(left, COMPARED_BYTES)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
+    return True
 
 
 def _size_bytes(tensor: StoredTensor) -> int:

@@ -39,7 +39,7 @@ class SamplingSettings:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, of which they are the last token; no other token ends one."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end a response, once the decoded tokens contain one; needs an engine with a tokenizer."""
+    """Texts that end a response, once its tokens, decoded with special ones, contain one; needs a tokenizer."""
 
     def __post_init__(self) -> None:
         rules = (

@@ -80,6 +80,10 @@ def check_functions(algorithm: Algorithm) -> None:
             raise ConfigError(f"{asked} is no function; write {form}")
         try:
             inspect.signature(function).bind(*arguments)
+        except ValueError:
+            raise ConfigError(
+                f"{asked} does not say which parameters it has, as some built-in functions do not; write {form} around it"
+            ) from None
         except TypeError as error:
             raise ConfigError(
                 f"{asked}: {inspect.signature(function)} cannot be called as {form} ({error}); change its parameters"

@@ -171,6 +171,10 @@ def test_a_dry_run_looks_for_functions_of_ones_own() -> None:
             SafeRlhf(advantages=f"{__name__}:advantages"),
             "called as advantages(rows, across, algorithm, samples, mult",
         ),
+        (
+            Ppo(loss="builtins:int"),
+            "does not say which parameters it has, as some built-in functions do not; write loss(",
+        ),
     ],
 )
 def test_functions_are_checked_before_ranks_start(algorithm: Algorithm, words: str) -> None:

@@ -93,6 +93,20 @@ def test_a_tied_head_may_be_stored_as_well(tmp_path: Path) -> None:
     assert checkpoint_problems(write_checkpoint(tmp_path, change={LM_HEAD: (10, 8)})) == []
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("element", [0, 79])
+def test_a_stored_tied_head_must_be_the_embedding(tmp_path: Path, shards: int, element: int) -> None:
+    """transformers 5 takes the head as it is stored where it is another, whatever config.json says."""
+    folder = write_checkpoint(tmp_path, shards=shards, change={LM_HEAD: (10, 8)})
+    head = tensors_of(folder)[LM_HEAD]
+    with head.file.open("r+b") as file:
+        (header_bytes,) = struct.unpack("<Q", file.read(8))
+        file.seek(8 + header_bytes + head.begin + 4 * element)
+        file.write(struct.pack("<f", 1.0))
+    (problem,) = checkpoint_problems(folder)
+    assert "lm_head.weight is stored and differs from model.embed_tokens.weight" in problem
+
+
 def test_a_stored_tied_head_must_have_the_embedding_shape(tmp_path: Path) -> None:
     (problem,) = checkpoint_problems(write_checkpoint(tmp_path, change={LM_HEAD: (11, 8)}))
     assert "lm_head.weight is [11, 8], not [10, 8]" in problem

@@ -119,5 +119,6 @@ def _sampling_params(sampling: SamplingSettings, seed: int) -> Any:
         ignore_eos=True,  # what ends a response is said once, in the settings
         logprobs=0,
         detokenize=bool(sampling.stop_strings),
+        skip_special_tokens=False,  # <|im_end|> is a stop string too
         output_kind=RequestOutputKind.DELTA,
     )

@@ -37,6 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     config = write_model(folder, "qwen3", True, **sizes).config
     words = Tokenizer(WordLevel({word(token): token for token in range(config.vocab_size)}))
+    words.add_special_tokens([word(token) for token in range(1, config.vocab_size, 2)])
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     return folder
 
