@@ -139,9 +139,10 @@ def read_header(file: str | Path) -> list[StoredTensor]:
     except UnreadableError as error:
         raise CheckpointError(f"{error}; restore it") from None
     try:
-        tensors = [
-            _entry(file, name, entry) for name, entry in parse_json(text).items() if name != "__metadata__"
-        ]
+        entries = parse_json(text)
+        if not all(isinstance(note, str) for note in entries.pop("__metadata__", {}).values()):
+            raise ValueError("__metadata__")
+        tensors = [_entry(file, name, entry) for name, entry in entries.items()]
     except (UnreadableError, ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(
             f"{file} has no readable safetensors header ({size_bytes} bytes); {remedy}"

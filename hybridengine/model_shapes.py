@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hybridengine.errors import CheckpointError, ConfigError, UnreadableError
+from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, shown
 from hybridengine.families.family import Family
 from hybridengine.families.registry import ARCHITECTURES, FAMILIES
 from hybridengine.families.sizes import DecoderSizes
@@ -282,14 +282,19 @@ def _scaling_of(style: Mapping[str, Any]) -> tuple[Any, ...]:
 def _rotary(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Rotary settings of either config style: transformers 5 nests them, earlier versions do not."""
     styles = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
-    if any(_scaling_of(style) != _scaling_of(styles[0]) for style in styles):
+    thetas = [style["rope_theta"] for style in styles if "rope_theta" in style]
+    if any(_scaling_of(style) != _scaling_of(styles[0]) for style in styles) or thetas[1:] != thetas[:-1]:
         raise ConfigError(
             "rope_parameters and rope_scaling say different things; restore the model's original config.json"
         )
     nested = styles[0] if styles else {}
     theta = nested.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = nested.get("rope_type", nested.get("type", "default"))
-    if config.get("partial_rotary_factor", nested.get("partial_rotary_factor", 1.0)) != 1.0:
+    if layered := [key for key, value in nested.items() if isinstance(value, dict)]:
+        raise ConfigError(
+            f"rotary settings by kind of layer ({shown(layered[0])}) are not supported; use another model"
+        )
+    if any(section.get("partial_rotary_factor", 1.0) != 1.0 for section in (config, *styles)):
         raise ConfigError("partial_rotary_factor is not supported; it must be 1.0")
     check_numbers({"rope_theta": theta})
     if kind not in family.rope_types:

@@ -119,7 +119,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
     try:
         records = pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path} is not a readable parquet file ({error}); write it again") from None
     for number, record in enumerate(records, start=1):
         yield f"{path.name}, row {number}", record, ""

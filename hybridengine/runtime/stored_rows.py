@@ -94,8 +94,9 @@ def size_of(content: Content) -> int:
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
     """View a contiguous tensor on the CPU as uint8 [rows, bytes of an entry]."""
-    flat = tensor.view(len(tensor), math.prod(tensor.shape[1:]))
-    return flat.view(torch.uint8).numpy()
+    entry = math.prod(tensor.shape[1:])
+    # Where a dimension has size 1, a contiguous tensor may have any stride, and cannot be viewed as bytes.
+    return tensor.as_strided((len(tensor), entry), (entry, 1)).view(torch.uint8).numpy()
 
 
 def _contents(batch: TensorDictBase) -> dict[str, Content]:

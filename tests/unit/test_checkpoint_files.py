@@ -157,6 +157,8 @@ def test_truncated_header(tmp_path: Path, kept: int) -> None:
         struct.pack("<Q", 4) + b"{}{}" + bytes(9),
         struct.pack("<Q", 2) + b"[]",
         struct.pack("<Q", 10) + b'{"a": "b"}',
+        struct.pack("<Q", 19) + b'{"__metadata__": 3}',
+        struct.pack("<Q", 26) + b'{"__metadata__": {"a": 1}}',
         struct.pack("<Q", 100_000) + b"[" * 100_000,
         struct.pack("<Q", 77)
         + b'{"model.norm.weight": {"dtype": ["F32"], "shape": [0], "data_offsets":[0,0]}}',

@@ -133,6 +133,10 @@ def test_files_that_are_no_data_set(tmp_path):
         read_rows(write(tmp_path, b"", b"  "))
     with pytest.raises(DataError, match="is not a readable parquet file"):
         read_rows(write(tmp_path, b"PAR1 but not really", name="rows.parquet"))
+    late = pyarrow.array([2**62], pyarrow.timestamp("us"))
+    pyarrow.parquet.write_table(pyarrow.table({"answer": late}), tmp_path / "late.parquet")
+    with pytest.raises(DataError, match="is not a readable parquet file"):
+        read_rows(tmp_path / "late.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"question": ["1"]}), tmp_path / "other.parquet")
     with pytest.raises(DataError, match=r"row 1: keys \['question'\] lack 'prompt', 'answer'"):
         read_rows(tmp_path / "other.parquet")

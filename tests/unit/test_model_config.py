@@ -121,6 +121,18 @@ BAD = {
         },
         "^rope_parameters and rope_scaling say different things; restore",
     ),
+    "two values of theta": (
+        {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "default", "rope_theta": 11}},
+        "^rope_parameters and rope_scaling say different things; restore",
+    ),
+    "nested partial rotary": (
+        {"partial_rotary_factor": 1.0, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "^partial_rotary_factor is not supported; it must be 1.0",
+    ),
+    "rotary by kind of layer": (
+        {"rope_parameters": {"full_attention": {"rope_theta": 3.0}}},
+        r'^rotary settings by kind of layer \("full_attention"\) are not supported',
+    ),
     "half llama3": (
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": None}},
         "^rope_type='llama3' needs the numbers low_freq_factor, high_freq_factor, original_max_position_embeddings;",

@@ -169,6 +169,9 @@ def mixed_batch(first: int, count: int) -> TensorDict:
             "wide": (numbers.view(-1, 1, 1) * 100.0 + torch.arange(6.0).view(3, 2)).transpose(1, 2),
             "half": numbers.to(torch.bfloat16),
             "flags": numbers % 2 == 0,
+            "sliced": (numbers.view(-1, 1) * 10.0 + torch.arange(3.0))[
+                :, 1
+            ],  # of one row: contiguous with stride 3
             "empty": torch.empty(count, 0),
             "texts": NonTensorStack(*[f"é{number}" * number for number in numbers.tolist()]),
             "lists": NonTensorStack(*[{"n": number} for number in numbers.tolist()]),
@@ -196,7 +199,7 @@ def read(rows: list[int], inline_bytes: int, reader: Owner | None = None, *names
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 8), max_size=20), st.sampled_from([*BLOCKS]))
 def test_columns_of_every_type_in_any_order(rows: list[int], inline_bytes: int) -> None:
-    found = read(rows, inline_bytes, None, "numbers", "wide", "half", "flags", "empty").columns
+    found = read(rows, inline_bytes, None, "numbers", "wide", "half", "flags", "sliced", "empty").columns
     for name, column in found.items():
         assert isinstance(column, torch.Tensor)
         assert column.dtype == WHOLE[name].dtype
