@@ -184,17 +184,21 @@ def locate(failure: RankFailure, role: str, method: str, place: str) -> RankFail
     return replace(failure, role=role, method=method, place=place)
 
 
-def _lost_a_peer(error: BaseException) -> bool:
-    """Whether the exception comes from a collective: gloo and NCCL name themselves, else the innermost frame says."""
+def _lost_a_peer(error: BaseException | None) -> bool:
+    """Whether the exception, or one that it was raised from, comes from a collective."""
+    while error is not None:
+        if _is_of_a_collective(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """gloo and NCCL name themselves, else the innermost frame says."""
     if type(error).__module__.startswith("torch.distributed") or "/gloo/" in str(error):
         return True
-    frames, last = error.__traceback__, None
-    while frames is not None:
-        last, frames = frames, frames.tb_next
-    if last is None:
-        return False
-    parts = PurePath(last.tb_frame.f_code.co_filename).parts
-    return ("torch", "distributed") in pairwise(parts)
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and ("torch", "distributed") in pairwise(PurePath(frames[-1].filename).parts)
 
 
 def _first_line(text: str) -> str:

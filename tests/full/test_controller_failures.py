@@ -19,7 +19,8 @@ from hybridengine.controller.failures import Outcome, RankFailedError, failure_o
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.waiting import Operation
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.errors import ConfigError, ProtocolError, TopologyError, WorkerTimeoutError
+from hybridengine.errors import ConfigError, ProtocolError, TopologyError, TransferError, WorkerTimeoutError
+from hybridengine.runtime.transport import PeerError
 from tests.full.probe_workers import BrokenWorker, ClashingWorker, ProbeWorker, SilentWorker, batch_of
 
 
@@ -179,6 +180,11 @@ def test_the_cause_is_blamed_and_not_its_echo_in_a_collective(ray_cluster: int) 
     echo = failure_of(0, caught.value)
     cause = failure_of(1, ValueError("the cause"))
     assert (echo.in_collective, cause.in_collective) == (True, False)
+    switch = TransferError("bucket 3 of 8: a peer is missing")  # NCCL's own text names no library
+    switch.__cause__ = PeerError((1,), "unhandled system error")
+    assert not failure_of(0, switch).in_collective
+    switch.__cause__.__cause__ = dist.DistBackendError("unhandled system error")
+    assert failure_of(0, switch).in_collective
     ray.get(later.remote(Outcome(1, 0.0, 0.0), 0.0))  # the process that runs it next has started
     arriving = {0: ray.put(Outcome(0, 0.0, 0.0, echo)), 1: later.remote(Outcome(1, 0.0, 0.0, cause), 0.5)}
     with pytest.raises(
