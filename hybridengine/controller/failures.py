@@ -25,6 +25,10 @@ _NUMBER = re.compile(r"(0x)?[0-9a-f]*\d[0-9a-f]*", re.IGNORECASE)
 """Decimal or hexadecimal, also where a unit or a name goes on with it."""
 
 
+MAX_END = 50_000
+"""Characters kept at each end of an exception's text: some print tensors, and secrets are looked for in all of it."""
+
+
 @dataclass(frozen=True)
 class RankFailure:
     """Why one rank could not do what it was asked."""
@@ -130,8 +134,8 @@ def failure_of(rank: int, error: BaseException) -> RankFailure:
         pickled = None
     return RankFailure(
         rank=rank,
-        error=without_secrets(f"{type(error).__name__}: {error}"),
-        traceback=without_secrets("".join(traceback.format_exception(error))),
+        error=_told(f"{type(error).__name__}: {error}"),
+        traceback=_told("".join(traceback.format_exception(error))),
         pickled=pickled,
         lacks_input=isinstance(error, InputFailedError),
         in_collective=_lost_a_peer(error),
@@ -150,6 +154,14 @@ def rank_failed(failure: RankFailure, others: list[RankFailure]) -> RankFailedEr
     error = RankFailedError(message, failure)
     error.__cause__ = failure.original
     return error
+
+
+def _told(text: str) -> str:
+    """Return `text` without secrets, and of a very long one only both ends."""
+    if len(text) > 2 * MAX_END:
+        begin, end = text[:MAX_END].rsplit(None, 1)[0], text[-MAX_END:].split(None, 1)[-1]
+        text = f"{begin} ... ({len(text)} characters) ... {end}"
+    return without_secrets(text)
 
 
 def root_cause(failures: list[RankFailure]) -> tuple[RankFailure, list[RankFailure]]:

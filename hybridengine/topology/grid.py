@@ -37,8 +37,8 @@ class Coordinate:
         return self._indices[axis]
 
     def __getattr__(self, name: str) -> int:
-        axis, is_rank, _ = name.partition("_rank")
-        if not is_rank or axis not in self._indices:
+        axis = name.removesuffix("_rank")
+        if axis == name or axis not in self._indices:
             raise AttributeError(f"a coordinate has no {name}")
         return self._indices[axis]
 
@@ -165,8 +165,8 @@ class Mesh(ABC):
         """Positions of all indices along `axes`, index 0 along the others; the first of `axes` varies fastest."""
         offsets = [0]
         for axis in axes:
-            stride = self.strides[axis]
-            offsets = [index * stride + offset for index in range(self.axes[axis]) for offset in offsets]
+            size, stride = self.axis_size(axis), self.strides[axis]
+            offsets = [index * stride + offset for index in range(size) for offset in offsets]
         return offsets
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,17 @@ def test_failures_of_ranks_carry_no_secrets(monkeypatch: pytest.MonkeyPatch) -> 
         failure = failure_of(0, error)
     assert SECRET not in failure.error + failure.traceback
     assert "401 for (hidden: JUDGE_API_KEY)" in failure.traceback
+
+
+def test_of_a_very_long_exception_both_ends_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may print a tensor there; secrets are looked for in all that is told, some seconds for a megabyte."""
+    monkeypatch.setenv("JUDGE_API_KEY", SECRET)
+    words = f"{SECRET} begin " + f"{SECRET} " * 20_000 + f"end {SECRET}"
+    failure = failure_of(0, ValueError(words))
+    for text in (failure.error, failure.traceback):
+        assert "ValueError: (hidden: JUDGE_API_KEY) begin" in text and "end (hidden: JUDGE_API_KEY)" in text
+        assert re.search(r" \.\.\. \(28\d{4} characters\) \.\.\. ", text)
+        assert SECRET[:5] not in text, "none is cut in two either"
 
 
 class Asking(Algorithm):

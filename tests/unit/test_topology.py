@@ -319,6 +319,10 @@ def test_coordinates_are_values_that_travel_between_processes() -> None:
     assert hash(place) == hash(Coordinate(tp=1, dp=1, pp=0))
     with pytest.raises(AttributeError, match=r"^a coordinate has no ep_rank$"):
         place.ep_rank  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^a coordinate has no tp_ranks$"):
+        place.tp_ranks  # noqa: B018
+    with pytest.raises(TopologyError, match="axis 'zz' does not exist; axes are "):
+        Grid(TrainSizes(2, 2, 2)).line("zz")
 
 
 def test_divisors_against_trial_division() -> None:
