@@ -49,7 +49,7 @@ class WeightPush:
     def push(self) -> SwitchReport:
         """Write the policy's present weights into the engines; return what it cost this rank.
 
-        `redundant_bytes` are those of the other side on this rank: 0 where a rank only trains or only generates.
+        `redundant_bytes` are the policy's weights on this rank, which stay: 0 where a rank only generates.
 
         Raises:
             PlanError: the plan is stale.
