@@ -134,7 +134,7 @@ def failure_of(rank: int, error: BaseException) -> RankFailure:
         pickled = None
     return RankFailure(
         rank=rank,
-        error=_told(f"{type(error).__name__}: {error}"),
+        error=_told(f"{type(error).__name__}: {_text_of(error)}"),
         traceback=_told("".join(traceback.format_exception(error))),
         pickled=pickled,
         lacks_input=isinstance(error, InputFailedError),
@@ -154,6 +154,13 @@ def rank_failed(failure: RankFailure, others: list[RankFailure]) -> RankFailedEr
     error = RankFailedError(message, failure)
     error.__cause__ = failure.original
     return error
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"  # as in a traceback
 
 
 def _told(text: str) -> str:
@@ -207,7 +214,7 @@ def _lost_a_peer(error: BaseException | None) -> bool:
 
 def _is_of_a_collective(error: BaseException) -> bool:
     """gloo and NCCL name themselves, else the innermost frame says."""
-    if type(error).__module__.startswith("torch.distributed") or "/gloo/" in str(error):
+    if type(error).__module__.startswith("torch.distributed") or "/gloo/" in _text_of(error):
         return True
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and ("torch", "distributed") in pairwise(PurePath(frames[-1].filename).parts)

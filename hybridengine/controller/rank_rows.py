@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_non_tensor
 
 from hybridengine.controller.calls import Arguments, Call, InputFailedError
 from hybridengine.controller.objects import get_objects, put_object
@@ -84,4 +84,9 @@ class RankRows:
             raise ProtocolError(
                 f"{call} returned {result.batch_size[0]} rows for {call.num_rows}; return one row for each"
             )
+        for name, column in result.items():
+            if isinstance(column, TensorDictBase) and not is_non_tensor(column):
+                raise ProtocolError(
+                    f"{call} returned the column {name!r} as a TensorDict; return its columns by names of their own"
+                )
         return store_rows(result, self._owner, put_object)

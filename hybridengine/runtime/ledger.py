@@ -14,7 +14,7 @@ class SwitchReport:
     """What one switch did on one rank."""
 
     direction: str
-    """`to_generate` or `to_train`."""
+    """`to_generate`, `to_train` or `push`."""
     received_bytes: int
     """Weight bytes that came from other ranks, counted at the transport."""
     peak_weight_bytes: int

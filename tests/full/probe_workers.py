@@ -114,6 +114,10 @@ class ProbeWorker:
     def one_row(self, batch: TensorDict) -> TensorDict:
         return batch[:1]
 
+    @register(PROTO_3D, returns_rows=True)
+    def nested(self, batch: TensorDict) -> TensorDict:
+        return TensorDict({"all": batch}, batch_size=batch.batch_size)
+
     @register(DP_PROTO, ["row_ids"], returns_rows=True)
     def doubled(self, batch: TensorDict) -> TensorDict:
         assert set(batch.keys()) == {"row_ids"}, "only what is declared is fetched"

@@ -127,6 +127,10 @@ def test_results_without_rows_come_as_a_list_by_source(critic: WorkerGroup) -> N
         critic.half_a_batch(batch_of(4)).get()
     with pytest.raises(RankFailedError, match="one_row returned 1 rows for 3; return one row for each"):
         critic.one_row(batch_of(6)).get()
+    with pytest.raises(
+        RankFailedError, match="nested returned the column 'all' as a TensorDict; return its columns"
+    ):
+        critic.nested(batch_of(6)).get()
 
 
 def test_a_call_returns_before_the_ranks_have_ended(actor: WorkerGroup) -> None:

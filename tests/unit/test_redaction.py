@@ -167,6 +167,14 @@ def test_of_a_very_long_exception_both_ends_are_told(monkeypatch: pytest.MonkeyP
         assert SECRET[:5] not in text, "none is cut in two either"
 
 
+def test_an_exception_that_cannot_say_what_it_is_keeps_its_class() -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    assert failure_of(0, MuteError()).error == "MuteError: <exception str() failed>"
+
+
 class Asking(Algorithm):
     """An algorithm of one's own with a key."""
 
