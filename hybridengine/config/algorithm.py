@@ -40,10 +40,13 @@ ALGORITHMS = {
 DEFAULT = next(iter(ALGORITHMS))
 
 
+CorrectionName = Literal["token_tis", "sequence_tis", "sequence_mis", "geometric_filter"]
+
+
 class CorrectionSection(Section):
     """Correction of differences between the engine's and the trainer's log-probs: weights rho = pi_train / pi_rollout."""
 
-    name: Literal["token_tis", "sequence_tis", "sequence_mis", "geometric_filter"] = "token_tis"
+    name: CorrectionName = "token_tis"
     """token_tis and sequence_tis cut weights off at `high`, sequence_mis drops sequences beyond it; geometric_filter
     drops those whose geometric mean of rho is not in low to high."""
     high: Positive = 2.0

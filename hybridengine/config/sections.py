@@ -35,6 +35,8 @@ from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 MEBIBYTE = 2**20
 
+LossAggregation = Literal["token", "sequence", "sequence_sum"]
+
 if TYPE_CHECKING:
     FamilyName = str
 else:
@@ -276,7 +278,7 @@ class ActorSection(TrainedSection):
     """Weight of the KL divergence from the reference as a loss of its own, beside or in place of the reward's penalty."""
     kl_loss_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that loss."""
-    loss_aggregation: Literal["token", "sequence", "sequence_sum"] = "token"
+    loss_aggregation: LossAggregation = "token"
     """Mean over tokens, over sequences of their tokens' means, or over sequences of their tokens' sums."""
 
     @property
