@@ -13,12 +13,11 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import BeforeValidator, SerializeAsAny, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from hybridengine.config.conflicts import Conflict
 from hybridengine.config.values import IMPORT_PATH, ImportPath, NonNegative, Positive, Section
 from hybridengine.errors import ConfigError
 from hybridengine.importing import import_object
@@ -38,6 +37,13 @@ ALGORITHMS = {
 }
 """Name -> class by import path: this floor imports none before a configuration names it."""
 DEFAULT = next(iter(ALGORITHMS))
+
+
+class Conflict(NamedTuple):
+    """A rule that a configuration breaks."""
+
+    message: str
+    keys: tuple[str, ...]
 
 
 CorrectionName = Literal["token_tis", "sequence_tis", "sequence_mis", "geometric_filter"]

@@ -133,7 +133,7 @@ def test_a_dry_run_needs_no_checkpoint_where_the_shapes_are_given(
     assert problem.startswith(f"model.hf_config={description} describes another model than ")
     (problem,) = problems_of(from_checkpoint, "model.hf_config=/no/config.json", dry_run=True)
     assert problem.startswith(
-        "model.hf_config: model '/no/config.json' is neither a preset nor a config.json"
+        "model.hf_config: model '/no/config.json' is no preset (presets are llama3-8b, "
     )
 
 
@@ -151,7 +151,7 @@ def test_a_gguf_file_needs_more_than_a_preset(tmp_path: Path, from_checkpoint: P
     for given in ("llama3-70b", str(tmp_path / "model")):
         overrides = ["model.path=null", f"model.gguf={from_checkpoint}", f"model.hf_config={given}"]
         (problem,) = problems_of(from_checkpoint, *overrides)
-        assert problem.startswith(f"model.hf_config={given} must be a file to convert model.gguf=")
+        assert f"needs a file model.hf_config, found {given}; name the config.json" in problem
 
 
 def test_model_shape_without_a_model(tmp_path: Path, from_checkpoint: Path) -> None:
