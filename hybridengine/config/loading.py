@@ -333,12 +333,15 @@ def known_fields(
 
 
 def _key_in_table(location: Iterable[str | int], known: Iterable[str]) -> str:
-    """Return the key of `known_fields` at a location; an entry of a list has the key of the list."""
-    key = ""
+    """Return the key of `known_fields` at a location, or of the value that has it: a list, a mapping of plain values."""
+    keys, found = [f"{key}." for key in known], ""
     for part in takewhile(lambda part: isinstance(part, str), location):
-        named = any(other.startswith(f"{key}.NAME.") for other in known)
-        key = f"{key}.{'NAME' if named else part}".removeprefix(".")
-    return key
+        ways = (f"{found}NAME.", f"{found}{part}.")
+        beneath = next((way for way in ways if any(key.startswith(way) for key in keys)), None)
+        if beneath is None:
+            break
+        found = beneath
+    return found.removesuffix(".")
 
 
 def _touches(key: str, others: Iterable[str]) -> bool:

@@ -84,6 +84,8 @@ class Own(Ppo):
     """PPO with an option."""
 
     decay: float = 0.5
+    shares: dict[str, float] = {}  # noqa: RUF012
+    limit: int | str = 3
 
 
 def advantages(rows, across, algorithm, samples): ...
@@ -109,6 +111,10 @@ def test_an_algorithm_of_ones_own_keeps_its_options(tmp_path: Path) -> None:
     check_functions(config.algorithm)
     with pytest.raises(ConfigError, match=r"unknown key algorithm\.decai; did you mean algorithm\.decay\?"):
         load_config(BASE, [overrides[0], "algorithm.decai=0.25"])
+    with pytest.raises(ConfigError, match=r'algorithm\.shares\.a="x" must be a number; .* the default \{\}'):
+        load_config(BASE, [overrides[0], "algorithm.shares.a=x"])
+    with pytest.raises(ConfigError, match=r"algorithm\.limit\.int=\[\] must be an integer; .* the default 3"):
+        load_config(BASE, [overrides[0], "algorithm.limit=[]"])
 
 
 def test_a_dry_run_looks_for_functions_of_ones_own() -> None:
