@@ -7,11 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from hybridengine.checkpoint_files import checkpoint_problems
-from hybridengine.config.algorithm import Conflict, Role
+from hybridengine.config.algorithm import Conflict
 from hybridengine.config.holders import ModelHolder, model_holders
-from hybridengine.config.reward_checks import reward_sections
-from hybridengine.config.reward_sections import scorer_key
-from hybridengine.config.run_config import RunConfig
+from hybridengine.config.run_config import SCORERS, RunConfig
 from hybridengine.config.sections import BUILT_TOKENS
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.model_presets import resolve_model
@@ -35,25 +33,15 @@ def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
         yield from _generation(config, shape)
 
 
-def model_shape(config: RunConfig, role: Role = "actor") -> ModelShape:
-    """Return the shape of a role's model: of its checkpoint, of the model to build, or of `model.hf_config`.
+def model_shape(config: RunConfig, path: str | None = None, hf_config: str | None = None) -> ModelShape:
+    """Return the shape of the checkpoint at `path`, which `hf_config` describes where it is elsewhere.
+
+    Without a path, return the shape of the actor's model: of its checkpoint, of the model to build, or of
+    `model.hf_config`.
 
     Raises:
         ConfigError, CheckpointError: the model is not described, or cannot be used.
     """
-    section = getattr(config, role)
-    return _shape(config, getattr(section, "path", None), getattr(section, "hf_config", None))
-
-
-def holder_shape(config: RunConfig, holder: ModelHolder) -> ModelShape:
-    """Return the shape of a holder's model, with a score head where it has one."""
-    shape = _shape(config, holder.path, holder.hf_config)
-    return replace(shape, num_labels=1, tied_embeddings=False) if holder.has_score_head else shape
-
-
-def _shape(config: RunConfig, path: str | None, hf_config: str | None = None) -> ModelShape:
-    """Return the shape of the checkpoint at `path`, which `hf_config` describes where it is elsewhere; without a path,
-    the shape of the actor's model."""
     if path is None and config.model.build is not None:
         return config.model.build.shape()
     folder = path or config.model.path
@@ -67,12 +55,18 @@ def _shape(config: RunConfig, path: str | None, hf_config: str | None = None) ->
     return ModelShape.from_folder(folder)
 
 
+def holder_shape(config: RunConfig, holder: ModelHolder) -> ModelShape:
+    """Return the shape of a holder's model, with a score head where it has one."""
+    shape = model_shape(config, holder.path, holder.hf_config)
+    return replace(shape, num_labels=1, tied_embeddings=False) if holder.has_score_head else shape
+
+
 def _shape_or_none(
     config: RunConfig, path: str | None = None, hf_config: str | None = None
 ) -> ModelShape | None:
     """Return the shape, or None where there is none to check, which `_checkpoints` reports."""
     try:
-        return _shape(config, path, hf_config)
+        return model_shape(config, path, hf_config)
     except (ConfigError, CheckpointError):
         return None
 
@@ -80,8 +74,20 @@ def _shape_or_none(
 def _checkpoints(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
     """Every checkpoint, and every description of a model, that the configuration names."""
     model = config.model
-    described, problems = _described("model", model.hf_config)
-    yield from problems
+    found = list(_checkpoint("model", model.path, model.hf_config, dry_run))
+    yield from found
+    if (
+        not found
+        and model.hf_config
+        and model.path
+        and Path(model.path).is_dir()
+        and resolve_model(model.hf_config) != ModelShape.from_folder(model.path)
+    ):
+        yield Conflict(
+            f"model.hf_config={model.hf_config} describes another model than {model.path}/config.json;"
+            " leave hf_config out, or name the checkpoint's own config.json",
+            ("model.hf_config", "model.path"),
+        )
     try:
         if model.build is not None:
             model.build.shape()
@@ -93,76 +99,35 @@ def _checkpoints(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
             " that is built with the model; raise it, or name a model.tokenizer",
             ("model.build.vocab_size",),
         )
-    elsewhere = dry_run and described is not None and not Path(model.path or "").is_dir()
-    if model.path is not None and not elsewhere:
-        hint = ", or give model.hf_config" if dry_run else ""
-        problems = list(_checkpoint("model.path", model.path, hint))
-        yield from problems
-        if model.hf_config and described and not problems and described != ModelShape.from_folder(model.path):
+    for holder in model_holders(config):
+        key, path, hf_config = holder.key, holder.path, holder.hf_config
+        if path is None and hf_config is not None and holder.role not in SCORERS:
             yield Conflict(
-                f"model.hf_config={model.hf_config} describes another model than {model.path}/config.json;"
-                " leave hf_config out, or name the checkpoint's own config.json",
-                ("model.hf_config", "model.path"),
+                f"{key}.hf_config={hf_config} describes the checkpoint {key}.path, which is not given; give it, or leave"
+                " hf_config out",
+                (f"{key}.hf_config", f"{key}.path"),
             )
-    for role in ("critic", "cost_critic"):
-        section = getattr(config, role)
-        if role in config.model_roles:
-            yield from _own_checkpoint(role, section.path, section.hf_config, dry_run=dry_run)
-    yield from _reward_models(config, dry_run=dry_run)
+        yield from _checkpoint(key, path, hf_config, dry_run)
+        if path is not None and holder.role in SCORERS:
+            yield from _head(f"{key}.path", path)
 
 
-def _own_checkpoint(
-    section: str, path: str | None, hf_config: str | None, *, dry_run: bool
-) -> Iterator[Conflict]:
-    """Problems of a model's own checkpoint; where nothing is started, a description stands for it."""
-    described, problems = _described(section, hf_config)
-    yield from problems
-    if path is None:
-        if hf_config is not None:
-            yield Conflict(
-                f"{section}.hf_config={hf_config} describes the checkpoint {section}.path, which is not given; give it,"
-                " or leave hf_config out",
-                (f"{section}.hf_config", f"{section}.path"),
-            )
-        return
-    if not (dry_run and described is not None and not Path(path).is_dir()):
-        hint = f", or give {section}.hf_config" if dry_run else ""
-        yield from _checkpoint(f"{section}.path", path, hint)
-
-
-def _checkpoint(key: str, path: str, hint: str = "") -> Iterator[Conflict]:
-    """Problems of the checkpoint that `key` names."""
-    if not Path(path).is_dir():
-        yield Conflict(f"{key}={path} is not a folder; {paths_hint(path)}{hint}", (key,))
-        return
-    for problem in checkpoint_problems(path):
-        yield Conflict(f"{key}: {problem}", (key,))
-
-
-def _described(section: str, hf_config: str | None) -> tuple[ModelShape | None, list[Conflict]]:
-    """Return the model that SECTION.hf_config describes, and the problems of the description."""
-    if hf_config is None:
-        return None, []
+def _checkpoint(section: str, path: str | None, hf_config: str | None, dry_run: bool) -> Iterator[Conflict]:
+    """Problems of a description and of a checkpoint; where nothing is started, the first stands for the second."""
+    described, key = None, f"{section}.path"
     try:
-        return resolve_model(hf_config), []
+        described = hf_config and resolve_model(hf_config)
     except ConfigError as error:
-        return None, [Conflict(f"{section}.hf_config: {error}", (f"{section}.hf_config",))]
-
-
-def _reward_models(config: RunConfig, *, dry_run: bool) -> Iterator[Conflict]:
-    """Every checkpoint that scores responses, and its head."""
-    for name, section in reward_sections(config).items():
-        for term, scorer in section.models.items():
-            if scorer.path is None:
-                continue
-            key = scorer_key(name, term)
-            yield from _own_checkpoint(key, scorer.path, scorer.hf_config, dry_run=dry_run)
-            yield from _head(f"{key}.path", scorer.path)
+        yield Conflict(f"{section}.hf_config: {error}", (f"{section}.hf_config",))
+    if path is not None and Path(path).is_dir():
+        for problem in checkpoint_problems(path):
+            yield Conflict(f"{key}: {problem}", (key,))
+    elif path is not None and not (dry_run and described):
+        hint = f", or give {section}.hf_config" if dry_run else ""
+        yield Conflict(f"{key}={path} is not a folder; {paths_hint(path)}{hint}", (key,))
 
 
 def _head(key: str, path: str) -> Iterator[Conflict]:
-    if not (Path(path) / "config.json").exists():
-        return
     try:
         shape = ModelShape.from_folder(path)
     except (ConfigError, CheckpointError):

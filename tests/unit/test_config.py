@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from hybridengine.config import RunConfig, load_config, model_shape
+from hybridengine.config import RunConfig, load_config, model_holders, model_shape
 from hybridengine.config.loading import known_fields
 from hybridengine.config.run_config import ROLES
 from hybridengine.drivers.grpo import Grpo
@@ -51,7 +51,7 @@ def test_every_committed_configuration_loads(path: Path, monkeypatch: pytest.Mon
     config = load_config(path, dry_run=True)
     assert config.run.name == path.stem
     for role in config.model_roles:
-        assert config.train_sizes(role).num_ranks == config.num_ranks
+        assert config.grid(role).sizes.num_ranks == config.num_ranks
 
 
 ON_THE_TASK = {  # of the demo, upon arithmetic.yaml; prompts times samples of a step
@@ -165,7 +165,8 @@ def test_defaults_and_derived_values(small: Path) -> None:
     assert (config.num_ranks, config.max_tokens, config.rows_per_step) == (1, 128, 32)
     assert config.model_roles == ("actor", "critic", "reference")
     assert config.run_folder == Path("runs/small")
-    assert config.model_folder == config.start_folder == config.critic_folder == Path("runs/small/model")
+    assert config.model_folder == config.start_folder == Path("runs/small/model")
+    assert {holder.folder for holder in model_holders(config)} == {config.model_folder}
     assert config.train_file == Path("runs/small/data/train.jsonl")
     assert config.eval_file == Path("runs/small/data/held_out.jsonl")
     assert config.demonstrations_file is None
@@ -174,7 +175,8 @@ def test_defaults_and_derived_values(small: Path) -> None:
 def test_a_warmup_moves_the_starting_point(small: Path) -> None:
     config = load_config(small, ["warmup.steps=3"])
     assert config.model_folder == Path("runs/small/model")
-    assert config.start_folder == config.critic_folder == Path("runs/small/warmup")
+    assert config.start_folder == Path("runs/small/warmup")
+    assert {holder.folder for holder in model_holders(config)} == {config.start_folder}
     assert config.demonstrations_file == Path("runs/small/data/demonstrations.jsonl")
 
 
@@ -197,8 +199,8 @@ def test_overrides_reach_every_kind_of_value(small: Path) -> None:
     )
     assert config.num_ranks == 8
     assert config.actor.train_sizes == TrainSizes(2, 2, 2)
-    assert config.train_sizes("reference") == TrainSizes(2, 2, 2)
-    assert config.train_sizes("critic") == TrainSizes(1, 2, 4)
+    assert config.grid("reference").sizes == TrainSizes(2, 2, 2)
+    assert config.grid("critic").sizes == TrainSizes(1, 2, 4)
     grid = Grid(TrainSizes(2, 2, 2), RankOrder.MEGATRON)
     assert config.grid("actor") == grid
     assert config.generation_grid == GenerationGrid(grid, GenSizes(1, 2), Grouping.INTERVAL)
@@ -310,7 +312,7 @@ def test_empty_sections_mean_defaults(tmp_path: Path) -> None:
         ("run.name=a/b", ["run.name: 'a/b' cannot be the name of a folder"]),
         ("run.name=007", ["run.name=7 must be a string"]),
         ("run.name=${nothing}", ["Interpolation key 'nothing' not found"]),
-        ("run.folder=' '", ["run.folder: the path is empty"]),
+        ("run.folder=' '", ["run.folder: ' ' is an empty path; name"]),
         ("run.folder=", ["run.folder=null must be a string; "]),
         ("resume=", ["resume=null must be a string; "]),
     ],

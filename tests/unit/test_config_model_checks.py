@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from hybridengine.config import load_config, model_shape
+from hybridengine.config import holder_shape, load_config, model_holders, model_shape
 from hybridengine.errors import CheckpointError, ConfigError, DataError
 from hybridengine.families.registry import FAMILIES
 from hybridengine.model_presets import PRESETS
@@ -84,8 +84,9 @@ def test_each_role_is_checked_against_its_own_model(tmp_path: Path, from_checkpo
         "actor.parallel=2-1-1: p=2 pipeline stages need as many layers, the model has num_layers=1"
     )
     config = load_config(from_checkpoint, [*sizes, "critic.parallel=1-2-1"])
-    assert (model_shape(config).num_layers, model_shape(config, "critic").num_layers) == (2, 1)
-    assert model_shape(config, "reference") == model_shape(config)
+    shapes = {holder.key: holder_shape(config, holder) for holder in model_holders(config)}
+    assert (shapes["actor"].num_layers, shapes["critic"].num_layers) == (2, 1)
+    assert shapes["reference"] == model_shape(config)
     (problem,) = problems_of(from_checkpoint, *sizes[1:], "critic.parallel=1-2-1")
     assert problem.startswith("critic.parallel=1-2-1: t=2 does not divide num_kv_heads=1; choose 1")
 
