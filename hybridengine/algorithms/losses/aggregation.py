@@ -1,4 +1,4 @@
-"""How losses of micro-batches become one gradient: sums first, one division by a count over the mini-batch.
+"""Losses of micro-batches as one gradient: sums first, then one division by a count over the mini-batch.
 
 A mini-batch is what one optimizer step sees: all micro-batches of all data-parallel ranks. Its loss is one of
 
