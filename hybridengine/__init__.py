@@ -22,8 +22,7 @@ _HOMES = {
     "backends.vllm.engine": "VllmEngine",
     "backends.vllm.environment": "rank_environment",
     "config": "RunConfig load_config",
-    "config.algorithm": "Algorithm",
-    "config.conflicts": "Conflict",
+    "config.algorithm": "Algorithm Conflict",
     "config.values": "ImportPath",
     "controller.context": "RankContext",
     "controller.pool": "ResourcePool",
@@ -87,7 +86,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.config import RunConfig as RunConfig
     from hybridengine.config import load_config as load_config
     from hybridengine.config.algorithm import Algorithm as Algorithm
-    from hybridengine.config.conflicts import Conflict as Conflict
+    from hybridengine.config.algorithm import Conflict as Conflict
     from hybridengine.config.values import ImportPath as ImportPath
     from hybridengine.controller.context import RankContext as RankContext
     from hybridengine.controller.pool import ResourcePool as ResourcePool

@@ -44,7 +44,7 @@ TOKENIZER_COMPANIONS = (
 COMPANIONS = (*MODEL_COMPANIONS, *TOKENIZER_COMPANIONS)
 """Files beside the weights that make a checkpoint folder complete."""
 COMPANIONS_FOLDER = "companions"
-"""Of a run: such files for all models that it writes."""
+"""Folder, in a run's, of such files for all models that it writes."""
 
 WEIGHT_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """Weight types that can be loaded -> bytes of an element."""
@@ -53,7 +53,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
 COMPARED_BYTES = 2**24
-"""Of two tensors, at a time."""
+"""Bytes of two tensors that are compared at a time."""
 
 MAX_LISTED = 4
 """Tensors named in one message."""
@@ -84,7 +84,7 @@ def check_checkpoint(folder: str | Path) -> ModelShape:
 
 
 def checkpoint_problems(folder: str | Path) -> list[str]:
-    """What is wrong with the checkpoint in `folder`, as value, rule and remedy; empty where nothing is."""
+    """Return the problems of the checkpoint in `folder`, as value, rule and remedy."""
     folder = Path(folder)
     problems: list[str] = []
     shape = None
@@ -227,7 +227,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _disagreements(folder: Path, shape: ModelShape, tensors: dict[str, StoredTensor]) -> list[str]:
-    """Where the stored tensors are not the ones that `config.json` describes."""
+    """Return the differences of the stored tensors from those that `config.json` describes."""
     expected = dict(shape.tensors)
     if LM_HEAD in tensors and shape.tied_embeddings:
         expected[LM_HEAD] = expected[EMBEDDING]  # some exporters store a tied head as well

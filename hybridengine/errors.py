@@ -55,7 +55,7 @@ class DriftError(HybridEngineError):
 
 
 class OutputError(HybridEngineError):
-    """What a run says of itself cannot be written: the disk is full, or gone."""
+    """A run's output cannot be written: the disk is full, or gone."""
 
 
 class ProtocolError(HybridEngineError):
@@ -86,7 +86,7 @@ def raise_all(problems: Iterable[str], error: type[HybridEngineError] = ConfigEr
 
 
 def shown(value: object) -> str:
-    """`value` as JSON, shortened: how a message names it."""
+    """Return `value` as JSON, shortened, for a message."""
     try:
         text = json.dumps(value, default=str)
     except ValueError:  # of str(), which writes 4300 digits of an integer

@@ -1,4 +1,4 @@
-"""What the `config.json` of a dense decoder may hold: kinds and bounds of its values, features that no layout covers.
+"""Rules for the `config.json` of a dense decoder: kinds and bounds of values, features that no layout covers.
 
 A value that is null counts as left out, as in transformers, where null has no meaning of its own.
 """
@@ -21,7 +21,7 @@ REQUIRED_SIZES = (
 )
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""What the frequency scaling of Llama 3 is made of."""
+"""Numbers of Llama 3's frequency scaling."""
 
 MAX_SIZE = 2**24
 """Largest dimension or count: beyond every vocabulary and every context."""
@@ -46,7 +46,7 @@ _RESTORE = "restore the model's original config.json"
 
 
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` without the nulls in it and in the objects in it, but for those that have a meaning."""
+    """Return `config` without the nulls in it and in the objects in it, but for those that have a meaning."""
     return {
         key: without_nulls(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -121,7 +121,7 @@ def _unsupported(config: Mapping[str, Any], architecture: str, family: str) -> I
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is an integer or a float, and no truth value."""
+    """Return True if `value` is an integer or a float, and no truth value."""
     return type(value) in (int, float)
 
 

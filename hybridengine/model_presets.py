@@ -47,7 +47,7 @@ _COLUMNS = (
 
 
 def _preset(name: str, repository: str, architecture: str, *values: float, **others: object) -> Preset:
-    """A preset of the `values` of `_COLUMNS`, in their order, and of `others`."""
+    """Return a preset of the `values` of `_COLUMNS`, in their order, and of `others`."""
     config = {"architectures": [architecture], **dict(zip(_COLUMNS, values, strict=True)), **others}
     return Preset(name, repository, MappingProxyType(config))
 
@@ -99,19 +99,16 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset
 
 
 def find_preset(text: str) -> Preset | None:
-    """The preset that `text` names, by its name or its repository, however it is capitalised and hyphenated.
-
-    None where it names none.
-    """
+    """Return the preset of a name or a repository, in any capitals and hyphens; None where there is none."""
     wanted = _plain(text)
     for preset in PRESETS.values():
-        if wanted in (_plain(preset.name), _plain(preset.repository), _plain(Path(preset.repository).name)):
+        if wanted in map(_plain, (preset.name, preset.repository, Path(preset.repository).name)):
             return preset
     return None
 
 
 def resolve_model(text: str) -> ModelShape:
-    """Shape of a preset, or of the `config.json` (or of the folder with one) that `text` names.
+    """Return the shape of a preset, or of the `config.json` (or of the folder with one) that `text` names.
 
     A preset's name wins over a folder of the same name; write ./NAME for the folder.
 
@@ -121,33 +118,19 @@ def resolve_model(text: str) -> ModelShape:
     preset = find_preset(text)
     if preset is not None:
         return preset.shape()
-    if not text.strip() or not _exists(text):
-        near = difflib.get_close_matches(text.lower(), PRESETS, n=2, cutoff=0.6)
-        meant = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigError(
-            f"model {text!r} is neither a preset nor a config.json or checkpoint folder that exists; {meant}"
-            f"presets are {', '.join(PRESETS)}"
-        )
     try:
+        if not text.strip():
+            raise CheckpointError("an empty text names no file; name a config.json or a checkpoint folder")
         return ModelShape.from_folder(text)
-    except CheckpointError as error:
-        raise ConfigError(f"model {text}: {error}, or a preset: {', '.join(PRESETS)}") from None
     except ConfigError as error:
         raise ConfigError(f"model {text}: {error}") from None
-    except OSError as error:
-        raise ConfigError(
-            f"model {text} cannot be read ({error.strerror}); name a config.json, or a preset:"
-            f" {', '.join(PRESETS)}"
-        ) from None
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).exists()
-    except OSError:  # e.g. a name that is too long
-        return False
+    except CheckpointError as error:
+        near = difflib.get_close_matches(text.lower(), PRESETS, n=2, cutoff=0.6)
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        known = ", ".join(PRESETS)
+        raise ConfigError(f"model {text!r} is no preset ({meant}presets are {known}), and {error}") from None
 
 
 def _plain(text: str) -> str:
-    """Without what people write differently: capitals, hyphens, underscores and spaces."""
+    """Return a text without capitals, hyphens, underscores and spaces."""
     return re.sub(r"[\s_-]", "", text.lower())

@@ -16,7 +16,7 @@ from typing import Any
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, shown
 from hybridengine.families.family import Family
 from hybridengine.families.registry import ARCHITECTURES, FAMILIES
-from hybridengine.families.sizes import DecoderSizes
+from hybridengine.families.tables import DecoderSizes
 from hybridengine.model_config import (
     MAX_PARAMETERS,
     ROPE_NUMBERS,
@@ -186,7 +186,7 @@ class ModelShape(DecoderSizes):
         )
 
     def tp_problems(self, tp_size: int, name: str = "t") -> list[str]:
-        """Why `tp_size` cannot shard this model; empty where it can."""
+        """Return the reasons why `tp_size` cannot shard this model."""
         problems = []
         for field in ("num_heads", "num_kv_heads", "ffn_hidden_size"):
             value = getattr(self, field)
@@ -198,7 +198,7 @@ class ModelShape(DecoderSizes):
         return problems
 
     def gen_pp_problems(self, pp_size: int) -> list[str]:
-        """Why p_g = `pp_size` cannot hold this model; empty where it can."""
+        """Return the reasons why p_g = `pp_size` cannot hold this model."""
         if pp_size <= self.num_layers:
             return []
         return [
@@ -207,7 +207,7 @@ class ModelShape(DecoderSizes):
         ]
 
     def gen_tp_problems(self, tp_size: int, train_tp_size: int) -> list[str]:
-        """Why vLLM cannot hold this model at t_g = `tp_size` where it trains at t = `train_tp_size`; empty where it can.
+        """Return the reasons why vLLM cannot hold this model at t_g = `tp_size` where it trains at t = `train_tp_size`.
 
         vLLM shares out KV heads where t_g divides their number, and gives t_g / num_kv_heads ranks
         a copy of the same head where their number divides t_g.

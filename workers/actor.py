@@ -11,8 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
-from hybridengine.algorithms.losses.entropy import entropy_bonus
-from hybridengine.algorithms.losses.kl_loss import kl_loss
+from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss
 from hybridengine.backends.engine import SamplingSettings, generate
 from hybridengine.backends.megatron.outputs import response_log_probs
 from hybridengine.backends.megatron.weights import save_weights

@@ -6,7 +6,7 @@ from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
-from hybridengine.algorithms.across import AcrossRanks
+from hybridengine.algorithms.across import Across
 from hybridengine.config import RunConfig
 from hybridengine.controller.context import RankContext
 from hybridengine.importing import import_object
@@ -25,7 +25,7 @@ class ComputeWorker:
 
     def __init__(self, context: RankContext, run: RunConfig) -> None:
         registry = process_groups(run.timeouts.collective_s)
-        self._across = AcrossRanks(registry.of((tuple(range(context.world_size)),)))
+        self._across = Across(registry.of((tuple(range(context.world_size)),)))
 
     @register(DP_PROTO, optional=[ROW_NUMBERS], returns_rows=True)
     def map(self, rows: TensorDictBase, function: str, *arguments: Any) -> TensorDict:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from hybridengine.algorithms.across import AcrossRanks
+from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.losses.aggregation import LossStats, merge_stats
 from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_checkpoint, load_random
 from hybridengine.backends.megatron.groups import initialize_globals
@@ -217,7 +217,7 @@ class TrainedWorker(ModelWorker):
 
     def reduce_stats(self, collected: list[tuple[LossStats, int]]) -> dict[str, float]:
         """Statistics of all micro-batches of all data-parallel replicas."""
-        across = AcrossRanks(self.model.groups.dp)
+        across = Across(self.model.groups.dp)
         stats = merge_stats([part for part, _ in collected]).over_ranks(across)
         tokens = torch.tensor(sum(count for _, count in collected), device=device())
         return stats.metrics(across.sum(tokens))

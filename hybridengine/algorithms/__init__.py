@@ -1,11 +1,11 @@
-"""What a reinforcement-learning algorithm computes: pure functions of tensors, one concept per file.
+"""The formulas of reinforcement-learning algorithms: pure functions of tensors, one concept per file.
 
     masking.py       which entries of a [B, R] tensor count, and means over them
     across.py        sums and maxima over all ranks that share a batch
     kl.py            per-token estimators of the KL divergence
     correction.py    weights for tokens that another policy than the trained one has sampled
-    advantages/      rewards per token, and advantages from them: one file per family of estimators
-    losses/          one file per loss; aggregation.py says how losses of micro-batches become one gradient
+    advantages.py    rewards per token, and advantages from them
+    losses/          the losses of actor and critic; aggregation.py says how micro-batches become one gradient
 
 Shape suffixes: B sequences, R response tokens (the fixed width `max_response_tokens` of a run), P groups (prompts),
 N pairs. [B, R] tensors are response-aligned: entry j belongs to response token j, so it comes from the model's output

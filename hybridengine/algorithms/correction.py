@@ -13,7 +13,7 @@ mean does not depend on the length. `weights_BR` goes into `policy_loss`. A drop
 the loss's mean too, as sampling that rejects does, take `mask & keep_B[:, None]` as the mask.
 
 Everything is computed from sums of logarithms, bounded before exp: no product overflows. A row without a valid token
-has a product of 1: it is kept, and no statistic counts it. A NaN at a valid token stays NaN, it drops nothing.
+has a product of 1: it is kept, and no statistic counts it. A NaN at a valid token stays NaN and drops nothing.
 
 Shape suffixes: B sequences, R response tokens, U units of one weight per row: R (tokens) or 1 (sequences).
 Source: token: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025. Sequence
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -32,12 +33,12 @@ from torch import Tensor
 from hybridengine.algorithms.across import ONE_PROCESS, Across
 from hybridengine.algorithms.kl import MAX_LOG_RATIO
 from hybridengine.algorithms.masking import check_shapes, masked_max, masked_sum, zero_masked
-from hybridengine.errors import ConfigError
+from hybridengine.config.algorithm import CorrectionName
 
 
 @dataclass(frozen=True)
 class RolloutWeights:
-    """What a correction says about some rows; no gradient anywhere."""
+    """Weights and dropped rows of a correction, without gradient."""
 
     weights_BR: Tensor
     """Factor of each token's policy loss; 0 at masked entries and in dropped rows."""
@@ -53,79 +54,55 @@ class RolloutWeights:
     """True where the cap has lowered the weight."""
 
 
-def token_tis(
-    log_probs_BR: Tensor, rollout_log_probs_BR: Tensor, mask_BR: Tensor, cap: float
-) -> RolloutWeights:
-    """Truncated importance weights min(rho_t, cap). Shapes: all [B, R]."""
-    log_ratios_BR = _token_log_ratios(log_probs_BR, rollout_log_probs_BR, mask_BR)
-    return _truncated(log_ratios_BR, mask_BR, mask_BR, cap, log_probs_BR.dtype)
-
-
-def sequence_tis(
-    log_probs_BR: Tensor, rollout_log_probs_BR: Tensor, mask_BR: Tensor, cap: float
-) -> RolloutWeights:
-    """Truncated importance weights min(prod rho_t, cap). Shapes: all [B, R]."""
-    sums_B1 = _token_log_ratios(log_probs_BR, rollout_log_probs_BR, mask_BR).sum(1, keepdim=True)
-    return _truncated(sums_B1, mask_BR.any(1, keepdim=True), mask_BR, cap, log_probs_BR.dtype)
-
-
-def sequence_mis(
-    log_probs_BR: Tensor, rollout_log_probs_BR: Tensor, mask_BR: Tensor, cap: float
-) -> RolloutWeights:
-    """Masked importance weights: prod rho_t up to the cap, rows beyond it are dropped. Shapes: all [B, R]."""
-    sums_B1 = _token_log_ratios(log_probs_BR, rollout_log_probs_BR, mask_BR).sum(1, keepdim=True)
-    dropped_B1 = (sums_B1 > _log_bound(cap)) & mask_BR.any(1, keepdim=True)
-    weights_B1 = torch.where(dropped_B1, -torch.inf, sums_B1).exp()
-    return _filtered(sums_B1, weights_B1, dropped_B1, mask_BR, log_probs_BR.dtype)
-
-
-def geometric_filter(
-    log_probs_BR: Tensor, rollout_log_probs_BR: Tensor, mask_BR: Tensor, low: float, high: float
-) -> RolloutWeights:
-    """Weights 1 where low <= (prod rho_t)^(1/T) <= high; the other rows are dropped. Shapes: all [B, R]."""
-    if not 0 <= low <= high:
-        raise ConfigError(f"low={low} and high={high} of a correction must be 0 <= low <= high")
-    sums_B1 = _token_log_ratios(log_probs_BR, rollout_log_probs_BR, mask_BR).sum(1, keepdim=True)
-    means_B1 = sums_B1 / mask_BR.sum(1, keepdim=True).clamp(min=1)
-    lowest = math.log(low) if low > 0 else -math.inf
-    outside_B1 = (means_B1 < lowest) | (means_B1 > _log_bound(high))
-    dropped_B1 = outside_B1 & mask_BR.any(1, keepdim=True)
-    weights_B1 = torch.where(means_B1.isnan(), means_B1, (~dropped_B1).double())
-    return _filtered(means_B1, weights_B1, dropped_B1, mask_BR, log_probs_BR.dtype)
-
-
-CAPPED = {"token_tis": token_tis, "sequence_tis": sequence_tis, "sequence_mis": sequence_mis}
-CORRECTIONS = (*CAPPED, "geometric_filter")
-"""The corrections by the name that a run configuration gives; those of `CAPPED` have one bound, a cap."""
-
-
+@torch.no_grad()
 def rollout_weights(
-    name: str,
+    name: CorrectionName,
     log_probs_BR: Tensor,
     rollout_log_probs_BR: Tensor,
     mask_BR: Tensor,
     high: float,
     low: float = 0.0,
 ) -> RolloutWeights:
-    """Weights by the correction called `name`; `high` is its cap, `low` is read by geometric_filter only.
+    """Return the weights by the correction called `name`.
 
-    Raises:
-        ConfigError: there is no such correction, or its bounds make no sense.
+    Shapes: all [B, R].
+    Args:
+        high: cap of the weights, above 0; largest mean of geometric_filter.
+        low: smallest mean of geometric_filter, at least 0; the others ignore it.
     """
-    if name not in CORRECTIONS:
-        raise ConfigError(f"rollout_correction={name!r} is not known; choose one of {', '.join(CORRECTIONS)}")
+    assert name in get_args(CorrectionName), f"no rollout correction is called {name!r}"
+    check_shapes(log_probs_BR=log_probs_BR, rollout_log_probs_BR=rollout_log_probs_BR, mask_BR=mask_BR)
+    logs_BU = zero_masked(log_probs_BR.double() - rollout_log_probs_BR.double(), mask_BR)
+    units_BU = mask_BR
+    if name != "token_tis":
+        logs_BU, units_BU = logs_BU.sum(1, keepdim=True), mask_BR.any(1, keepdim=True)
     if name == "geometric_filter":
-        return geometric_filter(log_probs_BR, rollout_log_probs_BR, mask_BR, low, high)
-    return CAPPED[name](log_probs_BR, rollout_log_probs_BR, mask_BR, high)
+        logs_BU = logs_BU / mask_BR.sum(1, keepdim=True).clamp(min=1)
+    beyond_BU = (logs_BU > math.log(high)) & units_BU
+    if name == "geometric_filter":
+        dropped_BU = beyond_BU | ((logs_BU < (math.log(low) if low else -math.inf)) & units_BU)
+        weights_BU = torch.where(logs_BU.isnan(), logs_BU, 1.0)
+    else:
+        dropped_BU = beyond_BU if name == "sequence_mis" else torch.zeros_like(beyond_BU)
+        weights_BU = logs_BU.clamp(max=math.log(high)).exp()
+    weights_BU = torch.where(dropped_BU, 0.0, weights_BU)
+    return RolloutWeights(
+        weights_BR=zero_masked(weights_BU.expand(mask_BR.shape).to(log_probs_BR.dtype), mask_BR),
+        keep_B=~dropped_BU.any(1),
+        log_ratios_BU=logs_BU,
+        unit_weights_BU=weights_BU,
+        units_BU=units_BU,
+        capped_BU=beyond_BU & ~dropped_BU,
+    )
 
 
 @torch.no_grad()
 def correction_metrics(weights: RolloutWeights, across: Across = ONE_PROCESS) -> dict[str, float]:
-    """How far the rollout was from the training policy, over the units (tokens or sequences) of all ranks.
+    """Return how far the rollout was from the training policy, over the units (tokens or sequences) of all ranks.
 
     correction/ratio_mean and ratio_max (rho before the cap, clamped to e^±20), weight_mean, capped_fraction,
-    dropped_fraction, and effective_sample_share = (sum w)^2/(n·sum w^2): 1 where all weights are equal, 1/n where one
-    of n rules; all are 0 where there is no unit. Collective.
+    dropped_fraction, and effective_sample_share = (sum w)^2/(n·sum w^2): 1 where all weights are equal, 1/n where
+    one of n outweighs the others; all are 0 where there is no unit. Collective.
     """
     units_BU, weights_BU = weights.units_BU, weights.unit_weights_BU
     ratios_BU = weights.log_ratios_BU.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -150,46 +127,3 @@ def correction_metrics(weights: RolloutWeights, across: Across = ONE_PROCESS) ->
         "correction/dropped_fraction": dropped / count,
         "correction/effective_sample_share": weight**2 / (count * square) if square else 0.0,
     }
-
-
-def _token_log_ratios(log_probs_BR: Tensor, rollout_log_probs_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    check_shapes(log_probs_BR=log_probs_BR, rollout_log_probs_BR=rollout_log_probs_BR, mask_BR=mask_BR)
-    return zero_masked(log_probs_BR.detach().double() - rollout_log_probs_BR.detach().double(), mask_BR)
-
-
-def _log_bound(bound: float) -> float:
-    if not bound > 0:
-        raise ConfigError(f"the cap {bound} of a correction must be above 0; 2 to 10 is usual")
-    return math.log(bound)
-
-
-def _truncated(
-    log_ratios_BU: Tensor, units_BU: Tensor, mask_BR: Tensor, cap: float, dtype: torch.dtype
-) -> RolloutWeights:
-    log_cap = _log_bound(cap)
-    weights_BU = log_ratios_BU.clamp(max=log_cap).exp()
-    return RolloutWeights(
-        weights_BR=_for_tokens(weights_BU, mask_BR, dtype),
-        keep_B=torch.ones(mask_BR.size(0), dtype=torch.bool, device=mask_BR.device),
-        log_ratios_BU=log_ratios_BU,
-        unit_weights_BU=weights_BU,
-        units_BU=units_BU,
-        capped_BU=log_ratios_BU > log_cap,
-    )
-
-
-def _filtered(
-    log_ratios_B1: Tensor, weights_B1: Tensor, dropped_B1: Tensor, mask_BR: Tensor, dtype: torch.dtype
-) -> RolloutWeights:
-    return RolloutWeights(
-        weights_BR=_for_tokens(weights_B1, mask_BR, dtype),
-        keep_B=~dropped_B1.squeeze(1),
-        log_ratios_BU=log_ratios_B1,
-        unit_weights_BU=weights_B1,
-        units_BU=mask_BR.any(1, keepdim=True),
-        capped_BU=torch.zeros_like(dropped_B1),
-    )
-
-
-def _for_tokens(weights_BU: Tensor, mask_BR: Tensor, dtype: torch.dtype) -> Tensor:
-    return zero_masked(weights_BU.expand(mask_BR.shape).to(dtype), mask_BR)

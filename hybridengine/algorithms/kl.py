@@ -6,7 +6,7 @@ With D = log pi(token) - log pi_ref(token):
     k2 = D^2 / 2             biased, low variance, never negative
     k3 = exp(-D) + D - 1     unbiased, low variance, never negative
 
-That is about their values, e.g. in a reward. As a loss their gradients matter, which is another story: losses/kl_loss.py.
+That is about their values, e.g. in a reward. As a loss their gradients matter: see losses.policy.kl_loss.
 
 Source: J. Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html.
 Every function is element-wise over tensors of one shape, response-aligned [B, R] where it matters.
@@ -19,26 +19,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridengine.errors import ConfigError
-
 MAX_LOG_RATIO = 20.0
 """Ratios of probabilities are followed up to e^20: far outside of any clip range, and squares still fit float32."""
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """D = log pi - log pi_ref: unbiased."""
+    """Return D = log pi - log pi_ref: unbiased."""
     return log_probs - ref_log_probs
 
 
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """D^2 / 2: its gradient under samples of pi is that of the true KL."""
+    """Return D^2 / 2: its gradient under samples of pi is that of the true KL."""
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """exp(-D) + D - 1: unbiased, never negative.
+    """Return exp(-D) + D - 1: unbiased, never negative.
 
-    Guarantees: where pi_ref/pi exceeds e^20 it goes on along its tangent, so that neither value nor gradient overflows.
+    Guarantees: where pi_ref/pi exceeds e^20 it continues along its tangent, so that neither value nor gradient overflows.
     """
     log_ratio = ref_log_probs - log_probs
     followed = log_ratio.clamp(max=MAX_LOG_RATIO)
@@ -47,15 +45,4 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-"""The estimators by the name that a run configuration gives."""
-
-
-def kl_estimator(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The estimator called `name`, a function (log_probs, ref_log_probs) -> KL per token.
-
-    Raises:
-        ConfigError: there is no such estimator.
-    """
-    if name not in KL_ESTIMATORS:
-        raise ConfigError(f"kl_estimator={name!r} is not known; choose one of {', '.join(KL_ESTIMATORS)}")
-    return KL_ESTIMATORS[name]
+"""Estimators by the name that a run configuration gives."""

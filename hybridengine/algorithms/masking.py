@@ -1,6 +1,6 @@
 """Response masks, and statistics over the valid tokens only.
 
-Shape suffixes: B sequences, R response tokens. What stands at masked entries never matters, not even NaN.
+Shape suffixes: B sequences, R response tokens. Values at masked entries never matter, not even NaN.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WHITEN_EPSILON = 1e-8
 
 
 def response_mask(response_lengths_B: Tensor, max_response_tokens: int) -> Tensor:
-    """True at the tokens that each response has: entry j of a row is valid where j < its length.
+    """Return True at the tokens that each response has: entry j of a row is valid where j < its length.
 
     Shapes: response_lengths_B [B] integers in [0, R], the EOS token counted -> bool [B, R].
     """
@@ -28,7 +28,7 @@ def response_mask(response_lengths_B: Tensor, max_response_tokens: int) -> Tenso
 
 
 def zero_masked(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """`values_BR` with exact zeros, and zero gradients, at masked entries.
+    """Return `values_BR` with exact zeros, and zero gradients, at masked entries.
 
     Apply it before a non-linear function: the gradient of exp or of a square at a masked NaN is NaN, not 0.
     """
@@ -36,42 +36,31 @@ def zero_masked(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
 
 
 def over_tokens(values_B: Tensor, mask_BR: Tensor) -> Tensor:
-    """Each row's value at all of its valid tokens, 0 at masked entries. Shapes: [B], [B, R] -> [B, R]."""
+    """Return each row's value at all of its valid tokens, 0 at masked entries. Shapes: [B], [B, R] -> [B, R]."""
     check_rows(mask_BR.size(0), values_B=values_B)
     return zero_masked(values_B[:, None].expand(mask_BR.shape), mask_BR)
 
 
 def masked_sum(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """Sum over the valid tokens of the batch; 0 where there is none. Shapes: [B, R] -> []."""
+    """Return the sum over the valid tokens of the batch; 0 where there is none. Shapes: [B, R] -> []."""
     return zero_masked(values_BR, mask_BR).sum()
 
 
-def masked_mean(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """Mean over the valid tokens of the batch (not of row means); 0 where there is none.
-
-    Shapes: [B, R] -> [].
-    """
-    return masked_sum(values_BR, mask_BR) / mask_BR.sum().clamp(min=1)
-
-
-def masked_max(values_BR: Tensor, mask_BR: Tensor, empty: float = 0.0) -> Tensor:
-    """Largest value at a valid token; `empty` where there is no valid token. Shapes: [B, R] -> []."""
-    nothing = values_BR.new_tensor(empty)
+def masked_max(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
+    """Return the largest value at a valid token; 0 where there is none. Shapes: [B, R] -> []."""
+    nothing = values_BR.new_zeros(())
     if values_BR.numel() == 0:
         return nothing
     return torch.where(mask_BR.any(), values_BR.masked_fill(~mask_BR, -torch.inf).amax(), nothing)
 
 
-def whiten(
-    values_BR: Tensor, mask_BR: Tensor, shift_mean: bool = True, across: Across = ONE_PROCESS
-) -> Tensor:
-    """Values scaled to variance 1 and, unless `shift_mean` is False, shifted to mean 0 over the valid tokens.
+def whiten(values_BR: Tensor, mask_BR: Tensor, across: Across = ONE_PROCESS) -> Tensor:
+    """Return the values scaled to variance 1 and shifted to mean 0 over the valid tokens.
 
     The statistics are those of the whole batch: of the rows that are passed, and of all others `across` the ranks.
 
     Shapes: [B, R] -> [B, R], 0 at masked entries.
-    Guarantees: the population variance is used, so a single valid token gives 0 (or itself unshifted, divided
-        by sqrt(epsilon)), and no valid token gives all zeros.
+    Guarantees: the population variance is used, so a single valid token gives 0, and no valid token gives all zeros.
     Source: advantage normalisation of PPO as in OpenAI baselines, ppo2.
     """
     check_shapes(values_BR=values_BR, mask_BR=mask_BR)
@@ -80,8 +69,7 @@ def whiten(
     count = across.sum(mask_BR.sum()).clamp(min=1)
     mean = across.sum(masked_sum(exact_BR, mask_BR)) / count
     variance = across.sum(masked_sum((exact_BR - mean).square(), mask_BR)) / count
-    centre = mean if shift_mean else torch.zeros_like(mean)
-    whitened_BR = (exact_BR - centre) * torch.rsqrt(variance + WHITEN_EPSILON)
+    whitened_BR = (exact_BR - mean) * torch.rsqrt(variance + WHITEN_EPSILON)
     return zero_masked(whitened_BR, mask_BR).to(values_BR.dtype)
 
 

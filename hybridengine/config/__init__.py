@@ -1,9 +1,10 @@
 """Configuration of a run: one YAML file plus `key=value` overrides, typed, frozen, checked as a whole."""
 
 from hybridengine.config.algorithm import Role
-from hybridengine.config.checks import check_run, holder_shape, model_shape, rows_for_every_rank
+from hybridengine.config.checks import check_run, rows_for_every_rank
 from hybridengine.config.holders import ModelHolder, model_holders
 from hybridengine.config.loading import load_config
+from hybridengine.config.model_checks import holder_shape, model_shape
 from hybridengine.config.run_config import ROLES, RunConfig
 
 __all__ = [

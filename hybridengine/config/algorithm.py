@@ -13,12 +13,11 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import BeforeValidator, SerializeAsAny, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from hybridengine.config.conflicts import Conflict
 from hybridengine.config.values import IMPORT_PATH, ImportPath, NonNegative, Positive, Section
 from hybridengine.errors import ConfigError
 from hybridengine.importing import import_object
@@ -40,10 +39,20 @@ ALGORITHMS = {
 DEFAULT = next(iter(ALGORITHMS))
 
 
+class Conflict(NamedTuple):
+    """A rule that a configuration breaks."""
+
+    message: str
+    keys: tuple[str, ...]
+
+
+CorrectionName = Literal["token_tis", "sequence_tis", "sequence_mis", "geometric_filter"]
+
+
 class CorrectionSection(Section):
     """Correction of differences between the engine's and the trainer's log-probs: weights rho = pi_train / pi_rollout."""
 
-    name: Literal["token_tis", "sequence_tis", "sequence_mis", "geometric_filter"] = "token_tis"
+    name: CorrectionName = "token_tis"
     """token_tis and sequence_tis cut weights off at `high`, sequence_mis drops sequences beyond it; geometric_filter
     drops those whose geometric mean of rho is not in low to high."""
     high: Positive = 2.0

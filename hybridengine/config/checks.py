@@ -1,4 +1,4 @@
-"""Rules between the values of a configuration: sizes against ranks, model, widths and files.
+"""Rules between the values of a configuration: keys that need one another, ranks, rows, schedules and files.
 
 Every rule gives its message and the keys that it concerns, so that a rule is left out where one of its keys is
 already in question.
@@ -7,39 +7,28 @@ already in question.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-from hybridengine.config.algorithm import Role
-from hybridengine.config.algorithm_checks import algorithm_conflicts
-from hybridengine.config.conflicts import (
-    Conflict,
-    checkpoint_conflicts,
-    described_model,
-    own_checkpoint_conflicts,
-    paths_hint,
-)
-from hybridengine.config.holders import ModelHolder, model_holders
-from hybridengine.config.pool_checks import pool_conflicts, size_conflicts
-from hybridengine.config.reward_checks import reward_model_conflicts, reward_sections, scorer_conflicts
+from hybridengine.config.algorithm import Conflict, Role
+from hybridengine.config.holders import model_holders
+from hybridengine.config.model_checks import model_conflicts, paths_hint
+from hybridengine.config.reward_checks import reward_sections, scorer_conflicts
 from hybridengine.config.run_config import TRAINED, RunConfig, ranks_key
-from hybridengine.config.sections import BUILT_TOKENS
-from hybridengine.errors import CheckpointError, ConfigError
-from hybridengine.model_presets import find_preset, resolve_model
-from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
-from hybridengine.topology.sizes import GenSizes
+from hybridengine.config.sections import MAIN_POOL
+from hybridengine.model_presets import find_preset
+from hybridengine.topology.sizes import TrainSizes
 
 PLACEMENT_KEYS = ("cluster.ranks_per_node", "cluster.pools", "rollout.kv_cache_bytes")
 """Beside the sizes of models and engines."""
 
 
 def check_run(config: RunConfig, *, dry_run: bool = False) -> list[str]:
-    """Every rule between values that `config` breaks, as value, rule and remedy; empty where it breaks none."""
+    """Return every rule between values that `config` breaks, as value, rule and remedy."""
     return [conflict.message for conflict in find_conflicts(config, dry_run=dry_run)]
 
 
 def find_conflicts(config: RunConfig, *, dry_run: bool = False, placed: bool = True) -> list[Conflict]:
-    """As `check_run`, each message with the keys that it concerns.
+    """Return the messages of `check_run`, each with the keys that it concerns.
 
     Args:
         placed: whether the ranks, pools and sizes of `config` count; without them, rules that concern them are left out.
@@ -49,88 +38,30 @@ def find_conflicts(config: RunConfig, *, dry_run: bool = False, placed: bool = T
 
 
 def _is_placement(key: str) -> bool:
-    """Whether a key says where a model is, or with which sizes, or what then is left of memory."""
+    """Return True if a key says where a model is, or with which sizes, or how much memory remains."""
     return key.endswith((".parallel", ".generate")) or key.startswith(PLACEMENT_KEYS)
 
 
 def _all_conflicts(config: RunConfig, dry_run: bool) -> list[Conflict]:
-    conflicts = [*_sources(config), *algorithm_conflicts(config), *scorer_conflicts(config)]
-    conflicts += pool_conflicts(config)
+    conflicts = [*_sources(config), *_algorithm(config), *scorer_conflicts(config), *_pools(config)]
     for holder in model_holders(config):
-        conflicts += size_conflicts(config, holder.role, holder.sizes, holder.sizes_key)
+        conflicts += _sizes(config, holder.role, holder.sizes, holder.sizes_key)
     conflicts += [*_rows(config), *_schedules(config)]
     if not dry_run:
         conflicts += _files(config)
-    conflicts += _models(config, dry_run)
-    for holder in model_holders(config):
-        shape = _shape_or_none(config, holder.path, holder.hf_config)
-        if shape is not None:
-            conflicts += [*_sharding(holder, shape), *_positions(config, holder, shape)]
-    shape = _shape_or_none(config)
-    conflicts += _engines(config, shape)
-    if shape is not None:
-        conflicts += _generation(config, shape)
-    return conflicts
-
-
-def model_shape(config: RunConfig, role: Role = "actor") -> ModelShape:
-    """Shape of a role's model: of its checkpoint, of the model to build, or of `model.hf_config`.
-
-    Raises:
-        ConfigError, CheckpointError: the model is not described, or cannot be used.
-    """
-    section = getattr(config, role)
-    return _shape(config, getattr(section, "path", None), getattr(section, "hf_config", None))
-
-
-def holder_shape(config: RunConfig, holder: ModelHolder) -> ModelShape:
-    """As `model_shape`, of anything with weights; with a score head where it has one."""
-    shape = _shape(config, holder.path, holder.hf_config)
-    return replace(shape, num_labels=1, tied_embeddings=False) if holder.has_score_head else shape
-
-
-def _shape(config: RunConfig, path: str | None, hf_config: str | None = None) -> ModelShape:
-    """Shape of the checkpoint at `path`, which `hf_config` describes where it is elsewhere; without one, of the actor's
-    model."""
-    if path is None and config.model.build is not None:
-        return config.model.build.shape()
-    folder = path or config.model.path
-    if folder is not None and (Path(folder) / "config.json").exists():
-        return ModelShape.from_folder(folder)
-    described = config.model.hf_config if path is None else hf_config
-    if described is not None:
-        return resolve_model(described)
-    if folder is None:
-        raise ConfigError("model is given by none of path, gguf and build; add one")
-    return ModelShape.from_folder(folder)
-
-
-def _shape_or_none(
-    config: RunConfig, path: str | None = None, hf_config: str | None = None
-) -> ModelShape | None:
-    """As `_shape`; None where there is none to check, which `_models` then says."""
-    try:
-        return _shape(config, path, hf_config)
-    except (ConfigError, CheckpointError):
-        return None
+    return [*conflicts, *model_conflicts(config, dry_run)]
 
 
 def _sources(config: RunConfig) -> Iterator[Conflict]:
-    """Either-or keys, and keys that need one another."""
+    """Keys that exclude, and keys that need one another."""
     model, data = config.model, config.data
     yield from _exactly_one("model", {"path": model.path, "gguf": model.gguf, "build": model.build})
     yield from _exactly_one("data", {"train_file": data.train_file, "task": data.task})
-    if model.gguf is not None and model.hf_config is None:
+    described = model.hf_config
+    if model.gguf is not None and (described is None or find_preset(described) or Path(described).is_dir()):
         yield Conflict(
-            f"model.gguf={model.gguf} needs model.hf_config; name the config.json of the same model",
-            ("model.gguf", "model.hf_config"),
-        )
-    elif model.gguf is not None and (
-        find_preset(model.hf_config or "") or Path(model.hf_config or "").is_dir()
-    ):
-        yield Conflict(
-            f"model.hf_config={model.hf_config} must be a file to convert model.gguf={model.gguf}, which needs more than"
-            " the shapes; name the config.json of the same model",
+            f"model.gguf={model.gguf} needs a file model.hf_config, found {described or 'none'}; name the config.json"
+            " of the same model",
             ("model.gguf", "model.hf_config"),
         )
     if data.task is not None and data.eval_file is not None:
@@ -164,78 +95,99 @@ def _exactly_one(section: str, values: dict[str, object]) -> Iterator[Conflict]:
         )
 
 
-def _engines(config: RunConfig, shape: ModelShape | None) -> Iterator[Conflict]:
-    """(p_g, t_g) against the ranks and the model; the remedy names the nearest sizes that keep every rule."""
-    gen, train = config.actor.gen_sizes, config.actor.train_sizes
-
-    def problems(sizes: GenSizes) -> list[str]:
-        if shape is None:
-            return []
-        return shape.gen_pp_problems(sizes.pp_size) + shape.gen_tp_problems(sizes.tp_size, train.tp_size)
-
-    for problem in gen.problems_over(train, lambda sizes: not problems(sizes)):
-        yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "actor.parallel"))
-    nearest = [str(sizes) for sizes in gen.nearest_over(train, lambda sizes: not problems(sizes))]
-    hint = f"; the nearest p_g-t_g that can be: {', '.join(nearest)}" if nearest else ""
-    for problem in problems(gen):
-        yield Conflict(f"actor.generate={gen}: {problem}{hint}", ("actor.generate", "model"))
-
-
-def _sharding(holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
-    """t against heads and MLP width, p against layers."""
-    key, sizes, keys = holder.sizes_key, holder.sizes, (holder.sizes_key, "model", f"{holder.key}.path")
-    for problem in shape.tp_problems(sizes.tp_size):
-        yield Conflict(f"{key}={sizes}: {problem}", keys)
-    try:
-        shape.split_layers(sizes.pp_size)
-    except ConfigError as error:
-        yield Conflict(f"{key}={sizes}: {error}", keys)
-
-
-WIDTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
-
-
-def _positions(config: RunConfig, holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
-    """The longest row against what a model has positions for; without a checkpoint of its own, it is the actor's."""
-    rollout, width = config.rollout, config.max_tokens
-    if width > shape.max_positions and (holder.path or holder.role == "actor"):
-        whose = f"those of {holder.key}.path={holder.path}," if holder.path else "the model's"
+def _algorithm(config: RunConfig) -> Iterator[Conflict]:
+    """Keys that need one another, and keys that nobody reads."""
+    algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
+    named = f"algorithm.name={algorithm.name}"
+    if samples < algorithm.min_samples:
         yield Conflict(
-            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + max_response_tokens="
-            f"{rollout.max_response_tokens} = {width} tokens exceed {whose}"
-            f" max_positions={shape.max_positions}; lower them by {width - shape.max_positions}",
-            (*WIDTHS, f"{holder.key}.path" if holder.path else "model"),
+            f"rollout.samples_per_prompt={samples} leaves {named} nothing to compare; choose at least"
+            f" {algorithm.min_samples}",
+            ("rollout.samples_per_prompt", "algorithm.name"),
         )
+    correction = algorithm.correction
+    if correction is not None and algorithm.uncorrected is not None:
+        yield Conflict(
+            f"algorithm.correction is not read by {named}, {algorithm.uncorrected}; leave it out",
+            ("algorithm.correction", "algorithm.name"),
+        )
+    if correction is not None and correction.low >= correction.high:
+        yield Conflict(
+            f"algorithm.correction.low={correction.low:g} must be less than its high={correction.high:g};"
+            " lower the one or raise the other",
+            ("algorithm.correction.low", "algorithm.correction.high"),
+        )
+    roles = ", ".join(algorithm.roles)
+    if "reward" not in algorithm.roles and config.eval_file is not None:
+        held_out = "data.eval_file" if config.data.eval_file else "data.task"
+        yield Conflict(
+            f"{named} has the roles {roles}, without the reward, which scores the held-out prompts of {held_out}; add"
+            " it to the roles of the class",
+            ("algorithm.name", "data.eval_file", "data.task"),
+        )
+    if config.actor.kl_loss_coef and "reference" not in algorithm.roles:
+        yield Conflict(
+            f"actor.kl_loss_coef={config.actor.kl_loss_coef:g} needs a reference, and {named} has the roles {roles};"
+            " add it to the roles of the class, or leave the coefficient at 0",
+            ("algorithm.name", "actor.kl_loss_coef"),
+        )
+    yield from algorithm.conflicts(config)
 
 
-def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
-    """One sequence against the KV cache, and what vLLM needs on a CPU."""
-    rollout, width = config.rollout, config.max_tokens
-    gen, train = config.actor.gen_sizes, config.actor.train_sizes
-    stages = (
-        ()
-        if max(gen.pp_size, train.pp_size) > shape.num_layers
-        else shape.gen_stage_layers(train.pp_size, gen.pp_size)
+def _pools(config: RunConfig) -> Iterator[Conflict]:
+    """Roles that are on no pool, on two, or that nobody uses."""
+    used, taken = config.algorithm.roles, dict[Role, str]()
+    for name, pool in config.cluster.pools.items():
+        key = f"cluster.pools.{name}.roles"
+        if not pool.roles:
+            free = [role for role in used if role != "actor"]
+            yield Conflict(
+                f"{key}=[] names no role; choose from {', '.join(free)}, or leave the pool out", (key,)
+            )
+        for role in pool.roles:
+            if role == "actor":
+                yield Conflict(
+                    f"{key} names the actor, whose ranks are cluster.ranks_per_node; move the other roles to pools"
+                    " instead",
+                    (key,),
+                )
+            elif role not in used:
+                yield Conflict(
+                    f"{key} names {role}, which algorithm.name={config.algorithm.name} does not use; leave it out (its"
+                    f" roles are {', '.join(used)})",
+                    (key, "algorithm.name"),
+                )
+            elif role in taken:
+                where = "twice" if taken[role] == name else f"and so does cluster.pools.{taken[role]}"
+                yield Conflict(
+                    f"{key} names {role}, {where}; a role is on one pool, leave one of them out",
+                    (key, f"cluster.pools.{taken[role]}.roles"),
+                )
+            taken.setdefault(role, name)
+
+
+def _sizes(config: RunConfig, role: Role, sizes: TrainSizes, key: str) -> Iterator[Conflict]:
+    """p·t·d of a model against the ranks of its role's pool.
+
+    Args:
+        key: where the sizes come from.
+    """
+    name = config.pool_of(role)
+    pool = config.pools[name]
+    if sizes.num_ranks == pool.num_ranks:
+        return
+    pool_key = ranks_key(name)
+    product = f"{sizes.pp_size}·{sizes.tp_size}·{sizes.dp_size} = {sizes.num_ranks}"
+    replicas, rest = divmod(pool.num_ranks, sizes.model_parallel_size)
+    nearest = f"{sizes.pp_size}-{sizes.tp_size}-{replicas}" if not rest else "other sizes"
+    inherited = name != MAIN_POOL and key == "actor.parallel"
+    remedy = f"give {role} sizes of its own, {nearest}," if inherited else f"choose {nearest},"
+    yield Conflict(
+        f"{key}={sizes} takes p·t·d = {product} ranks, which must equal the {pool.num_ranks} of"
+        f" {pool_key}={list(pool.ranks_per_node)}{f' that {role} is on' if inherited else ''}; {remedy} or give the"
+        f" {'cluster' if name == MAIN_POOL else 'pool'} {sizes.num_ranks} ranks",
+        (key, pool_key, *(("cluster.pools",) if inherited else ())),
     )
-    layers, kv_heads = max(map(len, stages), default=0), max(1, shape.num_kv_heads // gen.tp_size)
-    needed = 2 * layers * kv_heads * shape.head_dim * DTYPE_BYTES[config.model.dtype] * width
-    if needed > rollout.kv_cache_bytes:
-        yield Conflict(
-            f"rollout.kv_cache_bytes={rollout.kv_cache_bytes} must hold one sequence of {width} tokens, which takes"
-            f" {needed} bytes at p_g-t_g = {gen}; raise it to a multiple of {needed}",
-            ("rollout.kv_cache_bytes", *WIDTHS, "actor.generate", "model"),
-        )
-    if config.cluster.device == "cpu" and rollout.cuda_graphs:
-        yield Conflict(
-            "rollout.cuda_graphs=true needs cluster.device=cuda, found cpu; leave it false",
-            ("rollout.cuda_graphs", "cluster.device"),
-        )
-    if config.cluster.device == "cpu" and shape.head_dim % 32:
-        yield Conflict(
-            f"head_dim={shape.head_dim} is not a multiple of 32, which vLLM needs on a CPU; use another model, or"
-            " cluster.device=cuda",
-            ("cluster.device", "model"),
-        )
 
 
 def _rows(config: RunConfig) -> Iterator[Conflict]:
@@ -303,7 +255,7 @@ def _rows_for_every_rank(config: RunConfig) -> Iterator[Conflict]:
 
 
 def rows_for_every_rank(config: RunConfig) -> dict[Role, int]:
-    """Role -> rows of a call that all ranks of the role's pool share out, each at least one."""
+    """Return, by role, the rows of a call that all ranks of the role's pool share out, each at least one."""
     needs: dict[Role, int] = {"actor": config.rows_per_step}
     for role, section in reward_sections(config).items():
         if section.functions:
@@ -355,37 +307,3 @@ def _files(config: RunConfig) -> Iterator[Conflict]:
         yield Conflict(
             f"model.tokenizer={tokenizer} is not a folder; {paths_hint(tokenizer)}", ("model.tokenizer",)
         )
-
-
-def _models(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
-    """Every checkpoint, and every description of a model, that the configuration names."""
-    model = config.model
-    described, problems = described_model("model", model.hf_config)
-    yield from problems
-    try:
-        if model.build is not None:
-            model.build.shape()
-    except ConfigError as error:
-        yield Conflict(f"model.build: {error}", ("model.build",))
-    if model.build is not None and model.tokenizer is None and model.build.vocab_size < BUILT_TOKENS:
-        yield Conflict(
-            f"model.build.vocab_size={model.build.vocab_size} must be at least the {BUILT_TOKENS} tokens of the tokenizer"
-            " that is built with the model; raise it, or name a model.tokenizer",
-            ("model.build.vocab_size",),
-        )
-    elsewhere = dry_run and described is not None and not Path(model.path or "").is_dir()
-    if model.path is not None and not elsewhere:
-        hint = ", or give model.hf_config" if dry_run else ""
-        problems = list(checkpoint_conflicts("model.path", model.path, hint))
-        yield from problems
-        if model.hf_config and described and not problems and described != ModelShape.from_folder(model.path):
-            yield Conflict(
-                f"model.hf_config={model.hf_config} describes another model than {model.path}/config.json;"
-                " leave hf_config out, or name the checkpoint's own config.json",
-                ("model.hf_config", "model.path"),
-            )
-    for role in ("critic", "cost_critic"):
-        section = getattr(config, role)
-        if role in config.model_roles:
-            yield from own_checkpoint_conflicts(role, section.path, section.hf_config, dry_run=dry_run)
-    yield from reward_model_conflicts(config, dry_run=dry_run)

@@ -1,7 +1,8 @@
-"""Everything of a run that has weights on ranks: roles, and models among the terms of a reward."""
+"""The models of a run, which have weights on ranks: roles, and models among the terms of a reward."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridengine.config.algorithm import Role
@@ -21,16 +22,23 @@ class ModelHolder(NamedTuple):
     """Any of those with `parallel` and `micro_batch_tokens`."""
     grid: Grid
     sizes_key: str
-    """Where its sizes come from."""
+    """Dotted key of its sizes."""
+    folder: Path
+    """Hugging Face checkpoint that it enters RL with."""
 
     @property
     def name(self) -> str:
-        """Of the group of workers: "reward", or "reward_NAME" for a term."""
+        """Name of its group of workers: "reward", or "reward_NAME" for a term."""
         return self.key.replace(".terms.", "_")
 
     @property
+    def term(self) -> str:
+        """Name of its term; "" for a role."""
+        return self.key.partition(".terms.")[2]
+
+    @property
     def sizes(self) -> TrainSizes:
-        """(p, t, d)."""
+        """Sizes (p, t, d)."""
         return self.grid.sizes
 
     @property
@@ -40,17 +48,17 @@ class ModelHolder(NamedTuple):
 
     @property
     def hf_config(self) -> str | None:
-        """Shapes of that checkpoint, where it is elsewhere."""
+        """Description of that checkpoint, where it is elsewhere."""
         return getattr(self.section, "hf_config", None)
 
     @property
     def has_score_head(self) -> bool:
-        """Whether it gives scores or values in place of log-probs."""
+        """True if it gives scores or values in place of log-probs."""
         return self.role not in ("actor", "reference")
 
 
 def model_holders(config: RunConfig) -> list[ModelHolder]:
-    """All of them, the roles first; functions have no weights."""
+    """Return all of them, the roles first; functions have no weights."""
     holders = [_holder(config, role, role, getattr(config, role)) for role in config.model_roles]
     for role in SCORERS:
         if role in config.algorithm.roles:
@@ -64,4 +72,6 @@ def model_holders(config: RunConfig) -> list[ModelHolder]:
 def _holder(config: RunConfig, role: Role, key: str, section: Any) -> ModelHolder:
     sizes = TrainSizes.parse(section.parallel or config.actor.parallel)
     sizes_key = f"{key}.parallel" if section.parallel else "actor.parallel"
-    return ModelHolder(role, key, section, Grid(sizes, config.cluster.order), sizes_key)
+    path = getattr(section, "path", None)
+    folder = Path(path) if path else config.start_folder
+    return ModelHolder(role, key, section, Grid(sizes, config.cluster.order), sizes_key, folder)

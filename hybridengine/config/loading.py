@@ -1,4 +1,4 @@
-"""YAML file and `key=value` overrides -> `RunConfig`, with every problem in one error.
+"""A `RunConfig` from a YAML file and `key=value` overrides, with every problem in one error.
 
 Problems come in three kinds, and the later ones are found even where there are earlier ones: an override without a
 value, a key or value that the sections do not allow, and values that do not fit together. A rule between values is
@@ -8,11 +8,12 @@ left out only where one of these values is itself in question.
 from __future__ import annotations
 
 import difflib
+import io
 import json
-import types
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, Union, cast, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -25,19 +26,11 @@ from hybridengine.config.checks import find_conflicts
 from hybridengine.config.run_config import RunConfig
 from hybridengine.config.wording import first_line, rule, yaml_fault
 from hybridengine.errors import ConfigError, UnreadableError, raise_all, shown
-from hybridengine.reading import check_regular
+from hybridengine.reading import read_text
 from hybridengine.redaction import remember_secrets
 
 MAX_NESTING = 100
-"""Levels of sections and lists in a configuration."""
-_OPENING = (
-    yaml.BlockMappingStartToken,
-    yaml.BlockSequenceStartToken,
-    yaml.FlowMappingStartToken,
-    yaml.FlowSequenceStartToken,
-)
-_CLOSING = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
-
+"""Dots in the key of an override."""
 Problem = tuple[str, str]
 """Dotted key in question, message."""
 
@@ -45,7 +38,7 @@ Problem = tuple[str, str]
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False, placed: bool = True
 ) -> RunConfig:
-    """Configuration of the run that `path` and the `key=value` overrides describe; the last of equal keys counts.
+    """Return the configuration that a file and `key=value` overrides describe; the last of equal keys counts.
 
     A file with the key `base` says what is different from that other file, which is named from its own folder.
 
@@ -69,7 +62,10 @@ def load_config(
     assert isinstance(values, dict), "the root of a configuration is a mapping"
     values = {str(key): value for key, value in values.items()}
     remember_secrets(values)
-    _drop_empty_sections(values)
+    for name, field in RunConfig.model_fields.items():
+        # A section with nothing beneath has its defaults.
+        if values.get(name, ...) is None and not isinstance(field.default, str | None):
+            del values[name]
     run = values.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", Path(path).stem)
@@ -91,7 +87,7 @@ def load_config(
 
 
 def _read_tree(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
-    """A file upon its base, and that upon its own."""
+    """Return a file upon its base, and that upon its own."""
     tree = _read_yaml(path)
     if path.resolve() in above:
         chain = " -> ".join(str(file.name) for file in (*above, path))
@@ -113,7 +109,7 @@ def _read_tree(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
 
 
 def _clashes(below: Any, above: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of each list in `above` where `below` has a section, and the other way round."""
+    """Yield dotted key and value of each list in `above` where `below` has a section, and the other way round."""
     if isinstance(below, dict) and isinstance(above, dict):
         for name in sorted(above.keys() & below.keys(), key=str):
             yield from _clashes(below[name], above[name], f"{key}.{name}".removeprefix("."))
@@ -138,40 +134,20 @@ def _change_algorithm(tree: DictConfig, name: Any) -> None:
 
 def _read_yaml(path: Path) -> DictConfig:
     try:
-        check_regular(path)
-        _check_nesting(path.read_text(encoding="utf-8"))
-        tree = OmegaConf.load(path)
+        text = read_text(path)
+        yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist; name a run configuration such as configs/arithmetic.yaml"
         ) from None
     except UnreadableError as error:
         raise ConfigError(f"{error}; name a YAML file") from None
-    except (PermissionError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); name a YAML file") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: not valid YAML ({error.problem}); correct this line") from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML ({yaml_fault(error)}); correct the file") from None
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{path} holds a list, not sections; start it with a section such as 'run:'")
     return tree
-
-
-def _check_nesting(text: str) -> None:
-    """Check how deep a YAML text is nested: building 40,000 levels would end the process.
-
-    Raises:
-        RecursionError: deeper than any configuration.
-        yaml.YAMLError: it is not YAML.
-    """
-    depth = 0
-    for token in yaml.scan(text, Loader=yaml.SafeLoader):
-        depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
-        if depth > MAX_NESTING:
-            raise RecursionError("nested too deeply")
 
 
 def _apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> Iterator[Problem]:
@@ -184,13 +160,8 @@ def _apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> Iterator[Pro
         try:
             if key.count(".") > MAX_NESTING:
                 raise RecursionError("nested too deeply")
-            _check_nesting(value)
+            yaml.compose(value, Loader=yaml.SafeLoader)
             parsed = OmegaConf.from_dotlist([f"value={value}"])["value"]
-            if isinstance(OmegaConf.select(tree, key), DictConfig) and not isinstance(
-                parsed, DictConfig | None
-            ):
-                yield key, f"override {text!r} would replace the whole section {key}; write {key}.KEY=value"
-                continue
             OmegaConf.update(tree, key, parsed, merge=True, force_add=True)
         except (
             OmegaConfBaseException,
@@ -202,30 +173,18 @@ def _apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> Iterator[Pro
         ) as error:
             yield (
                 key,
-                f"override {_cut(text)!r} cannot be applied ({first_line(error)}); write key=value with a plain value",
+                f"override {shown(text)} cannot be applied ({yaml_fault(error)}); write key=value with a plain value",
             )
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:197]}..."
-
-
 def _unresolved(path: str | Path, error: OmegaConfBaseException) -> str:
-    """Message for a `???` or a `${...}` that has no value."""
+    """Return the message for a `???` or a `${...}` that has no value."""
     key = f" at {error.full_key}" if error.full_key else ""
     return f"{path}{key}: {first_line(error)}; write the value itself"
 
 
-def _drop_empty_sections(values: dict[str, Any]) -> None:
-    """`critic:` with nothing beneath means the section's defaults."""
-    for name, field in RunConfig.model_fields.items():
-        is_section = not isinstance(field.default, str)
-        if is_section and name in values and values[name] is None and not _is_optional(field.annotation):
-            del values[name]
-
-
 def _broken_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted key and text of each key and value that UTF-8 cannot write: bytes of a file name or of an argument."""
+    """Yield dotted key and text of each key and value that UTF-8 cannot write: bytes of a file name or of an argument."""
     if isinstance(value, dict | list):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
             beneath = f"{key}.{name}".removeprefix(".")
@@ -239,7 +198,7 @@ def _broken_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
-    """Configuration without the entries that are wrong, and what is wrong with them."""
+    """Return the configuration without the entries that are wrong, and the problems with them."""
     problems: list[Problem] = []
     while True:
         section = values.get("algorithm")
@@ -252,10 +211,10 @@ def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
             items = error.errors()
             for item in items:
                 if any(_is_beneath(other["loc"], item["loc"]) for other in items):
-                    continue  # a list without its wrong entries may be too short, which says nothing
+                    continue  # a list without its wrong entries may be too short, which is no problem of its own
                 location, problem = _describe(item, kind)
                 problems += problem
-                # What else an algorithm reads that is not known, nobody can say.
+                # Nobody can say which options an unknown algorithm reads.
                 removed |= _remove(values, location[:1] if location == ["algorithm", "name"] else location)
             if not removed:
                 return None, problems
@@ -266,7 +225,7 @@ def _is_beneath(location: tuple[str | int, ...], other: tuple[str | int, ...]) -
 
 
 def _class_or_base(name: Any) -> type[Algorithm]:
-    """Class of the algorithm called `name`; the base class where there is none."""
+    """Return the class of the algorithm called `name`; the base class where there is none."""
     try:
         return algorithm_class(name)
     except (TypeError, ValueError):
@@ -282,9 +241,13 @@ def _describe(item: Any, algorithm: type[Algorithm]) -> tuple[list[str | int], l
     location = list(item["loc"])
     key = _dotted(location)
     value, kind, context = item["input"], item["type"], item.get("ctx", {})
+    known = known_fields(algorithm)
     if kind == "extra_forbidden":
-        near, there = _suggestions(location, algorithm), _siblings(location, algorithm)
-        readers = _readers(str(location[1])) if location[0] == "algorithm" and len(location) == 2 else []
+        above = _key_in_table(location[:-1], known)
+        there = [name for parent, _, name in (key.rpartition(".") for key in known) if parent == above]
+        near = _suggestions(location, there)
+        option = location[1] if location[0] == "algorithm" and len(location) == 2 else None
+        readers = [name for name in ALGORITHMS if option in algorithm_class(name).model_fields]
         if readers:
             hint = f"it is an option of {', '.join(readers)}; the chosen algorithm has {', '.join(there)}"
         elif near:
@@ -298,7 +261,7 @@ def _describe(item: Any, algorithm: type[Algorithm]) -> tuple[list[str | int], l
     elif kind in ("model_type", "model_attributes_type", "dict_type"):
         message = f"{key}={shown(value)} must be a section with keys of its own; write them beneath {key}"
     elif kind == "missing":
-        message = f"{key} is missing; {_remedy(location, algorithm)}"
+        message = f"{key} is missing; {_remedy(known[_key_in_table(location, known)])}"
     elif kind == "literal_error":
         near = difflib.get_close_matches(
             str(value), [str(choice) for choice in context["expected"].split("'")], n=1
@@ -307,16 +270,12 @@ def _describe(item: Any, algorithm: type[Algorithm]) -> tuple[list[str | int], l
             f"; did you mean {near[0]!r}?" if near else "; choose one of these"
         )
     else:
-        message = f"{key}={shown(value)} must be {rule(item['msg'])}; {_remedy(location, algorithm)}"
+        message = f"{key}={shown(value)} must be {rule(item['msg'])}; {_remedy(known[_key_in_table(location, known)])}"
     return location, [(key, message)]
 
 
-def _remedy(location: Sequence[str | int], algorithm: type[Algorithm]) -> str:
-    """The way back to the default, and what the key means."""
-    field = None
-    for fields, part in _fields_along(location, algorithm):
-        field = fields[part]
-    assert field is not None, "a value that is wrong has a key"
+def _remedy(field: FieldInfo) -> str:
+    """Return the way back to the default, and the meaning of the key."""
     meaning = f" (it is: {_begun_small(field.description.rstrip('.'))})" if field.description else ""
     if field.is_required():
         return f"give it a value{meaning}"
@@ -325,12 +284,12 @@ def _remedy(location: Sequence[str | int], algorithm: type[Algorithm]) -> str:
 
 
 def _begun_small(text: str) -> str:
-    """`text` with a small first letter, unless it begins with an abbreviation."""
+    """Return `text` with a small first letter, unless it begins with an abbreviation."""
     return text if text[1:2].isupper() else text[0].lower() + text[1:]
 
 
 def _remove(values: Any, location: Sequence[str | int]) -> bool:
-    """Take the entry at `location`, or the list that holds it, out of `values`; whether there was one."""
+    """Take the entry at `location`, or the list that holds it, out of `values`; return True if there was one."""
     for index, part in enumerate(location):
         if not isinstance(values, dict) or part not in values:
             return False
@@ -342,78 +301,51 @@ def _remove(values: Any, location: Sequence[str | int]) -> bool:
     return False
 
 
-def _readers(option: str) -> list[str]:
-    """This project's algorithms that have an option."""
-    return [name for name in ALGORITHMS if option in algorithm_class(name).model_fields]
-
-
-def _suggestions(location: Sequence[str | int], algorithm: type[Algorithm]) -> list[str]:
-    """Existing dotted keys close to an unknown one: siblings first, then the same name in another section."""
-    parent, name = _dotted(location[:-1]), str(location[-1])
-    near = difflib.get_close_matches(name, _siblings(location, algorithm), n=1, cutoff=0.7)
-    if near:
-        return [f"{parent}.{near[0]}" if parent else near[0]]
-    keys = list(all_keys())
-    leaves = {key.rpartition(".")[2] for key in keys}
+def _suggestions(location: Sequence[str | int], there: list[str]) -> list[str]:
+    """Return dotted keys close to an unknown one: of those beside it, or else those of the same name elsewhere."""
+    name = str(location[-1])
+    if near := difflib.get_close_matches(name, there, n=1, cutoff=0.7):
+        return [_dotted([*location[:-1], near[0]])]
+    known = known_fields()
+    leaves = {key.rpartition(".")[2] for key in known}
     near = [name] if name in leaves else difflib.get_close_matches(name, leaves, n=1, cutoff=0.75)
-    return [key for key in keys if key.rpartition(".")[2] in near][:3]
+    return [key for key in known if key.rpartition(".")[2] in near][:3]
 
 
-def _siblings(location: Sequence[str | int], algorithm: type[Algorithm]) -> list[str]:
-    *_, (fields, _) = _fields_along(location, algorithm)
-    return list(fields)
+def known_fields(
+    algorithm: type[Algorithm] | None = None, model: type[BaseModel] = RunConfig, prefix: str = ""
+) -> dict[str, FieldInfo]:
+    """Return every section and field that a configuration may have, by dotted key; NAME is a name of one's own.
 
-
-def _fields_along(
-    location: Sequence[str | int], algorithm: type[Algorithm]
-) -> Iterator[tuple[dict[str, FieldInfo], str]]:
-    """Fields of each section on the way to `location`, and the key among them; names of named sections are no keys."""
-    model: type[BaseModel] = RunConfig
-    is_name = False
-    for part in location:
-        if isinstance(part, int):
-            return
-        if is_name:
-            is_name = False
-            continue
-        yield model.model_fields, part
-        field = model.model_fields.get(part)
-        if field is not None:
-            model, is_name = _section_of(field.annotation) or model, _is_mapping(field.annotation)
-            model = algorithm if model is Algorithm else model
-
-
-def all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of every section and field that a configuration may have."""
+    Args:
+        algorithm: the class of the section `algorithm`; without one, the options of all algorithms are returned.
+    """
+    found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
-        yield prefix + name
-        section = _section_of(field.annotation)
-        if section is Algorithm:
-            options = (all_keys(algorithm_class(known), f"{prefix}{name}.") for known in ALGORITHMS)
-            yield from dict.fromkeys(key for keys in options for key in keys)
-        elif section is not None:
-            yield from all_keys(section, f"{prefix}{name}.{'NAME.' if _is_mapping(field.annotation) else ''}")
+        found[prefix + name] = field
+        beneath = f"{prefix}{name}.{'NAME.' if get_origin(field.annotation) is dict else ''}"
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                kinds = [algorithm] if algorithm else [algorithm_class(known) for known in ALGORITHMS]
+                for section in kinds if kind is Algorithm else [kind]:
+                    found |= known_fields(algorithm, section, beneath)
+    return found
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field's type is, or None for a plain value."""
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
-
-
-def _is_mapping(annotation: Any) -> bool:
-    """Whether a field holds sections by name."""
-    return get_origin(annotation) is dict
-
-
-def _is_optional(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
+def _key_in_table(location: Iterable[str | int], known: Iterable[str]) -> str:
+    """Return the key of `known_fields` at a location, or of the value that has it: a list, a mapping of plain values."""
+    keys, found = [f"{key}." for key in known], ""
+    for part in takewhile(lambda part: isinstance(part, str), location):
+        ways = (f"{found}NAME.", f"{found}{part}.")
+        beneath = next((way for way in ways if any(key.startswith(way) for key in keys)), None)
+        if beneath is None:
+            break
+        found = beneath
+    return found.removesuffix(".")
 
 
 def _touches(key: str, others: Iterable[str]) -> bool:
-    """Whether `key` is one of `others`, lies beneath one, or holds one."""
+    """Return True if `key` is one of `others`, lies beneath one, or holds one."""
     return any(
         key == other or key.startswith(other + ".") or other.startswith((key + ".", key + "["))
         for other in others
@@ -422,7 +354,7 @@ def _touches(key: str, others: Iterable[str]) -> bool:
 
 
 def _dotted(location: Iterable[str | int]) -> str:
-    """run.name, cluster.ranks_per_node[0]."""
+    """Return a location as a key: run.name, cluster.ranks_per_node[0]."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(
         "."
     )

@@ -1,15 +1,15 @@
-"""The sections of a run configuration that say when waiting ends, what is saved, and what ends a run."""
+"""Sections of a run configuration for limits of waiting, checkpoints, restarts and guards."""
 
 from __future__ import annotations
 
 from hybridengine.config.values import Count, CountOrZero, PathText, Positive, Seconds, Section
 
 COLLECTIVE_SHARE = 2.0
-"""Of a call's limit: ranks that wait for a hung one would otherwise fail first, and be blamed."""
+"""Limit of a collective, in limits of a call: ranks that wait for a hung one would else fail first, and be blamed."""
 
 
 class TimeoutSection(Section):
-    """When waiting ends, in seconds."""
+    """Limits of waiting, in seconds."""
 
     start_s: Seconds = 600.0
     """Until all workers have started."""
@@ -25,7 +25,7 @@ class TimeoutSection(Section):
 
 
 class CheckpointSection(Section):
-    """What of a run is saved, so that it can go on later."""
+    """Checkpoints, from which a run can be resumed."""
 
     every: CountOrZero = 10
     """Iterations between two checkpoints; the last iteration is saved too. 0 saves nothing."""
@@ -36,17 +36,17 @@ class CheckpointSection(Section):
 
 
 class FaultSection(Section):
-    """What a run does where its ranks fail."""
+    """Restarts after ranks have failed."""
 
     max_restarts: CountOrZero = 3
-    """How often a run starts its ranks again and goes on from its last checkpoint."""
+    """Times that a run starts its ranks again and resumes from its last checkpoint."""
 
 
 class GuardSection(Section):
-    """What ends a run before it trains on nonsense."""
+    """Limits that end a run before it trains on nonsense."""
 
     skipped_steps: CountOrZero = 10
     """Optimizer steps on end whose gradient may not be finite; each is skipped, and counted in ROLE/skipped_steps."""
     log_prob_drift: Positive | None = 0.5
-    """How far log-probs of engine and trainer may be apart, as a mean over the response tokens of a replica; left empty,
-    any distance. In bfloat16 a few hundredths are usual."""
+    """Largest distance of the log-probs of engine and trainer, as a mean over the response tokens of a replica; left
+    empty, there is no limit. In bfloat16 a few hundredths are usual."""

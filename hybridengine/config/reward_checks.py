@@ -1,24 +1,20 @@
-"""Rules of the sections that score responses: what a scorer needs, what is read, and what failures may cost."""
+"""Rules of the sections that score responses: keys of a scorer, keys that nobody reads, time of failed calls."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
-from hybridengine.config.algorithm import Role
-from hybridengine.config.conflicts import Conflict, own_checkpoint_conflicts
+from hybridengine.config.algorithm import Conflict, Role
 from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
 from hybridengine.config.run_config import SCORERS, RunConfig
-from hybridengine.errors import CheckpointError, ConfigError
-from hybridengine.model_shapes import ModelShape
 
 SINGLE_SCORER_KEYS = tuple(ScorerSection.model_fields)
-"""What a section says of its only scorer, and each term of its own."""
+"""Keys of a section's only scorer, or of each of its terms."""
 
 
 def reward_sections(config: RunConfig) -> dict[Role, RewardSection]:
-    """Every section that scores responses in the run's dataflow, by name."""
+    """Return every section that scores responses in the run's dataflow, by name."""
     return {role: getattr(config, role) for role in SCORERS if role in config.algorithm.roles}
 
 
@@ -31,19 +27,8 @@ def scorer_conflicts(config: RunConfig) -> Iterator[Conflict]:
         yield from _failures(config, name, section)
 
 
-def reward_model_conflicts(config: RunConfig, *, dry_run: bool) -> Iterator[Conflict]:
-    """Every checkpoint that scores responses, and its head."""
-    for name, section in reward_sections(config).items():
-        for term, scorer in section.models.items():
-            if scorer.path is None:
-                continue
-            key = scorer_key(name, term)
-            yield from own_checkpoint_conflicts(key, scorer.path, scorer.hf_config, dry_run=dry_run)
-            yield from _head(f"{key}.path", scorer.path)
-
-
 def _scorer(key: str, scorer: ScorerSection, *, is_reward: bool) -> Iterator[Conflict]:
-    """What a scorer needs; a single reward without a function has the demo's, which no cost and no term can mean."""
+    """Keys that a scorer needs; a single reward without a function has the demo's, which no cost and no term can mean."""
     if scorer.kind == "model" and scorer.path is None:
         yield Conflict(
             f"{key}.kind=model needs a checkpoint; give {key}.path, or {key}.kind=function",
@@ -66,8 +51,8 @@ def _terms(config: RunConfig, name: str, section: RewardSection) -> Iterator[Con
     if unread:
         keys = ", ".join(f"{name}.{key}" for key in unread)
         yield Conflict(
-            f"{keys} {'is' if len(unread) == 1 else 'are'} not read, since {name}.terms gives several scorers; write"
-            f" {'it' if len(unread) == 1 else 'them'} beneath a term and null here, or leave {name}.terms out",
+            f"{name}.terms gives several scorers, so that nothing reads {keys}; write such keys beneath a term and null"
+            f" here, or leave {name}.terms out",
             (f"{name}.terms", *(f"{name}.{key}" for key in unread)),
         )
     for term in section.models:
@@ -86,7 +71,7 @@ def _terms(config: RunConfig, name: str, section: RewardSection) -> Iterator[Con
 
 
 def _failures(config: RunConfig, name: Role, section: RewardSection) -> Iterator[Conflict]:
-    """Retries against what is done on a failure, and against how long a call of the group may take."""
+    """Retries against `on_failure`, and against the time that a call of the group may take."""
     keys = (f"{name}.on_failure", f"{name}.retries")
     if section.on_failure == "fail" and section.retries:
         yield Conflict(
@@ -111,20 +96,4 @@ def _failures(config: RunConfig, name: Role, section: RewardSection) -> Iterator
             f"{after} make {longest_s:g} s, which must be less than timeouts.call_s={config.timeouts.call_s:g}; lower the"
             f" one or raise the other{f', or raise {name}.rows_per_call' if parts > 1 else ''}",
             (f"{name}.timeout_s", f"{name}.rows_per_call", *keys, "timeouts.call_s"),
-        )
-
-
-def _head(key: str, path: str) -> Iterator[Conflict]:
-    if not (Path(path) / "config.json").exists():
-        return
-    try:
-        shape = ModelShape.from_folder(path)
-    except (ConfigError, CheckpointError):
-        return
-    if shape.num_labels != 1:
-        found = f"{shape.num_labels} labels" if shape.num_labels else "no score head"
-        yield Conflict(
-            f"{key}={path} has {found}, a reward model gives one score; use a ...ForSequenceClassification checkpoint"
-            " with num_labels=1",
-            (key,),
         )

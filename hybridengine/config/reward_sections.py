@@ -1,12 +1,10 @@
-"""The sections that say what a response is worth, for rewards and for costs: one scorer, or several with weights."""
+"""Sections of the worth of a response, for rewards and for costs: one scorer, or several with weights."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from hybridengine.config.values import (
     Bytes,
@@ -17,6 +15,7 @@ from hybridengine.config.values import (
     Seconds,
     Section,
     TrainSizesText,
+    like,
 )
 
 DEFAULT_RETRIES = 2
@@ -47,23 +46,19 @@ class TermSection(ScorerSection):
     """Factor of the term's score; 0 keeps the score as a metric only."""
 
 
-def _check_names(terms: Mapping[str, TermSection]) -> Mapping[str, TermSection]:
-    for name in terms:
-        if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
-            raise ValueError(
-                f"{name!r} cannot be the name of a term, which is part of a column's name; use letters, digits and"
-                " '_', a letter first"
-            )
-    return terms
+TermNames = like(
+    r"[A-Za-z][A-Za-z0-9_]*",
+    "cannot be the name of a term, which is part of a column's name; use letters, digits and '_', a letter first",
+)
 
 
 class RewardSection(ScorerSection):
-    """What a response is worth: one scorer, or a weighted sum of several; and how functions are called."""
+    """The worth of a response: one scorer, or a weighted sum of several; and the calls of functions."""
 
     function: ImportPath | None = "hybridengine.data.tasks:arithmetic_reward"
     """The function, package.module:function, called as function(responses, answers) and with the columns that its
     further parameters name."""
-    terms: Annotated[dict[str, TermSection], AfterValidator(_check_names)] = Field(default_factory=dict)
+    terms: Annotated[dict[str, TermSection], TermNames] = Field(default_factory=dict)
     """Several scorers by name, in place of one: the score is their weighted sum, and each term's own score is the
     column reward/NAME or cost/NAME."""
     timeout_s: Seconds = 60.0

@@ -1,4 +1,4 @@
-"""The configuration of one run, and everything that follows from it."""
+"""The configuration of one run, and the values that follow from it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PATHS = {
 
 
 def ranks_key(pool: str) -> str:
-    """Dotted key of a pool's ranks."""
+    """Return the dotted key of a pool's ranks."""
     return "cluster.ranks_per_node" if pool == MAIN_POOL else f"cluster.pools.{pool}.ranks_per_node"
 
 
@@ -75,9 +75,9 @@ class RunConfig(Section):
     reference: ReferenceSection = ReferenceSection()
     """The frozen copy of the actor's starting point."""
     reward: RewardSection = RewardSection()
-    """What a response is worth."""
+    """Scores of responses."""
     cost: RewardSection = RewardSection(function=None)
-    """What a response costs."""
+    """Costs of responses."""
     rollout: RolloutSection = RolloutSection()
     """Generation."""
     data: DataSection = DataSection()
@@ -87,24 +87,24 @@ class RunConfig(Section):
     warmup: WarmupSection | None = None
     """Supervised steps before RL; left out, there are none."""
     timeouts: TimeoutSection = TimeoutSection()
-    """When waiting ends."""
+    """Limits of waiting."""
     checkpoint: CheckpointSection = CheckpointSection()
-    """What is saved, so that the run can go on later."""
+    """Saved states, from which the run can be resumed."""
     faults: FaultSection = FaultSection()
-    """What happens where ranks fail."""
+    """Restarts after ranks have failed."""
     guards: GuardSection = GuardSection()
-    """What ends the run before it trains on nonsense."""
+    """Limits that end the run before it trains on nonsense."""
     resume: PathText = "never"
-    """`auto` goes on from the newest whole checkpoint of the run's folder, or begins there; `never` begins in a folder of
+    """`auto` resumes from the newest whole checkpoint of the run's folder, or begins there; `never` begins in a folder of
     its own; the folder of a checkpoint begins from that one."""
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
-        """Whoever is sent a configuration, as ranks are, keeps its secrets out of what it says."""
+        """Keep secrets out of the output of every process that a configuration is sent to, as ranks are."""
         super().__setstate__(state)
         remember_secrets(self.model_dump(mode="json"))
 
     def described(self) -> dict[str, Any]:
-        """The configuration as plain values to write down and to send, without its secrets."""
+        """Return the configuration as plain values to write and to send, without its secrets."""
         return redacted(self.model_dump(mode="json"))
 
     @property
@@ -116,7 +116,7 @@ class RunConfig(Section):
         return {MAIN_POOL: main, **self.cluster.pools}
 
     def pool_of(self, role: Role) -> str:
-        """Name of the pool that a role runs on."""
+        """Return the name of the pool that a role runs on."""
         found = (name for name, pool in self.cluster.pools.items() if role in pool.roles)
         return next(found, MAIN_POOL)
 
@@ -135,13 +135,10 @@ class RunConfig(Section):
             if role in used and (role not in SCORERS or "" in getattr(self, role).models)
         )
 
-    def train_sizes(self, role: Role) -> TrainSizes:
-        """(p, t, d) of a role; the actor's where the role does not say."""
-        return TrainSizes.parse(getattr(self, role).parallel or self.actor.parallel)
-
     def grid(self, role: Role) -> Grid:
-        """Training grid of a role, in the cluster's rank order."""
-        return Grid(self.train_sizes(role), self.cluster.order)
+        """Return the training grid of a role, in the cluster's rank order; the actor's where the role has no sizes."""
+        sizes = TrainSizes.parse(getattr(self, role).parallel or self.actor.parallel)
+        return Grid(sizes, self.cluster.order)
 
     @property
     def generation_grid(self) -> GenerationGrid:
@@ -174,16 +171,6 @@ class RunConfig(Section):
         return self.run_folder / "warmup" if self.warmup else self.model_folder
 
     @property
-    def critic_folder(self) -> Path:
-        """Hugging Face checkpoint that the critic enters RL with."""
-        return Path(self.critic.path) if self.critic.path else self.start_folder
-
-    @property
-    def cost_critic_folder(self) -> Path:
-        """Hugging Face checkpoint that the critic of costs enters RL with."""
-        return Path(self.cost_critic.path) if self.cost_critic.path else self.start_folder
-
-    @property
     def tokenizer_folder(self) -> Path:
         """Folder of the tokenizer."""
         return Path(self.model.tokenizer) if self.model.tokenizer else self.model_folder
@@ -204,7 +191,7 @@ class RunConfig(Section):
 
     @property
     def companions_folder(self) -> Path:
-        """What belongs to the weights of every model that the run writes: configuration, tokenizer, card."""
+        """Folder of the configuration, tokenizer and card of every model that the run writes."""
         return self.run_folder / COMPANIONS_FOLDER
 
     @property

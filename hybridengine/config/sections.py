@@ -6,12 +6,10 @@ Values are plain and small; what follows from them (rank counts, grids, folders,
 from __future__ import annotations
 
 import importlib.util
-import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from hybridengine.config.algorithm import Role
 from hybridengine.config.values import (
@@ -26,6 +24,7 @@ from hybridengine.config.values import (
     Section,
     Share,
     TrainSizesText,
+    like,
 )
 from hybridengine.errors import ConfigError
 from hybridengine.families.registry import FAMILIES
@@ -34,6 +33,8 @@ from hybridengine.topology.grid import RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 MEBIBYTE = 2**20
+
+LossAggregation = Literal["token", "sequence", "sequence_sum"]
 
 if TYPE_CHECKING:
     FamilyName = str
@@ -57,7 +58,7 @@ class RunSection(Section):
     live: bool = True
     """Show what the run is doing at the bottom of the terminal, where there is one."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
-    """Where metrics go besides the run's folder; each is an optional package with settings of its own."""
+    """Trackers that get the metrics besides the run's folder; each is an optional package with settings of its own."""
 
 
 RanksPerNode = Annotated[tuple[Count, ...], Field(min_length=1)]
@@ -79,16 +80,11 @@ class PoolSection(Section):
 
 MAIN_POOL = "main"
 """The actor's pool."""
-
-
-def _check_pool_names(pools: Mapping[str, PoolSection]) -> Mapping[str, PoolSection]:
-    for name in pools:
-        if name == MAIN_POOL or not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII):
-            raise ValueError(
-                f"{name!r} cannot be the name of a pool; use letters, digits, '_' and '-', a letter first, and not"
-                f" {MAIN_POOL!r}, which is the actor's"
-            )
-    return pools
+PoolNames = like(
+    rf"(?!{MAIN_POOL}$)[A-Za-z][A-Za-z0-9_-]*",
+    f"cannot be the name of a pool; use letters, digits, '_' and '-', a letter first, and not {MAIN_POOL!r}, which is"
+    " the actor's",
+)
 
 
 class ClusterSection(Section):
@@ -96,12 +92,12 @@ class ClusterSection(Section):
 
     ranks_per_node: RanksPerNode = (1,)
     """Ranks on each node that the actor runs on, one GPU or CPU process each: [8, 8] is two nodes of 8."""
-    pools: Annotated[dict[str, PoolSection], AfterValidator(_check_pool_names)] = Field(default_factory=dict)
+    pools: Annotated[dict[str, PoolSection], PoolNames] = Field(default_factory=dict)
     """Pools by name, beside the actor's, for roles that shall have ranks of their own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where models compute; auto takes GPUs where the node has them."""
+    """Device of the models; auto takes GPUs where the node has them."""
     rank_order: Literal["paper", "megatron"] = "paper"
-    """Which axis varies fastest with the rank: tensor, pipeline, data (paper) or tensor, data, pipeline (megatron)."""
+    """Order of the axes, the fastest first: tensor, pipeline, data (paper) or tensor, data, pipeline (megatron)."""
     address: PathText | None = None
     """Ray cluster to join: "auto" or host:port; left out, a local one is started for the run."""
 
@@ -115,10 +111,16 @@ BUILT_TOKENS = 57
 """Tokens of the tokenizer that is built with a model."""
 _BUILD_KEYS = {
     "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
     "intermediate_size": "ffn_hidden_size",
     "num_attention_heads": "num_heads",
     "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
     "max_position_embeddings": "max_positions",
+    "tie_word_embeddings": "tied_embeddings",
+    "rope_theta": "rope_theta",
+    "initializer_range": "init_std",
 }
 """Key of a `config.json` -> that of `model.build`."""
 
@@ -152,29 +154,19 @@ class BuildSection(Section):
     """Standard deviation of the random weights."""
 
     def hf_config(self) -> dict[str, Any]:
-        """Contents of the model's Hugging Face `config.json`."""
+        """Return the contents of the model's Hugging Face `config.json`."""
         family = FAMILIES[self.family]
         return {
             "architectures": [family.architectures[0]],
             "model_type": self.family,
-            "num_hidden_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.ffn_hidden_size,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.max_positions,
-            "tie_word_embeddings": self.tied_embeddings,
-            "rope_theta": self.rope_theta,
+            **{theirs: getattr(self, ours) for theirs, ours in _BUILD_KEYS.items()},
             "rms_norm_eps": 1e-6,
             "hidden_act": "silu",
-            "initializer_range": self.init_std,
             **family.built_config,
         }
 
     def shape(self) -> ModelShape:
-        """Shape of the model.
+        """Return the shape of the model.
 
         Raises:
             ConfigError: the sizes do not fit together.
@@ -207,7 +199,7 @@ class ModelSection(Section):
 
     @property
     def gguf_file(self) -> Path | None:
-        """Where the GGUF file lies; None without one, or where its package is not installed."""
+        """Path of the GGUF file; None without one, or where its package is not installed."""
         package, colon, file = (self.gguf or "").rpartition(":")
         if not colon:
             return Path(file) if file else None
@@ -237,10 +229,10 @@ class OptimizerSection(Section):
 
 
 class TrainedSection(Section):
-    """What every model that is trained has in common."""
+    """Settings of every model that is trained."""
 
     optimizer: OptimizerSection = OptimizerSection()
-    """How the weights are updated."""
+    """Settings of the weights' updates."""
     micro_batch_tokens: Count = 4096
     """Most tokens of one micro-batch; rows are packed into micro-batches by their lengths."""
     ppo_epochs: Count = 1
@@ -248,7 +240,7 @@ class TrainedSection(Section):
     mini_batches: Count = 1
     """Optimizer steps per pass."""
     offload: Literal["none", "optimizer"] = "none"
-    """What moves to host memory while the model does not train; optimizer: its moments and master weights."""
+    """State that moves to host memory while the model does not train; optimizer: its moments and master weights."""
     recompute: Literal["none", "full"] = "none"
     """Activations computed again in the backward pass instead of being kept."""
 
@@ -269,14 +261,14 @@ class ActorSection(TrainedSection):
     clip_high: Positive = 0.2
     """The policy ratio is clipped above at 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Where the advantage is negative, the loss of a token is at most this times it; left out, it has no bound."""
+    """Bound of a token's loss where the advantage is negative, in multiples of it; left out, there is none."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
     kl_loss_coef: NonNegative = 0.0
     """Weight of the KL divergence from the reference as a loss of its own, beside or in place of the reward's penalty."""
     kl_loss_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that loss."""
-    loss_aggregation: Literal["token", "sequence", "sequence_sum"] = "token"
+    loss_aggregation: LossAggregation = "token"
     """Mean over tokens, over sequences of their tokens' means, or over sequences of their tokens' sums."""
 
     @property

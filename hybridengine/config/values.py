@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import (
@@ -37,7 +38,7 @@ class Section(BaseModel):
 
 
 def _parse_bytes(value: Any) -> Any:
-    """Bytes written as an integer or with a unit: "64MiB"."""
+    """Return bytes that are written as an integer or with a unit: "64MiB"."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(B|KiB|MiB|GiB)", value.strip())
@@ -48,44 +49,30 @@ def _parse_bytes(value: Any) -> Any:
     return int(min(float(match[1]) * BYTE_UNITS[match[2]], 2 * MAX_BYTES))  # float() may give infinity
 
 
-def _check_train_sizes(text: str) -> str:
-    try:
-        return str(TrainSizes.parse(text))
-    except TopologyError as error:
-        raise ValueError(str(error)) from None
+def _sizes(parse: Callable[[str], Any]) -> AfterValidator:
+    def check(text: str) -> str:
+        try:
+            return str(parse(text))
+        except TopologyError as error:
+            raise ValueError(str(error)) from None
+
+    return AfterValidator(check)
 
 
-def _check_gen_sizes(text: str) -> str:
-    try:
-        return str(GenSizes.parse(text))
-    except TopologyError as error:
-        raise ValueError(str(error)) from None
+def like(pattern: str, rule: str) -> AfterValidator:
+    """Return a check that a text, or every key of a mapping, has a pattern; `rule` follows the text in the message."""
 
+    def check(value: Any) -> Any:
+        for text in (value,) if isinstance(value, str) else value:
+            if not re.fullmatch(pattern, text):
+                raise ValueError(f"{text!r} {rule}")
+        return value
 
-def _check_name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,199}", text):
-        raise ValueError(
-            f"{text!r} cannot be the name of a folder; use up to 200 letters, digits, '.', '_' and '-',"
-            " a letter or digit first"
-        )
-    return text
+    return AfterValidator(check)
 
 
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 """Pattern of package.module:name."""
-
-
-def _check_import_path(text: str) -> str:
-    if not re.fullmatch(IMPORT_PATH, text):
-        raise ValueError(f"{text!r} is not a function's import path; write package.module:function")
-    return text
-
-
-def _check_path(text: str) -> str:
-    if not text.strip():
-        raise ValueError("the path is empty; name a file or folder, or leave the key out")
-    return text
-
 
 Count = Annotated[int, Field(ge=1)]
 """A positive integer."""
@@ -101,20 +88,30 @@ Share = Annotated[float, Field(ge=0, le=1)]
 """A number from 0 to 1."""
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=1, le=MAX_BYTES)]
 """Bytes: an integer, or with a unit such as 64MiB."""
-TrainSizesText = Annotated[str, AfterValidator(_check_train_sizes)]
+TrainSizesText = Annotated[str, _sizes(TrainSizes.parse)]
 """p-t-d, e.g. "2-2-1"."""
-GenSizesText = Annotated[str, AfterValidator(_check_gen_sizes)]
+GenSizesText = Annotated[str, _sizes(GenSizes.parse)]
 """p_g-t_g, e.g. "1-1"."""
-FolderName = Annotated[str, AfterValidator(_check_name)]
+FolderName = Annotated[
+    str,
+    like(
+        r"[A-Za-z0-9][A-Za-z0-9._-]{,199}",
+        "cannot be the name of a folder; use up to 200 letters, digits, '.', '_' and '-', a letter or digit first",
+    ),
+]
 """A name that is safe as one folder."""
-ImportPath = Annotated[str, AfterValidator(_check_import_path)]
+ImportPath = Annotated[
+    str, like(IMPORT_PATH, "is not a function's import path; write package.module:function")
+]
 """package.module:function."""
-PathText = Annotated[str, AfterValidator(_check_path)]
+PathText = Annotated[
+    str, like(r"(?s).*\S.*", "is an empty path; name a file or folder, or leave the key out")
+]
 """A path; a relative one starts at the folder in which the command is run."""
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """Bytes that a command's option gives as an integer or with a unit, e.g. "16MiB".
+    """Return the bytes that a command's option gives as an integer or with a unit, e.g. "16MiB".
 
     Raises:
         ConfigError: another form.

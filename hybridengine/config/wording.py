@@ -1,4 +1,4 @@
-"""What pydantic and PyYAML find wrong, in this project's words."""
+"""Messages of pydantic and PyYAML in this project's words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import yaml
 
 
 def rule(message: str) -> str:
-    """Pydantic's message as the end of a sentence that begins "value must be"."""
+    """Return pydantic's message as the end of a sentence that begins "value must be"."""
     text = message.removeprefix("Input should be ").replace("a valid ", "a ")
     for theirs, ours in (
         ("greater than or equal to", "at least"),
@@ -22,7 +22,7 @@ def rule(message: str) -> str:
 
 
 def yaml_fault(error: BaseException) -> str:
-    """What is wrong with a YAML file, with line and column where they are known."""
+    """Return the fault of a YAML text, with line and column where they are known."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     if "max_yaml_expanded_nodes" in str(error):  # OmegaConf's limit
@@ -36,6 +36,6 @@ def yaml_fault(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message; the name of its class where it has none."""
+    """Return the first line of an error's message; the name of its class where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

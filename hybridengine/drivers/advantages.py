@@ -39,8 +39,8 @@ def ppo(rows: TensorDictBase, across: Across, algorithm: Ppo, samples: int) -> T
 def grpo(rows: TensorDictBase, across: Across, algorithm: Grpo | GrpoFromEngine, samples: int) -> TensorDict:
     """Return `advantages` [B, R]: one for each response, at all of its tokens."""
     counted = counted_rows(rows, algorithm)
-    estimate = estimators.grpo if algorithm.normalize_std else estimators.dr_grpo
-    estimates = estimate(counted.scores_B, rows[ROW_NUMBERS] // samples, counted.keep_B, across)
+    groups = rows[ROW_NUMBERS] // samples
+    estimates = estimators.grpo(counted.scores_B, groups, counted.keep_B, across, algorithm.normalize_std)
     return counted.columns(advantages=over_tokens(estimates, counted.mask_BR))
 
 

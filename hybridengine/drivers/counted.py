@@ -9,7 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from hybridengine.algorithms.correction import RolloutWeights, rollout_weights
-from hybridengine.algorithms.kl import kl_estimator
+from hybridengine.algorithms.kl import KL_ESTIMATORS
 from hybridengine.algorithms.masking import response_mask, zero_masked
 from hybridengine.config.algorithm import Algorithm
 
@@ -53,6 +53,6 @@ def counted_rows(rows: TensorDictBase, algorithm: Algorithm) -> Counted:
     if (found := correction_weights(rows, mask & keep[:, None], algorithm)) is not None:
         keep, weights = keep & found.keep_B, found.weights_BR
     mask = mask & keep[:, None]
-    kl = zero_masked(kl_estimator(algorithm.kl_estimator)(rows["log_probs"], rows["ref_log_probs"]), mask)
+    kl = zero_masked(KL_ESTIMATORS[algorithm.kl_estimator](rows["log_probs"], rows["ref_log_probs"]), mask)
     scores = torch.where(keep, rows["scores"], torch.zeros_like(rows["scores"]))
     return Counted(keep, mask, scores, kl, weights)

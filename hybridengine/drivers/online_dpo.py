@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from hybridengine.config.algorithm import Algorithm
-from hybridengine.config.conflicts import Conflict
+from hybridengine.config.algorithm import Algorithm, Conflict
 from hybridengine.config.values import ImportPath, Positive
 from hybridengine.drivers.dataflow import measure_rollout, switch_metrics
 from hybridengine.drivers.roles import Roles, Sampling, State

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 
 from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.correction import correction_metrics
-from hybridengine.algorithms.kl import kl_estimator
+from hybridengine.algorithms.kl import KL_ESTIMATORS
 from hybridengine.algorithms.masking import masked_max, masked_sum, response_mask
 from hybridengine.config.algorithm import Algorithm
 from hybridengine.drivers.counted import correction_weights
@@ -29,7 +29,7 @@ def rollout_metrics(
     """
     keep = ~rows["dropped"]
     mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
-    kl = kl_estimator(algorithm.kl_estimator)(rows["log_probs"], rows["ref_log_probs"])
+    kl = KL_ESTIMATORS[algorithm.kl_estimator](rows["log_probs"], rows["ref_log_probs"])
     sums = torch.stack(
         [
             torch.tensor(float(len(rows))),

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridengine.families.sizes import DecoderSizes
-from hybridengine.families.tables import Columns, Entry, NameSet, Rows, Stack, Whole
+from hybridengine.families.tables import Columns, DecoderSizes, Entry, NameSet, Rows, Stack, Whole
 
 _NORMS = {
     NameSet.LOCAL: ("input_layernorm.weight", "pre_mlp_layernorm.weight"),

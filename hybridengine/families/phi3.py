@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hybridengine.families.family import Family
-from hybridengine.families.sizes import DecoderSizes
-from hybridengine.families.tables import Rows
+from hybridengine.families.tables import DecoderSizes, Rows
 
 _QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 

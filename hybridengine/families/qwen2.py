@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridengine.families.family import Family
-from hybridengine.families.sizes import DecoderSizes
+from hybridengine.families.tables import DecoderSizes
 
 
 class Qwen2(Family):

@@ -29,7 +29,7 @@ stages need not be."""
 
 
 class Grouping(str, Enum):
-    """How ranks form generation engines."""
+    """Ways in which ranks form generation engines."""
 
     INTERVAL = "interval"
     VANILLA = "vanilla"

@@ -1,4 +1,4 @@
-"""Which link two ranks talk over: the device's own memory, the node's fabric, or the network between nodes."""
+"""The link between two ranks: the device's own memory, the node's fabric, or the network between nodes."""
 
 from __future__ import annotations
 

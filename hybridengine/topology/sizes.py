@@ -124,7 +124,7 @@ class GenSizes(Sizes):
     tp_size: int
 
     def nests_in(self, train: TrainSizes) -> bool:
-        """Whether p_g divides p and t_g divides t, so that training shards can be parts of generation shards."""
+        """True if p_g divides p and t_g divides t, so that training shards can be parts of generation shards."""
         return all(train[axis] % self[axis] == 0 for axis in MODEL_AXES)
 
     def micro_dp_size(self, train: TrainSizes) -> int:
@@ -143,7 +143,7 @@ class GenSizes(Sizes):
     def problems_over(
         self, train: TrainSizes, is_possible: Callable[[GenSizes], bool] = lambda sizes: True
     ) -> list[str]:
-        """Why engines of these sizes cannot share out the ranks of `train`; empty where they can.
+        """Return the reasons why engines of these sizes cannot share out the ranks of `train`.
 
         Args:
             is_possible: which sizes the remedy may name, as long as there are any.

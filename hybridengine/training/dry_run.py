@@ -1,6 +1,8 @@
-"""What a run would do: groups, the switch's plan, and memory per rank. Starts nothing, needs no torch."""
+"""A run's groups, switch plan and memory per rank, computed without starting anything and without torch."""
 
 from __future__ import annotations
+
+from dataclasses import astuple, replace
 
 from rich.console import Console
 
@@ -33,7 +35,7 @@ def print_dry_run(config: RunConfig) -> None:
 
 
 def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
-    """Sizes of every role, and what the switch costs."""
+    """Return the sizes of every role, and the cost of the switch."""
     shape = model_shape(config)
     generation = config.generation_grid
     total = shape.weight_bytes(config.model.dtype)
@@ -64,10 +66,11 @@ def _pool_lines(config: RunConfig) -> list[str]:
 
 
 def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
-    """Training groups of every model and generation groups of the actor."""
+    """Return the training groups of every model and the generation groups of the actor."""
     lines = ["", "groups" + (" (each pool counts its own ranks)" if config.cluster.pools else "")]
-    width = _name_width(config)
-    for holder in model_holders(config):
+    holders = model_holders(config)
+    width = max(len("generation"), *(len(holder.name) for holder in holders))
+    for holder in holders:
         for name, groups in named_groups(holder.grid):
             lines.append(f"  {holder.name:<{width}} {name:<10} {format_groups(groups)}")
     generation = config.generation_grid
@@ -88,7 +91,7 @@ def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
 
 
 def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
-    """Plan summary and memory per rank and phase, of the rank with the most."""
+    """Return the plan's summary and the memory of the rank with the most, by phase."""
     repeated = f"{len(cost.plans)} of {cost.num_domains} groups that gather; the others repeat them"
     lines = ["", f"plan ({repeated})" if cost.num_domains > len(cost.plans) else "plan"]
     for plan in cost.plans[:SHOWN_PLANS]:
@@ -101,17 +104,12 @@ def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     return lines
 
 
-def _name_width(config: RunConfig) -> int:
-    return max(len("generation"), *(len(holder.name) for holder in model_holders(config)))
-
-
 def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[str]:
-    """Memory of a rank of a pool; where the actor is, in each phase."""
+    """Return the memory of a rank of a pool; where the actor is, in each phase."""
     of_pool = f" of pool {pool}" if config.cluster.pools else ""
     lines = ["", f"memory per rank{of_pool} (activations and framework overhead left out)"]
-    width = _name_width(config)
-    for holder in _holders_of(config, pool):
-        memory = _training_memory(config, holder)
+    width = max(len("generation"), *(len(holder.name) for holder in model_holders(config)))
+    for holder, memory in _models(config, pool):
         text = f"  {holder.name:<{width}} weights {format_bytes(memory.weights_bytes)}"
         if holder.role in TRAINED:
             text += (
@@ -130,15 +128,10 @@ def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[s
 
 
 def phase_bytes(config: RunConfig, pool: str, cost: SwitchCost) -> dict[str, int]:
-    """Phase -> what models take on a rank of a pool, of the rank with the most; "always" where there is no actor."""
-    trains, generates = 0, 0
-    for holder in _holders_of(config, pool):
-        memory = _training_memory(config, holder)
-        own = memory.weights_bytes
-        if holder.role in TRAINED:
-            own += memory.gradients_bytes + memory.optimizer_bytes
-        trains += own
-        generates += _held_while_generating(holder, cost, memory)
+    """Return, by phase, the bytes of models on the rank of a pool with the most; "always" where there is no actor."""
+    models = _models(config, pool)
+    trains = sum(sum(astuple(memory)) for _, memory in models)
+    generates = sum(_held_while_generating(holder, cost, memory) for holder, memory in models)
     if pool != MAIN_POOL:
         return {"always": trains}
     return {
@@ -148,12 +141,16 @@ def phase_bytes(config: RunConfig, pool: str, cost: SwitchCost) -> dict[str, int
     }
 
 
-def _holders_of(config: RunConfig, pool: str) -> list[ModelHolder]:
-    return [holder for holder in model_holders(config) if config.pool_of(holder.role) == pool]
-
-
-def _training_memory(config: RunConfig, holder: ModelHolder) -> TrainingMemory:
-    return training_memory(holder_shape(config, holder), holder.sizes, config.model.dtype)
+def _models(config: RunConfig, pool: str) -> list[tuple[ModelHolder, TrainingMemory]]:
+    """Return the models of a pool and their memory on a rank; those that are not trained have weights alone."""
+    found = []
+    for holder in model_holders(config):
+        memory = training_memory(holder_shape(config, holder), holder.sizes, config.model.dtype)
+        if holder.role not in TRAINED:
+            memory = replace(memory, gradients_bytes=0, optimizer_bytes=0)
+        if config.pool_of(holder.role) == pool:
+            found.append((holder, memory))
+    return found
 
 
 def _held_while_generating(holder: ModelHolder, cost: SwitchCost, memory: TrainingMemory) -> int:
@@ -164,16 +161,11 @@ def _held_while_generating(holder: ModelHolder, cost: SwitchCost, memory: Traini
 
 
 def cost_of(config: RunConfig) -> SwitchCost:
-    """What switching the actor costs, from its plans."""
+    """Return the cost of switching the actor, from its plans."""
     pricer = SwitchPricer(model_shape(config), config.model.dtype, config.actor.bucket_bytes)
-    return pricer.price(config.generation_grid, nodes_of(config))
-
-
-def nodes_of(config: RunConfig) -> NodeMap:
-    """The run's ranks on its nodes."""
-    return NodeMap(config.cluster.ranks_per_node)
+    return pricer.price(config.generation_grid, NodeMap(config.cluster.ranks_per_node))
 
 
 def _replica_crosses(config: RunConfig) -> bool:
-    """Whether no rank order could keep a replica on one node."""
+    """Return True if no rank order could keep a replica on one node."""
     return config.actor.train_sizes.model_parallel_size > min(config.cluster.ranks_per_node)

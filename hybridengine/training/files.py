@@ -1,12 +1,11 @@
-"""Files that a run needs before its processes start: a built or converted model, task data, tokenised rows; its
-configuration."""
+"""Files that a run needs before its processes start: built or converted models, task data, rows, configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import yaml
 from transformers import PreTrainedTokenizerBase
@@ -27,11 +26,12 @@ from hybridengine.reading import read_object
 from hybridengine.writing import writing
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What was read from the run's files."""
+    """Contents of the run's files."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptDataset
@@ -42,10 +42,10 @@ class RunFiles:
 
 
 def claim_run(config: RunConfig) -> tuple[RunConfig, bool]:
-    """`config` with absolute paths, since ranks may have been started elsewhere, and with a folder of its own.
+    """Return `config` with absolute paths and a folder of its own, and True if the folder was made here.
 
-    The folder is made here; where the name is taken, by a finished or a running run, it is NAME-2, NAME-3, ... A run
-    that is to go on with resume=auto keeps the folder that it has; and whether the folder was made here.
+    Paths are absolute since ranks may have been started elsewhere. Where the name is taken, by a finished or a running
+    run, the folder is NAME-2, NAME-3, ... A run with resume=auto keeps the folder that it has.
 
     Raises:
         ConfigError: the folder cannot be made.
@@ -95,36 +95,28 @@ def prepare_files(config: RunConfig) -> RunFiles:
     problems = _Problems()
     for name, section in reward_sections(config).items():
         if section.functions:
-            problems.attempt(
-                lambda name=name, section=section: check_reward_functions(
-                    name, section, config.timeouts.start_s
-                )
-            )
-    # Written last, when everything else was there: a run that goes on keeps the files that it began with.
+            problems.attempt(check_reward_functions, name, section, config.timeouts.start_s)
+    # Written last, when everything else was there: a resumed run keeps the files that it began with.
     if not (config.run_folder / CONFIG_FILE).is_file():
         if config.model.build is not None:
             build_model(config)
         elif config.model.gguf is not None:
             convert_gguf(config)
         if config.data.task is not None:
-            problems.attempt(lambda: _write_task_files(config))
-    shape = problems.attempt(lambda: check_checkpoint(config.model_folder))
-    tokenizer = problems.attempt(lambda: load_tokenizer(config.tokenizer_folder, pad_with_eos=True))
+            problems.attempt(_write_task_files, config)
+    shape = problems.attempt(check_checkpoint, config.model_folder)
+    tokenizer = problems.attempt(load_tokenizer, config.tokenizer_folder, pad_with_eos=True)
     if shape is None or tokenizer is None:
         problems.raise_all()
     assert shape is not None and tokenizer is not None, "raise_all has raised otherwise"
-    if len(tokenizer) > shape.vocab_size:
-        problems.found.append(
-            f"the tokenizer of {config.tokenizer_folder} has {len(tokenizer)} tokens, the model's"
-            f" vocab_size={shape.vocab_size} is smaller; use the model's own tokenizer"
-        )
-    for holder in model_holders(config):
-        vocab_size = holder_shape(config, holder).vocab_size
-        if holder.path is not None and len(tokenizer) > vocab_size:
+    own = [holder for holder in model_holders(config) if holder.path is not None]
+    sizes = {f"{holder.key}.path={holder.path}": holder_shape(config, holder).vocab_size for holder in own}
+    for model, vocab_size in {f"the actor's model {config.model_folder}": shape.vocab_size, **sizes}.items():
+        if len(tokenizer) > vocab_size:
             problems.found.append(
-                f"{holder.key}.path={holder.path} has vocab_size={vocab_size}, the actor's tokenizer"
-                f" ({config.tokenizer_folder}) has {len(tokenizer)} tokens; all models read the same tokens: name one"
-                " that was trained with this tokenizer"
+                f"{model} has vocab_size={vocab_size}, the actor's tokenizer ({config.tokenizer_folder}) has"
+                f" {len(tokenizer)} tokens; all models read the same tokens: name one that was trained with this"
+                " tokenizer"
             )
     files = _read_rows(config, tokenizer, shape.vocab_size, problems)
     problems.raise_all()
@@ -155,7 +147,7 @@ def _check_read_by_transformers(folder: Path) -> None:
 
 
 def keep_config(config: RunConfig) -> None:
-    """Write the configuration into the run's folder, whole or not at all: a run that goes on reads it."""
+    """Write the configuration into the run's folder, whole or not at all: a resumed run reads it."""
     new = config.run_folder / f".{CONFIG_FILE}"
     with writing(new):
         new.write_text(config_text(config))
@@ -163,7 +155,7 @@ def keep_config(config: RunConfig) -> None:
 
 
 def config_text(config: RunConfig) -> str:
-    """The configuration as it is kept: without secrets."""
+    """Return the configuration as it is kept: without secrets."""
     return yaml.safe_dump(config.described(), sort_keys=False)
 
 
@@ -173,10 +165,10 @@ class _Problems:
     def __init__(self) -> None:
         self.found: list[str] = []
 
-    def attempt(self, check: Callable[[], T]) -> T | None:
-        """Result of `check`; None where it found problems, which are kept."""
+    def attempt(self, check: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T | None:
+        """Return the result of `check`; None where it found problems, which are kept."""
         try:
-            return check()
+            return check(*arguments, **named)
         except (ConfigError, CheckpointError, DataError) as error:
             self.found.append(str(error))
             return None
@@ -188,22 +180,17 @@ class _Problems:
 def _read_rows(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, problems: _Problems
 ) -> RunFiles:
-    """Prompts and demonstrations of the run's files."""
-    rollout, seed = config.rollout, config.run.seed
-
-    def read_prompts(path: Path) -> PromptDataset | None:
-        return problems.attempt(lambda: PromptDataset(path, tokenizer, rollout.max_prompt_tokens, seed))
-
-    def read_demonstrations(path: Path) -> DemonstrationDataset | None:
-        return problems.attempt(
-            lambda: DemonstrationDataset(
-                path, tokenizer, rollout.max_prompt_tokens, rollout.max_response_tokens, seed
-            )
+    """Return the prompts and demonstrations of the run's files."""
+    seed, prompt_width = config.run.seed, config.rollout.max_prompt_tokens
+    response_width = config.rollout.max_response_tokens
+    prompts = problems.attempt(PromptDataset, config.train_file, tokenizer, prompt_width, seed)
+    held_out = demonstrations = None
+    if config.eval_file:
+        held_out = problems.attempt(PromptDataset, config.eval_file, tokenizer, prompt_width, seed)
+    if config.demonstrations_file:
+        demonstrations = problems.attempt(
+            DemonstrationDataset, config.demonstrations_file, tokenizer, prompt_width, response_width, seed
         )
-
-    prompts = read_prompts(config.train_file)
-    held_out = read_prompts(config.eval_file) if config.eval_file else None
-    demonstrations = read_demonstrations(config.demonstrations_file) if config.demonstrations_file else None
     if prompts is None:
         problems.raise_all()
     assert prompts is not None, "raise_all has raised otherwise"
@@ -212,7 +199,7 @@ def _read_rows(
             f"{config.train_file} has {len(prompts)} prompts, data.batch_size={config.data.batch_size} wants more in"
             " each step; lower it or add prompts"
         )
-    stops = problems.attempt(lambda: stop_token_ids(config.model_folder, tokenizer, vocab_size))
+    stops = problems.attempt(stop_token_ids, config.model_folder, tokenizer, vocab_size)
     return RunFiles(tokenizer, prompts, held_out, demonstrations, stops or ())
 
 
@@ -263,9 +250,8 @@ def build_model(config: RunConfig) -> None:
     described = config.model.build.hf_config()
     with torch.random.fork_rng():
         torch.manual_seed(config.run.seed)
-        hf_config = AutoConfig.for_model(
-            **{key: value for key, value in described.items() if key != "architectures"}
-        )
+        described.pop("architectures")
+        hf_config = AutoConfig.for_model(**described)
         model = AutoModelForCausalLM.from_config(hf_config)
     tokenizer = build_arithmetic_tokenizer()
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -293,7 +279,8 @@ def convert_gguf(config: RunConfig) -> None:
 
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     described = read_object(config.model.hf_config)
-    hf_config = AutoConfig.for_model(**{k: v for k, v in described.items() if k != "architectures"})
+    described.pop("architectures", None)
+    hf_config = AutoConfig.for_model(**described)
     # A fresh model holds the weights as plain tensors, without what reading a GGUF file left attached to them.
     model = AutoModelForCausalLM.from_config(hf_config)
     model.load_state_dict(read.state_dict())

@@ -6,12 +6,14 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 
+from tensordict import TensorDict
+
 from hybridengine.config import RunConfig
 from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.rows import Rows
 from hybridengine.drivers.roles import Roles, Sampling
-from hybridengine.errors import ConfigError, HybridEngineError, shown
+from hybridengine.errors import ConfigError, DataError, HybridEngineError, shown
 from hybridengine.metrics import keys
-from hybridengine.training.evaluation import evaluate
 from hybridengine.training.files import RunFiles
 from hybridengine.training.launch import RunPools
 from hybridengine.training.output import RunOutput
@@ -20,7 +22,10 @@ from hybridengine.training.step_metrics import call_metrics
 from hybridengine.training.stopping import StopRequest
 
 LAST_WORDS_S = 5.0
-"""How long the ranks of a step that has failed may take to say what their reward functions did."""
+"""Time that the ranks of a failed step have to report their reward functions."""
+NUM_SAMPLES = 16
+"""Responses of an evaluation that people may want to read."""
+SAMPLE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths", "answers", "scores")
 
 SEED_STRIDES = (1_000_003, 65_537)
 """Requests of one run must not share seeds: seed = (run · a + step) · b + row, with b no less than the rows of a step."""
@@ -36,10 +41,10 @@ def iterate(
     saver: RunSaver,
     stop: StopRequest,
 ) -> None:
-    """All iterations that are left, or those until somebody asks to stop.
+    """Carry out the iterations that remain, or those until somebody asks to stop.
 
     Args:
-        progress: where the run is; kept up to date.
+        progress: state of the run; kept up to date.
     """
     steps, exchange = config.run.steps, row_exchange()
 
@@ -55,7 +60,7 @@ def iterate(
 
     @contextlib.contextmanager
     def failures_kept(step: int, known: Mapping[str, float] | None = None) -> Iterator[None]:
-        """What is known of a step or an evaluation that does not end is written and drawn.
+        """Write and draw what is known of a step or an evaluation that fails.
 
         Args:
             known: the metrics of a step whose evaluation follows.
@@ -89,10 +94,13 @@ def iterate(
         output.begin_step(step)
         begin, payload_bytes = time.time(), exchange.payload_bytes
         with failures_kept(step):
-            metrics = _checked(
-                config.algorithm.step(roles, _sampling(config, step), progress.state), config, step
+            returned = config.algorithm.step(roles, _sampling(config, step), progress.state)
+            who = f"step {step} of algorithm.name={config.algorithm.name}"
+            names = f"names, others than {keys.STEP!r}, and numbers"
+            metrics = _numbers(returned, f"{who} returned", f"return its metrics, a dict of {names}")
+            _numbers(
+                progress.state, f"{who} keeps in its state", f"keep {names}, which a checkpoint can have"
             )
-            _check_state(progress.state, config, step)
             pools.wait()
         seconds, records = time.time() - begin, exchange.take_records()
         payload_bytes = exchange.payload_bytes - payload_bytes
@@ -117,46 +125,45 @@ def iterate(
             return
 
 
-def _checked(metrics: object, config: RunConfig, step: int) -> dict[str, float]:
-    """What a dataflow has returned, which may be anybody's.
+def _numbers(values: object, who: str, remedy: str) -> dict[str, float]:
+    """Return the metrics or the state of a dataflow of anybody's, every value a float.
 
     Raises:
-        ConfigError: it is no dict of names and numbers.
+        ConfigError: it is no dict of names and numbers, or has the name of the step's number.
     """
-    who, remedy = (
-        f"step {step} of algorithm.name={config.algorithm.name} returned",
-        "return its metrics, a dict of",
-    )
-    if not isinstance(metrics, dict):
-        raise ConfigError(f"{who} {shown(metrics)}; {remedy} numbers")
-    for name, value in metrics.items():
-        if not isinstance(name, str) or name == keys.STEP:
-            raise ConfigError(
-                f"{who} a metric called {shown(name)}; {remedy} names, others than {keys.STEP!r}"
-            )
+    if not isinstance(values, dict):
+        raise ConfigError(f"{who} {shown(values)}; {remedy}")
+    for name, value in values.items():
         try:
-            metrics[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # torch raises the last for a tensor of several
-            raise ConfigError(f"{who} {name}={shown(value)}; {remedy} numbers") from None
-    return metrics
-
-
-def _check_state(state: dict[str, float], config: RunConfig, step: int) -> None:
-    """Make numbers of what a dataflow keeps: a checkpoint has nothing else.
-
-    Raises:
-        ConfigError: there is something else.
-    """
-    for name, value in state.items():
-        try:
-            state[name] = float(value)
-            if not isinstance(name, str):
+            if not isinstance(name, str) or name == keys.STEP:
                 raise TypeError
-        except (TypeError, ValueError, RuntimeError):
-            raise ConfigError(
-                f"step {step} of algorithm.name={config.algorithm.name} keeps {shown(name)}={shown(value)} in its state;"
-                " keep names and numbers, so that a checkpoint can have them"
-            ) from None
+            values[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # torch raises the last for a tensor of several
+            raise ConfigError(f"{who} {name}={shown(value)}; {remedy}") from None
+    return values
+
+
+def evaluate(roles: Roles, num_prompts: int) -> tuple[dict[str, float], TensorDict]:
+    """Return the metrics of greedy responses to held-out prompts, scored by the run's own reward, and some of them.
+
+    The metrics are `eval/score_mean` and, for a reward function alone, `eval/exact_match`, the share with full score.
+    Where there are fewer prompts than ranks, some are answered twice, and counted once.
+    """
+    actor, reward = roles.actor, roles.reward
+    num_rows = max(num_prompts, actor.num_ranks, reward.num_ranks)
+    prompts = roles.prompts.held_out_prompts(Rows.numbered(num_rows))
+    actor.switch_to_generate()
+    rollout = prompts.union(actor.generate_sequences(prompts, greedy=True))
+    actor.switch_to_train()
+    answered = rollout.union(reward.compute_scores(rollout))[:num_prompts]
+    judged = answered.get("scores", "dropped")
+    scores = judged["scores"][~judged["dropped"]]
+    if not len(scores):
+        raise DataError("none of the held-out responses has a score; look at the reward function's failures")
+    metrics = {keys.SCORE_MEAN: float(scores.mean())}
+    if reward.has_full_score:
+        metrics[keys.EXACT_MATCH] = float((scores >= 1.0).float().mean())
+    return metrics, answered[:NUM_SAMPLES].get(*SAMPLE_COLUMNS)
 
 
 def _sampling(config: RunConfig, step: int) -> Sampling:

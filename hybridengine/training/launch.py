@@ -1,4 +1,4 @@
-"""From a configuration to the groups of a dataflow: pools, workers, and which pool each role is on."""
+"""The worker groups of a run's dataflow, made from its configuration, and the pools that they are on."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from types import TracebackType
+from typing import Any
 
 from hybridengine.backends.vllm.environment import rank_environment
-from hybridengine.config import RunConfig
+from hybridengine.config import ModelHolder, RunConfig, model_holders
 from hybridengine.config.algorithm import Role
 from hybridengine.config.reward_sections import RewardSection
 from hybridengine.config.run_config import SCORERS
@@ -28,10 +28,11 @@ WORKERS = {
     "critic": "workers.critic.CriticWorker",
     "cost_critic": "workers.critic.CriticWorker",
     "reference": "workers.reference.ReferenceWorker",
+    "reward": "workers.reward.RewardModelWorker",
+    "cost": "workers.reward.RewardModelWorker",
 }
-"""Worker classes by import path: this package never imports them."""
+"""Classes of workers with a model, by import path: this package never imports them."""
 FUNCTION_WORKER = "workers.reward.RewardFunctionWorker"
-MODEL_WORKER = "workers.reward.RewardModelWorker"
 
 
 class RunPools:
@@ -101,67 +102,60 @@ class RunPools:
             pool.wait()
 
     def settle(self) -> None:
-        """Write down what the calls took that have ended by now."""
+        """Record the times of the calls that have ended by now."""
         for pool in self._pools.values():
             pool.settle()
 
     def start_actor(self, **arguments: object) -> WorkerGroup:
-        """The actor's group; `arguments` go to its worker."""
-        return self._model("actor", **arguments)
+        """Return the actor's group; `arguments` go to its worker."""
+        (actor,) = (holder for holder in model_holders(self._config) if holder.role == "actor")
+        return self._model(actor, **arguments)
 
     def start_roles(self, actor: WorkerGroup) -> Roles:
-        """All groups of the run's dataflow, and on the actor's ranks those that read data and compute."""
+        """Return all groups of the run's dataflow, and on the actor's ranks those that read data and compute."""
         config = self._config
-        used = config.algorithm.roles
-        folders = {
-            "critic": config.critic_folder,
-            "cost_critic": config.cost_critic_folder,
-            "reference": config.start_folder,
-        }
         main = self._pools[MAIN_POOL]
         compute = self._helper(main, "compute", "workers.compute.ComputeWorker")
         # As many readers as share the prompts evenly: there may be more ranks than prompts.
         num_readers = math.gcd(main.num_ranks, config.data.batch_size)
         prompts = self._helper(main, "prompts", "workers.prompts.PromptWorker", num_readers)
-        models = {role: self._model(role, folder=folders[role]) for role in used if role in folders}
-        scorers = {role: self._scorers(role, compute) for role in SCORERS if role in used}
+        models = {
+            holder.role: self._model(holder, folder=holder.folder)
+            for holder in model_holders(config)
+            if holder.role not in ("actor", *SCORERS)
+        }
+        scorers = {role: self._scorers(role, compute) for role in SCORERS if role in config.algorithm.roles}
         return Roles(actor=actor, prompts=prompts, compute=compute, **models, **scorers)
 
-    def _model(self, role: Role, **arguments: object) -> WorkerGroup:
+    def _model(self, holder: ModelHolder, **arguments: object) -> WorkerGroup:
         config = self._config
         return WorkerGroup(
-            self._pools[config.pool_of(role)],
-            WORKERS[role],
-            role=role,
-            parallel=config.train_sizes(role),
-            generate=config.actor.gen_sizes if role == "actor" else None,
+            self._pools[config.pool_of(holder.role)],
+            WORKERS[holder.role],
+            role=holder.name,
+            parallel=holder.sizes,
+            generate=config.actor.gen_sizes if holder.role == "actor" else None,
             order=config.cluster.order,
             config={"run": config, **arguments},
         )
 
     def _scorers(self, role: Role, compute: WorkerGroup) -> Scorers:
-        """One group for all functions of a section, on all ranks of its pool, and one for each of its models."""
+        """Return one group for all functions of a section, on all ranks of its pool, and one for each of its models."""
         config, pool = self._config, self._pools[self._config.pool_of(role)]
         section: RewardSection = getattr(config, role)
         groups = [self._helper(pool, role, FUNCTION_WORKER)] if section.functions else []
-        for term, scorer in section.models.items():
-            groups.append(
-                WorkerGroup(
-                    pool,
-                    MODEL_WORKER,
-                    role=f"{role}_{term}" if term else role,
-                    parallel=scorer.parallel or config.actor.parallel,
-                    order=config.cluster.order,
-                    config={"run": config, "folder": scorer.path, "section": role, "term": term},
-                )
-            )
+        groups += [
+            self._model(holder, folder=holder.folder, section=role, term=holder.term)
+            for holder in model_holders(config)
+            if holder.role == role
+        ]
         weights = {score_column(role, term): weight for term, weight in section.weights.items()}
         return Scorers(groups, compute, weights if section.models else {}, tuple(weights))
 
     def _helper(
         self, pool: ResourcePool, role: str, worker: str, num_replicas: int | None = None
     ) -> WorkerGroup:
-        """A group without a model on all ranks of a pool, each with rows of its own unless there are fewer replicas."""
+        """Return a group without a model on all ranks of a pool, with a replica on each unless there are fewer."""
         num_replicas = num_replicas or pool.num_ranks
         sizes = TrainSizes(1, pool.num_ranks // num_replicas, num_replicas)
         return WorkerGroup(pool, worker, role=role, parallel=sizes, config={"run": self._config})
@@ -169,10 +163,8 @@ class RunPools:
     def __enter__(self) -> RunPools:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: Any) -> None:
         with ExitStack() as ends:
             for pool in self._pools.values():
                 ends.push(pool)
-            ends.pop_all().__exit__(kind, error, frames)
+            ends.pop_all().__exit__(*failure)

@@ -1,4 +1,4 @@
-"""Where a run goes on from: what its folder says of how it began, its checkpoints, and the model that it has left."""
+"""The start of a resumed run: the kept configuration, the checkpoints and the trained model of its folder."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hybridengine.training.files import config_text
 from hybridengine.training.saving import changed_values, differences, roles_left_out, roles_to_load
 
 SETTLED = ("model.build", "model.gguf", "data.task", "warmup")
-"""Keys of which a run's folder has what they made: its model, its data, its warmed-up weights."""
+"""Keys whose products are in the run's folder: its model, its data, its warmed-up weights."""
 
 
 def goes_on(config: RunConfig) -> str:
-    """With which command the run goes on as it is: the file in its folder has every override, but no secrets.
+    """Return the command that resumes the run as it is: the file in its folder has every override, but no secrets.
 
     Where ranks have never come to train with this configuration, the file is that of an earlier command, or of none.
     """
@@ -37,7 +37,7 @@ def goes_on(config: RunConfig) -> str:
 
 
 def kept_config(config: RunConfig) -> dict[str, Any]:
-    """What the run's folder says of how the run began; empty where it does not.
+    """Return the configuration in the run's folder; empty where there is none, or without resume=auto.
 
     Raises:
         ConfigError: it cannot be read.
@@ -73,7 +73,7 @@ def check_settled(config: RunConfig, kept: Mapping[str, Any]) -> None:
 def checkpoint_of(
     config: RunConfig, origin: object, say: Callable[[str], None]
 ) -> tuple[RunConfig, Checkpoint | None]:
-    """Where a run goes on from, None where it begins; and its configuration, which names where it once began.
+    """Return the configuration, which names the run's first checkpoint, and the checkpoint to resume from, if any.
 
     Args:
         origin: `resume` of the run's beginning, for as long as the run has no checkpoint of its own.
@@ -119,12 +119,12 @@ def checkpoint_of(
 
 
 def final_folder(config: RunConfig) -> Path:
-    """Of the trained model."""
+    """Return the folder of the trained model."""
     return config.run_folder / "final"
 
 
 def steps_done(config: RunConfig) -> int:
-    """Steps of a run whose trained model is there, whole; 0 of any other. That of fewer steps goes before the next."""
+    """Return the steps of a run whose trained model is there, whole; 0 for any other run."""
     if checkpoint_problems(final_folder(config)):
         return 0
     rows = [int(row[STEP] or 0) for row in latest_rows(read_rows(config.run_folder))]

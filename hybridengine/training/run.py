@@ -1,4 +1,4 @@
-"""A training run: files, processes, warm-up, the dataflow, and what a person sees of it."""
+"""A training run: files, processes, warm-up, the dataflow, and the output that a person sees."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from hybridengine.checkpoints.making import name_written, settle_checkpoints
 from hybridengine.checkpoints.run_lock import run_lock
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import ranks_key
+from hybridengine.config.sections import WarmupSection
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.failures import failure_signature, is_passing
+from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.data.demonstrations import DemonstrationDataset
 from hybridengine.drivers.dataflow import check_functions
-from hybridengine.errors import (
-    HybridEngineError,
-    OutputError,
-    WorkerError,
-    raise_all,
-)
+from hybridengine.errors import HybridEngineError, OutputError, WorkerError, raise_all
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.metrics.rows import latest_rows, read_rows
@@ -47,18 +45,12 @@ from hybridengine.training.resuming import (
     kept_config,
     steps_done,
 )
-from hybridengine.training.saving import (
-    Progress,
-    RunSaver,
-    changed_surroundings,
-    load_roles,
-)
+from hybridengine.training.saving import Progress, RunSaver, changed_surroundings, load_roles
 from hybridengine.training.stopping import StopRequest
-from hybridengine.training.warmup import warm_up
 
 
 def train(config: RunConfig) -> None:
-    """Carry out a run, or what is left of it, and print its progress."""
+    """Carry out a run, or its remaining steps, and print its progress."""
     console = Console()
     started = time.perf_counter()
 
@@ -110,7 +102,7 @@ def train(config: RunConfig) -> None:
 
 @dataclass
 class _Run:
-    """A run whose files are there, and what carries it out."""
+    """Carries out a run whose files are there."""
 
     config: RunConfig
     files: RunFiles
@@ -119,13 +111,13 @@ class _Run:
     say: Callable[[str], None]
     stop: StopRequest
     has_started: bool = False
-    """Whether ranks are ready and steps go on."""
+    """True once ranks are ready and steps begin."""
 
     def carry_out(self, pools: RunPools, checkpoint: Checkpoint | None) -> None:
-        """All iterations. Where ranks fail, they are started again, and the run goes on from its newest checkpoint.
+        """Carry out all iterations; restart failed ranks and continue from the newest checkpoint.
 
         Raises:
-            HybridEngineError: the failure, where it would come again, or has come too often.
+            HybridEngineError: the failure, where it would be repeated, or has come too often.
         """
         restarts, last, first = 0, "", checkpoint
         while True:
@@ -156,7 +148,7 @@ class _Run:
             pools = self._pools_after(failure)
 
     def _say_what_is_left(self, progress: Progress) -> None:
-        """After a failure that ends the run."""
+        """Print the state of the run after a failure that ends it."""
         with contextlib.suppress(OSError):
             name_written(self.config.run_folder, self.say)
         found = checkpoints_in(self.config.run_folder)
@@ -164,13 +156,13 @@ class _Run:
         self.say(f"failed {self._place(progress)}; {left}")
 
     def _place(self, progress: Progress) -> str:
-        """Where a failure was."""
+        """Return the place of a failure."""
         if progress.step >= self.config.run.steps:
             return "after the last step"
         return f"{'in' if self.has_started else 'while it started, before'} step {progress.step + 1}"
 
     def _pools_after(self, failure: Exception) -> RunPools:
-        """Nodes for the ranks once more.
+        """Return pools with nodes for the ranks once more.
 
         Raises:
             WorkerError: the cluster no longer has them; both reasons.
@@ -181,15 +173,11 @@ class _Run:
                 pools.reserve()
                 begun.pop_all()
                 return pools
-        except (
-            HybridEngineError,
-            RayError,
-            KeyError,
-        ) as error:  # KeyError: a node has gone while it was looked at
+        except (HybridEngineError, RayError, KeyError) as error:  # KeyError: a node has just gone
             raise WorkerError(f"{failure}\nthe run could not start again: {error}") from failure
 
     def _attempt(self, pools: RunPools, progress: Progress, checkpoint: Checkpoint | None) -> None:
-        """From starting the processes to the end of the run, or to a failure."""
+        """Start the processes and carry out the run to its end, or to a failure."""
         config, say, self.has_started = self.config, self.say, False
         say(
             f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process (about a minute on a CPU)"
@@ -200,13 +188,7 @@ class _Run:
         actor = pools.start_actor(folder=start, stop_token_ids=self.files.stop_token_ids)
         say("actor ready: one copy of the weights, two layouts")
         if config.warmup is not None and self.files.demonstrations is not None and not warmed_up:
-            steps = config.warmup.steps
-            warm_up(
-                actor,
-                self.files.demonstrations,
-                config.warmup,
-                lambda step, loss: say(f"warm-up {step}/{steps}: loss {loss:.3f}"),
-            )
+            self._warm_up(actor, config.warmup, self.files.demonstrations)
             actor.export_model(str(config.start_folder), str(config.companions_folder)).wait()
             say(f"warmed-up model saved: {as_typed(config.start_folder)}")
         actor.start_training()
@@ -234,9 +216,21 @@ class _Run:
                         actor.export_model(str(final), str(config.companions_folder)).wait()
                     say(f"trained model saved: {as_typed(final)}")
 
+    def _warm_up(
+        self, actor: WorkerGroup, settings: WarmupSection, demonstrations: DemonstrationDataset
+    ) -> None:
+        """Train the actor on demonstrations."""
+        actor.start_supervised(settings.lr, settings.steps)
+        every = max(1, settings.steps // 10)
+        for step in range(1, settings.steps + 1):
+            update = actor.update_supervised(demonstrations.batch(step - 1, settings.batch_size))
+            loss = update.get()[0]["warmup/loss"]
+            if step % every == 0 or step == settings.steps:
+                self.say(f"warm-up {step}/{settings.steps}: loss {loss:.3f}")
+
 
 def local_problems(config: RunConfig) -> list[str]:
-    """Why this machine cannot be the whole cluster; empty where it can, or where a cluster is joined."""
+    """Return the reasons why this machine cannot be the whole cluster; none where a cluster is joined."""
     if config.cluster.address is not None or os.environ.get("RAY_ADDRESS"):
         return []
     remedy = "or join a cluster with cluster.address"
@@ -263,7 +257,7 @@ def local_problems(config: RunConfig) -> list[str]:
 
 @contextlib.contextmanager
 def _nothing_left_behind(config: RunConfig, is_made_here: bool, runs_are_new: bool) -> Iterator[None]:
-    """A run that its files, trackers or cluster rule out leaves no folder of its making; what was there before stays."""
+    """Remove the folders that a run has made whose files, trackers or cluster rule it out; older ones stay."""
     try:
         yield
     except HybridEngineError:

@@ -37,9 +37,9 @@ from hybridengine.package_versions import package_versions
 from hybridengine.planning.checkpoint_size import checkpoint_bytes
 
 SPARE_SHARE = 1.05
-"""Of what a checkpoint takes: descriptions of tensors, and files that others write meanwhile."""
+"""Space that a save needs, in sizes of a checkpoint: descriptions of tensors, and files that others write meanwhile."""
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
-"""Between two questions whether ranks have written, where the run waits for that: at first, and after a while."""
+"""Seconds between two questions to ranks whether they have written: at first, and after a while."""
 FREE_KEYS = (
     "resume",
     "run.folder",
@@ -50,7 +50,7 @@ FREE_KEYS = (
     "faults",
     "timeouts",
 )
-"""Parts of a configuration that change nothing of what a run computes."""
+"""Parts of a configuration that do not change a run's results."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Best:
     step: int | None = None
     value: float = -math.inf
     metric: str | None = None
-    """Which one that was."""
+    """Name of that metric."""
 
 
 @dataclass
 class Progress:
-    """Where a run is: what goes on from one iteration to the next, beside the models."""
+    """State of a run that passes from one iteration to the next, beside the models."""
 
     step: int
     """Iterations that are complete."""
@@ -77,18 +77,18 @@ class Progress:
 
     @classmethod
     def start(cls) -> Progress:
-        """Of a run that has not begun."""
+        """Return the progress of a new run."""
         return cls(0, {}, Best(), 0)
 
     @classmethod
     def at(cls, checkpoint: Checkpoint, best_metric: str | None) -> Progress:
-        """Of a run that goes on from a checkpoint.
+        """Return the progress of a run that resumes from a checkpoint.
 
         Args:
-            best_metric: what decides from now on; the best by another one is forgotten.
+            best_metric: the metric that decides from now on; the best by another one is forgotten.
 
         Raises:
-            CheckpointError: it does not say where the run was.
+            CheckpointError: it has no such progress.
         """
         found = checkpoint.run_state()
         try:
@@ -111,7 +111,7 @@ class _Writing:
     roles: list[str]
     """Those that have begun to write and have not ended."""
     error: CheckpointError | None
-    """Why there will be no checkpoint."""
+    """Reason why there will be no checkpoint."""
 
 
 class RunSaver:
@@ -131,7 +131,7 @@ class RunSaver:
         self._damaged = {one.step for one in checkpoints_in(config.run_folder) if one.step > progress.step}
         self._writing: _Writing | None = None
         self.saved_step = progress.step
-        """Of the newest checkpoint."""
+        """Step of the newest checkpoint."""
         self._has_warned = False
         self._begun: int | None = None
         """Step whose checkpoint was begun last."""
@@ -258,7 +258,7 @@ class RunSaver:
 
 
 def _is_evaluated(metric: str) -> bool:
-    """Whether only steps with an evaluation have it."""
+    """Return True if only steps with an evaluation have the metric."""
     return metric.startswith("eval/")
 
 
@@ -307,7 +307,7 @@ def roles_left_out(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
 
 
 def run_state(config: RunConfig, progress: Progress) -> dict[str, Any]:
-    """What run.json says."""
+    """Return the contents of run.json."""
     return {
         "state": dict(progress.state),
         "best": {
@@ -328,7 +328,7 @@ def run_state(config: RunConfig, progress: Progress) -> dict[str, Any]:
 
 @lru_cache(maxsize=2)
 def sha256_of(file: Path) -> str | None:
-    """Of its contents when it was first asked for; None where it is gone, which ends no run that has read it."""
+    """Return the digest of a file's contents at the first call; None where it is gone, which ends no run."""
     try:
         with file.open("rb") as opened:
             return hashlib.file_digest(opened, "sha256").hexdigest()
@@ -337,7 +337,7 @@ def sha256_of(file: Path) -> str | None:
 
 
 def changed_surroundings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
-    """What is no longer as it was when a checkpoint was written, beside the configuration: prompts, packages."""
+    """Return changes since a checkpoint was written, beside the configuration: prompts, packages."""
     state = checkpoint.run_state()
     data, versions = (
         found if isinstance(found := state.get(name), dict) else {} for name in ("data", "versions")
@@ -351,9 +351,9 @@ def changed_surroundings(config: RunConfig, checkpoint: Checkpoint) -> list[str]
 
 
 def differences(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
-    """Where a configuration computes other things than the one that a checkpoint was written by; sizes and ranks too.
+    """Return values of a configuration that differ from the checkpoint's and change results; sizes and ranks too.
 
-    Nowhere, where the checkpoint was converted: no run has written it.
+    There are none for a converted checkpoint, which no run has written.
     """
     before = checkpoint.run_state().get("config")
     return [
@@ -364,7 +364,7 @@ def differences(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
 
 
 def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Keys whose values differ, "key: before -> now", in alphabetical order."""
+    """Return the keys whose values differ, "key: before -> now", in alphabetical order."""
     old, new = dict(_flat(before)), dict(_flat(now))
     return [
         f"{key}: {json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"

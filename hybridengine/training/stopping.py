@@ -1,4 +1,4 @@
-"""Ending a run between two iterations: SIGTERM, as schedulers send it, or Ctrl-C."""
+"""Signals that end a run between two iterations: SIGTERM, as schedulers send it, or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
 
 
 class StopRequest:
-    """Whether somebody wants the run to end after the iteration that is under way.
+    """A request, by signal, to end the run after the current iteration.
 
     The second signal does not wait: Ctrl-C is then a KeyboardInterrupt, SIGTERM a SystemExit.
     """
 
     def __init__(self, saves: bool = True) -> None:
-        """`saves`: what is done is saved then."""
+        """`saves`: the run makes a checkpoint then."""
         self.asked = False
         self.heard = False
         """Also when it was too late to end anything."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from hybridengine.algorithms.across import Across, AcrossRanks
+from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.losses.aggregation import LossStats, SummedLoss
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.config import Role, RunConfig
@@ -210,7 +210,7 @@ def rows_for(role: str, batch: TensorDictBase) -> TensorDict:
 def estimate_on_shards(run: RunConfig, rows: TensorDict, group: dist.ProcessGroup) -> Outcome:
     """The dataflow's functions on this rank's share of the rows, put together again."""
     owned = shards(len(rows), group.size())
-    found, measured = estimate(run, numbered(rows)[owned[group.rank()]], AcrossRanks(group))
+    found, measured = estimate(run, numbered(rows)[owned[group.rank()]], Across(group))
     order = torch.tensor([row for part in owned for row in part])
     return Outcome(cast(TensorDict, concat_rows(gathered(found, group))[order.argsort()]), measured)
 

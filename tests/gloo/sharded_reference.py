@@ -12,15 +12,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from hybridengine.algorithms.losses import (
-    Aggregation,
-    dpo_loss,
-    entropy_bonus,
-    global_mean,
-    kl_loss,
-    policy_loss,
-    value_loss,
-)
+from hybridengine.algorithms.losses.aggregation import Aggregation
+from hybridengine.algorithms.losses.dpo import dpo_loss
+from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss, policy_loss
+from hybridengine.algorithms.losses.value import value_loss
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import TrainedSection
 from hybridengine.drivers.online_dpo import OnlineDpo
@@ -89,7 +84,7 @@ def _loss(model: Any, run: RunConfig, role: str, batch: TensorDictBase) -> Tenso
             actor.kl_loss_estimator,
             aggregation,
         )
-    return global_mean(total.loss_sum, aggregation.count(mask_BR))
+    return total.loss_sum / aggregation.count(mask_BR).clamp(min=1)
 
 
 def _critic_loss(model: Any, value_clip: float, batch: TensorDictBase) -> Tensor:
@@ -102,7 +97,7 @@ def _critic_loss(model: Any, value_clip: float, batch: TensorDictBase) -> Tensor
         mask_BR,
         value_clip or None,
     )
-    return global_mean(total.loss_sum, mask_BR.sum())
+    return total.loss_sum / mask_BR.sum().clamp(min=1)
 
 
 def _preference_loss(log_probs_BR: Tensor, run: RunConfig, batch: TensorDictBase) -> Tensor:
@@ -121,7 +116,7 @@ def _preference_loss(log_probs_BR: Tensor, run: RunConfig, batch: TensorDictBase
         run.algorithm.label_smoothing,
         keep_N,
     )
-    return global_mean(total.loss_sum, keep_N.sum())
+    return total.loss_sum / keep_N.sum().clamp(min=1)
 
 
 def _log_probs(model: Any, batch: TensorDictBase, temperature: float) -> tuple[Tensor, Tensor]:

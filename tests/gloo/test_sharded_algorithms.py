@@ -18,11 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybridengine.algorithms.across import ONE_PROCESS
-from hybridengine.algorithms.correction import CORRECTIONS
 from hybridengine.algorithms.kl import KL_ESTIMATORS
-from hybridengine.algorithms.losses.aggregation import AggregationName
-from hybridengine.config.algorithm import ALGORITHMS, algorithm_class
+from hybridengine.config.algorithm import ALGORITHMS, CorrectionName, algorithm_class
 from hybridengine.config.run_config import TRAINED
+from hybridengine.config.sections import LossAggregation
 from tests.gloo import sharded_cases as cases
 from tests.gloo import sharded_ranks as on_ranks
 from tests.gloo.ranks import RankLauncher
@@ -236,10 +235,12 @@ def test_the_cases_are_all_that_a_configuration_offers():
     algorithms = [changes["algorithm"] for changes in CASES.values()]
     others = {"grpo_from_engine"}  # computes and updates as grpo does
     assert {algorithm["name"] for algorithm in algorithms} == set(ALGORITHMS) - others
-    assert {algorithm.get("correction", {}).get("name") for algorithm in algorithms} >= set(CORRECTIONS)
+    assert {algorithm.get("correction", {}).get("name") for algorithm in algorithms} >= set(
+        get_args(CorrectionName)
+    )
     assert {algorithm.get("kl_estimator", "k1") for algorithm in algorithms} == set(KL_ESTIMATORS)
     assert {actor.get("kl_loss_estimator") for actor in actors} >= set(KL_ESTIMATORS)
-    assert {actor.get("loss_aggregation", "token") for actor in actors} == set(get_args(AggregationName))
+    assert {actor.get("loss_aggregation", "token") for actor in actors} == set(get_args(LossAggregation))
     assert {algorithm.get("normalize_std", True) for algorithm in algorithms} == {True, False}
     assert {algorithm.get("whiten_advantages", True) for algorithm in algorithms} == {True, False}
     for case in CASES:

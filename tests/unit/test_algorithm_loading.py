@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hybridengine.config import load_config
 from hybridengine.config.algorithm import ALGORITHMS, Algorithm, algorithm_class
-from hybridengine.config.conflicts import Conflict
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.online_dpo import OnlineDpo
@@ -87,6 +84,8 @@ class Own(Ppo):
     """PPO with an option."""
 
     decay: float = 0.5
+    shares: dict[str, float] = {}  # noqa: RUF012
+    limit: int | str = 3
 
 
 def advantages(rows, across, algorithm, samples): ...
@@ -112,34 +111,10 @@ def test_an_algorithm_of_ones_own_keeps_its_options(tmp_path: Path) -> None:
     check_functions(config.algorithm)
     with pytest.raises(ConfigError, match=r"unknown key algorithm\.decai; did you mean algorithm\.decay\?"):
         load_config(BASE, [overrides[0], "algorithm.decai=0.25"])
-
-
-class Broken(Ppo):
-    """PPO whose rules fail."""
-
-    def conflicts(self, config: Any) -> Iterator[Conflict]:
-        raise KeyError(config.run.name)
-
-
-def test_rules_of_ones_own_that_fail_are_told() -> None:
-    with pytest.raises(
-        ConfigError, match=rf"conflicts of algorithm\.name={__name__}:Broken raised KeyError: 'mine'"
-    ):
-        load_config(BASE, [f"algorithm.name={__name__}:Broken", "run.name=mine"])
-
-
-class Texts(Ppo):
-    """PPO whose rules are texts."""
-
-    def conflicts(self, config: Any) -> Iterator[Any]:
-        yield f"{config.run.name} is bad"
-
-
-def test_rules_of_ones_own_that_are_no_conflicts_are_told() -> None:
-    with pytest.raises(
-        ConfigError, match=rf'{__name__}:Texts yielded "mine is bad"; it must yield hybridengine\.Conflict\('
-    ):
-        load_config(BASE, [f"algorithm.name={__name__}:Texts", "run.name=mine"])
+    with pytest.raises(ConfigError, match=r'algorithm\.shares\.a="x" must be a number; .* the default \{\}'):
+        load_config(BASE, [overrides[0], "algorithm.shares.a=x"])
+    with pytest.raises(ConfigError, match=r"algorithm\.limit\.int=\[\] must be an integer; .* the default 3"):
+        load_config(BASE, [overrides[0], "algorithm.limit=[]"])
 
 
 def test_a_dry_run_looks_for_functions_of_ones_own() -> None:

@@ -19,10 +19,11 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
-class _Rank:
+class _Rank(Across):
     """One thread's `Across`: values of all threads meet in `slots`."""
 
     def __init__(self, rank: int, slots: list[Tensor], barrier: Barrier) -> None:
+        super().__init__()
         self._rank, self._slots, self._barrier = rank, slots, barrier
 
     def sum(self, values: Tensor) -> Tensor:

@@ -9,26 +9,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.algorithms.losses import (
-    PER_SEQUENCE,
+from hybridengine.algorithms.losses.aggregation import (
     PER_TOKEN,
     Aggregation,
     LossStats,
     SummedLoss,
-    entropy_bonus,
-    global_mean,
-    kl_loss,
     merge_stats,
-    policy_loss,
 )
-from hybridengine.algorithms.losses.aggregation import AggregationName
+from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss, policy_loss
 from hybridengine.algorithms.masking import response_mask
-from hybridengine.errors import ConfigError
 from tests.unit.test_algorithms_across import on_ranks
 
 WIDTH = 4
 ROWS = [[1.0, 2.0, 6.0], [], [-4.0], [0.5, 0.25, 0.0, 1.0]]
-AGGREGATIONS = [PER_TOKEN, PER_SEQUENCE, Aggregation("sequence_sum", divisor=WIDTH)]
+AGGREGATIONS = [PER_TOKEN, Aggregation("sequence"), Aggregation("sequence_sum", divisor=WIDTH)]
+
+
+def global_mean(loss_sum: torch.Tensor, count: int | torch.Tensor) -> torch.Tensor:
+    """Return the mini-batch's mean as the trainer forms it: the sum over its number of tokens or sequences."""
+    return loss_sum / torch.as_tensor(count).clamp(min=1)
 
 
 def _columns(rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,22 +83,6 @@ def test_padding_rows_change_nothing() -> None:
         assert means[0] == means[1]
 
 
-def test_names_and_divisors_that_do_not_exist_are_refused() -> None:
-    name: AggregationName = "batch"  # type: ignore[assignment]
-    with pytest.raises(
-        ConfigError, match="'batch' is not known; choose one of token, sequence, sequence_sum"
-    ):
-        Aggregation(name)
-    with pytest.raises(ConfigError, match=r"divisor=0\.0 of a loss must be above 0"):
-        Aggregation("sequence_sum", divisor=0.0)
-
-
-def test_global_mean_of_nothing_is_zero() -> None:
-    assert global_mean(torch.tensor(0.0), 0, 3).item() == 0.0
-    assert global_mean(torch.tensor(6.0), 4).item() == 1.5
-    assert global_mean(torch.tensor(6.0), torch.tensor(4), 2).item() == 3.0
-
-
 def test_stats_divide_by_their_own_counts() -> None:
     stats = merge_stats(
         [
@@ -150,7 +133,7 @@ def _total(columns: torch.Tensor, mask_BR: torch.Tensor, aggregation: Aggregatio
 def test_gradient_and_metrics_do_not_depend_on_how_rows_are_cut(
     aggregation: Aggregation, rows: list[tuple[int, int, int]]
 ) -> None:
-    """Rows (length, rank, micro-batch); the trainer averages gradients over ranks and micro-batches."""
+    """Rows (length, rank, micro-batch); the trainer adds the gradients of all of them."""
     columns, mask_BR = _batch([length for length, _, _ in rows])
     columns.requires_grad_()
     whole = _total(columns, mask_BR, aggregation)
@@ -160,14 +143,13 @@ def test_gradient_and_metrics_do_not_depend_on_how_rows_are_cut(
     assert expected is not None
 
     columns.grad = None
-    num_parts = 3 * 3
     parts: list[LossStats] = []
     for rank in range(3):
         micro_batches = []
         for number in range(3):
             part = [i for i, (_, owner, micro) in enumerate(rows) if (owner, micro) == (rank, number)]
             loss = _total(columns[:, part], mask_BR[part], aggregation)
-            (global_mean(loss.loss_sum, count, num_parts) / num_parts).backward()
+            global_mean(loss.loss_sum, count).backward()
             micro_batches.append(loss.stats)
         parts.append(merge_stats(micro_batches))
     torch.testing.assert_close(columns.grad, expected, rtol=1e-6, atol=1e-9)

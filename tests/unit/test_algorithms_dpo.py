@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.algorithms.losses import LossStats, dpo_loss, global_mean, merge_stats, sequence_log_probs
+from hybridengine.algorithms.losses.aggregation import LossStats, merge_stats
+from hybridengine.algorithms.losses.dpo import dpo_loss, sequence_log_probs
 from hybridengine.algorithms.masking import response_mask
 
 Pair = tuple[float, float, float, float]
@@ -136,14 +137,14 @@ def test_pairs_cut_into_micro_batches_add_up(drawn: list[tuple[Pair, bool, int]]
     for micro in range(3):
         part = [number for number, (_, _, owner) in enumerate(drawn) if owner == micro]
         loss = dpo_loss(*(column[part] for column in columns), 0.2, 0.05, keep_N[part])  # type: ignore[misc]
-        global_mean(loss.loss_sum, keep_N.sum()).backward()
+        loss.loss_sum.backward()
         parts.append(loss.stats)
     kept = [pair for pair, counts in zip(pairs, keep, strict=True) if counts]
     assert merge_stats(parts).metrics(0) == pytest.approx(_expected(kept, 0.2, 0.05), rel=1e-6, abs=1e-6)
     gradients = columns[0].grad
     assert gradients is not None
     whole = _columns(pairs, keep)
-    global_mean(dpo_loss(*whole, 0.2, 0.05, keep_N).loss_sum, keep_N.sum()).backward()  # type: ignore[misc]
+    dpo_loss(*whole, 0.2, 0.05, keep_N).loss_sum.backward()  # type: ignore[misc]
     assert whole[0].grad is not None
     torch.testing.assert_close(gradients, whole[0].grad, rtol=1e-6, atol=1e-12)
 

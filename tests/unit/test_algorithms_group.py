@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.algorithms.advantages.group import dr_grpo, grpo, rloo
+from hybridengine.algorithms.advantages import grpo, rloo
 from hybridengine.algorithms.masking import over_tokens, response_mask
 from tests.unit.test_algorithms_across import cut, joined, on_ranks
 
+dr_grpo = partial(grpo, normalize_std=False)
 ESTIMATORS = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
 Row = tuple[float, int, bool]
 """Score, group, kept."""
@@ -134,7 +136,7 @@ def test_advantages_of_a_row_reach_its_valid_tokens_only() -> None:
 
 
 def test_columns_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(AssertionError, match=r"one entry for each of 2 rows.*groups_B.*\(3,\)"):
+    with pytest.raises(AssertionError, match=r"one entry for each of 3 rows.*values_B.*\(2,\)"):
         grpo(torch.zeros(2), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(AssertionError, match="numbered from 0"):
         rloo(torch.zeros(2), torch.tensor([0, -1]))

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from hybridengine.algorithms.kl import KL_ESTIMATORS, k1, k2, k3, kl_estimator
-from hybridengine.errors import ConfigError
+from hybridengine.algorithms.kl import KL_ESTIMATORS, k1, k2, k3
 
 DIFFERENCES = [-3.0, -0.5, 0.0, 1e-4, 0.7, 4.0]
 
@@ -79,9 +78,3 @@ def test_gradient_of_k2_is_that_of_the_kl() -> None:
     log_probs = logits.log_softmax(0)
     (gradient,) = torch.autograd.grad((log_probs.exp().detach() * k2(log_probs, reference)).sum(), logits)
     assert gradient.tolist() == pytest.approx(exact.tolist(), rel=1e-12)
-
-
-def test_lookup_by_name() -> None:
-    assert kl_estimator("k3") is k3
-    with pytest.raises(ConfigError, match=r"kl_estimator='k4' is not known; choose one of k1, k2, k3"):
-        kl_estimator("k4")

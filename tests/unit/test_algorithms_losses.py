@@ -8,15 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hybridengine.algorithms.losses import (
-    PER_SEQUENCE,
-    LossStats,
-    SummedLoss,
-    entropy_bonus,
-    kl_loss,
-    policy_loss,
-    value_loss,
-)
+from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
+from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss, policy_loss
+from hybridengine.algorithms.losses.value import value_loss
 from hybridengine.algorithms.masking import response_mask
 
 LENGTHS = [5, 0, 1, 3, 4, 2]
@@ -86,7 +80,7 @@ def test_value_clip_fraction_counts_no_rounding_noise() -> None:
 
 def test_entropy_bonus_per_sequence_keeps_its_statistic_per_token() -> None:
     entropies_BR = _column(9).abs()
-    loss = entropy_bonus(entropies_BR, MASK_BR, 0.01, PER_SEQUENCE)
+    loss = entropy_bonus(entropies_BR, MASK_BR, 0.01, Aggregation("sequence"))
     rows = [[entropies_BR[b, j].item() for j in range(length)] for b, length in enumerate(LENGTHS)]
     means = [math.fsum(row) / len(row) for row in rows if row]
     assert loss.loss_sum.item() == pytest.approx(-0.01 * math.fsum(means), rel=1e-12)
@@ -110,7 +104,7 @@ def _losses(columns: list[torch.Tensor], mask_BR: torch.Tensor) -> dict[str, Sum
         "value": value_loss(columns[0], columns[1], columns[2], mask_BR),
         "entropy": entropy_bonus(columns[0], mask_BR, 0.1),
         "kl": kl_loss(columns[0], columns[1], mask_BR, 0.1),
-        "per sequence": policy_loss(*columns[:3], mask_BR, aggregation=PER_SEQUENCE),  # type: ignore[misc]
+        "per sequence": policy_loss(*columns[:3], mask_BR, aggregation=Aggregation("sequence")),  # type: ignore[misc]
     }
 
 

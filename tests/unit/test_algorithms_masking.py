@@ -11,7 +11,6 @@ import torch
 from hybridengine.algorithms.masking import (
     check_shapes,
     masked_max,
-    masked_mean,
     masked_sum,
     response_mask,
     whiten,
@@ -51,12 +50,11 @@ def test_response_mask_refuses_lengths_outside_of_the_width(lengths: list[int]) 
         response_mask(torch.tensor(lengths), 4)
 
 
-def test_sum_mean_and_max_see_only_valid_tokens() -> None:
+def test_sum_and_max_see_only_valid_tokens() -> None:
     values_BR, mask_BR = _values_and_mask()
     valid = _valid(values_BR)
     assert len(valid) == 9
     assert masked_sum(values_BR, mask_BR).item() == pytest.approx(math.fsum(valid), rel=1e-12)
-    assert masked_mean(values_BR, mask_BR).item() == pytest.approx(math.fsum(valid) / 9, rel=1e-12)
     assert masked_max(values_BR, mask_BR).item() == max(valid)
     assert masked_max(-values_BR.abs() - 1, mask_BR).item() == max(-abs(value) - 1 for value in valid)
 
@@ -64,8 +62,7 @@ def test_sum_mean_and_max_see_only_valid_tokens() -> None:
 def test_no_valid_token_gives_zero() -> None:
     values_BR, mask_BR = torch.full((2, 3), NAN), torch.zeros(2, 3, dtype=torch.bool)
     assert masked_sum(values_BR, mask_BR).item() == 0.0
-    assert masked_mean(values_BR, mask_BR).item() == 0.0
-    assert masked_max(values_BR, mask_BR, empty=-1.0).item() == -1.0
+    assert masked_max(values_BR, mask_BR).item() == 0.0
     assert masked_max(values_BR[:, :0], mask_BR[:, :0]).item() == 0.0
     assert whiten(values_BR, mask_BR).tolist() == [[0.0] * 3] * 2
 
@@ -78,14 +75,13 @@ def test_masked_entries_get_exactly_zero_gradient_even_where_they_are_nan() -> N
     assert values_BR.grad.tolist() == [[pytest.approx(2 * math.exp(2.0)), 0.0, 0.0]]
 
 
-@pytest.mark.parametrize("shift_mean", [True, False])
-def test_whiten_against_the_statistics_module(shift_mean: bool) -> None:
+def test_whiten_against_the_statistics_module() -> None:
     values_BR, mask_BR = _values_and_mask()
     valid = _valid(values_BR)
-    centre = statistics.fmean(valid) if shift_mean else 0.0
+    mean = statistics.fmean(valid)
     deviation = math.sqrt(statistics.pvariance(valid) + 1e-8)
-    whitened_BR = whiten(values_BR, mask_BR, shift_mean=shift_mean)
-    assert _valid(whitened_BR) == pytest.approx([(value - centre) / deviation for value in valid], rel=1e-12)
+    whitened_BR = whiten(values_BR, mask_BR)
+    assert _valid(whitened_BR) == pytest.approx([(value - mean) / deviation for value in valid], rel=1e-12)
     assert whitened_BR[~mask_BR].tolist() == [0.0] * 11
 
 

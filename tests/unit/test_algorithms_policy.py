@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridengine.algorithms.losses import PER_SEQUENCE, Aggregation, LossStats, SummedLoss, policy_loss
-from hybridengine.algorithms.losses.policy import MAX_LOG_RATIO
+from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
+from hybridengine.algorithms.losses.policy import MAX_LOG_RATIO, policy_loss
 from hybridengine.algorithms.masking import response_mask
 
 LENGTHS = [5, 0, 1, 3, 4, 2]
@@ -28,7 +28,7 @@ CLIPS: list[Clips] = [
 """Low, high, dual; 1.05 lies inside of the range."""
 MODES = {
     "token": (Aggregation("token"), [1.0] * len(PLACES), len(PLACES)),
-    "sequence": (PER_SEQUENCE, [1 / LENGTHS[b] for b, _ in PLACES], 5),
+    "sequence": (Aggregation("sequence"), [1 / LENGTHS[b] for b, _ in PLACES], 5),
     "sequence_sum": (Aggregation("sequence_sum", divisor=8.0), [1 / 8.0] * len(PLACES), 5),
 }
 """What each token's loss weighs in the sum, and what the sum is divided by."""

@@ -194,7 +194,7 @@ def test_the_configurations_of_these_tests_are_valid(built: Path, from_checkpoin
         ),
         (
             ["model.build=null", "model.gguf=m.gguf"],
-            ["model.gguf=m.gguf needs model.hf_config; name the config.json of the same model"],
+            ["model.gguf=m.gguf needs a file model.hf_config, found none; name the config.json"],
         ),
         (["data.eval_file=e.jsonl"], ["data.eval_file=e.jsonl is not read, since data.task generates"]),
         (

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from hybridengine.config import load_config, model_shape
+from hybridengine.config import holder_shape, load_config, model_holders, model_shape
 from hybridengine.errors import CheckpointError, ConfigError, DataError
 from hybridengine.families.registry import FAMILIES
 from hybridengine.model_presets import PRESETS
@@ -84,8 +84,9 @@ def test_each_role_is_checked_against_its_own_model(tmp_path: Path, from_checkpo
         "actor.parallel=2-1-1: p=2 pipeline stages need as many layers, the model has num_layers=1"
     )
     config = load_config(from_checkpoint, [*sizes, "critic.parallel=1-2-1"])
-    assert (model_shape(config).num_layers, model_shape(config, "critic").num_layers) == (2, 1)
-    assert model_shape(config, "reference") == model_shape(config)
+    shapes = {holder.key: holder_shape(config, holder) for holder in model_holders(config)}
+    assert (shapes["actor"].num_layers, shapes["critic"].num_layers) == (2, 1)
+    assert shapes["reference"] == model_shape(config)
     (problem,) = problems_of(from_checkpoint, *sizes[1:], "critic.parallel=1-2-1")
     assert problem.startswith("critic.parallel=1-2-1: t=2 does not divide num_kv_heads=1; choose 1")
 
@@ -133,7 +134,7 @@ def test_a_dry_run_needs_no_checkpoint_where_the_shapes_are_given(
     assert problem.startswith(f"model.hf_config={description} describes another model than ")
     (problem,) = problems_of(from_checkpoint, "model.hf_config=/no/config.json", dry_run=True)
     assert problem.startswith(
-        "model.hf_config: model '/no/config.json' is neither a preset nor a config.json"
+        "model.hf_config: model '/no/config.json' is no preset (presets are llama3-8b, "
     )
 
 
@@ -151,7 +152,7 @@ def test_a_gguf_file_needs_more_than_a_preset(tmp_path: Path, from_checkpoint: P
     for given in ("llama3-70b", str(tmp_path / "model")):
         overrides = ["model.path=null", f"model.gguf={from_checkpoint}", f"model.hf_config={given}"]
         (problem,) = problems_of(from_checkpoint, *overrides)
-        assert problem.startswith(f"model.hf_config={given} must be a file to convert model.gguf=")
+        assert f"needs a file model.hf_config, found {given}; name the config.json" in problem
 
 
 def test_model_shape_without_a_model(tmp_path: Path, from_checkpoint: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridengine.config import check_run, load_config
-from hybridengine.config.loading import all_keys
+from hybridengine.config.loading import known_fields
 from hybridengine.config.reward_checks import reward_sections
 from hybridengine.config.reward_sections import scorer_key
 from tests.unit.test_checkpoint_files import CONFIG, write_checkpoint
@@ -131,8 +131,8 @@ def test_retries(built: Path, overrides: list[str], retries: int) -> None:
         (
             ["reward.terms.one.function=a:b", "reward.function=a:b", "reward.kind=function"],
             [
-                "reward.kind, reward.function are not read, since reward.terms gives several scorers; write them"
-                " beneath a term and null here, or leave reward.terms out"
+                "reward.terms gives several scorers, so that nothing reads reward.kind, reward.function; write such"
+                " keys beneath a term and null here, or leave reward.terms out"
             ],
         ),
         (
@@ -258,7 +258,7 @@ def test_a_cost_has_the_rules_of_a_reward_but_no_function_by_default(built: Path
 
 
 def test_keys_of_terms_are_listed() -> None:
-    keys = list(all_keys())
+    keys = list(known_fields())
     assert {
         "reward.terms",
         "reward.terms.NAME.weight",

@@ -127,4 +127,4 @@ def test_tokenizer_larger_than_the_models_vocabulary(bench: Bench, tmp_path_fact
     write_model(folder, "qwen3", tied=True, head_dim=32, vocab_size=40)
     build_arithmetic_tokenizer().save_pretrained(folder)
     message = bench.refusal(f"model.path={folder}")
-    assert "vocab_size=40 is smaller" in message
+    assert "has vocab_size=40, the actor's tokenizer" in message

@@ -1,4 +1,4 @@
-"""How losses of micro-batches become one gradient: sums first, one division by a count over the mini-batch.
+"""Losses of micro-batches as one gradient: sums first, then one division by a count over the mini-batch.
 
 A mini-batch is what one optimizer step sees: all micro-batches of all data-parallel ranks. Its loss is one of
 
@@ -14,10 +14,6 @@ how rows were cut into micro-batches or spread over ranks. A row is never cut.
 A row without a valid token is no sequence: it adds nothing to the sum and is not counted, because padding rows and rows
 whose reward failed look like that, and neither may change the loss of the others.
 
-A trainer that averages on its own (Megatron's schedule divides by the number of micro-batches where the loss
-function returns (loss, stats), its DistributedDataParallel by the data-parallel size) is told so by
-`num_averaged_parts`.
-
 Source: arXiv 2402.03300, equation 3 (sequence); arXiv 2503.14476, section 3.3 (token); arXiv 2503.20783, section 3
 (sequence_sum).
 """
@@ -26,39 +22,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.masking import check_shapes, masked_sum, zero_masked
-from hybridengine.errors import ConfigError
-
-AggregationName = Literal["token", "sequence", "sequence_sum"]
+from hybridengine.config.sections import LossAggregation
 
 
 @dataclass(frozen=True)
 class Aggregation:
-    """Which mean of token losses the loss of a mini-batch is."""
+    """The mean of token losses that the loss of a mini-batch is."""
 
-    name: AggregationName = "token"
+    name: LossAggregation = "token"
     divisor: float = 1.0
     """Constant that sums over a sequence are divided by, e.g. `max_response_tokens`; of sequence_sum only."""
 
-    def __post_init__(self) -> None:
-        names = get_args(AggregationName)
-        if self.name not in names:
-            raise ConfigError(
-                f"loss_aggregation={self.name!r} is not known; choose one of {', '.join(names)}"
-            )
-        if self.divisor <= 0:
-            raise ConfigError(
-                f"divisor={self.divisor} of a loss must be above 0; choose max_response_tokens, or 1 for plain sums"
-            )
-
     def loss_sum(self, losses_BR: Tensor, mask_BR: Tensor) -> Tensor:
-        """Sum of what the rows contribute, not yet divided by `count`. Shapes: [B, R] -> [], with gradient."""
+        """Return the sum of the rows' losses, not yet divided by `count`. Shapes: [B, R] -> [], with gradient."""
         check_shapes(losses_BR=losses_BR, mask_BR=mask_BR)
         if self.name == "sequence":
             return (zero_masked(losses_BR, mask_BR).sum(1) / mask_BR.sum(1).clamp(min=1)).sum()
@@ -66,16 +48,15 @@ class Aggregation:
         return total / self.divisor if self.name == "sequence_sum" else total
 
     def count(self, mask_BR: Tensor) -> Tensor:
-        """Valid tokens of these rows, or rows with a valid token: the part of these rows in the mean's divisor."""
+        """Return the number of valid tokens, or of rows with one: the part of these rows in the mean's divisor."""
         return mask_BR.sum() if self.name == "token" else mask_BR.any(1).sum()
 
     def stats(self, metric: str, loss_sum: Tensor, mask_BR: Tensor) -> LossStats:
-        """`loss_sum` as a statistic, with its own count."""
+        """Return `loss_sum` as a statistic, with its own count."""
         return LossStats({metric: loss_sum.detach().clone()}, counts={metric: self.count(mask_BR)})
 
 
 PER_TOKEN = Aggregation("token")
-PER_SEQUENCE = Aggregation("sequence")
 
 
 @dataclass(frozen=True)
@@ -94,7 +75,7 @@ class LossStats:
     """Metric -> what its sum is divided by; metrics left out here are means over the valid tokens."""
 
     def metrics(self, num_tokens: int | Tensor) -> dict[str, float]:
-        """Means of the sums, over `num_tokens` or their own counts, and the maxima; a mean of nothing is 0."""
+        """Return means of the sums, over `num_tokens` or their own counts, and the maxima; a mean of nothing is 0."""
         means = {
             name: float(total) / max(int(self.counts.get(name, num_tokens)), 1)
             for name, total in self.sums.items()
@@ -102,7 +83,7 @@ class LossStats:
         return means | {name: float(value) for name, value in self.maxima.items()}
 
     def over_ranks(self, across: Across) -> LossStats:
-        """Statistics of all ranks together; collective: every rank has the same metrics in the same order."""
+        """Return the statistics of all ranks together; collective: every rank has the same metrics in the same order."""
         totals = _reduced([*self.sums.values(), *self.counts.values()], across.sum)
         maxima = _reduced(list(self.maxima.values()), across.max)
         num_sums = len(self.sums)
@@ -122,13 +103,14 @@ class SummedLoss:
     stats: LossStats
 
     def __add__(self, other: SummedLoss) -> SummedLoss:
-        repeated = _names(self.stats) & _names(other.stats)
+        ours, theirs = self.stats, other.stats
+        repeated = {*ours.sums, *ours.maxima} & {*theirs.sums, *theirs.maxima}
         assert not repeated, f"both losses count {sorted(repeated)}: the sums would mix"
-        return SummedLoss(self.loss_sum + other.loss_sum, merge_stats([self.stats, other.stats]))
+        return SummedLoss(self.loss_sum + other.loss_sum, merge_stats([ours, theirs]))
 
 
 def merge_stats(parts: Iterable[LossStats]) -> LossStats:
-    """Statistics of all parts (micro-batches, or different losses) together: sums add, maxima compete."""
+    """Return the statistics of all parts (micro-batches, or different losses): sums add, the largest maximum stays."""
     sums: dict[str, Tensor] = {}
     maxima: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
@@ -139,24 +121,6 @@ def merge_stats(parts: Iterable[LossStats]) -> LossStats:
         for name, value in part.maxima.items():
             maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
     return LossStats(sums, maxima, counts)
-
-
-def global_mean(loss_sum: Tensor, global_count: int | Tensor, num_averaged_parts: int = 1) -> Tensor:
-    """What to call backward on: this micro-batch's share of the mini-batch's mean.
-
-    Args:
-        loss_sum: `SummedLoss.loss_sum` of the micro-batch.
-        global_count: `Aggregation.count` of the whole mini-batch: all micro-batches, all data-parallel ranks.
-        num_averaged_parts: over how many parts the trainer averages gradients afterwards: the number of
-            micro-batches if its schedule divides by that, times the data-parallel size if gradients are
-            averaged and not summed over ranks; 1 if it only sums.
-    """
-    divisor = torch.as_tensor(global_count, device=loss_sum.device).clamp(min=1)
-    return loss_sum * num_averaged_parts / divisor
-
-
-def _names(stats: LossStats) -> set[str]:
-    return set(stats.sums) | set(stats.maxima)
 
 
 def _reduced(values: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> list[Tensor]:

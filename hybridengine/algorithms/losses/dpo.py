@@ -6,7 +6,7 @@ Shape suffixes: B sequences, R response tokens, N pairs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,18 +17,11 @@ from hybridengine.algorithms.masking import check_rows, check_shapes, zero_maske
 from hybridengine.config.sections import ActorSection
 
 
-class PreferenceOptions(Protocol):
-    """Options that `preference_loss` reads of its algorithm."""
-
-    @property
-    def beta(self) -> float: ...
-
-    @property
-    def label_smoothing(self) -> float: ...
-
-
 def sequence_log_probs(log_probs_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """log pi(response | prompt): sums over each row's valid tokens; an empty response has 0. Shapes: [B, R] -> [B]."""
+    """Return log pi(response | prompt): sums over each row's valid tokens; an empty response has 0.
+
+    Shapes: [B, R] -> [B].
+    """
     check_shapes(log_probs_BR=log_probs_BR, mask_BR=mask_BR)
     return zero_masked(log_probs_BR, mask_BR).sum(1)
 
@@ -42,7 +35,7 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     keep_N: Tensor | None = None,
 ) -> SummedLoss:
-    """Sum over pairs of -(1 - e)·log sigmoid(m) - e·log sigmoid(-m), to be divided by the number of kept pairs.
+    """Return the sum over pairs of -(1 - e)·log sigmoid(m) - e·log sigmoid(-m), to be divided by the kept pairs' number.
 
         m = beta·[(log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected)]
 
@@ -86,7 +79,7 @@ def dpo_loss(
 def preference_loss(
     log_probs_BR: Tensor,
     columns: Mapping[str, Tensor],
-    algorithm: PreferenceOptions,
+    algorithm: Any,
     actor: ActorSection,
     aggregation: Aggregation,
 ) -> SummedLoss:
@@ -97,6 +90,7 @@ def preference_loss(
     Args:
         log_probs_BR: of the policy that is trained, with gradient.
         columns: `mask` and `ref_log_probs` [B, R]; `told` [B, R], False for both rows of a pair that says nothing.
+        algorithm: has the options `beta` and `label_smoothing`.
     """
     own_B, reference_B = (
         sequence_log_probs(values_BR, columns["mask"])

@@ -1,4 +1,4 @@
-"""PPO's clipped policy loss, with the clips that others added to it.
+"""Terms of the actor's loss: PPO's clipped policy loss with later clips, the KL divergence, the entropy bonus.
 
 Shape suffixes: B sequences, R response tokens.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hybridengine.algorithms.kl import MAX_LOG_RATIO, k1, k3
+from hybridengine.algorithms.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k1, k3
 from hybridengine.algorithms.losses.aggregation import (
     PER_TOKEN,
     Aggregation,
@@ -35,7 +35,7 @@ def policy_loss(
     weights_BR: Tensor | None = None,
     aggregation: Aggregation = PER_TOKEN,
 ) -> SummedLoss:
-    """-w·min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A) of every valid token, summed as `aggregation` says.
+    """Return -w·min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A) of every valid token, summed as `aggregation` says.
 
     r = pi/pi_old, clamped to e^±20; inf·0 would be NaN. With `dual_clip` c > 1 the minimum is bounded below: where
     A < 0 it is max(min(...), c·A), so that a token whose r has run away does not dominate the batch. The weights w (1
@@ -79,6 +79,53 @@ def policy_loss(
     stats = _stats(log_probs_BR.detach(), old_log_probs_BR, ratio_BR.detach(), clips, mask_BR)
     return SummedLoss(
         loss_sum, merge_stats([aggregation.stats("actor/policy_loss", loss_sum, mask_BR), stats])
+    )
+
+
+def kl_loss(
+    log_probs_BR: Tensor,
+    ref_log_probs_BR: Tensor,
+    mask_BR: Tensor,
+    coefficient: float,
+    estimator: str = "k3",
+    aggregation: Aggregation = PER_TOKEN,
+) -> SummedLoss:
+    """Return coefficient·KL of every valid token by an estimator of kl.py, summed as `aggregation` says.
+
+    The term keeps the policy near the reference without touching the rewards. Gradient flows through `log_probs_BR`
+    only. Its expectation, over tokens sampled by pi itself, differs from that of the estimator's value:
+
+        k1    0: the value is unbiased, but as a loss it pulls nowhere and only adds noise
+        k2    grad KL(pi || pi_ref), though the value is biased
+        k3    grad KL(pi_ref || pi), the other direction; the two agree to first order near pi = pi_ref. GRPO's choice
+
+    Tokens sampled by an older policy make all three approximate: nothing here weighs them by pi/pi_old.
+
+    Shapes: all [B, R].
+    Stats, as a mean per token once divided: actor/kl_loss (the estimator's value, without the coefficient).
+    Source: arXiv 2402.03300, equations 3 and 4; gradients: arXiv 2510.01555.
+    """
+    check_shapes(log_probs_BR=log_probs_BR, ref_log_probs_BR=ref_log_probs_BR, mask_BR=mask_BR)
+    kl_BR = KL_ESTIMATORS[estimator](
+        zero_masked(log_probs_BR, mask_BR), zero_masked(ref_log_probs_BR.detach(), mask_BR)
+    )
+    loss_sum = coefficient * aggregation.loss_sum(kl_BR, mask_BR)
+    return SummedLoss(loss_sum, LossStats({"actor/kl_loss": masked_sum(kl_BR.detach(), mask_BR)}))
+
+
+def entropy_bonus(
+    entropies_BR: Tensor, mask_BR: Tensor, coefficient: float, aggregation: Aggregation = PER_TOKEN
+) -> SummedLoss:
+    """Return -coefficient·H of every valid token, summed as `aggregation` says; H is a distribution's entropy (nats).
+
+    Shapes: both [B, R].
+    Stats, as a mean per token once divided: actor/entropy (H itself, without the coefficient).
+    Source: arXiv 1707.06347, equation 9.
+    """
+    check_shapes(entropies_BR=entropies_BR, mask_BR=mask_BR)
+    loss_sum = -coefficient * aggregation.loss_sum(entropies_BR, mask_BR)
+    return SummedLoss(
+        loss_sum, LossStats({"actor/entropy": masked_sum(entropies_BR.detach(), mask_BR).clone()})
     )
 
 

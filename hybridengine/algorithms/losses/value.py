@@ -19,7 +19,7 @@ def value_loss(
     mask_BR: Tensor,
     clip_value: float | None = 0.2,
 ) -> SummedLoss:
-    """Sum over valid tokens of 1/2·max((V - R)^2, (V_clip - R)^2), V_clip = clip(V, V_old ± clip_value).
+    """Return the sum over valid tokens of 1/2·max((V - R)^2, (V_clip - R)^2), V_clip = clip(V, V_old ± clip_value).
 
     Gradient flows through `values_BR` only. `clip_value=None` leaves 1/2·(V - R)^2.
 

@@ -73,8 +73,8 @@ def returns_the_step(*_: object) -> Any:
             returns_a_text,
             'step 1 of algorithm.name=safe_rlhf returned note="good"; return its metrics, a dict of',
         ),
-        (returns_several, "returned losses=.*; return its metrics, a dict of numbers"),
-        (returns_the_step, "returned a metric called \"step\"; .* names, others than 'step'"),
+        (returns_several, "returned losses=.*; return its metrics, a dict of names"),
+        (returns_the_step, "returned step=3; return .* names, others than 'step'"),
     ],
 )
 def test_metrics_that_are_none_leave_what_is_known_of_the_step(

@@ -198,5 +198,5 @@ def test_a_state_that_no_checkpoint_can_have(started: Started) -> None:
         state["phase"] = "warm"  # type: ignore[assignment]
         return {"loss": 1.0}
 
-    match = r"step 1 of .* keeps \"phase\"=\"warm\" in its state; keep names and"
+    match = r"step 1 of .* keeps in its state phase=\"warm\"; keep names"
     left_by(started, started.roles, keeps_text, "kept", ConfigError, match)
