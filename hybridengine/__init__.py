@@ -15,7 +15,7 @@ _HOMES = {
     "algorithms.masking": "over_tokens",
     "backends.engine": "Engine Request Response SamplingSettings generate",
     "backends.megatron.groups": "initialize_globals",
-    "backends.megatron.trainer": "MegatronTrainer OptimizerSettings",
+    "backends.megatron.trainer": "MegatronTrainer",
     "backends.megatron.weights": "load_weights save_weights",
     "backends.policy": "Policy",
     "backends.vllm.construction": "EngineSettings",
@@ -24,6 +24,7 @@ _HOMES = {
     "config": "RunConfig load_config",
     "config.algorithm": "Algorithm",
     "config.conflicts": "Conflict",
+    "config.sections": "OptimizerSection",
     "config.values": "ImportPath",
     "controller.context": "RankContext",
     "controller.pool": "ResourcePool",
@@ -77,7 +78,6 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.backends.engine import generate as generate
     from hybridengine.backends.megatron.groups import initialize_globals as initialize_globals
     from hybridengine.backends.megatron.trainer import MegatronTrainer as MegatronTrainer
-    from hybridengine.backends.megatron.trainer import OptimizerSettings as OptimizerSettings
     from hybridengine.backends.megatron.weights import load_weights as load_weights
     from hybridengine.backends.megatron.weights import save_weights as save_weights
     from hybridengine.backends.policy import Policy as Policy
@@ -88,6 +88,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.config import load_config as load_config
     from hybridengine.config.algorithm import Algorithm as Algorithm
     from hybridengine.config.conflicts import Conflict as Conflict
+    from hybridengine.config.sections import OptimizerSection as OptimizerSection
     from hybridengine.config.values import ImportPath as ImportPath
     from hybridengine.controller.context import RankContext as RankContext
     from hybridengine.controller.pool import ResourcePool as ResourcePool

@@ -36,7 +36,7 @@ from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.runtime.verify import Verify
 from hybridengine.topology.grid import group_with
 from hybridengine.topology.links import NodeMap
-from workers.model_worker import TrainedWorker, optimizer_settings
+from workers.model_worker import TrainedWorker
 
 
 class ActorWorker(TrainedWorker):
@@ -95,16 +95,9 @@ class ActorWorker(TrainedWorker):
     @register(ONE_TO_ALL)
     def start_supervised(self, lr: float, steps: int) -> None:
         """Start the optimizer of the supervised warm-up: the rate rises over a thirtieth of its steps, then falls."""
+        course = {"lr": lr, "min_lr": 0.0, "schedule": "cosine", "warmup_steps": max(1, steps // 30)}
         self.trainer.start_optimizer(
-            optimizer_settings(
-                self.section,
-                steps,
-                lr=lr,
-                min_lr=0.0,
-                schedule="cosine",
-                warmup_steps=max(1, steps // 30),
-                decay_steps=steps,
-            )
+            self.section.optimizer.model_copy(update=course), steps, self.section.offload
         )
 
     @register(PROTO_3D, SEQUENCE_COLUMNS)
