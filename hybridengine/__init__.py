@@ -26,7 +26,6 @@ _HOMES = {
     "config.conflicts": "Conflict",
     "config.sections": "OptimizerSection",
     "config.values": "ImportPath",
-    "controller.context": "RankContext",
     "controller.pool": "ResourcePool",
     "controller.rows": "Rows",
     "controller.worker_group": "WorkerGroup",
@@ -40,7 +39,9 @@ _HOMES = {
     "families.family": "Family",
     "families.tables": "NameSet",
     "model_shapes": "ModelShape",
-    "protocols": "ALL_TO_ALL DP_PROTO ONE_TO_ALL PROTO_3D PROTO_3D_ALL_MICRO_DP PROTO_3D_PP_ONLY register",
+    "protocols": (
+        "ALL_TO_ALL DP_PROTO ONE_TO_ALL PROTO_3D PROTO_3D_ALL_MICRO_DP PROTO_3D_PP_ONLY RankContext register"
+    ),
     "reshard.domains": "domains",
     "reshard.hf": "hf_layout",
     "reshard.layout": "Layout",
@@ -90,7 +91,6 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.config.conflicts import Conflict as Conflict
     from hybridengine.config.sections import OptimizerSection as OptimizerSection
     from hybridengine.config.values import ImportPath as ImportPath
-    from hybridengine.controller.context import RankContext as RankContext
     from hybridengine.controller.pool import ResourcePool as ResourcePool
     from hybridengine.controller.rows import Rows as Rows
     from hybridengine.controller.worker_group import WorkerGroup as WorkerGroup
@@ -122,6 +122,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.protocols import PROTO_3D as PROTO_3D
     from hybridengine.protocols import PROTO_3D_ALL_MICRO_DP as PROTO_3D_ALL_MICRO_DP
     from hybridengine.protocols import PROTO_3D_PP_ONLY as PROTO_3D_PP_ONLY
+    from hybridengine.protocols import RankContext as RankContext
     from hybridengine.protocols import register as register
     from hybridengine.reshard.domains import domains as domains
     from hybridengine.reshard.hf import hf_layout as hf_layout

@@ -20,11 +20,10 @@ from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
 from hybridengine.config.algorithm import Algorithm
-from hybridengine.controller.context import RankContext
 from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.importing import import_object
 from hybridengine.model_shapes import DTYPE_BYTES
-from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, register
+from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, RankContext, register
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.runtime.digests import digests

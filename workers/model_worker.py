@@ -21,10 +21,9 @@ from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import TrainedSection
-from hybridengine.controller.context import RankContext
 from hybridengine.errors import CheckpointError, DataError, ProtocolError
 from hybridengine.model_shapes import ModelShape
-from hybridengine.protocols import ONE_TO_ALL, register
+from hybridengine.protocols import ONE_TO_ALL, RankContext, register
 from hybridengine.runtime.micro_batches import cut_rows, gather_rows
 from hybridengine.runtime.mini_batches import draw_mini_batches
 from hybridengine.runtime.process_groups import process_groups

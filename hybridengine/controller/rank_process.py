@@ -19,11 +19,11 @@ import ray
 
 from hybridengine.controller import network
 from hybridengine.controller.calls import Arguments, Call
-from hybridengine.controller.context import RankContext
 from hybridengine.controller.failures import Outcome, failure_of
 from hybridengine.controller.whereabouts import telling
 from hybridengine.errors import WorkerError
 from hybridengine.importing import import_object, nothing_collected
+from hybridengine.protocols import RankContext
 from hybridengine.runtime.host_memory import held_bytes
 
 

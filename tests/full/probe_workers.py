@@ -14,7 +14,6 @@ import torch.distributed as dist
 from ray import cloudpickle
 from tensordict import NonTensorStack, TensorDict
 
-from hybridengine.controller.context import RankContext
 from hybridengine.errors import ConfigError
 from hybridengine.protocols import (
     ALL_TO_ALL,
@@ -23,6 +22,7 @@ from hybridengine.protocols import (
     PROTO_3D,
     PROTO_3D_ALL_MICRO_DP,
     PROTO_3D_PP_ONLY,
+    RankContext,
     register,
 )
 from hybridengine.runtime.row_requests import ROW_NUMBERS

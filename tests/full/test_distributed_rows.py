@@ -164,7 +164,7 @@ def test_what_is_missing_is_named(actor: WorkerGroup, critic: WorkerGroup) -> No
     rows = actor.numbers(Rows.numbered(8))
     with pytest.raises(RankFailedError, match=r"critic\.over_dp.*KeyError") as caught:
         critic.over_dp(rows.select()).get()
-    assert caught.value.role == "critic"
+    assert caught.value.failure.role == "critic"
     with pytest.raises(
         RankFailedError, match=r"critic\.doubled.*\['row_ids'\] are needed.*there are \['doubled'\]"
     ):
