@@ -49,11 +49,11 @@ _HOMES = {
     "reshard.plan": "Plan",
     "reshard.planner": "compile_plan",
     "reshard.vllm": "vllm_layout",
+    "runtime.executor": "Verify",
     "runtime.hybrid_engine": "GenerationSide HybridEngine TrainingSide",
     "runtime.process_groups": "process_groups",
     "runtime.storage": "WeightStorage",
     "runtime.transport": "PointToPointTransport",
-    "runtime.verify": "Verify",
     "runtime.weight_push": "WeightPush",
     "topology.generation": "GenerationGrid Grouping",
     "topology.grid": "Grid RankOrder group_with",
@@ -131,13 +131,13 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.reshard.plan import Plan as Plan
     from hybridengine.reshard.planner import compile_plan as compile_plan
     from hybridengine.reshard.vllm import vllm_layout as vllm_layout
+    from hybridengine.runtime.executor import Verify as Verify
     from hybridengine.runtime.hybrid_engine import GenerationSide as GenerationSide
     from hybridengine.runtime.hybrid_engine import HybridEngine as HybridEngine
     from hybridengine.runtime.hybrid_engine import TrainingSide as TrainingSide
     from hybridengine.runtime.process_groups import process_groups as process_groups
     from hybridengine.runtime.storage import WeightStorage as WeightStorage
     from hybridengine.runtime.transport import PointToPointTransport as PointToPointTransport
-    from hybridengine.runtime.verify import Verify as Verify
     from hybridengine.runtime.weight_push import WeightPush as WeightPush
     from hybridengine.topology.generation import GenerationGrid as GenerationGrid
     from hybridengine.topology.generation import Grouping as Grouping

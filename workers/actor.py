@@ -28,11 +28,11 @@ from hybridengine.reshard.domains import domains
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.runtime.digests import digests
 from hybridengine.runtime.drift import check_drift, save_reproduction
+from hybridengine.runtime.executor import Verify
 from hybridengine.runtime.hybrid_engine import HybridEngine
 from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS, cut_rows
 from hybridengine.runtime.row_requests import ROW_NUMBERS
 from hybridengine.runtime.transport import PointToPointTransport
-from hybridengine.runtime.verify import Verify
 from hybridengine.topology.grid import group_with
 from hybridengine.topology.links import NodeMap
 from workers.model_worker import TrainedWorker

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from hybridengine.errors import HybridEngineError, PlanError, StorageError, TransferError
 from hybridengine.reshard.layout import LocalParameter
@@ -20,6 +21,15 @@ _num_runs: Counter[str] = Counter()
 
 Of the process, not of an executor: one that is made anew on the same group must not read the notes of the one before.
 """
+
+
+class Verify(str, Enum):
+    """When receivers check what they have received."""
+
+    FIRST = "first"
+    """In the first switch of each direction: what is wrong with a plan is wrong every time."""
+    ALWAYS = "always"
+    NEVER = "never"
 
 
 @dataclass
@@ -216,7 +226,8 @@ class PlanExecutor:
         opened.pending = [self._transport.post(step.messages)]
         if step.checks is not None:
             step.checks.sign()
-            opened.pending.append(self._transport.post(step.checks.messages))
+            if step.checks.messages is not None:
+                opened.pending.append(self._transport.post(step.checks.messages))
 
     def _finish_oldest(
         self, in_flight: list[_Open], after_bucket: Callable[[tuple[str, ...]], None] | None
@@ -233,6 +244,7 @@ class PlanExecutor:
             if step.checks is not None:
                 step.checks.verify(self._rank)
         if program.local_checks is not None:
+            program.local_checks.sign()
             program.local_checks.verify(self._rank)
         in_flight.pop(0)
         program.staging.release()

@@ -21,11 +21,11 @@ from hybridengine.errors import HybridEngineError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.package_versions import package_versions
 from hybridengine.runtime import fingerprint
+from hybridengine.runtime.executor import Verify
 from hybridengine.runtime.hybrid_engine import HybridEngine, Mode
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import WeightStorage
 from hybridengine.runtime.transport import PointToPointTransport
-from hybridengine.runtime.verify import Verify
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
 from tests.gloo.megatron_training import copy_weights, make_trainer, same_weights, step
