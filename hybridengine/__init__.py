@@ -29,7 +29,7 @@ _HOMES = {
     "controller.pool": "ResourcePool",
     "controller.rows": "Rows",
     "controller.worker_group": "WorkerGroup",
-    "drivers.counted": "counted_rows",
+    "drivers.advantages": "counted_rows",
     "drivers.dataflow": "measure_rollout switch_metrics with_advantages",
     "drivers.roles": "Roles Sampling",
     "errors": (
@@ -94,7 +94,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.controller.pool import ResourcePool as ResourcePool
     from hybridengine.controller.rows import Rows as Rows
     from hybridengine.controller.worker_group import WorkerGroup as WorkerGroup
-    from hybridengine.drivers.counted import counted_rows as counted_rows
+    from hybridengine.drivers.advantages import counted_rows as counted_rows
     from hybridengine.drivers.dataflow import measure_rollout as measure_rollout
     from hybridengine.drivers.dataflow import switch_metrics as switch_metrics
     from hybridengine.drivers.dataflow import with_advantages as with_advantages

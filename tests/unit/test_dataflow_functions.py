@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from hybridengine.algorithms.across import ONE_PROCESS
 from hybridengine.config.algorithm import CorrectionSection
 from hybridengine.drivers import advantages, online_dpo
-from hybridengine.drivers.counted import counted_rows
+from hybridengine.drivers.advantages import counted_rows
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.reinforce_plus_plus import ReinforcePlusPlus
