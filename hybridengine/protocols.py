@@ -31,6 +31,8 @@ from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Coordinate, Grid, Mesh, RankOrder
 from hybridengine.topology.sizes import ROW_AXIS, GenSizes, TrainSizes
 
+ROW_NUMBERS = "row_numbers"
+"""A column that all rows have: int64, their number among the rows of the call."""
 RowRanges = tuple[range, ...]
 """One range of rows per rank of a group, in rank order."""
 

@@ -23,7 +23,14 @@ from hybridengine.config.algorithm import Algorithm
 from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.importing import import_object
 from hybridengine.model_shapes import DTYPE_BYTES
-from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, RankContext, register
+from hybridengine.protocols import (
+    ONE_TO_ALL,
+    PROTO_3D,
+    PROTO_3D_ALL_MICRO_DP,
+    ROW_NUMBERS,
+    RankContext,
+    register,
+)
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.runtime.digests import digests
@@ -31,7 +38,6 @@ from hybridengine.runtime.drift import check_drift, save_reproduction
 from hybridengine.runtime.executor import Verify
 from hybridengine.runtime.hybrid_engine import HybridEngine
 from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS, cut_rows
-from hybridengine.runtime.row_requests import ROW_NUMBERS
 from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.topology.grid import group_with
 from hybridengine.topology.links import NodeMap

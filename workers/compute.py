@@ -9,9 +9,8 @@ from tensordict import TensorDict, TensorDictBase
 from hybridengine.algorithms.across import AcrossRanks
 from hybridengine.config import RunConfig
 from hybridengine.importing import import_object
-from hybridengine.protocols import DP_PROTO, RankContext, register
+from hybridengine.protocols import DP_PROTO, ROW_NUMBERS, RankContext, register
 from hybridengine.runtime.process_groups import process_groups
-from hybridengine.runtime.row_requests import ROW_NUMBERS
 
 
 class ComputeWorker:

@@ -23,10 +23,9 @@ from hybridengine.config import RunConfig
 from hybridengine.config.sections import TrainedSection
 from hybridengine.errors import CheckpointError, DataError, ProtocolError
 from hybridengine.model_shapes import ModelShape
-from hybridengine.protocols import ONE_TO_ALL, RankContext, register
+from hybridengine.protocols import ONE_TO_ALL, ROW_NUMBERS, RankContext, register
 from hybridengine.runtime.micro_batches import cut_rows, draw_mini_batches, gather_rows
 from hybridengine.runtime.process_groups import process_groups
-from hybridengine.runtime.row_requests import ROW_NUMBERS
 
 
 class ModelWorker:

@@ -10,8 +10,7 @@ from hybridengine.config import RunConfig
 from hybridengine.data.epochs import rows_after
 from hybridengine.data.prompts import PromptDataset
 from hybridengine.data.tokenizer import load_tokenizer
-from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, RankContext, register
-from hybridengine.runtime.row_requests import ROW_NUMBERS
+from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 
 
 class PromptWorker:

@@ -27,7 +27,7 @@ from hybridengine.drivers.remax import Remax
 from hybridengine.drivers.rloo import Rloo
 from hybridengine.drivers.safe_rlhf import SafeRlhf
 from hybridengine.errors import DataError
-from hybridengine.runtime.row_requests import ROW_NUMBERS
+from hybridengine.protocols import ROW_NUMBERS
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def test_wrong_groups_are_refused_before_anything_starts(ray_cluster: int, pool:
         WorkerGroup(fresh, ProbeWorker, parallel="4-1-1", generate="1-3")
     with pytest.raises(ConfigError, match="SilentWorker has no registered method"):
         WorkerGroup(fresh, SilentWorker, parallel="2-2-1")
-    with pytest.raises(ConfigError, match=r"ClashingWorker\.protocol has the name of an attribute"):
+    with pytest.raises(ConfigError, match=r"ClashingWorker\.topology has the name of an attribute"):
         WorkerGroup(fresh, ClashingWorker, parallel="2-2-1")
     with pytest.raises(ConfigError, match=r"'nowhere\.Worker' cannot be imported"):
         WorkerGroup(fresh, "nowhere.Worker", parallel="2-2-1")

@@ -126,7 +126,7 @@ def object_of(rows: Rows) -> bytes:
     """Return Ray's name of the object of the column `wide` of rank 0."""
     (source,) = rows.sources
     assert isinstance(source.origin, Produced)
-    (stored,) = source.origin.future.stored([0])
+    (stored,) = ray.get(source.origin.future.references[:1])
     return stored.columns["wide"].content.binary()
 
 

@@ -23,7 +23,7 @@ from hybridengine.drivers.roles import Roles
 from hybridengine.drivers.rollout_metrics import rollout_metrics
 from hybridengine.drivers.safe_rlhf import SafeRlhf
 from hybridengine.errors import ConfigError, DataError
-from hybridengine.runtime.row_requests import ROW_NUMBERS
+from hybridengine.protocols import ROW_NUMBERS
 
 NUM_ROWS, WIDTH, SAMPLES = 8, 5, 4
 LENGTHS = [5, 3, 0, 2, 1, 4, 5, 2]

@@ -13,9 +13,8 @@ from tensordict import NonTensorStack, TensorDict
 from hybridengine.config import RunConfig, load_config
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import DataError
-from hybridengine.protocols import GroupTopology, RankContext, registered
+from hybridengine.protocols import ROW_NUMBERS, GroupTopology, RankContext, registered
 from hybridengine.runtime.batch import columns_of
-from hybridengine.runtime.row_requests import ROW_NUMBERS
 from workers import reward
 from workers.reward import RewardFunctionWorker, RewardModelWorker
 
