@@ -15,7 +15,7 @@ _HOMES = {
     "algorithms.masking": "over_tokens",
     "backends.engine": "Engine Request Response SamplingSettings generate",
     "backends.megatron.groups": "initialize_globals",
-    "backends.megatron.trainer": "MegatronTrainer OptimizerSettings",
+    "backends.megatron.trainer": "MegatronTrainer",
     "backends.megatron.weights": "load_weights save_weights",
     "backends.policy": "Policy",
     "backends.vllm.construction": "EngineSettings",
@@ -23,12 +23,12 @@ _HOMES = {
     "backends.vllm.environment": "rank_environment",
     "config": "RunConfig load_config",
     "config.algorithm": "Algorithm Conflict",
+    "config.sections": "OptimizerSection",
     "config.values": "ImportPath",
-    "controller.context": "RankContext",
     "controller.pool": "ResourcePool",
     "controller.rows": "Rows",
     "controller.worker_group": "WorkerGroup",
-    "drivers.counted": "counted_rows",
+    "drivers.advantages": "counted_rows",
     "drivers.dataflow": "measure_rollout switch_metrics with_advantages",
     "drivers.roles": "Roles Sampling",
     "errors": (
@@ -38,7 +38,9 @@ _HOMES = {
     "families.family": "Family",
     "families.tables": "NameSet",
     "model_shapes": "ModelShape",
-    "protocols": "ALL_TO_ALL DP_PROTO ONE_TO_ALL PROTO_3D PROTO_3D_ALL_MICRO_DP PROTO_3D_PP_ONLY register",
+    "protocols": (
+        "ALL_TO_ALL DP_PROTO ONE_TO_ALL PROTO_3D PROTO_3D_ALL_MICRO_DP PROTO_3D_PP_ONLY RankContext register"
+    ),
     "reshard.domains": "domains",
     "reshard.hf": "hf_layout",
     "reshard.layout": "Layout",
@@ -46,11 +48,11 @@ _HOMES = {
     "reshard.plan": "Plan",
     "reshard.planner": "compile_plan",
     "reshard.vllm": "vllm_layout",
+    "runtime.executor": "Verify",
     "runtime.hybrid_engine": "GenerationSide HybridEngine TrainingSide",
     "runtime.process_groups": "process_groups",
     "runtime.storage": "WeightStorage",
     "runtime.transport": "PointToPointTransport",
-    "runtime.verify": "Verify",
     "runtime.weight_push": "WeightPush",
     "topology.generation": "GenerationGrid Grouping",
     "topology.grid": "Grid RankOrder group_with",
@@ -76,7 +78,6 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.backends.engine import generate as generate
     from hybridengine.backends.megatron.groups import initialize_globals as initialize_globals
     from hybridengine.backends.megatron.trainer import MegatronTrainer as MegatronTrainer
-    from hybridengine.backends.megatron.trainer import OptimizerSettings as OptimizerSettings
     from hybridengine.backends.megatron.weights import load_weights as load_weights
     from hybridengine.backends.megatron.weights import save_weights as save_weights
     from hybridengine.backends.policy import Policy as Policy
@@ -87,12 +88,12 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.config import load_config as load_config
     from hybridengine.config.algorithm import Algorithm as Algorithm
     from hybridengine.config.algorithm import Conflict as Conflict
+    from hybridengine.config.sections import OptimizerSection as OptimizerSection
     from hybridengine.config.values import ImportPath as ImportPath
-    from hybridengine.controller.context import RankContext as RankContext
     from hybridengine.controller.pool import ResourcePool as ResourcePool
     from hybridengine.controller.rows import Rows as Rows
     from hybridengine.controller.worker_group import WorkerGroup as WorkerGroup
-    from hybridengine.drivers.counted import counted_rows as counted_rows
+    from hybridengine.drivers.advantages import counted_rows as counted_rows
     from hybridengine.drivers.dataflow import measure_rollout as measure_rollout
     from hybridengine.drivers.dataflow import switch_metrics as switch_metrics
     from hybridengine.drivers.dataflow import with_advantages as with_advantages
@@ -120,6 +121,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.protocols import PROTO_3D as PROTO_3D
     from hybridengine.protocols import PROTO_3D_ALL_MICRO_DP as PROTO_3D_ALL_MICRO_DP
     from hybridengine.protocols import PROTO_3D_PP_ONLY as PROTO_3D_PP_ONLY
+    from hybridengine.protocols import RankContext as RankContext
     from hybridengine.protocols import register as register
     from hybridengine.reshard.domains import domains as domains
     from hybridengine.reshard.hf import hf_layout as hf_layout
@@ -128,13 +130,13 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.reshard.plan import Plan as Plan
     from hybridengine.reshard.planner import compile_plan as compile_plan
     from hybridengine.reshard.vllm import vllm_layout as vllm_layout
+    from hybridengine.runtime.executor import Verify as Verify
     from hybridengine.runtime.hybrid_engine import GenerationSide as GenerationSide
     from hybridengine.runtime.hybrid_engine import HybridEngine as HybridEngine
     from hybridengine.runtime.hybrid_engine import TrainingSide as TrainingSide
     from hybridengine.runtime.process_groups import process_groups as process_groups
     from hybridengine.runtime.storage import WeightStorage as WeightStorage
     from hybridengine.runtime.transport import PointToPointTransport as PointToPointTransport
-    from hybridengine.runtime.verify import Verify as Verify
     from hybridengine.runtime.weight_push import WeightPush as WeightPush
     from hybridengine.topology.generation import GenerationGrid as GenerationGrid
     from hybridengine.topology.generation import Grouping as Grouping

@@ -28,9 +28,11 @@ from typing import Any, TypeVar, cast
 
 from hybridengine.errors import ProtocolError
 from hybridengine.topology.generation import GenerationGrid
-from hybridengine.topology.grid import Grid, Mesh, RankOrder
+from hybridengine.topology.grid import Coordinate, Grid, Mesh, RankOrder
 from hybridengine.topology.sizes import ROW_AXIS, GenSizes, TrainSizes
 
+ROW_NUMBERS = "row_numbers"
+"""A column that all rows have: int64, their number among the rows of the call."""
 RowRanges = tuple[range, ...]
 """One range of rows per rank of a group, in rank order."""
 
@@ -65,6 +67,26 @@ class GroupTopology:
     def __str__(self) -> str:
         generates = "" if self.generation is None else f" generating at {self.generation.sizes}"
         return f"{self.grid.sizes}{generates}"
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Place of one worker; the first argument of every worker's constructor: ``Worker(context, **config)``."""
+
+    role: str
+    """Name of the worker group, e.g. "actor"."""
+    rank: int
+    """Rank in the pool, which is the rank in torch.distributed's world."""
+    world_size: int
+    topology: GroupTopology
+    """Arrangement of the group's ranks."""
+    coordinate: Coordinate
+    """Training coordinate of this rank in that arrangement."""
+    node: str
+    """Address of the machine."""
+
+    def __str__(self) -> str:
+        return f"{self.role} rank {self.rank} ({self.coordinate}, node {self.node})"
 
 
 @dataclass(frozen=True)
@@ -122,18 +144,11 @@ class Protocol:
         return ranks
 
     def _check_tiling(self, num_rows: int, ranges: RowRanges, topology: GroupTopology) -> None:
-        expected = 0
-        for rank in self.source_ranks(topology):
-            if ranges[rank].start != expected:
-                raise ProtocolError(
-                    f"{self.name} concatenates rows {ranges[rank]} of rank {rank} where row {expected} is due;"
-                    " the ranges of `sources`, in order, must cover every row once"
-                )
-            expected = ranges[rank].stop
-        if expected != num_rows:
+        found = [ranges[rank] for rank in self.source_ranks(topology)]
+        if [0, *(rows.stop for rows in found)] != [*(rows.start for rows in found), num_rows]:
             raise ProtocolError(
-                f"{self.name} collects rows 0 to {expected} of {num_rows};"
-                " the ranges of `sources`, in order, must cover every row once"
+                f"{self.name} concatenates {', '.join(map(str, found))} of {num_rows} rows; the ranges of `sources`, in"
+                " order, must cover every row once"
             )
 
 
@@ -217,12 +232,6 @@ PROTO_3D_ALL_MICRO_DP = Protocol(
 PROTO_3D_PP_ONLY = Protocol("3D_PP_ONLY", _same_rows, _every_stage, concatenates=False)
 DP_PROTO = Protocol("DP_PROTO", _split_over_ranks, _all_ranks, concatenates=True)
 ALL_TO_ALL = Protocol("ALL_TO_ALL", _one_item_each, _all_ranks, concatenates=False, takes_items=True)
-
-PAPER_PROTOCOLS = {
-    protocol.name: protocol
-    for protocol in (ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, PROTO_3D_PP_ONLY, DP_PROTO, ALL_TO_ALL)
-}
-"""The six protocols of table 3 by the paper's names."""
 
 _ATTRIBUTE = "_registration"
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -19,23 +19,28 @@ from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
 from hybridengine.config.algorithm import Algorithm
-from hybridengine.controller.context import RankContext
 from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.importing import import_object
 from hybridengine.model_shapes import DTYPE_BYTES
-from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, register
+from hybridengine.protocols import (
+    ONE_TO_ALL,
+    PROTO_3D,
+    PROTO_3D_ALL_MICRO_DP,
+    ROW_NUMBERS,
+    RankContext,
+    register,
+)
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.runtime.digests import digests
 from hybridengine.runtime.drift import check_drift, save_reproduction
+from hybridengine.runtime.executor import Verify
 from hybridengine.runtime.hybrid_engine import HybridEngine
 from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS, cut_rows
-from hybridengine.runtime.row_requests import ROW_NUMBERS
 from hybridengine.runtime.transport import PointToPointTransport
-from hybridengine.runtime.verify import Verify
 from hybridengine.topology.grid import group_with
 from hybridengine.topology.links import NodeMap
-from workers.model_worker import TrainedWorker, optimizer_settings
+from workers.model_worker import TrainedWorker
 
 
 class ActorWorker(TrainedWorker):
@@ -94,16 +99,9 @@ class ActorWorker(TrainedWorker):
     @register(ONE_TO_ALL)
     def start_supervised(self, lr: float, steps: int) -> None:
         """Start the optimizer of the supervised warm-up: the rate rises over a thirtieth of its steps, then falls."""
+        course = {"lr": lr, "min_lr": 0.0, "schedule": "cosine", "warmup_steps": max(1, steps // 30)}
         self.trainer.start_optimizer(
-            optimizer_settings(
-                self.section,
-                steps,
-                lr=lr,
-                min_lr=0.0,
-                schedule="cosine",
-                warmup_steps=max(1, steps // 30),
-                decay_steps=steps,
-            )
+            self.section.optimizer.model_copy(update=course), steps, self.section.offload
         )
 
     @register(PROTO_3D, SEQUENCE_COLUMNS)

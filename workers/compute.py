@@ -8,11 +8,9 @@ from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.algorithms.across import Across
 from hybridengine.config import RunConfig
-from hybridengine.controller.context import RankContext
 from hybridengine.importing import import_object
-from hybridengine.protocols import DP_PROTO, register
+from hybridengine.protocols import DP_PROTO, ROW_NUMBERS, RankContext, register
 from hybridengine.runtime.process_groups import process_groups
-from hybridengine.runtime.row_requests import ROW_NUMBERS
 
 
 class ComputeWorker:

@@ -11,10 +11,8 @@ from torch import Tensor
 from hybridengine.algorithms.losses.value import value_loss
 from hybridengine.backends.megatron.outputs import response_values
 from hybridengine.config import RunConfig
-from hybridengine.controller.context import RankContext
-from hybridengine.protocols import PROTO_3D, register
+from hybridengine.protocols import PROTO_3D, ROW_NUMBERS, RankContext, register
 from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS
-from hybridengine.runtime.row_requests import ROW_NUMBERS
 from workers.model_worker import TrainedWorker
 
 

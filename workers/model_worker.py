@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -17,19 +16,16 @@ from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_check
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.shim import device
-from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer, OptimizerSettings
+from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import TrainedSection
-from hybridengine.controller.context import RankContext
 from hybridengine.errors import CheckpointError, DataError, ProtocolError
 from hybridengine.model_shapes import ModelShape
-from hybridengine.protocols import ONE_TO_ALL, register
-from hybridengine.runtime.micro_batches import cut_rows, gather_rows
-from hybridengine.runtime.mini_batches import draw_mini_batches
+from hybridengine.protocols import ONE_TO_ALL, ROW_NUMBERS, RankContext, register
+from hybridengine.runtime.micro_batches import cut_rows, draw_mini_batches, gather_rows
 from hybridengine.runtime.process_groups import process_groups
-from hybridengine.runtime.row_requests import ROW_NUMBERS
 
 
 class ModelWorker:
@@ -96,7 +92,9 @@ class TrainedWorker(ModelWorker):
 
     def start_optimizer(self) -> None:
         """Start RL's optimizer, with fresh state."""
-        self.trainer.start_optimizer(optimizer_settings(self.section, self.run.run.steps))
+        section = self.section
+        steps = self.run.run.steps * section.ppo_epochs * section.mini_batches
+        self.trainer.start_optimizer(section.optimizer, steps, section.offload)
 
     @register(ONE_TO_ALL)
     def begin_save(self, folder: str) -> CheckpointError | None:
@@ -221,21 +219,3 @@ class TrainedWorker(ModelWorker):
         stats = merge_stats([part for part, _ in collected]).over_ranks(across)
         tokens = torch.tensor(sum(count for _, count in collected), device=device())
         return stats.metrics(across.sum(tokens))
-
-
-def optimizer_settings(section: TrainedSection, steps: int, **changes: Any) -> OptimizerSettings:
-    """Megatron's settings of a configured optimizer, for a run of `steps` iterations."""
-    optimizer = section.optimizer
-    settings = OptimizerSettings(
-        lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        warmup_steps=optimizer.warmup_steps,
-        decay_steps=steps * section.ppo_epochs * section.mini_batches,
-        schedule=optimizer.schedule,
-        weight_decay=optimizer.weight_decay,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        clip_grad=optimizer.clip_grad,
-        offload=section.offload,
-    )
-    return replace(settings, **changes)

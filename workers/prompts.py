@@ -7,12 +7,10 @@ from functools import cached_property
 from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.config import RunConfig
-from hybridengine.controller.context import RankContext
 from hybridengine.data.epochs import rows_after
 from hybridengine.data.prompts import PromptDataset
 from hybridengine.data.tokenizer import load_tokenizer
-from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, register
-from hybridengine.runtime.row_requests import ROW_NUMBERS
+from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 
 
 class PromptWorker:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from hybridengine.backends.megatron.outputs import response_log_probs
 from hybridengine.config import RunConfig
-from hybridengine.controller.context import RankContext
-from hybridengine.protocols import PROTO_3D, register
+from hybridengine.protocols import PROTO_3D, RankContext, register
 from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS
 from workers.model_worker import ModelWorker
 

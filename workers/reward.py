@@ -12,13 +12,11 @@ from torch import Tensor
 from hybridengine.backends.megatron.outputs import last_token_scores
 from hybridengine.config import RunConfig
 from hybridengine.config.reward_sections import scorer_key
-from hybridengine.controller.context import RankContext
 from hybridengine.data.rewards import RewardFunctions, reward_texts, score_column
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.errors import DataError
-from hybridengine.protocols import DP_PROTO, ONE_TO_ALL, PROTO_3D, register
+from hybridengine.protocols import DP_PROTO, ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS, cut_rows
-from hybridengine.runtime.row_requests import ROW_NUMBERS
 from workers.model_worker import ModelWorker
 
 

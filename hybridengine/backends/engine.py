@@ -6,17 +6,56 @@ same methods with the same arguments in the same order, because tensor-parallel 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Protocol, Self
 
+from pydantic import AfterValidator, ConfigDict, Field, InstanceOf, ValidationError, model_validator
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic_core import ArgsKwargs, PydanticCustomError
+
+from hybridengine.config.wording import rule
 from hybridengine.errors import DataError, StorageError, shown
 from hybridengine.reshard.layout import Layout
 from hybridengine.runtime.hybrid_engine import GenerationSide
 
+TokenIds = tuple[int, ...]
+"""Token ids; the engine knows which ones its model has."""
 
-@dataclass(frozen=True)
-class SamplingSettings:
+
+@pydantic_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class _Checked:
+    """Values whose types and ranges are checked when they are given."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check(cls, given: ArgsKwargs, build: Callable[[ArgsKwargs], Self]) -> Self:
+        try:
+            return build(given)
+        except ValidationError as error:
+            found, names = error.errors()[0], list(cls.__dataclass_fields__)
+            values = dict(zip(names, given.args, strict=False)) | (given.kwargs or {})
+            place, *inside = found["loc"]
+            name = names[place] if isinstance(place, int) and place < len(names) else place
+            if name not in names or name not in values:
+                raise TypeError(f"{cls.__name__}({name}): {rule(found['msg'])}") from None
+            whose = (
+                f"request {shown(values['request_id'])}" if "request_id" in names else "the sampling settings"
+            )
+            label = f"{name}{''.join(f'[{number}]' for number in inside)}"
+            raise DataError(
+                f"{label}={shown(found['input'])} of {whose} must be {rule(found['msg'])}; choose another value"
+            ) from None
+
+
+def _check_temperature(value: float) -> float:
+    if value and not 0.01 <= value <= 2:
+        raise PydanticCustomError("temperature", "0, or a number from 0.01 to 2")
+    return value
+
+
+@pydantic_dataclass(frozen=True)
+class SamplingSettings(_Checked):
     """Settings with which a response is drawn.
 
     Log-probs are those of the distribution that tokens are drawn from: after temperature, top_k, top_p and min_p. At
@@ -26,100 +65,38 @@ class SamplingSettings:
         DataError: a value is out of range.
     """
 
-    max_tokens: int
+    max_tokens: Annotated[int, Field(ge=1)]
     """Longest response, in tokens."""
-    temperature: float = 1.0
+    temperature: Annotated[float, AfterValidator(_check_temperature)] = 1.0
     """Divides the logits; 0 takes the likeliest token."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Smallest probability mass that tokens are drawn from."""
-    top_k: int = 0
+    top_k: Annotated[int, Field(ge=0)] = 0
     """Number of likeliest tokens to draw from; 0 for all."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Least probability of a token, relative to the likeliest one."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: TokenIds = ()
     """Tokens that end a response, of which they are the last token; no other token ends one."""
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a response, once its tokens, decoded with special ones, contain one; needs a tokenizer."""
 
-    def __post_init__(self) -> None:
-        rules = (
-            (
-                "max_tokens",
-                _is_whole(self.max_tokens) and self.max_tokens >= 1,
-                "a whole number of at least 1",
-            ),
-            (
-                "temperature",
-                _is_number(self.temperature) and (self.temperature == 0 or 0.01 <= self.temperature <= 2),
-                "0, or a number from 0.01 to 2",
-            ),
-            ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
-            ("top_k", _is_whole(self.top_k) and self.top_k >= 0, "a whole number; 0 stands for all tokens"),
-            ("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1"),
-            ("stop_token_ids", _are_tokens(self.stop_token_ids), "a tuple of token ids"),
-            (
-                "stop_strings",
-                isinstance(self.stop_strings, tuple)
-                and all(isinstance(text, str) and text for text in self.stop_strings),
-                "a tuple of texts of at least one character",
-            ),
-        )
-        for name, holds, rule in rules:
-            if not holds:
-                raise DataError(
-                    f"sampling {name}={shown(getattr(self, name))} must be {rule}; choose another value"
-                )
 
-
-def _is_whole(value: object) -> bool:
-    return type(value) is int  # True is an int, and no number of tokens
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _are_tokens(value: object) -> bool:
-    """Return True for a tuple of whole numbers; the engine knows which ones its model has."""
-    return isinstance(value, tuple) and all(map(_is_whole, value))
-
-
-@dataclass(frozen=True)
-class Request:
+@pydantic_dataclass(frozen=True)
+class Request(_Checked):
     """One response to draw.
 
     Raises:
-        DataError: the id is no text, prompt_token_ids no tuple of token ids, the seed no whole number of 64 bits, or
-            first_position negative.
+        DataError: a value has another type, or is out of range.
     """
 
     request_id: str
     """Unique among the requests that an engine has."""
-    prompt_token_ids: tuple[int, ...]
-    seed: int
+    prompt_token_ids: TokenIds
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)]
     """Decides every draw, together with the position of the token in the response and nothing else."""
-    sampling: SamplingSettings
-    first_position: int = 0
+    sampling: InstanceOf[SamplingSettings]
+    first_position: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Position in the response of the first token to draw: the prompt ends with that many tokens drawn earlier."""
-
-    def __post_init__(self) -> None:
-        rules = (
-            ("request_id", isinstance(self.request_id, str), "a text"),
-            ("prompt_token_ids", _are_tokens(self.prompt_token_ids), "a tuple of token ids"),
-            ("seed", _is_whole(self.seed) and -(2**63) <= self.seed < 2**63, "a whole number of 64 bits"),
-            (
-                "first_position",
-                _is_whole(self.first_position) and 0 <= self.first_position < 2**63,
-                "a whole number from 0 on",
-            ),
-            ("sampling", isinstance(self.sampling, SamplingSettings), "of the class SamplingSettings"),
-        )
-        for name, holds, rule in rules:
-            if not holds:
-                raise DataError(
-                    f"{name}={shown(getattr(self, name))} of request {shown(self.request_id)} must be {rule}; choose"
-                    " another value"
-                )
 
 
 @dataclass

@@ -6,9 +6,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from hybridengine.controller.context import RankContext
-from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, register
-from hybridengine.runtime.row_requests import ROW_NUMBERS
+from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 
 COLUMN = "tokens"
 STRIDE = 1_000_003

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hybridengine.controller.context import RankContext
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.protocols import ONE_TO_ALL, register
+from hybridengine.protocols import ONE_TO_ALL, RankContext, register
 from hybridengine.topology.sizes import TrainSizes
 
 MEBIBYTE = 2**20

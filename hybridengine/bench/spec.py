@@ -26,7 +26,7 @@ class MethodName(str, Enum):
 
 
 VERIFY_TIMES = ("first", "always", "never")
-"""When micro-dp's receivers check what they have received; values of `runtime.verify.Verify`, which needs torch."""
+"""When micro-dp's receivers check what they have received; values of `runtime.executor.Verify`, which needs torch."""
 
 MAX_REPETITIONS = 10_000
 

@@ -28,7 +28,7 @@ Role = Literal["actor", "critic", "cost_critic", "reference", "reward", "cost"]
 ALGORITHMS = {
     "ppo": "hybridengine.drivers.ppo:Ppo",
     "grpo": "hybridengine.drivers.grpo:Grpo",
-    "grpo_from_engine": "hybridengine.drivers.grpo_from_engine:GrpoFromEngine",
+    "grpo_from_engine": "hybridengine.drivers.grpo:GrpoFromEngine",
     "rloo": "hybridengine.drivers.rloo:Rloo",
     "remax": "hybridengine.drivers.remax:Remax",
     "reinforce_plus_plus": "hybridengine.drivers.reinforce_plus_plus:ReinforcePlusPlus",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import re
 import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import PurePath
 
@@ -91,9 +91,9 @@ class Outcome:
 
 
 class RankFailedError(WorkerError):
-    """A rank raised or died; the message has its traceback, `original` the exception where it could travel.
+    """A rank raised or died; the message has its traceback.
 
-    The original exception is also the error's ``__cause__``.
+    The exception that the rank raised is the ``__cause__``, where it could travel.
     """
 
     def __init__(self, message: str, failure: RankFailure) -> None:
@@ -102,27 +102,6 @@ class RankFailedError(WorkerError):
 
     def __str__(self) -> str:
         return self.args[0]
-
-    @property
-    def original(self) -> BaseException | None:
-        return self.failure.original
-
-    @property
-    def rank(self) -> int:
-        return self.failure.rank
-
-    @property
-    def role(self) -> str:
-        return self.failure.role
-
-    @property
-    def method(self) -> str:
-        return self.failure.method
-
-    @property
-    def place(self) -> str:
-        """Coordinate and node."""
-        return self.failure.place
 
 
 def failure_of(rank: int, error: BaseException) -> RankFailure:
@@ -185,7 +164,8 @@ def is_passing(error: BaseException) -> bool:
     if isinstance(error, RankFailedError):
         if error.failure.died or error.failure.in_collective:
             return True
-        return not isinstance(error.original, HybridEngineError) or isinstance(error.original, PASSING)
+        original = error.failure.original
+        return not isinstance(original, HybridEngineError) or isinstance(original, PASSING)
     return isinstance(error, WorkerError | RayError)
 
 
@@ -196,11 +176,6 @@ def failure_signature(error: BaseException) -> str:
     else:
         what, text = type(error).__name__, str(error)
     return f"{what} {_first_line(_NUMBER.sub('#', text))}"
-
-
-def locate(failure: RankFailure, role: str, method: str, place: str) -> RankFailure:
-    """The failure with what only the controller knows."""
-    return replace(failure, role=role, method=method, place=place)
 
 
 def _lost_a_peer(error: BaseException | None) -> bool:

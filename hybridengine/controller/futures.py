@@ -146,11 +146,6 @@ class Future:
         ended = self._operation.ended_well(timeout_s)
         return self._fetch([result for rank, result in self._results.items() if rank in ended])
 
-    def stored(self, numbers: Sequence[int]) -> list[Any]:
-        """The results of some source ranks as they are, which stay where they are; the call has ended."""
-        references = self.references
-        return self._fetch([references[number] for number in numbers])
-
     def _fetch(self, references: list[ObjectRef]) -> list[Any]:
         try:
             return ray.get(references, timeout=self._operation.timeout_s)

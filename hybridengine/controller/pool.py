@@ -277,7 +277,7 @@ class ResourcePool:
                 timeout_s,
             )
         except RankFailedError as error:  # a traceback says nothing of hosts and addresses
-            raise (error.original if isinstance(error.original, WorkerError) else error) from None
+            raise (error.__cause__ if isinstance(error.__cause__, WorkerError) else error) from None
 
     def _on_all(self, method: str, call: Callable[[int, Any], ObjectRef], timeout_s: float) -> list[Any]:
         """Results of a method of `RankProcess` on all ranks."""

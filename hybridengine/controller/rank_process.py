@@ -19,11 +19,11 @@ import ray
 
 from hybridengine.controller import network
 from hybridengine.controller.calls import Arguments, Call
-from hybridengine.controller.context import RankContext
 from hybridengine.controller.failures import Outcome, failure_of
 from hybridengine.controller.whereabouts import telling
 from hybridengine.errors import WorkerError
 from hybridengine.importing import import_object, nothing_collected
+from hybridengine.protocols import RankContext
 from hybridengine.runtime.host_memory import held_bytes
 
 
@@ -170,29 +170,23 @@ class RankProcess:
         Args:
             batches: `StoredRows` that the requests among the arguments refer to; None where they were not produced.
         """
-        fetched: list[Any] = []
+        cost: dict[str, Any] = {}
 
         def run() -> Any:
-            fetched.append(self._rows.fetch(call, arguments, batches))
-            args, kwargs = fetched[0].arguments
+            (args, kwargs), read = self._rows.fetch(call, arguments, batches)
+            cost.update(read)
             result = getattr(self._workers[call.role], call.method)(*args, **kwargs)
             if not call.is_source:
                 return None
-            return result if call.num_rows is None else self._rows.keep(call, result)
+            if call.num_rows is None:
+                return result
+            stored = self._rows.keep(call, result)
+            cost["inline_bytes"] += stored.inline_bytes
+            return stored
 
         with telling(call.timeout_s):
             outcome, result = self._run(self._taken().rank, run)
-        if fetched:
-            inline_bytes = fetched[0].inline_bytes
-            if result is not None and call.num_rows is not None:
-                inline_bytes += result.inline_bytes
-            outcome = replace(
-                outcome,
-                fetch_seconds=fetched[0].seconds,
-                transferred=fetched[0].transferred,
-                inline_bytes=inline_bytes,
-            )
-        return outcome, result
+        return replace(outcome, **cost), result
 
     @ray.method(num_returns=2)
     def leave_world(self) -> tuple[Outcome, None]:

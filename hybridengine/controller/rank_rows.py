@@ -6,29 +6,14 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase, is_non_tensor
 
 from hybridengine.controller.calls import Arguments, Call, InputFailedError
-from hybridengine.controller.objects import get_objects, put_object
+from hybridengine.controller.row_requests import RowsRequest
+from hybridengine.controller.stored_rows import Owner, StoredRows, store_rows
 from hybridengine.errors import ProtocolError
-from hybridengine.runtime.row_requests import RowsRequest
-from hybridengine.runtime.stored_rows import Owner, StoredRows, store_rows
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """Arguments of a call with their rows."""
-
-    arguments: Arguments
-    seconds: float
-    transferred: dict[str, int]
-    """Bytes of rows that other processes had produced, by the call that had."""
-    inline_bytes: int
-    """Bytes of rows that came inside the call's arguments."""
 
 
 class RankRows:
@@ -41,10 +26,12 @@ class RankRows:
 
     def __init__(self, node: str, rank: int, timeout_s: float) -> None:
         self._owner = Owner(node, os.getpid(), rank)
-        self._get = partial(get_objects, timeout_s=timeout_s)
+        self._timeout_s = timeout_s
 
-    def fetch(self, call: Call, arguments: Arguments, batches: Sequence[StoredRows | None]) -> Fetched:
-        """Return the call's arguments, with rows in place of requests.
+    def fetch(
+        self, call: Call, arguments: Arguments, batches: Sequence[StoredRows | None]
+    ) -> tuple[Arguments, dict[str, Any]]:
+        """Return the call's arguments, with rows in place of requests, and what reading them cost (fields of `Outcome`).
 
         Raises:
             InputFailedError: a call that should have produced rows failed.
@@ -59,14 +46,17 @@ class RankRows:
         def value(argument: Any) -> Any:
             if not isinstance(argument, RowsRequest):
                 return argument
-            rows, received = argument.fetch(found, self._get, self._owner)
+            rows, received = argument.fetch(found, self._timeout_s, self._owner)
             transferred.update(received.transferred)
             return rows
 
         args, kwargs = arguments
         complete = tuple(map(value, args)), {name: value(argument) for name, argument in kwargs.items()}
-        inline_bytes = sum(batch.inline_bytes for batch in found)
-        return Fetched(complete, time.perf_counter() - begin, dict(transferred), inline_bytes)
+        return complete, {
+            "fetch_seconds": time.perf_counter() - begin,
+            "transferred": dict(transferred),
+            "inline_bytes": sum(batch.inline_bytes for batch in found),
+        }
 
     def keep(self, call: Call, result: Any) -> StoredRows:
         """Store the rows that a call has returned, and return their description.
@@ -89,4 +79,4 @@ class RankRows:
                 raise ProtocolError(
                     f"{call} returned the column {name!r} as a TensorDict; return its columns by names of their own"
                 )
-        return store_rows(result, self._owner, put_object)
+        return store_rows(result, self._owner)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray import ObjectRef
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from hybridengine.controller.calls import Arguments
 from hybridengine.controller.futures import Future
+from hybridengine.controller.row_requests import RowsRequest
 from hybridengine.controller.rows import Batches, Produced, Rows
 from hybridengine.errors import ProtocolError
 from hybridengine.protocols import GroupTopology, Protocol, Registration
 from hybridengine.runtime.batch import payload_bytes
-from hybridengine.runtime.row_requests import RowsRequest
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def split_requests(
     distinct = list(dict.fromkeys(ranges))
     parts, batches = [], []
     for rows in distinct:
-        needed = Batches()
+        needed: Batches = {}
 
         def request(value: Any, rows: range = rows, needed: Batches = needed) -> Any:
             if not isinstance(value, Rows):
@@ -85,7 +85,7 @@ def split_requests(
             return value.request(rows, registration.columns, needed, registration.optional)
 
         parts.append(_map(arguments, request))
-        batches.append(needed.references)
+        batches.append(list(needed))
     place = {rows: number for number, rows in enumerate(distinct)}
     return Requests(
         parts,
@@ -93,7 +93,7 @@ def split_requests(
         ranges,
         batches,
         produced,
-        [_payload(part) for part in parts],
+        [traffic_bytes(part) for part in parts],
     )
 
 
@@ -145,21 +145,14 @@ def _num_items(value: Any, protocol: Protocol, topology: GroupTopology, operatio
     return len(value)
 
 
-def _payload(arguments: Arguments) -> int:
-    args, kwargs = arguments
-    return sum(
-        payload_bytes(origin)
-        for value in (*args, *kwargs.values())
-        if isinstance(value, RowsRequest)
-        for origin in value.origins
-        if isinstance(origin, TensorDict)
-    )
-
-
 def traffic_bytes(value: Any) -> int:
-    """Bytes of the batches among a value or a list of values; other values count nothing."""
+    """Return the bytes of the batches in a value, in its items, or in a request; other values count nothing."""
     if isinstance(value, TensorDictBase):
         return payload_bytes(value)
+    if isinstance(value, RowsRequest):
+        value = value.origins
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return sum(traffic_bytes(item) for item in value)
+        return sum(map(traffic_bytes, value))
     return 0

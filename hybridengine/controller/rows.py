@@ -7,22 +7,22 @@ method reads, straight from the ranks that have them.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
+import ray
 import torch
+from ray import ObjectRef
+from ray.exceptions import RayError
 from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.futures import Future
-from hybridengine.controller.objects import get_objects
-from hybridengine.errors import ProtocolError, WrongArgumentsError
+from hybridengine.controller.row_requests import RowsOrigin, RowsRequest
+from hybridengine.errors import ProtocolError, WorkerError, WrongArgumentsError
 from hybridengine.runtime.batch import columns_of, num_rows
-from hybridengine.runtime.row_requests import RowsOrigin, RowsRequest
 
 READ_TIMEOUT_S = 300.0
 """Longest wait for rows that the controller itself wants."""
@@ -41,38 +41,8 @@ class Produced:
     num_rows: int
 
 
-class Batches:
-    """The batches that a reader needs, one by one as requests are made of them."""
-
-    def __init__(self) -> None:
-        self._places: dict[tuple[Produced, int], int] = {}
-
-    def blocks(self, produced: Produced, rows: np.ndarray) -> tuple[tuple[int, int], ...]:
-        """(first row, place) of each batch that has some of the rows; of the first batch, where there are no rows."""
-        numbers = (
-            np.unique(np.searchsorted(produced.first_rows, rows, side="right") - 1) if len(rows) else [0]
-        )
-        return tuple((produced.first_rows[number], self._place(produced, int(number))) for number in numbers)
-
-    def _place(self, produced: Produced, number: int) -> int:
-        return self._places.setdefault((produced, number), len(self._places))
-
-    @property
-    def references(self) -> list[Any]:
-        """Of the batches that must be sent along, in the order of their places."""
-        return [produced.future.references[number] for produced, number in self._places]
-
-    def fetch(self) -> list[Any]:
-        """Those batches' `StoredRows`; their calls have ended.
-
-        Raises:
-            WorkerError: a rank has died since.
-        """
-        numbers = defaultdict[Produced, list[int]](list)
-        for produced, number in self._places:
-            numbers[produced].append(number)
-        stored = {produced: iter(produced.future.stored(own)) for produced, own in numbers.items()}
-        return [next(stored[produced]) for produced, _ in self._places]
+Batches = dict[ObjectRef, int]
+"""References to the `StoredRows` that a reader needs -> their places among those that are sent along."""
 
 
 @dataclass(frozen=True)
@@ -242,9 +212,16 @@ class Rows:
             TransferError: rows cannot be fetched.
         """
         self.wait()
-        batches = Batches()
+        batches: Batches = {}
         request = self.request(range(len(self)), names or None, batches)
-        rows, received = request.fetch(batches.fetch(), partial(get_objects, timeout_s=READ_TIMEOUT_S))
+        try:
+            stored = ray.get(list(batches), timeout=READ_TIMEOUT_S)
+        except RayError as error:
+            raise WorkerError(
+                f"the calls of {self!r} ended, but their results are lost ({type(error).__name__}: {error}); a rank or"
+                " its node has died since: start again from the last checkpoint"
+            ) from error
+        rows, received = request.fetch(stored, READ_TIMEOUT_S)
         row_exchange().payload_bytes += received.object_bytes  # others were counted when their call ended
         return rows.clone()
 
@@ -292,7 +269,13 @@ def _origin(
     )
     origin = source.origin
     if isinstance(origin, Produced):
-        blocks = batches.blocks(origin, rows)
+        # Of no rows, the first batch knows the columns.
+        numbers = np.unique(np.searchsorted(origin.first_rows, rows, side="right") - 1) if len(rows) else [0]
+        references = origin.future.references
+        blocks = tuple(
+            (origin.first_rows[number], batches.setdefault(references[number], len(batches)))
+            for number in numbers
+        )
         return RowsOrigin(str(origin.future.operation), blocks, rows, source.names)
     wanted_names = {new: old for new, old in source.here.items() if columns is None or new in columns}
     # In storage of its own: a view would send the whole batch.

@@ -7,13 +7,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import ray
 from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError
 
 from hybridengine.controller.exchange import CallRecord, row_exchange
-from hybridengine.controller.failures import Outcome, RankFailure, locate, rank_failed, root_cause
+from hybridengine.controller.failures import Outcome, RankFailure, rank_failed, root_cause
 from hybridengine.controller.whereabouts import report_lines, words_of
 from hybridengine.errors import WorkerError, WorkerTimeoutError
 
@@ -141,7 +142,10 @@ class Operation:
             self._outcomes[rank] = outcome
             row_exchange().payload_bytes += outcome.inline_bytes
             if outcome.failure is not None:
-                self._failures.append(locate(outcome.failure, self.role, self.method, self._places[rank]))
+                place = self._places[rank]
+                self._failures.append(
+                    replace(outcome.failure, role=self.role, method=self.method, place=place)
+                )
 
 
 def wait_for(

@@ -12,7 +12,6 @@ import ray
 from ray import ObjectRef, cloudpickle
 
 from hybridengine.controller.calls import Call
-from hybridengine.controller.context import RankContext
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.futures import Future
 from hybridengine.controller.pool import ResourcePool
@@ -20,7 +19,7 @@ from hybridengine.controller.requests import split_requests, traffic_bytes
 from hybridengine.controller.rows import Produced, Rows, Source
 from hybridengine.errors import ConfigError, ProtocolError, UnknownNameError, WrongArgumentsError, raise_all
 from hybridengine.importing import import_object
-from hybridengine.protocols import GroupTopology, Protocol, registered
+from hybridengine.protocols import GroupTopology, RankContext, registered
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
@@ -115,10 +114,6 @@ class WorkerGroup:
 
     def __repr__(self) -> str:
         return f"WorkerGroup({self.role}, {self.topology}, {self.num_ranks} ranks)"
-
-    def protocol(self, method: str) -> Protocol:
-        """Transfer protocol of a registered method."""
-        return self._methods[method][1].protocol
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future | Rows:
         operation = f"{self.role}.{method}"

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hybridengine.controller.context import RankContext
-from hybridengine.protocols import ONE_TO_ALL, register
+from hybridengine.protocols import ONE_TO_ALL, RankContext, register
 
 TIMES = 3
 

@@ -7,22 +7,71 @@ updates read.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
 from hybridengine.algorithms import advantages as estimators
 from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.advantages import gae, token_rewards
-from hybridengine.algorithms.masking import over_tokens, whiten
-from hybridengine.drivers.counted import counted_rows
+from hybridengine.algorithms.correction import RolloutWeights, rollout_weights
+from hybridengine.algorithms.kl import KL_ESTIMATORS
+from hybridengine.algorithms.masking import over_tokens, response_mask, whiten, zero_masked
+from hybridengine.config.algorithm import Algorithm
 from hybridengine.drivers.grpo import Grpo
-from hybridengine.drivers.grpo_from_engine import GrpoFromEngine
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.reinforce_plus_plus import ReinforcePlusPlus
 from hybridengine.drivers.remax import Remax
 from hybridengine.drivers.rloo import Rloo
 from hybridengine.drivers.safe_rlhf import SafeRlhf
 from hybridengine.errors import DataError
-from hybridengine.runtime.row_requests import ROW_NUMBERS
+from hybridengine.protocols import ROW_NUMBERS
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Rows of a batch, without what must count nowhere."""
+
+    keep_B: Tensor
+    """Rows that have a score, and whose rollout is close enough to the training policy."""
+    mask_BR: Tensor
+    """Valid tokens of the rows that are kept."""
+    scores_B: Tensor
+    """0 where a row is not kept."""
+    kl_BR: Tensor
+    """From the reference, 0 where masked."""
+    weights_BR: Tensor | None
+    """Weights of the rollout correction."""
+
+    def columns(self, **estimates: Tensor) -> TensorDict:
+        """Return `estimates` and what the updates read besides: `keep`, and `weights` where there is a correction."""
+        found = {**estimates, "keep": self.keep_B}
+        if self.weights_BR is not None:
+            found["weights"] = self.weights_BR
+        return TensorDict(found, batch_size=[len(self.keep_B)])  # pyright: ignore[reportArgumentType]
+
+
+def correction_weights(rows: TensorDictBase, mask_BR: Tensor, algorithm: Algorithm) -> RolloutWeights | None:
+    """Return the weights of the run's rollout correction; None where it has none."""
+    correction = algorithm.correction
+    if correction is None:
+        return None
+    log_probs = rows["log_probs"], rows["rollout_log_probs"]
+    return rollout_weights(correction.name, *log_probs, mask_BR, correction.high, correction.low)
+
+
+def counted_rows(rows: TensorDictBase, algorithm: Algorithm) -> Counted:
+    """Return the parts of `rows` (`drivers.dataflow.COLUMNS`) that count, after drops and rollout correction."""
+    mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
+    keep, weights = ~rows["dropped"], None
+    if (found := correction_weights(rows, mask & keep[:, None], algorithm)) is not None:
+        keep, weights = keep & found.keep_B, found.weights_BR
+    mask = mask & keep[:, None]
+    kl = zero_masked(KL_ESTIMATORS[algorithm.kl_estimator](rows["log_probs"], rows["ref_log_probs"]), mask)
+    scores = torch.where(keep, rows["scores"], torch.zeros_like(rows["scores"]))
+    return Counted(keep, mask, scores, kl, weights)
 
 
 def ppo(rows: TensorDictBase, across: Across, algorithm: Ppo, samples: int) -> TensorDict:
@@ -36,7 +85,7 @@ def ppo(rows: TensorDictBase, across: Across, algorithm: Ppo, samples: int) -> T
     return counted.columns(advantages=estimates, returns=returns)
 
 
-def grpo(rows: TensorDictBase, across: Across, algorithm: Grpo | GrpoFromEngine, samples: int) -> TensorDict:
+def grpo(rows: TensorDictBase, across: Across, algorithm: Grpo, samples: int) -> TensorDict:
     """Return `advantages` [B, R]: one for each response, at all of its tokens."""
     counted = counted_rows(rows, algorithm)
     groups = rows[ROW_NUMBERS] // samples

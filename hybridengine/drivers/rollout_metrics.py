@@ -12,7 +12,7 @@ from hybridengine.algorithms.correction import correction_metrics
 from hybridengine.algorithms.kl import KL_ESTIMATORS
 from hybridengine.algorithms.masking import masked_max, masked_sum, response_mask
 from hybridengine.config.algorithm import Algorithm
-from hybridengine.drivers.counted import correction_weights
+from hybridengine.drivers.advantages import correction_weights
 from hybridengine.errors import DataError
 from hybridengine.metrics import keys
 from hybridengine.runtime.batch import columns_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from hybridengine.errors import HybridEngineError, PlanError, StorageError, TransferError
 from hybridengine.reshard.layout import LocalParameter
@@ -20,6 +21,15 @@ _num_runs: Counter[str] = Counter()
 
 Of the process, not of an executor: one that is made anew on the same group must not read the notes of the one before.
 """
+
+
+class Verify(str, Enum):
+    """When receivers check what they have received."""
+
+    FIRST = "first"
+    """In the first switch of each direction: what is wrong with a plan is wrong every time."""
+    ALWAYS = "always"
+    NEVER = "never"
 
 
 @dataclass
@@ -156,13 +166,11 @@ class PlanExecutor:
             raise error
 
     def _changes(self, first: int) -> list[str]:
-        """What is no longer as it was when the plan was bound."""
+        """Return what is no longer as it was when the plan was bound."""
         changes = []
         for layout, storage in ((self.plan.source, self._source), (self.plan.destination, self._destination)):
-            moved = storage.moved()
-            if moved:
-                more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
-                changes.append(f"{layout.kind}: {'; '.join(moved[:3])}{more}")
+            if moved := storage.moved():
+                changes.append(f"{layout.kind}: {_named(moved)} moved or changed shape, type or device")
         given_up = {
             name for bucket in self.plan.buckets[:first] for name in bucket.sources.get(self._rank, ())
         }
@@ -170,10 +178,7 @@ class PlanExecutor:
             name for name in self._source.names if name not in given_up and not self._source.is_live(name)
         ]
         if empty:
-            more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
-            changes.append(
-                f"{self.plan.source.kind}: {', '.join(empty[:3])}{more} have given up their memory"
-            )
+            changes.append(f"{self.plan.source.kind}: {_named(empty)} have given up their memory")
         if self._transport.is_closed and not self._is_local:
             changes.append("its process group has been destroyed")
         elif self._transport.has_given_up and not self._is_local:
@@ -221,7 +226,8 @@ class PlanExecutor:
         opened.pending = [self._transport.post(step.messages)]
         if step.checks is not None:
             step.checks.sign()
-            opened.pending.append(self._transport.post(step.checks.messages))
+            if step.checks.messages is not None:
+                opened.pending.append(self._transport.post(step.checks.messages))
 
     def _finish_oldest(
         self, in_flight: list[_Open], after_bucket: Callable[[tuple[str, ...]], None] | None
@@ -238,6 +244,7 @@ class PlanExecutor:
             if step.checks is not None:
                 step.checks.verify(self._rank)
         if program.local_checks is not None:
+            program.local_checks.sign()
             program.local_checks.verify(self._rank)
         in_flight.pop(0)
         program.staging.release()
@@ -300,20 +307,20 @@ def _said(error: BaseException) -> str:
     return str(error) if isinstance(error, HybridEngineError) else f"{type(error).__name__}: {error}"
 
 
+def _named(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def _check_storage(
     kind: str, rank: int, parameters: Sequence[LocalParameter], storage: WeightStorage
 ) -> None:
-    expected = {parameter.name: parameter.shape for parameter in parameters}
-    missing = [name for name in expected if name not in storage]
-    surplus = [name for name in storage.names if name not in expected]
-    if missing or surplus:
+    expected = {parameter.name: tuple(parameter.shape) for parameter in parameters}
+    found = {name: tuple(storage[name].shape) for name in storage.names}
+    differing = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+    if differing:
+        name = differing[0]
         raise PlanError(
-            f"rank {rank} of {kind}: the model lacks {missing or 'nothing'} and has {surplus or 'nothing'} besides"
-            " what its layout says; use the layout of this model"
+            f"rank {rank} of {kind}: {_named(differing)} differ: the model has {name} with shape"
+            f" {found.get(name, 'missing')}, its layout {expected.get(name, 'missing')}; use the layout of this model"
         )
-    for name, shape in expected.items():
-        if tuple(storage[name].shape) != shape:
-            raise PlanError(
-                f"rank {rank} of {kind}: {name} has shape {tuple(storage[name].shape)}, its layout says {shape};"
-                " use the layout of this model"
-            )

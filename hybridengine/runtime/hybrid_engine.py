@@ -21,12 +21,11 @@ from typing import Protocol
 from hybridengine.errors import PlanError, StorageError
 from hybridengine.reshard.plan import Plan
 from hybridengine.reshard.planner import inverse_local
-from hybridengine.runtime.executor import PlanExecutor
+from hybridengine.runtime.executor import PlanExecutor, Verify
 from hybridengine.runtime.fingerprint import check_agreement
 from hybridengine.runtime.ledger import StorageLedger, SwitchReport
 from hybridengine.runtime.storage import WeightStorage, return_memory_to_system
 from hybridengine.runtime.transport import PointToPointTransport
-from hybridengine.runtime.verify import Verify
 
 
 class Mode(str, Enum):

@@ -11,7 +11,7 @@ from hybridengine.runtime.storage import WeightStorage
 
 @dataclass(frozen=True)
 class SwitchReport:
-    """What one switch did on one rank."""
+    """Memory, traffic and time of one switch on one rank."""
 
     direction: str
     """`to_generate`, `to_train` or `push`."""
@@ -54,13 +54,11 @@ class StorageLedger:
         """Start counting a switch."""
         self._received, self._peak, self._staging = 0, 0, 0
         self._started = time.perf_counter()
-        self._recount()
         self.note()
 
     def note(self) -> None:
         """Take the present bytes into the peak; called whenever memory has been taken."""
-        counted = sum(storage.counted_bytes for storage in self._storages.values())
-        self._peak = max(self._peak, counted + self._staging)
+        self._peak = max(self._peak, self.live_bytes)
 
     def stage(self, num_bytes: int) -> None:
         """Count staging buffers until `unstage`."""
@@ -77,7 +75,6 @@ class StorageLedger:
 
     def finish(self, direction: str, mode: str, gradient_bytes: int = 0) -> SwitchReport:
         """Return the report of the switch that ends in `mode`."""
-        self._recount()
         self.note()
         others = sum(storage.live_bytes for name, storage in self._storages.items() if name != mode)
         return SwitchReport(
@@ -89,8 +86,3 @@ class StorageLedger:
             gradient_bytes=gradient_bytes,
             seconds=time.perf_counter() - self._started,
         )
-
-    def _recount(self) -> None:
-        """Between begin and finish the storages count along; at both ends they are read."""
-        for storage in self._storages.values():
-            storage.counted_bytes = storage.live_bytes

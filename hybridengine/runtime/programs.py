@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridengine.errors import TransferError
 from hybridengine.reshard.boxes import view_index
 from hybridengine.reshard.plan import Bucket, Move, Pack, Place
-from hybridengine.runtime.digests import DIGEST_SIZE
+from hybridengine.runtime.digests import DIGEST_SIZE, digests
 from hybridengine.runtime.storage import StoragePart, WeightStorage
 from hybridengine.runtime.transport import Messages, PointToPointTransport
-from hybridengine.runtime.verify import LocalChecks, MessageChecks
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,53 @@ class Copies:
 
 
 @dataclass(frozen=True)
+class Checks:
+    """Comparison of boxes with their sources, after messages or copies.
+
+    Digests are taken where boxes lie in their parameters, before they are gathered and after they are spread, so that a
+    wrong offset is found as well as a changed bit.
+    """
+
+    sent: list[Tensor]
+    """Boxes that this rank sends or copies, message after message."""
+    signed: list[Tensor]
+    """Digests of `sent` for each message, [moves, 2]."""
+    received: list[Tensor]
+    expected: list[Tensor]
+    """Digests that the senders of `received` took."""
+    moves: list[Move]
+    """The moves of `received`."""
+    messages: Messages | None = None
+    """Messages that carry `signed` to `expected`; None where both are the same tensors."""
+
+    def sign(self) -> None:
+        """Take the digests of what is sent."""
+        if self.sent:
+            taken = digests(self.sent).split([len(part) for part in self.signed])
+            torch._foreach_copy_(self.signed, list(taken))
+
+    def verify(self, rank: int) -> None:
+        """Compare what has arrived with what was sent.
+
+        Raises:
+            TransferError: names the tensor, interval, sender and receiver of a changed box.
+        """
+        if not self.received:
+            return
+        wrong = (digests(self.received) != torch.cat(self.expected)).any(dim=1).nonzero().flatten().tolist()
+        if not wrong:
+            return
+        move = self.moves[wrong[0]]
+        more = f" (and {len(wrong) - 1} more boxes)" if len(wrong) > 1 else ""
+        raise TransferError(
+            f"{move.tensor}{[list(interval) for interval in move.box]} arrived at rank {rank}"
+            f" ({move.destination.parameter}) with other bits than it had at rank {move.source.rank}"
+            f" ({move.source.parameter}){more}; memory or network between them is at fault, or weights were written to"
+            " during the switch"
+        )
+
+
+@dataclass(frozen=True)
 class Step:
     """Messages that start together."""
 
@@ -37,7 +84,7 @@ class Step:
     messages: Messages
     spread: Copies
     """Out of staging, after the messages have come."""
-    checks: MessageChecks | None
+    checks: Checks | None
 
 
 @dataclass(frozen=True)
@@ -48,7 +95,7 @@ class Program:
     staging_bytes: int
     gives_up: StoragePart
     local: Copies
-    local_checks: LocalChecks | None
+    local_checks: Checks | None
     steps: tuple[Step, ...]
     """Empty where the bucket has no messages."""
 
@@ -102,7 +149,7 @@ class ProgramBuilder:
             staging_bytes=staged.total_bytes,
             gives_up=gives_up,
             local=local,
-            local_checks=LocalChecks(local.sources, local.targets, moves) if checked and moves else None,
+            local_checks=self._local_checks(local, moves) if checked and moves else None,
             steps=steps,
         )
 
@@ -134,15 +181,11 @@ class ProgramBuilder:
             self._checks(outgoing, incoming) if checked else None,
         )
 
-    def _checks(self, outgoing: Sequence[Pack], incoming: Sequence[Pack]) -> MessageChecks:
+    def _checks(self, outgoing: Sequence[Pack], incoming: Sequence[Pack]) -> Checks:
         signed, expected = (
-            [
-                torch.empty(len(pack.moves[0]), DIGEST_SIZE, dtype=torch.int64, device=self.device)
-                for pack in packs
-            ]
-            for packs in (outgoing, incoming)
+            [self._no_digests(len(pack.moves[0])) for pack in packs] for packs in (outgoing, incoming)
         )
-        return MessageChecks(
+        return Checks(
             sent=[view for pack in outgoing for view in self._sent_views(pack)],
             signed=signed,
             received=[view for pack in incoming for view in self._received_views(pack)],
@@ -158,6 +201,13 @@ class ProgramBuilder:
                 are_weights=False,
             ),
         )
+
+    def _local_checks(self, local: Copies, moves: Sequence[Move]) -> Checks:
+        taken = [self._no_digests(len(moves))]
+        return Checks(local.sources, taken, local.targets, taken, list(moves))
+
+    def _no_digests(self, count: int) -> Tensor:
+        return torch.empty(count, DIGEST_SIZE, dtype=torch.int64, device=self.device)
 
     def _sent_views(self, pack: Pack) -> list[Tensor]:
         holder = self._destination if pack.step else self._source

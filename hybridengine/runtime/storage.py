@@ -20,8 +20,7 @@ class StoragePart:
         zeroed: those of them that are filled with zeros when they take memory; others are then undefined.
     """
 
-    def __init__(self, owner: WeightStorage, spans: Sequence[Tensor], zeroed: Sequence[Tensor]) -> None:
-        self._owner = owner
+    def __init__(self, spans: Sequence[Tensor], zeroed: Sequence[Tensor]) -> None:
         self._storages = [(span.untyped_storage(), span.numel() * span.element_size()) for span in spans]
         self._zeroed = list(zeroed)
         self.total_bytes = sum(num_bytes for _, num_bytes in self._storages)
@@ -32,14 +31,12 @@ class StoragePart:
         for storage, num_bytes in self._storages:
             if storage.nbytes() == 0:
                 storage.resize_(num_bytes)
-                self._owner.counted_bytes += num_bytes
         if self._zeroed:
             torch._foreach_zero_(self._zeroed)
 
     def release(self) -> None:
         """Give the memory up."""
         for storage, _ in self._storages:
-            self._owner.counted_bytes -= storage.nbytes()
             storage.resize_(0)
 
 
@@ -69,8 +66,6 @@ class WeightStorage:
         self._current = current or (lambda: tensors)
         self._bound = {name: _binding(tensor) for name, tensor in tensors.items()}
         self._check_ownership()
-        self.counted_bytes = self.live_bytes
-        """`live_bytes`, kept up to date by those who take and give memory, for readers in a hurry."""
 
     def _check_ownership(self) -> None:
         by_storage: dict[int, str] = {}
@@ -111,24 +106,16 @@ class WeightStorage:
         return self._storages[name].nbytes() > 0
 
     def moved(self) -> list[str]:
-        """Parameters that the model no longer keeps where they were when this object was made, each with what changed.
+        """Return the parameters that the model no longer keeps where and as they were when this object was made.
 
         A plan that is bound to these tensors would then fill memory that nobody reads.
         """
         current = self._current()
-        found = []
-        for name, bound in self._bound.items():
-            if name not in current:
-                found.append(f"{name} is gone")
-                continue
-            changes = [
-                f"{what} {old} -> {new}" if what != "storage" else "another storage"
-                for what, old, new in zip(_BINDING, bound, _binding(current[name]), strict=True)
-                if old != new
-            ]
-            if changes:
-                found.append(f"{name} has {', '.join(changes)}")
-        return found
+        return [
+            name
+            for name, bound in self._bound.items()
+            if name not in current or _binding(current[name]) != bound
+        ]
 
     def part(self, names: Iterable[str], zero: Iterable[str] = ()) -> StoragePart:
         """The storages of `names`; those in `zero`, and owners with padding, are filled with zeros when they appear."""
@@ -139,9 +126,7 @@ class WeightStorage:
             if name in zero
             or self._sizes[name] > self._tensors[name].numel() * self._tensors[name].element_size()
         ]
-        return StoragePart(
-            self, [self._spans[name] for name in names], [self._spans[name] for name in padded]
-        )
+        return StoragePart([self._spans[name] for name in names], [self._spans[name] for name in padded])
 
     def release(self, names: Iterable[str] | None = None) -> None:
         """Give up the memory of `names` (all, where None)."""
@@ -151,9 +136,6 @@ class WeightStorage:
         """Take memory for `names` (all, where None) that have none; for `zero` see `part`."""
         chosen = [name for name in (self.names if names is None else names) if not self.is_live(name)]
         self.part(chosen, set(zero).intersection(chosen)).materialise()
-
-
-_BINDING = ("storage", "offset", "shape", "strides", "dtype", "device")
 
 
 def _binding(tensor: Tensor) -> tuple[Any, ...]:

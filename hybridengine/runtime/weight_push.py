@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from hybridengine.errors import PlanError
 from hybridengine.reshard.plan import Plan
-from hybridengine.runtime.executor import PlanExecutor
+from hybridengine.runtime.executor import PlanExecutor, Verify
 from hybridengine.runtime.fingerprint import check_agreement
 from hybridengine.runtime.ledger import StorageLedger, SwitchReport
 from hybridengine.runtime.storage import WeightStorage
 from hybridengine.runtime.transport import PointToPointTransport
-from hybridengine.runtime.verify import Verify
 
 SOURCE, DESTINATION = "policy", "engine"
 

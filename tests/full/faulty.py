@@ -23,7 +23,7 @@ from hybridengine.controller import cluster
 from hybridengine.drivers.advantages import ppo
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.roles import Roles, Sampling, State
-from hybridengine.runtime.row_requests import ROW_NUMBERS
+from hybridengine.protocols import ROW_NUMBERS
 
 VICTIM = 1
 """Rank that the fault meets, where there are several."""

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from ray import cloudpickle
 from tensordict import NonTensorStack, TensorDict
 
-from hybridengine.controller.context import RankContext
 from hybridengine.errors import ConfigError
 from hybridengine.protocols import (
     ALL_TO_ALL,
@@ -23,9 +22,10 @@ from hybridengine.protocols import (
     PROTO_3D,
     PROTO_3D_ALL_MICRO_DP,
     PROTO_3D_PP_ONLY,
+    ROW_NUMBERS,
+    RankContext,
     register,
 )
-from hybridengine.runtime.row_requests import ROW_NUMBERS
 
 # Rank processes do not have this folder on their path.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -205,7 +205,7 @@ class ClashingWorker:
     """Its method would hide an attribute of the group."""
 
     @register(ONE_TO_ALL)
-    def protocol(self) -> None: ...
+    def topology(self) -> None: ...
 
 
 class BrokenWorker:

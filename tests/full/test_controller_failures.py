@@ -28,23 +28,23 @@ def test_a_worker_exception_says_where_and_why(actor: WorkerGroup) -> None:
     with pytest.raises(RankFailedError) as caught:
         actor.fail(2).get()
     error = caught.value
-    assert (error.role, error.method, error.rank) == ("actor", "fail", 2)
-    assert error.place.startswith("pp=1 dp=0 tp=0, node ")
+    assert (error.failure.role, error.failure.method, error.failure.rank) == ("actor", "fail", 2)
+    assert error.failure.place.startswith("pp=1 dp=0 tp=0, node ")
     assert str(error).startswith("actor.fail failed on rank 2 (pp=1 dp=0 tp=0, node ")
     assert "ValueError: bad luck on 2" in str(error)
     assert "in fail\n" in str(error), "the rank's traceback is missing"
     assert isinstance(error.__cause__, ValueError)
-    assert str(error.original) == "bad luck on 2"
+    assert str(error.failure.original) == "bad luck on 2"
     again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.rank) == (str(error), 2)
+    assert (str(again), again.failure.rank) == (str(error), 2)
     assert actor.items(["a"] * 4).get() == ["a@0", "a@1", "a@2", "a@3"], "the group lives on"
 
 
 def test_an_exception_that_cannot_be_pickled_arrives_as_text(actor: WorkerGroup) -> None:
     with pytest.raises(RankFailedError, match="UnpicklableError: 1 and 2") as caught:
         actor.fail(3, picklable=False).get()
-    assert caught.value.original is None
-    assert caught.value.rank == 3
+    assert caught.value.failure.original is None
+    assert caught.value.failure.rank == 3
 
 
 def test_sys_exit_inside_a_call_is_a_failure_of_the_call(actor: WorkerGroup) -> None:
@@ -119,7 +119,7 @@ def test_wrong_groups_are_refused_before_anything_starts(ray_cluster: int, pool:
         WorkerGroup(fresh, ProbeWorker, parallel="4-1-1", generate="1-3")
     with pytest.raises(ConfigError, match="SilentWorker has no registered method"):
         WorkerGroup(fresh, SilentWorker, parallel="2-2-1")
-    with pytest.raises(ConfigError, match=r"ClashingWorker\.protocol has the name of an attribute"):
+    with pytest.raises(ConfigError, match=r"ClashingWorker\.topology has the name of an attribute"):
         WorkerGroup(fresh, ClashingWorker, parallel="2-2-1")
     with pytest.raises(ConfigError, match=r"'nowhere\.Worker' cannot be imported"):
         WorkerGroup(fresh, "nowhere.Worker", parallel="2-2-1")
@@ -163,7 +163,7 @@ def test_a_failed_or_dead_rank_is_reported_while_its_peers_hang(ray_cluster: int
             group.die_before_collective(1).get()
         assert time.monotonic() - begin < 45
         assert caught.value.failure.died
-        assert caught.value.place.startswith("pp=0 dp=0 tp=1, node ")
+        assert caught.value.failure.place.startswith("pp=0 dp=0 tp=1, node ")
         begin = time.monotonic()
         pool.close()
         assert time.monotonic() - begin < 45

@@ -126,7 +126,7 @@ def object_of(rows: Rows) -> bytes:
     """Return Ray's name of the object of the column `wide` of rank 0."""
     (source,) = rows.sources
     assert isinstance(source.origin, Produced)
-    (stored,) = source.origin.future.stored([0])
+    (stored,) = ray.get(source.origin.future.references[:1])
     return stored.columns["wide"].content.binary()
 
 
@@ -164,7 +164,7 @@ def test_what_is_missing_is_named(actor: WorkerGroup, critic: WorkerGroup) -> No
     rows = actor.numbers(Rows.numbered(8))
     with pytest.raises(RankFailedError, match=r"critic\.over_dp.*KeyError") as caught:
         critic.over_dp(rows.select()).get()
-    assert caught.value.role == "critic"
+    assert caught.value.failure.role == "critic"
     with pytest.raises(
         RankFailedError, match=r"critic\.doubled.*\['row_ids'\] are needed.*there are \['doubled'\]"
     ):

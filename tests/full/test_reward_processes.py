@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.controller.context import RankContext
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.reward_process import RewardProcess
-from hybridengine.protocols import ONE_TO_ALL, register
+from hybridengine.protocols import ONE_TO_ALL, RankContext, register
 
 pytestmark = pytest.mark.timeout(600)
 

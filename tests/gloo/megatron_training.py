@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.megatron.groups import initialize_globals
-from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer, OptimizerSettings
+from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer
 from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import LossFunction
+from hybridengine.config.sections import OptimizerSection
 from hybridengine.model_shapes import ModelShape
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.topology.grid import Grid
 from tests.gloo import training_reference as reference
 
-SETTINGS = OptimizerSettings(
+SETTINGS = OptimizerSection(
     lr=reference.LR,
     min_lr=reference.MIN_LR,
-    decay_steps=reference.DECAY_STEPS,
     schedule="cosine",
     weight_decay=reference.WEIGHT_DECAY,
     betas=reference.BETAS,
@@ -36,13 +36,14 @@ def make_trainer(
     registry: ProcessGroups,
     folder: Path,
     dtype: str = "float32",
-    settings: OptimizerSettings = SETTINGS,
+    settings: OptimizerSection = SETTINGS,
+    decay_steps: int = reference.DECAY_STEPS,
 ) -> MegatronTrainer:
     """A trainer with the weights of `folder` and a fresh optimizer."""
     initialize_globals(1)
     trainer = MegatronTrainer(shape, grid, rank, registry, dtype)
     load_weights(trainer, folder)
-    trainer.start_optimizer(settings)
+    trainer.start_optimizer(settings, decay_steps)
     return trainer
 
 

@@ -14,11 +14,11 @@ from hybridengine.reshard.domains import domains
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
+from hybridengine.runtime.executor import Verify
 from hybridengine.runtime.hybrid_engine import HybridEngine
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import WeightStorage
 from hybridengine.runtime.transport import PointToPointTransport
-from hybridengine.runtime.verify import Verify
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import group_with
 from hybridengine.topology.sizes import GenSizes

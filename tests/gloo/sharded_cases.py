@@ -18,7 +18,7 @@ from hybridengine.algorithms.losses.aggregation import Aggregation, SummedLoss
 from hybridengine.algorithms.masking import over_tokens
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import ActorSection
-from hybridengine.drivers.counted import counted_rows
+from hybridengine.drivers.advantages import counted_rows
 from hybridengine.drivers.grpo import Grpo
 
 SIZES: dict[str, Any] = {

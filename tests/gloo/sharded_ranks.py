@@ -19,7 +19,6 @@ from hybridengine.algorithms.losses.aggregation import LossStats, SummedLoss
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.config import Role, RunConfig
 from hybridengine.config.run_config import TRAINED
-from hybridengine.controller.context import RankContext
 from hybridengine.drivers.advantages import mean_cost
 from hybridengine.drivers.dataflow import ROLLOUT_METRICS
 from hybridengine.drivers.online_dpo import preferences
@@ -27,9 +26,8 @@ from hybridengine.drivers.rollout_metrics import rollout_metrics
 from hybridengine.drivers.safe_rlhf import MEAN_COST, SafeRlhf
 from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.importing import import_object
-from hybridengine.protocols import DP_PROTO, GroupTopology, registered
+from hybridengine.protocols import DP_PROTO, ROW_NUMBERS, GroupTopology, RankContext, registered
 from hybridengine.reshard.boxes import Box
-from hybridengine.runtime.row_requests import ROW_NUMBERS
 from tests.gloo.row_parts import concat_rows, slice_rows
 from tests.gloo.sharded_cases import CASES, NUM_ROWS, ONE_RANK, SAMPLES, judged, run_of
 from workers.actor import ActorWorker

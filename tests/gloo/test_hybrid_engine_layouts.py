@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybridengine.backends.megatron.trainer import MegatronTrainer, OptimizerSettings
+from hybridengine.backends.megatron.trainer import MegatronTrainer
+from hybridengine.config.sections import OptimizerSection
 from hybridengine.errors import StorageError
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.runtime.hybrid_engine import HybridEngine
@@ -105,7 +106,7 @@ class Switch:
 
 def switch_between_all_layouts(rank: int, models: Path, num_ranks: int, dtype: str) -> list[Switch]:
     registry = ProcessGroups()
-    settings = OptimizerSettings(lr=1e-3)
+    settings = OptimizerSection(lr=1e-3)
     switches = []
     for grid in grids(num_ranks):
         p, t = grid.sizes.pp_size, grid.sizes.tp_size

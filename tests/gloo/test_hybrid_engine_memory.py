@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.megatron.groups import initialize_globals
-from hybridengine.backends.megatron.trainer import MegatronTrainer, OptimizerSettings
+from hybridengine.backends.megatron.trainer import MegatronTrainer
+from hybridengine.config.sections import OptimizerSection
 from hybridengine.model_shapes import ModelShape
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import return_memory_to_system
@@ -72,7 +73,7 @@ def watch_round_trips(rank: int) -> Resident:
     trainer = MegatronTrainer(SHAPE, Grid(TrainSizes(1, 2, 1)), rank, registry)
     for name in trainer.weights.names:
         trainer.weights[name].normal_(0.0, 0.02)
-    trainer.start_optimizer(OptimizerSettings(lr=1e-4))
+    trainer.start_optimizer(OptimizerSection(lr=1e-4))
     switching: list[int] = []
 
     def at_stage(stage: Stage) -> None:

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybridengine.backends.megatron.trainer import OptimizerSettings
 from hybridengine.backends.megatron.weights import load_weights, save_weights
+from hybridengine.config.sections import OptimizerSection
 from hybridengine.model_shapes import ModelShape
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.topology.grid import Grid, RankOrder
@@ -105,7 +105,7 @@ def test_three_steps_equal_plain_pytorch(model_name: str, tmp_path: Path, run_ra
 def train_new_value_head(rank: int, folder: Path) -> list[float]:
     """Mean losses of a few steps on one batch, with a score head that the checkpoint lacks."""
     shape = dataclasses.replace(ModelShape.from_folder(folder), tied_embeddings=False, num_labels=1)
-    settings = OptimizerSettings(lr=5e-3)
+    settings = OptimizerSection(lr=5e-3)
     trainer = make_trainer(shape, Grid(TrainSizes(2, 2, 1)), rank, ProcessGroups(), folder, settings=settings)
     return [mean_loss(step(trainer, 0)[2]) for _ in range(8)]
 
@@ -125,7 +125,7 @@ def test_a_value_head_starts_at_zero_on_a_language_model_and_learns(tmp_path: Pa
 
 def train_in_bfloat16(rank: int, folder: Path) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, and weights before and after, of steps that are smaller than bfloat16 can resolve."""
-    settings = OptimizerSettings(lr=5e-4)
+    settings = OptimizerSection(lr=5e-4)
     grid = Grid(TrainSizes(2, 2, 1))
     shape = ModelShape.from_folder(folder)
     trainer = make_trainer(shape, grid, rank, ProcessGroups(), folder, "bfloat16", settings)
@@ -149,20 +149,20 @@ def test_bfloat16_trains_with_float32_master_weights(tmp_path: Path, run_ranks: 
     assert moved > 100
 
 
-def train_on_schedules(rank: int, folder: Path, schedules: list[OptimizerSettings]) -> list[list[float]]:
+def train_on_schedules(rank: int, folder: Path, schedules: list[OptimizerSection]) -> list[list[float]]:
     shape, registry, grid = ModelShape.from_folder(folder), ProcessGroups(), Grid(TrainSizes(1, 1, 1))
     trainer = make_trainer(shape, grid, rank, registry, folder)
     rates = []
     for settings in schedules:
-        trainer.start_optimizer(settings)
+        trainer.start_optimizer(settings, decay_steps=6)
         rates.append([step(trainer, 0)[1] for _ in range(7)])
     return rates
 
 
 def test_learning_rate_schedules(tmp_path: Path, run_ranks: RankLauncher):
     write_model(tmp_path, "llama", num_hidden_layers=1)
-    shape = {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 2, "decay_steps": 6}
-    schedules = [OptimizerSettings(schedule=name, **shape) for name in ("constant", "linear", "cosine")]  # type: ignore[arg-type]
+    shape = {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 2}
+    schedules = [OptimizerSection(schedule=name, **shape) for name in ("constant", "linear", "cosine")]  # type: ignore[arg-type]
     constant, linear, cosine = run_ranks(1, train_on_schedules, tmp_path, schedules)[0]
     left = [1.0, 0.75, 0.5, 0.25, 0.0]  # of the decay, after the warm-up
     assert constant == pytest.approx([0.0, 5e-4] + [1e-3] * 5)
@@ -175,9 +175,9 @@ def test_learning_rate_schedules(tmp_path: Path, run_ranks: RankLauncher):
 def train_on_a_bad_row(rank: int, folder: Path, clip_grad: float) -> tuple[bool, float, list[str], bool]:
     """(skipped, its gradient norm, what differs from before, whether the next steps equal those without it)."""
     shape, grid, registry = ModelShape.from_folder(folder), Grid(TrainSizes(2, 1, 2)), ProcessGroups()
-    settings = OptimizerSettings(lr=1e-2, clip_grad=clip_grad, schedule="linear", decay_steps=5)
+    settings = OptimizerSection(lr=1e-2, clip_grad=clip_grad, schedule="linear")
     trainer, undisturbed = (
-        make_trainer(shape, grid, rank, registry, folder, settings=settings) for _ in "12"
+        make_trainer(shape, grid, rank, registry, folder, settings=settings, decay_steps=5) for _ in "12"
     )
     for one in (trainer, undisturbed):
         step(one, 0)
@@ -216,8 +216,8 @@ def restart_training(rank: int, folder: Path) -> list[tuple[float, float]]:
     reused = make_trainer(shape, grid, rank, registry, folder)
     step(reused, 0)
     load_weights(reused, folder)
-    reused.start_optimizer(OptimizerSettings(lr=1e-3))
-    fresh = make_trainer(shape, grid, rank, registry, folder, settings=OptimizerSettings(lr=1e-3))
+    reused.start_optimizer(OptimizerSection(lr=1e-3))
+    fresh = make_trainer(shape, grid, rank, registry, folder, settings=OptimizerSection(lr=1e-3))
     figures = [step(trainer, index)[:2] for index in (1, 2) for trainer in (reused, fresh)]
     assert same_weights(copy_weights(reused), copy_weights(fresh))
     return figures

@@ -17,9 +17,10 @@ from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.errors import HybridEngineError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.plan import Pack, Plan
+from hybridengine.runtime.executor import Verify
 from hybridengine.runtime.hybrid_engine import HybridEngine, Mode
 from hybridengine.runtime.process_groups import ProcessGroups
-from hybridengine.runtime.verify import LocalChecks, Verify
+from hybridengine.runtime.programs import Checks
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.links import NodeMap
 from hybridengine.topology.sizes import TrainSizes
@@ -241,16 +242,16 @@ def received_with_and_without(rank: int, folder: Path) -> list[int]:
 @contextmanager
 def one_wrong_copy() -> Iterator[list[str]]:
     """While open, the first copy that is checked has a flipped bit; its tensor and parameter."""
-    verify, found = LocalChecks.verify, []
+    verify, found = Checks.verify, []
 
-    def flip_and_verify(checks: LocalChecks, rank: int) -> None:
-        if not found:
+    def flip_and_verify(checks: Checks, rank: int) -> None:
+        if not found and checks.messages is None:
             found.extend([checks.moves[-1].tensor, checks.moves[-1].destination.parameter])
-            target = checks.targets[-1]
+            target = checks.received[-1]
             target[(0,) * target.dim()] *= -1  # the sign
         verify(checks, rank)
 
-    with mock.patch.object(LocalChecks, "verify", flip_and_verify):
+    with mock.patch.object(Checks, "verify", flip_and_verify):
         yield found
 
 

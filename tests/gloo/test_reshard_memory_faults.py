@@ -16,10 +16,10 @@ import torch.distributed as dist
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.errors import HybridEngineError
 from hybridengine.model_shapes import ModelShape
+from hybridengine.runtime.executor import Verify
 from hybridengine.runtime.hybrid_engine import HybridEngine, Mode
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import WeightStorage
-from hybridengine.runtime.verify import Verify
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
 from tests.gloo.megatron_training import copy_weights, make_trainer, same_weights, step

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybridengine.backends.megatron.trainer import MegatronTrainer, OptimizerSettings
+from hybridengine.backends.megatron.trainer import MegatronTrainer
+from hybridengine.config.sections import OptimizerSection
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.reshard.planner import DIRECT_ELEMENTS
 from hybridengine.runtime.hybrid_engine import HybridEngine
@@ -178,7 +179,7 @@ class Switched:
 def switch_all_pairs(rank: int, models: Path, num_ranks: int) -> list[list[Switched]]:
     """For each training layout and each of its pairs: what happened."""
     registry = ProcessGroups()
-    settings = OptimizerSettings(lr=1e-3)
+    settings = OptimizerSection(lr=1e-3)
     answers = []
     for turn, training in enumerate(TRAININGS[num_ranks]):
         dtype = DTYPES[turn % 2]

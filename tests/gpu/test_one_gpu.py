@@ -16,11 +16,12 @@ from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_check
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.outputs import response_log_probs
-from hybridengine.backends.megatron.trainer import MegatronTrainer, OptimizerSettings
+from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.vllm import environment
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
+from hybridengine.config.sections import OptimizerSection
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.runtime.hybrid_engine import HybridEngine
@@ -76,7 +77,7 @@ def trainer(registry, folder):
         ModelShape.from_folder(folder), ALONE, 0, registry, dtype="bfloat16", names=available_names()
     )
     load_weights(model, folder)
-    model.start_optimizer(OptimizerSettings(lr=1e-3, offload="optimizer"))
+    model.start_optimizer(OptimizerSection(lr=1e-3), offload="optimizer")
     return model
 
 

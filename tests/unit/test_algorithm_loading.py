@@ -26,7 +26,7 @@ BASE = Path("configs/arithmetic.yaml").resolve()
 def test_an_algorithm_of_this_project(name: str) -> None:
     kind = algorithm_class(name)
     algorithm = kind()
-    assert (algorithm.name, kind.__module__) == (name, f"hybridengine.drivers.{name}")
+    assert (algorithm.name, f"{kind.__module__}:{kind.__name__}") == (name, ALGORITHMS[name])
     assert pickle.loads(pickle.dumps(algorithm)) == algorithm
     assert len(inspect.getsource(kind.step).splitlines()) <= 60
     for option, parameters in (("loss", None), ("advantages", kind.advantage_parameters)):

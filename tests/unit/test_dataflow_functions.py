@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from hybridengine.algorithms.across import ONE_PROCESS
 from hybridengine.config.algorithm import CorrectionSection
 from hybridengine.drivers import advantages, online_dpo
-from hybridengine.drivers.counted import counted_rows
+from hybridengine.drivers.advantages import counted_rows
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.reinforce_plus_plus import ReinforcePlusPlus
@@ -23,7 +23,7 @@ from hybridengine.drivers.roles import Roles
 from hybridengine.drivers.rollout_metrics import rollout_metrics
 from hybridengine.drivers.safe_rlhf import SafeRlhf
 from hybridengine.errors import ConfigError, DataError
-from hybridengine.runtime.row_requests import ROW_NUMBERS
+from hybridengine.protocols import ROW_NUMBERS
 
 NUM_ROWS, WIDTH, SAMPLES = 8, 5, 4
 LENGTHS = [5, 3, 0, 2, 1, 4, 5, 2]

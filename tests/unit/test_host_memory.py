@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from hybridengine.runtime import host_memory
 
 
 @pytest.fixture
-def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Files that stand for the kernel's, with 8000 KiB available and no container."""
-    (tmp_path / "meminfo").write_text("MemTotal: 16000 kB\nMemFree: 100 kB\nMemAvailable:    8000 kB\n")
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "GROUPS", ((tmp_path / "max", tmp_path / "current"),))
+def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files that stand for the container's, on a system with 8192000 bytes available."""
+    system = SimpleNamespace(available=8_192_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: system)
+    monkeypatch.setattr(host_memory, "GROUP", (tmp_path / "max", tmp_path / "current"))
     return tmp_path
 
 
-def test_the_smaller_of_system_and_container_counts(system: Path):
-    assert host_memory.available_bytes() == 8000 * 1024
-    (system / "current").write_text("3000000\n")
-    (system / "max").write_text("max\n")
-    assert host_memory.available_bytes() == 8000 * 1024
-    (system / "max").write_text("5000000\n")
+def test_the_smaller_of_system_and_container_counts(container: Path):
+    assert host_memory.available_bytes() == 8_192_000
+    (container / "current").write_text("3000000\n")
+    (container / "max").write_text("max\n")
+    assert host_memory.available_bytes() == 8_192_000
+    (container / "max").write_text("5000000\n")
     assert host_memory.available_bytes() == 2_000_000
-    (system / "max").write_text("2000000\n")
-    assert host_memory.available_bytes() == 0
-    (system / "max").unlink()
-    (system / "meminfo").unlink()
+    (container / "max").write_text("2000000\n")
     assert host_memory.available_bytes() == 0
 
 
@@ -43,8 +42,3 @@ def test_what_a_process_holds_is_what_the_system_says():
     status = Path("/proc/self/status").read_text()
     (resident,) = (int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:"))
     assert host_memory.held_bytes()["resident_bytes"] == pytest.approx(resident, rel=0.05)
-
-
-def test_a_system_that_does_not_say_leaves_it_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host_memory, "STATM", tmp_path / "missing")
-    assert "resident_bytes" not in host_memory.held_bytes()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from ray.exceptions import GetTimeoutError, OwnerDiedError, RayError
 
-from hybridengine.controller import objects
-from hybridengine.runtime.row_reader import MissingObjectError
+from hybridengine.controller.row_requests import Block, ColumnRows, read_columns
+from hybridengine.controller.stored_rows import Owner, StoredColumn, StoredRows
+from hybridengine.errors import TransferError
 
 HERE, ON_ITS_WAY, LOST = "here", "on its way", "lost"
 
@@ -31,11 +34,21 @@ def test_the_object_that_is_lost_is_named(
     def get(wanted: Any, timeout: float) -> Any:
         if isinstance(wanted, list):
             raise error_of(first)
-        if wanted != HERE:
-            raise error_of(wanted)
+        if wanted[1] != HERE:
+            raise error_of(wanted[1])
 
-    monkeypatch.setattr(objects.ray, "get", get)
-    with pytest.raises(MissingObjectError) as caught:
-        objects.get_objects(asked, timeout_s=3)  # type: ignore[arg-type]
-    assert caught.value.place == place
-    assert caught.value.reason.startswith(reason)
+    blocks = [
+        Block(
+            rank,
+            StoredRows(
+                Owner("10.0.0.1", 100 + rank, rank),
+                1,
+                {"half": StoredColumn((rank, state), is_inline=False, dtype=torch.float16)},
+            ),
+        )
+        for rank, state in enumerate(asked)
+    ]
+    monkeypatch.setattr("ray.get", get)
+    message = rf"^column 'half' of a\.call cannot be fetched from rank {place} \(process 10{place} of .*\): {reason}"
+    with pytest.raises(TransferError, match=message):
+        read_columns({"half": ColumnRows("a.call", "half", blocks, np.arange(len(asked)))}, timeout_s=3)

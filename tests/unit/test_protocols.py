@@ -14,7 +14,6 @@ from hybridengine.protocols import (
     ALL_TO_ALL,
     DP_PROTO,
     ONE_TO_ALL,
-    PAPER_PROTOCOLS,
     PROTO_3D,
     PROTO_3D_ALL_MICRO_DP,
     PROTO_3D_PP_ONLY,
@@ -29,6 +28,11 @@ from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
+PAPER_PROTOCOLS = {
+    protocol.name: protocol
+    for protocol in (ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, PROTO_3D_PP_ONLY, DP_PROTO, ALL_TO_ALL)
+}
+"""The six protocols of table 3, by the paper's names."""
 NUM_ROWS = (1, 2, 3, 5, 8, 13, 17, 64)
 SIZES = [(p, t, d) for p in range(1, 9) for t in range(1, 9) for d in range(1, 9) if p * t * d <= 8]
 
@@ -195,9 +199,17 @@ def test_even_split_covers_all_rows_with_sizes_that_differ_by_one() -> None:
         (lambda n, topology: (range(n),), lambda topology: (0,), "into 1 ranges for 2 ranks"),
         (lambda n, topology: (range(n), range(n + 1)), lambda topology: (0,), "rank 1 the rows"),
         (lambda n, topology: (range(0, n, 2), range(n)), lambda topology: (1,), "step 1"),
-        (lambda n, topology: (range(n), range(n)), lambda topology: (0, 1), "where row 4 is due"),
-        (lambda n, topology: (range(2), range(2, 3)), lambda topology: (0, 1), "rows 0 to 3 of 4"),
-        (lambda n, topology: (range(2), range(2, 4)), lambda topology: (1, 0), "where row 0 is due"),
+        (
+            lambda n, topology: (range(n), range(n)),
+            lambda topology: (0, 1),
+            r"range\(0, 4\), range\(0, 4\) of 4 rows",
+        ),
+        (lambda n, topology: (range(2), range(2, 3)), lambda topology: (0, 1), r"range\(2, 3\) of 4 rows"),
+        (
+            lambda n, topology: (range(2), range(2, 4)),
+            lambda topology: (1, 0),
+            r"range\(2, 4\), range\(0, 2\) of 4 rows",
+        ),
         (lambda n, topology: (range(n), range(n)), lambda topology: (0, 2), r"from ranks \(0, 2\)"),
         (lambda n, topology: (range(n), range(n)), lambda topology: (), r"from ranks \(\)"),
         (lambda n, topology: (range(n), range(n)), lambda topology: (0, 0), r"from ranks \(0, 0\)"),

@@ -11,12 +11,10 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from hybridengine.config import RunConfig, load_config
-from hybridengine.controller.context import RankContext
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import DataError
-from hybridengine.protocols import GroupTopology, registered
+from hybridengine.protocols import ROW_NUMBERS, GroupTopology, RankContext, registered
 from hybridengine.runtime.batch import columns_of
-from hybridengine.runtime.row_requests import ROW_NUMBERS
 from workers import reward
 from workers.reward import RewardFunctionWorker, RewardModelWorker
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
+from hybridengine.controller.row_requests import Block, ColumnRows, Received, RowsRequest, read_columns
 from hybridengine.controller.rows import Batches, Produced, Rows, Source
+from hybridengine.controller.stored_rows import Content, Owner, StoredRows, store_rows
 from hybridengine.errors import ProtocolError, TransferError
-from hybridengine.protocols import even_split
-from hybridengine.runtime.row_reader import Block, ColumnRows, MissingObjectError, Received, read_columns
-from hybridengine.runtime.row_requests import ROW_NUMBERS
-from hybridengine.runtime.stored_rows import Content, Owner, StoredRows, store_rows
+from hybridengine.protocols import ROW_NUMBERS, even_split
 
 NUM_ROWS = 7
 
@@ -46,8 +47,29 @@ def put(content: Content) -> int:
     return len(OBJECTS) - 1
 
 
-def get(references: list[int]) -> list[Content]:
+def get(references: list[int], timeout: float) -> list[Content]:
     return [OBJECTS[reference] for reference in references]
+
+
+@contextmanager
+def object_store() -> Iterator[pytest.MonkeyPatch]:
+    """While open, `OBJECTS` stand for Ray's store."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ray.put", put)
+        patch.setattr("ray.get", get)
+        yield patch
+
+
+def fetch_request(
+    request: RowsRequest, batches: Batches, reader: Owner | None = None
+) -> tuple[TensorDict, Received]:
+    with object_store():
+        return request.fetch(list(batches), 1.0, reader)  # type: ignore[arg-type]
+
+
+def read_wanted(wanted: dict[str, ColumnRows], reader: Owner | None = None) -> Received:
+    with object_store():
+        return read_columns(wanted, 1.0, reader)
 
 
 def owner(rank: int) -> Owner:
@@ -55,9 +77,9 @@ def owner(rank: int) -> Owner:
 
 
 def store(batch: TensorDict, rank: int = 0, inline_bytes: int = 2**16) -> StoredRows:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hybridengine.runtime.stored_rows.INLINE_BYTES", inline_bytes)
-        return store_rows(batch, owner(rank), put)
+    with object_store() as patch:
+        patch.setattr("hybridengine.controller.stored_rows.INLINE_BYTES", inline_bytes)
+        return store_rows(batch, owner(rank))
 
 
 def produced(name: str, batch: TensorDict, sizes: tuple[int, ...]) -> Produced:
@@ -76,9 +98,9 @@ TWO = produced("critic.two", SECOND, (1, 5, 1))
 
 def fetch(rows: Rows, wanted: range, names: tuple[str, ...] | None = None) -> TensorDict:
     """As a rank that was sent the request."""
-    batches = Batches()
+    batches: Batches = {}
     request = pickle.loads(pickle.dumps(rows.request(wanted, names, batches)))
-    return request.fetch(batches.references, get)[0]
+    return fetch_request(request, batches)[0]
 
 
 steps = st.one_of(
@@ -127,7 +149,7 @@ def test_operations_are_those_of_a_tensordict(operations: list[tuple], num_parts
 
 def test_a_rank_asks_for_the_columns_and_rows_that_it_needs() -> None:
     rows = Rows([Source(ONE)], NUM_ROWS).union(Rows.of(columns(extra=NUMBERS, other=NUMBERS)))
-    batches = Batches()
+    batches: Batches = {}
     request = rows.request(range(2, 5), ["tokens", "extra"], batches)
     stored, local = request.origins
     assert not isinstance(stored, TensorDict)
@@ -137,7 +159,7 @@ def test_a_rank_asks_for_the_columns_and_rows_that_it_needs() -> None:
     assert set(local.keys()) == {"extra"}
     assert local["extra"].tolist() == [2, 3, 4]
     assert local["extra"].untyped_storage().nbytes() == 3 * 8, "the whole column would travel"
-    fetched, received = request.fetch(batches.references, get, owner(1))
+    fetched, received = fetch_request(request, batches, owner(1))
     assert set(fetched.keys()) == {"tokens", "extra"}
     assert received.transferred == {"actor.one": 1 * 3 * 8}, "rank 1 has the other two rows"
 
@@ -150,13 +172,13 @@ def test_only_batches_with_wanted_rows_are_waited_for() -> None:
         (range(7), ((0, 0), (1, 1), (6, 2))),
         (range(6, 7), ((6, 0),)),
     ):
-        batches = Batches()
+        batches: Batches = {}
         request = rows.request(wanted, ["values"], batches)
         (origin,) = request.origins
         assert not isinstance(origin, TensorDict)
         assert origin.blocks == blocks
-        assert len(batches.references) == len(blocks)
-        fetched, _ = request.fetch(batches.references, get)
+        assert len(batches) == len(blocks)
+        fetched, _ = fetch_request(request, batches)
         assert torch.equal(fetched["values"], SECOND["values"][wanted.start : wanted.stop])
 
 
@@ -193,7 +215,7 @@ BLOCKS = {
 def read(rows: list[int], inline_bytes: int, reader: Owner | None = None, *names: str) -> Received:
     blocks = BLOCKS[inline_bytes]
     wanted = {name: ColumnRows("a.call", name, blocks, np.array(rows, dtype=np.int64)) for name in names}
-    return read_columns(wanted, get, reader)
+    return read_wanted(wanted, reader)
 
 
 @settings(deadline=None, max_examples=60)
@@ -237,28 +259,16 @@ def test_the_smallest_columns_travel_inside_the_description() -> None:
     assert [len(content) for content in OBJECTS[kept:]] == [4]
 
 
-def test_an_object_that_is_lost_is_named() -> None:
-    def lost(references: list[int]) -> list[Content]:
-        raise MissingObjectError(references.index(BLOCKS[0][2].stored.columns["half"].content), "it is gone")
-
-    wanted = {name: ColumnRows("a.call", name, BLOCKS[0], np.arange(9)) for name in ("numbers", "half")}
-    message = (
-        r"'half' of a\.call cannot be fetched from rank 2 \(process 102 of node 10\.0\.0\.1\): it is gone"
-    )
-    with pytest.raises(TransferError, match=message):
-        read_columns(wanted, lost)
-
-
 def test_ranks_must_return_the_same_columns() -> None:
     odd = store(TensorDict({"wide": torch.ones(2, 3, 2)}, batch_size=[2]), rank=1)
     wanted = ColumnRows("a.call", "wide", [BLOCKS[0][0], Block(3, odd)], np.arange(5))
     with pytest.raises(
         TransferError, match=r"is torch\.float32\[2, 3\] on rank 0 .* and torch\.float32\[3, 2\] on rank 1"
     ):
-        read_columns({"wide": wanted}, get)
+        read_wanted({"wide": wanted})
     wanted = ColumnRows("a.call", "half", [BLOCKS[0][0], Block(3, odd)], np.arange(5))
     with pytest.raises(TransferError, match=r"torch\.bfloat16\[\] on rank 0 .* and missing on rank 1"):
-        read_columns({"half": wanted}, get)
+        read_wanted({"half": wanted})
 
 
 def test_rows_without_columns_have_numbers() -> None:
@@ -304,8 +314,8 @@ def test_negative_numbers_count_from_the_end() -> None:
 def test_optional_columns_come_where_they_are_there() -> None:
     rows = Rows([Source(ONE), Source(TWO)], NUM_ROWS)
     for of, expected in ((rows, ["tokens", "values"]), (rows.select("tokens"), ["tokens"])):
-        request = of.request(range(2, 5), ["tokens"], batches := Batches(), ["values", "weights"])
-        found, _ = request.fetch(batches.references, get)
+        request = of.request(range(2, 5), ["tokens"], batches := {}, ["values", "weights"])
+        found, _ = fetch_request(request, batches)
         assert sorted(found.keys()) == expected
         assert torch.equal(found["tokens"], FIRST["tokens"][2:5])
         if "values" in expected:
@@ -346,7 +356,7 @@ def test_a_column_that_some_ranks_lack_is_an_error_also_where_it_is_optional() -
     halves = (FIRST.select("scores")[:3], FIRST[3:])
     stored = [store(half, rank, inline_bytes=48) for rank, half in enumerate(halves)]
     rows = Rows([Source(Produced(Ended("compute.map", stored), (0, 3), NUM_ROWS))], NUM_ROWS)  # type: ignore[arg-type]
-    batches = Batches()
+    batches: Batches = {}
     request = rows.request(range(NUM_ROWS), ("scores",), batches, optional=("tokens",))
     with pytest.raises(TransferError, match=r"column 'tokens' of compute\.map is missing on rank 0"):
-        request.fetch(batches.references, get)
+        fetch_request(request, batches)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from hybridengine.backends.megatron.model import DTYPES, build_model
 from hybridengine.backends.megatron.shim import device, device_shim
 from hybridengine.backends.megatron.step import PipelineRunner, WantedPositions
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
+from hybridengine.config.sections import OptimizerSection
 from hybridengine.errors import DataError, StorageError
 from hybridengine.families.tables import NameSet
 from hybridengine.model_shapes import ModelShape
@@ -34,26 +35,6 @@ from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import WeightStorage
 from hybridengine.topology.grid import Grid
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """Adam with decoupled weight decay and a learning-rate schedule."""
-
-    lr: float
-    min_lr: float = 0.0
-    warmup_steps: int = 0
-    decay_steps: int = 1_000_000
-    """Optimizer steps until `min_lr`; constant schedules ignore it."""
-    schedule: str = "constant"
-    """`constant`, `linear` or `cosine`."""
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    clip_grad: float = 1.0
-    """Largest norm of the gradient over all ranks; 0 for none."""
-    offload: str = "none"
-    """`none`, or `optimizer`: keep optimizer state in host memory while generating."""
 
 
 class MegatronModel:
@@ -120,7 +101,7 @@ class MegatronTrainer(MegatronModel):
         recompute: bool = False,
     ) -> None:
         super().__init__(shape, grid, rank, registry, dtype, names, recompute)
-        self._settings: OptimizerSettings | None = None
+        self._settings: tuple[OptimizerSection, int, str] | None = None
         self._optimizer: Any = None
         self.version = 0
         """Number of optimizer steps that the weights have taken."""
@@ -147,12 +128,18 @@ class MegatronTrainer(MegatronModel):
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]
         self._runner = PipelineRunner(self._ddp, self.groups, self._wanted)
 
-    def start_optimizer(self, settings: OptimizerSettings) -> None:
+    def start_optimizer(
+        self, settings: OptimizerSection, decay_steps: int = 1_000_000, offload: str = "none"
+    ) -> None:
         """Make the optimizer, or a new one with fresh state.
 
         Call once the weights are loaded, because its master weights are copies of them.
+
+        Args:
+            decay_steps: optimizer steps until `min_lr`; constant schedules ignore it.
+            offload: `none`, or `optimizer`: keep optimizer state in host memory while generating.
         """
-        self._settings = settings
+        self._settings = settings, decay_steps, offload
         config = OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -177,7 +164,7 @@ class MegatronTrainer(MegatronModel):
                 max_lr=settings.lr,
                 min_lr=settings.min_lr,
                 lr_warmup_steps=settings.warmup_steps,
-                lr_decay_steps=max(settings.decay_steps, settings.warmup_steps + 1),
+                lr_decay_steps=max(decay_steps, settings.warmup_steps + 1),
                 lr_decay_style=settings.schedule,
                 start_wd=settings.weight_decay,
                 end_wd=settings.weight_decay,
@@ -186,9 +173,9 @@ class MegatronTrainer(MegatronModel):
             )
 
     def restart_optimizer(self) -> None:
-        """A new optimizer with the same settings, after the weights have changed."""
+        """Make a new optimizer with the same settings, after the weights have changed."""
         assert self._settings is not None, "start_optimizer comes first"
-        self.start_optimizer(self._settings)
+        self.start_optimizer(*self._settings)
         self.version = 0
 
     def optimizer_parts(self) -> dict[str, compat.OptimizerPart]:
@@ -283,7 +270,7 @@ class MegatronTrainer(MegatronModel):
 
     @property
     def _offloads_optimizer(self) -> bool:
-        return self._settings is not None and self._settings.offload == "optimizer"
+        return self._settings is not None and self._settings[2] == "optimizer"
 
     def _move_optimizer_state(self, target: torch.device) -> None:
         """Move Adam's moments, and float32 master weights that are no views of the model's own weights."""

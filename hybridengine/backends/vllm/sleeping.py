@@ -36,20 +36,20 @@ class SleepingWeights(WeightStorage):
         self._released |= set(released)
         if self._awake and self._released >= set(self.names):
             self._llm.sleep(level=2, mode="keep")  # requests that have not ended go on with the next weights
-            self._awake, self.counted_bytes = False, 0
+            self._awake = False
 
     def wake_up(self) -> None:
         """Take the memory of all weights, where it is gone."""
         if not self._awake:
             self._llm.wake_up(tags=["weights"])
-            self._awake, self._released, self.counted_bytes = True, set(), self.total_bytes
+            self._awake, self._released = True, set()
 
 
 class _SleepingPart(StoragePart):
     """A part of weights that come and go all at once."""
 
     def __init__(self, weights: SleepingWeights, names: tuple[str, ...], zero: tuple[str, ...]) -> None:
-        super().__init__(weights, [weights[name] for name in names], [weights[name] for name in zero])
+        super().__init__([weights[name] for name in names], [weights[name] for name in zero])
         self._weights, self._names = weights, names
 
     def materialise(self) -> None:

@@ -6,11 +6,11 @@ from hybridengine.bench.methods.method import Method, empty_weights
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
+from hybridengine.runtime.executor import Verify
 from hybridengine.runtime.hybrid_engine import HybridEngine
 from hybridengine.runtime.ledger import SwitchReport
 from hybridengine.runtime.storage import WeightStorage
 from hybridengine.runtime.transport import PointToPointTransport
-from hybridengine.runtime.verify import Verify
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import group_with
 

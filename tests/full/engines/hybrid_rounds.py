@@ -15,12 +15,13 @@ from torch import Tensor
 
 from hybridengine.backends.engine import Response, SamplingSettings, generate
 from hybridengine.backends.megatron.groups import initialize_globals
-from hybridengine.backends.megatron.trainer import MegatronTrainer, OptimizerSettings
+from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
 from hybridengine.backends.megatron.weights import load_weights, save_weights
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.backends.vllm.groups import SHARED_MEMORY
+from hybridengine.config.sections import OptimizerSection
 from hybridengine.errors import StorageError
 from hybridengine.model_shapes import ModelShape
 from hybridengine.reshard.domains import domains
@@ -104,7 +105,7 @@ def live_through_rounds(rank: int, folder: Path, sizes: tuple[str, str, RankOrde
     generation = GenerationGrid(grid, GenSizes.parse(gen))
     trainer = MegatronTrainer(shape, grid, rank, registry)
     load_weights(trainer, folder)
-    trainer.start_optimizer(OptimizerSettings(lr=0.02))
+    trainer.start_optimizer(OptimizerSection(lr=0.02))
 
     states = _generator_states()
     settings = EngineSettings(MAX_TOKENS, kv_cache_bytes=KV_CACHE_BYTES, seed=17)

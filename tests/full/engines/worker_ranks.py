@@ -10,9 +10,7 @@ import torch.distributed as dist
 from tensordict import NonTensorStack, TensorDict
 
 from hybridengine.config import Role, RunConfig
-from hybridengine.controller.context import RankContext
-from hybridengine.protocols import GroupTopology, registered
-from hybridengine.runtime.row_requests import ROW_NUMBERS
+from hybridengine.protocols import ROW_NUMBERS, GroupTopology, RankContext, registered
 from tests.full.engines.vllm_ranks import take_place
 from tests.gloo.row_parts import concat_rows, slice_rows
 from workers.actor import ActorWorker

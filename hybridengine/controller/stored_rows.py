@@ -1,28 +1,25 @@
-"""Rows as their producer describes them to others: small columns themselves, references to large ones.
-
-What stores an object and returns a reference to it is an argument: Ray's `put` on a rank.
-"""
+"""Rows as their producer describes them to others: small columns themselves, references to large ones in Ray's store."""
 
 from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import ray
 import torch
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 from tensordict import TensorDictBase
 
+from hybridengine.errors import StorageError
 from hybridengine.runtime.batch import columns_of, is_tensor_column
 
 INLINE_BYTES = 2**16
 """Most bytes of columns inside one description. With it, a description stays below the 100 KiB up to which Ray carries
 a result inside its messages."""
-
-DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-"""By the names that torch prints."""
 
 Content = np.ndarray | Sequence[bytes]
 """A column of tensors as uint8 [rows, bytes of an entry]; of other values, the pickled value of each row."""
@@ -48,15 +45,15 @@ class StoredColumn:
     """`Content`, or a reference to an object that is one."""
     is_inline: bool
     """True if `content` is the column itself."""
-    dtype: str | None = None
-    """Name of the dtype as torch prints it; None for values that are not tensors."""
+    dtype: torch.dtype | None = None
+    """None for values that are not tensors."""
     entry_shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.entry_shape)}" if self.dtype else "values that are not tensors"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StoredRows:
     """Rows of one process. Their objects are kept as long as somebody has this description."""
 
@@ -70,20 +67,20 @@ class StoredRows:
         return sum(size_of(column.content) for column in self.columns.values() if column.is_inline)
 
 
-def store_rows(batch: TensorDictBase, owner: Owner, put: Callable[[Content], Any]) -> StoredRows:
-    """Return the description of a batch; its smallest columns, up to `INLINE_BYTES` together, are part of it.
+def store_rows(batch: TensorDictBase, owner: Owner) -> StoredRows:
+    """Store a batch's columns; return their description, of which the smallest, up to `INLINE_BYTES` together, are part.
 
-    Args:
-        put: stores a copy of a large column and returns a reference to it.
+    Raises:
+        StorageError: Ray's object store has no room for the others.
     """
     columns, left = {}, INLINE_BYTES
     for name, content in sorted(_contents(batch).items(), key=lambda item: size_of(item[1])):
         left -= size_of(content)
         dtype, entry_shape = None, ()
         if is_tensor_column(batch, name):
-            dtype, entry_shape = str(batch[name].dtype), tuple(batch[name].shape[1:])
+            dtype, entry_shape = batch[name].dtype, tuple(batch[name].shape[1:])
         is_inline = left >= 0
-        columns[name] = StoredColumn(content if is_inline else put(content), is_inline, dtype, entry_shape)
+        columns[name] = StoredColumn(content if is_inline else _put(content), is_inline, dtype, entry_shape)
     return StoredRows(owner, batch.batch_size[0], columns)
 
 
@@ -97,6 +94,17 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray:
     entry = math.prod(tensor.shape[1:])
     # Where a dimension has size 1, a contiguous tensor may have any stride, and cannot be viewed as bytes.
     return tensor.as_strided((len(tensor), entry), (entry, 1)).view(torch.uint8).numpy()
+
+
+def _put(content: Content) -> ray.ObjectRef:
+    try:
+        return ray.put(content)
+    except (ObjectStoreFullError, OutOfDiskError) as error:
+        text = " ".join(str(error).split())
+        raise StorageError(
+            f"Ray's object store has no room for rows ({type(error).__name__}: {text}); give Ray more of /dev/shm, or of"
+            " the disk that it spills to, or let go of references to rows that nobody will read"
+        ) from error
 
 
 def _contents(batch: TensorDictBase) -> dict[str, Content]:

@@ -1,36 +1,26 @@
-"""Assembles rows from the columns that processes have stored."""
+"""What a rank is sent in place of rows: where each column is, which rows of it are this rank's, and how it reads them."""
 
 from __future__ import annotations
 
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import ray
 import torch
-from tensordict import NonTensorStack
+from ray import ObjectRef
+from ray.exceptions import GetTimeoutError, RayError
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
-from hybridengine.errors import TransferError
-from hybridengine.runtime.stored_rows import (
-    DTYPES,
-    Content,
-    Owner,
-    StoredColumn,
-    StoredRows,
-    as_bytes,
-)
-
-
-class MissingObjectError(Exception):
-    """An object cannot be had: its place among those that were asked for, and why."""
-
-    def __init__(self, place: int, reason: str) -> None:
-        super().__init__(place, reason)
-        self.place, self.reason = place, reason
+from hybridengine.controller.stored_rows import Content, Owner, StoredColumn, StoredRows, as_bytes
+from hybridengine.errors import ProtocolError, TransferError
+from hybridengine.protocols import ROW_NUMBERS
+from hybridengine.runtime.batch import columns_of
 
 
 @dataclass(frozen=True)
@@ -84,20 +74,18 @@ class Received:
     """Bytes of rows that were taken from objects; others came inside descriptions."""
 
 
-def read_columns(
-    wanted: Mapping[str, ColumnRows], get: Callable[[list[Any]], list[Any]], reader: Owner | None = None
-) -> Received:
+def read_columns(wanted: Mapping[str, ColumnRows], timeout_s: float, reader: Owner | None = None) -> Received:
     """Return the columns, by the names that they are wanted by.
 
     Args:
-        get: returns the objects behind references, or raises MissingObjectError.
+        timeout_s: longest wait for objects.
         reader: this process; None for one that produces no rows.
 
     Raises:
         TransferError: an object is lost or does not arrive, or blocks differ in type or shape.
     """
     stored = {name: column.columns for name, column in wanted.items()}
-    contents = _objects(wanted, stored, get)
+    contents = _objects(wanted, stored, timeout_s)
     received = Received()
     for name, column in wanted.items():
         parts = []
@@ -117,10 +105,8 @@ def read_columns(
 
 
 def _objects(
-    wanted: Mapping[str, ColumnRows],
-    stored: Mapping[str, Sequence[StoredColumn]],
-    get: Callable[[list[Any]], list[Any]],
-) -> dict[Any, Content]:
+    wanted: Mapping[str, ColumnRows], stored: Mapping[str, Sequence[StoredColumn]], timeout_s: float
+) -> dict[ObjectRef, Content]:
     """Return every object that is needed, by its reference; all are asked for at once, to arrive side by side."""
     sources = {
         kept.content: (column, block.stored.owner)
@@ -128,16 +114,33 @@ def _objects(
         for block, kept in zip(column.blocks, stored[name], strict=True)
         if not kept.is_inline
     }
-    if not sources:
-        return {}
+    references = list(sources)
     try:
-        return dict(zip(sources, get(list(sources)), strict=True))
-    except MissingObjectError as error:
-        column, owner = list(sources.values())[error.place]
+        return (
+            dict(zip(references, ray.get(references, timeout=timeout_s), strict=True)) if references else {}
+        )
+    except RayError as error:
+        missing = [(reference, why) for reference in references if (why := _why_missing(reference))]
+        # An object that is on its way is not lost: it only has not arrived in no time.
+        lost = [one for one in missing if not isinstance(one[1], GetTimeoutError)]
+        late = missing if isinstance(error, GetTimeoutError) else []
+        reference, why = [*lost, *late, (references[0], error)][0]
+        reason = f"{type(why).__name__}: {' '.join(str(why).split())}"
+        if isinstance(why, GetTimeoutError):
+            reason = f"it has not arrived after {timeout_s:g} s"
+        column, owner = sources[reference]
         raise TransferError(
-            f"column {column.name!r} of {column.producer} cannot be fetched from {owner}: {error.reason}; if the rank or"
-            " its node has died, start again from the last checkpoint"
+            f"column {column.name!r} of {column.producer} cannot be fetched from {owner}: {reason}; if the rank or its"
+            " node has died, start again from the last checkpoint"
         ) from error
+
+
+def _why_missing(reference: ObjectRef) -> RayError | None:
+    try:
+        ray.get(reference, timeout=0)
+    except RayError as error:
+        return error
+    return None
 
 
 def _assembled(
@@ -154,7 +157,7 @@ def _assembled(
             for place, row in zip(places, rows, strict=True):
                 values[place] = pickle.loads(content[row])
         return NonTensorStack(*values)
-    dtype, shape = DTYPES[like.dtype], (num_rows, *like.entry_shape)
+    dtype, shape = like.dtype, (num_rows, *like.entry_shape)
     places, rows, content = parts[0]
     if len(parts) == 1 and _is_run(places) and _is_run(rows) and isinstance(content, np.ndarray):
         return _view(content[rows[0] : rows[-1] + 1], dtype, shape)
@@ -189,3 +192,90 @@ def _bytes_of(content: Content, rows: np.ndarray) -> int:
 
 def _is_run(numbers: np.ndarray) -> bool:
     return len(numbers) > 0 and bool((np.diff(numbers) == 1).all())
+
+
+@dataclass(frozen=True)
+class RowsOrigin:
+    """Some columns of the rows that one call has produced."""
+
+    producer: str
+    """The call, "role.method"."""
+    blocks: tuple[tuple[int, int], ...]
+    """(first row, place among the batches that come with the request) of each batch that has some of the rows,
+    ascending."""
+    rows: np.ndarray
+    """Rows of the call, one for each row that is asked for."""
+    names: Mapping[str, str] | None
+    """Columns that count, by the names that they shall have -> those that they are kept by; None for all."""
+
+
+@dataclass(frozen=True)
+class RowsRequest:
+    """Rows for one rank: the columns of several origins side by side, a later one before an earlier one."""
+
+    first: int
+    """Number of the first row among those of the call."""
+    num_rows: int
+    origins: tuple[RowsOrigin | TensorDict, ...]
+    """Rows that are kept elsewhere, or rows themselves, which then come through the controller."""
+    columns: tuple[str, ...] | None = None
+    """What is wanted; None for everything."""
+    optional: tuple[str, ...] = ()
+    """What is wanted besides, where it is there."""
+    not_sent: tuple[str, ...] = ()
+    """What the controller has besides, and nobody wants."""
+
+    def fetch(
+        self,
+        batches: Sequence[StoredRows],
+        timeout_s: float,
+        reader: Owner | None = None,
+    ) -> tuple[TensorDict, Received]:
+        """Return the rows, to be read only, and what reading them moved.
+
+        Args:
+            batches: what the origins' blocks refer to.
+            timeout_s, reader: as for `read_columns`.
+
+        Raises:
+            ProtocolError: nobody has produced a column.
+            TransferError: rows cannot be fetched.
+        """
+        found: dict[str, TensorDict | ColumnRows] = {}
+        for origin in self.origins:
+            if isinstance(origin, TensorDict):
+                found |= dict.fromkeys(columns_of(origin), origin)
+            else:
+                found |= _columns(origin, batches)
+        names = tuple(found) if self.columns is None else self.columns
+        also = (name for name in self.optional if name in found or name == ROW_NUMBERS)
+        names = tuple(dict.fromkeys((*names, *also)))
+        missing = [name for name in names if name not in found and name != ROW_NUMBERS]
+        if missing:
+            raise ProtocolError(
+                f"columns {missing} are needed, and nobody has produced them; there are"
+                f" {sorted({*found, *self.not_sent})}: pass rows that"
+                " have them, e.g. rows.union(others)"
+            )
+        stored = {name: column for name in names if isinstance(column := found.get(name), ColumnRows)}
+        received = read_columns(stored, timeout_s, reader)
+        result = TensorDict({}, batch_size=[self.num_rows])
+        for name in names:
+            origin = found.get(name)
+            if origin is None:
+                result[name] = torch.arange(self.first, self.first + self.num_rows)
+            else:
+                result[name] = origin.get(name) if isinstance(origin, TensorDict) else received.columns[name]
+        return result, received
+
+
+def _columns(origin: RowsOrigin, batches: Sequence[StoredRows]) -> dict[str, ColumnRows]:
+    """Return the columns that an origin has, by the names that they shall have."""
+    blocks = [Block(first, batches[place]) for first, place in origin.blocks]
+    kept = dict.fromkeys(name for block in blocks for name in block.stored.columns)
+    names = {name: name for name in kept} if origin.names is None else origin.names
+    return {
+        new: ColumnRows(origin.producer, old, blocks, origin.rows)
+        for new, old in names.items()
+        if old in kept
+    }
