@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridengine.cli.switch_tables import aligned
+from hybridengine.cli.figure_tables import aligned
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.metrics.measured_run import MeasuredRun
 from hybridengine.planning.clusters import Cluster

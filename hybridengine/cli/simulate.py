@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from hybridengine.cli.figure_tables import aligned
 from hybridengine.cli.options import STDOUT, add_json_option, json_file, once
 from hybridengine.cli.output_files import check_output_files, check_picture, write_outputs
 from hybridengine.cli.run_request import Request, add_run_options, request_of
-from hybridengine.cli.switch_tables import aligned
 from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_seconds
 from hybridengine.planning.asynchronous import Split

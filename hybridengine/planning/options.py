@@ -322,7 +322,7 @@ class Options:
             self._switches[key] = SwitchFigures(
                 cost.seconds_there(self.cluster) + beside_s,
                 cost.seconds_back(self.cluster),
-                cost.peak_bytes,
-                cost.received_bytes,
+                cost.peak_weight_bytes_max,
+                cost.received_bytes_max,
             )
         return self._switches[key]
