@@ -20,8 +20,7 @@ from hybridengine.cli.output_files import check_output_files, check_picture, wri
 from hybridengine.cli.run_request import Request, add_run_options, request_of
 from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_seconds
-from hybridengine.planning.asynchronous import Split
-from hybridengine.planning.scenarios import Run, Scenarios, role_idle_shares
+from hybridengine.planning.scenarios import Run, Scenarios, Split, role_idle_shares
 from hybridengine.planning.simulation import Outcome, simulate
 
 MOST_SIMULATED = 16
