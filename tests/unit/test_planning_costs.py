@@ -19,7 +19,7 @@ from hybridengine.model_shapes import ModelShape
 from hybridengine.planning.clusters import Cluster, Compute
 from hybridengine.planning.dataflows import Count, Work
 from hybridengine.planning.decoding import Engine, knee, running_steps
-from hybridengine.planning.lengths import Lengths
+from hybridengine.planning.lengths import Lengths, counted
 from hybridengine.planning.memory import activation_bytes, training_memory
 from hybridengine.planning.passes import MicroBatches, ModelPasses, layer_weights
 from hybridengine.planning.scenarios import steady_splits
@@ -232,8 +232,9 @@ def test_the_slope_of_a_step_over_responses_is_a_sigmoid() -> None:
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 12))
 def test_spans_of_an_engine_are_its_steps(lengths: list[int], num_rows: int, num_running: int) -> None:
     """Against an engine that advances token by token: who runs, and how many tokens they have."""
-    found = running_steps(Lengths.counted("some", lengths, 30), num_rows, num_running)
-    waiting = Lengths.counted("some", lengths, 30).spread(num_rows)
+    some = Lengths("some", counted(lengths, 30))
+    found = running_steps(some, num_rows, num_running)
+    waiting = some.spread(num_rows)
     order = np.argsort(np.arange(num_rows) * 0.6180339887498949 % 1.0)
     queue, running, steps, tokens = waiting[order].tolist(), [], [], 0
     while queue or running:
