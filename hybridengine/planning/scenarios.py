@@ -311,10 +311,8 @@ class Scenarios:
         """Return the seconds in which every device of the engines receives its shard from the trainers."""
         links, node = self.cluster.links, self.cluster.devices_per_node
         link = links.between_nodes if self.num_devices > node and links.between_nodes else links.same_node
-        seconds = engines.gen_bytes / link.bytes_per_s
-        if link.node_bytes_per_s is not None:
-            seconds = max(seconds, engines.gen_bytes * min(node, self.num_devices) / link.node_bytes_per_s)
-        return seconds + link.latency_s
+        node_bytes = engines.gen_bytes * min(node, self.num_devices)
+        return link.seconds(engines.gen_bytes, node_bytes) + link.latency_s
 
     def _setting(
         self,
