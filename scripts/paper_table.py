@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ from hybridengine.bench.spec import LayoutPair, MethodName
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.model_presets import PRESETS
 from hybridengine.planning.clusters import Cluster, load_cluster
-from hybridengine.planning.switch_cost import SwitchPricer
-from hybridengine.planning.switch_plan import SwitchPlan, plan_switch
+from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.links import LinkClass
@@ -49,22 +49,38 @@ class Row:
     """A planned switch beside the other methods of the paper's table 2."""
 
     model: str
-    plan: SwitchPlan
+    cost: SwitchCost
     weight_bytes: int
     cluster: Cluster
 
     @property
     def train(self) -> TrainSizes:
-        return self.plan.generation.train.sizes
+        return self.cost.generation.train.sizes
 
     @property
     def gen(self) -> GenSizes:
-        return self.plan.generation.sizes
+        return self.cost.generation.sizes
+
+    @property
+    def inter_node_bytes(self) -> int:
+        return self.cost.received_bytes_max_by_link[LinkClass.BETWEEN_NODES]
+
+    @cached_property
+    def seconds_there(self) -> float:
+        return self.cost.seconds_there(self.cluster)
+
+    @cached_property
+    def line_rate_seconds(self) -> float:
+        return self.cost.line_rate_seconds(self.cluster)
+
+    @cached_property
+    def seconds_back(self) -> float:
+        return self.cost.seconds_back(self.cluster)
 
     @property
     def left_bytes(self) -> int:
         """Device memory beside the generation shard: for the KV cache and all else."""
-        return self.cluster.device_memory_bytes - self.plan.gen_shard_bytes_max
+        return self.cluster.device_memory_bytes - self.cost.gen_shard_bytes_max
 
     def by_formula(self, method: MethodName) -> Formula:
         """Bytes of a method by table 2."""
@@ -100,8 +116,9 @@ def rows(sizes: Sequence[tuple[str, str, str]]) -> list[Row]:
     for model, train, gen in sizes:
         shape = PRESETS[PRESET_OF[model]].shape()
         generation = GenerationGrid(Grid(TrainSizes.parse(train)), GenSizes.parse(gen))
-        plan = plan_switch(SwitchPricer(shape, DTYPE, BUCKET_BYTES), generation, cluster, with_variants=False)
-        found.append(Row(model, plan, shape.weight_bytes(DTYPE), cluster))
+        nodes = cluster.node_map(generation.train.num_ranks)
+        cost = SwitchPricer(shape, DTYPE, BUCKET_BYTES).price(generation, nodes)
+        found.append(Row(model, cost, shape.weight_bytes(DTYPE), cluster))
     return found
 
 
@@ -117,14 +134,14 @@ def switch_table(found: Sequence[Row]) -> str:
             (
                 *_sizes(row),
                 format_bytes(row.weight_bytes),
-                format_bytes(row.plan.there.received_bytes_max),
-                format_bytes(row.plan.there.inter_node_bytes_max),
-                format_bytes(row.plan.train_shard_bytes_max),
-                format_bytes(row.plan.peak_weight_bytes_max),
-                format_bytes(row.plan.redundant_bytes_max),
-                format_seconds(row.plan.there.seconds_there),
-                format_seconds(row.plan.there.line_rate_seconds),
-                format_seconds(row.plan.seconds_back),
+                format_bytes(row.cost.received_bytes_max),
+                format_bytes(row.inter_node_bytes),
+                format_bytes(row.cost.train_shard_bytes_max),
+                format_bytes(row.cost.peak_weight_bytes_max),
+                format_bytes(row.cost.redundant_bytes_max),
+                format_seconds(row.seconds_there),
+                format_seconds(row.line_rate_seconds),
+                format_seconds(row.seconds_back),
             )
             for row in found
         ],
@@ -144,11 +161,11 @@ def method_table(found: Sequence[Row]) -> str:
             (
                 row.model,
                 f"{row.train} -> {row.gen}",
-                format_bytes(row.plan.there.received_bytes_max),
+                format_bytes(row.cost.received_bytes_max),
                 *(format_bytes(int(other.received_bytes or 0)) for other in others),
-                format_bytes(row.plan.peak_weight_bytes_max),
+                format_bytes(row.cost.peak_weight_bytes_max),
                 format_bytes(row.weight_bytes),
-                format_seconds(row.plan.there.line_rate_seconds),
+                format_seconds(row.line_rate_seconds),
                 format_seconds(row.model_parallel_seconds),
                 format_seconds(row.full_seconds),
             )
@@ -174,11 +191,11 @@ def generation_table(found: Sequence[Row]) -> str:
         [
             (
                 *_sizes(row),
-                str(row.plan.generation.num_replicas),
-                format_bytes(row.plan.there.received_bytes_max),
-                format_bytes(row.plan.peak_weight_bytes_max),
-                format_seconds(row.plan.there.seconds_there),
-                format_seconds(row.plan.seconds_back),
+                str(row.cost.generation.num_replicas),
+                format_bytes(row.cost.received_bytes_max),
+                format_bytes(row.cost.peak_weight_bytes_max),
+                format_seconds(row.seconds_there),
+                format_seconds(row.seconds_back),
                 format_bytes(row.left_bytes),
             )
             for row in found
@@ -205,19 +222,19 @@ def tables() -> tuple[str, str, str]:
 
 def figures(row: Row) -> dict[str, Any]:
     """A row for programs. Units: bytes and seconds."""
-    plan = row.plan
+    cost = row.cost
     return {
         "model": row.model,
         "train": str(row.train),
         "gen": str(row.gen),
         "weight_bytes": row.weight_bytes,
-        "received_bytes_max": plan.there.received_bytes_max,
-        "inter_node_bytes_max": plan.there.inter_node_bytes_max,
-        "peak_weight_bytes_max": plan.peak_weight_bytes_max,
-        "redundant_bytes_max": plan.redundant_bytes_max,
-        "seconds_there": plan.there.seconds_there,
-        "line_rate_seconds": plan.there.line_rate_seconds,
-        "seconds_back": plan.seconds_back,
+        "received_bytes_max": cost.received_bytes_max,
+        "inter_node_bytes_max": row.inter_node_bytes,
+        "peak_weight_bytes_max": cost.peak_weight_bytes_max,
+        "redundant_bytes_max": cost.redundant_bytes_max,
+        "seconds_there": row.seconds_there,
+        "line_rate_seconds": row.line_rate_seconds,
+        "seconds_back": row.seconds_back,
         "left_bytes": row.left_bytes,
         "model_parallel_received_bytes": row.by_formula(MethodName.MODEL_PARALLEL).received_bytes,
         "full_received_bytes": row.by_formula(MethodName.FULL).received_bytes,

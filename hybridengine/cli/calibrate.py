@@ -19,10 +19,10 @@ import yaml
 from rich.console import Console
 
 from hybridengine.bench.machine import num_gpus
+from hybridengine.cli.figure_tables import aligned
 from hybridengine.cli.options import once
 from hybridengine.cli.output_files import check_output_files, write_output
 from hybridengine.cli.run_request import CALIBRATED
-from hybridengine.cli.switch_tables import aligned
 from hybridengine.config.values import parse_bytes
 from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_seconds

@@ -125,7 +125,7 @@ def run_planner(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     """Compare runs with their predictions; 1 where one is beyond its tolerance."""
-    from hybridengine.cli.plan_check import check_json, check_lines, check_run
+    from hybridengine.cli.plan_check import check_lines, check_run
     from hybridengine.metrics.measured_run import read_run
 
     unread = {
@@ -149,15 +149,15 @@ def _check(options: argparse.Namespace) -> int:
     cluster = cluster_of(options, runs[0].config.model.dtype)
     check_output_files({"--json": json_file(options)}, {"--cluster": options.cluster})
     checks = [check_run(run, cluster) for run in runs]
-    text = json.dumps({"cluster": cluster.name, "runs": [check_json(check) for check in checks]}, indent=2)
+    text = json.dumps({"cluster": cluster.name, "runs": checks}, indent=2)
     write_outputs({"--json": (json_file(options), text + "\n")})
     if options.json == STDOUT:
         print(text)
     else:
         console = Console(highlight=False)
-        for line in check_lines(checks, cluster):
+        for line in check_lines(runs, checks, cluster):
             console.print(line, markup=False, soft_wrap=True)
-    return 1 if any(check.beyond for check in checks) else 0
+    return 0 if all(check["within"] for check in checks) else 1
 
 
 def _say_progress(done: int, total: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridengine.cli.switch_tables import aligned
+from hybridengine.cli.figure_tables import aligned
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.planning.comparison import Comparison, compare, idle_shares
 from hybridengine.planning.dataflows import Work

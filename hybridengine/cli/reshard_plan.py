@@ -6,13 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridengine.cli.options import STDOUT, add_json_option, json_file, once
 from hybridengine.cli.output_files import check_output_files, check_picture, write_outputs
-from hybridengine.cli.switch_tables import diff_lines, layout_name, plan_lines, sweep_lines
+from hybridengine.cli.switch_tables import diff_lines, plan_lines, sweep_lines
 from hybridengine.config.values import parse_bytes
 from hybridengine.errors import ConfigError, TopologyError
 from hybridengine.families.registry import FAMILIES
@@ -20,17 +20,18 @@ from hybridengine.model_presets import PRESETS, resolve_model
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.clusters import Cluster, load_cluster
 from hybridengine.planning.layouts import check_generates, check_layouts, generation_sizes
-from hybridengine.planning.switch_cost import SwitchPricer, gen_shard_bytes
-from hybridengine.planning.switch_plan import SwitchPlan, plan_switch
+from hybridengine.planning.shards import generation_holding
+from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
+from hybridengine.topology.links import LinkClass
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 PRACTICAL, ALL = "practical", "all"
 """Which generation layouts a sweep lists."""
 
 DESCRIPTION = f"""Plan a switch between training and generation layouts on a cluster, and see what it costs: which ranks
-gather from which, bytes received per rank and link, weights in memory over the course of the switch, predicted seconds.
+gather from which, bytes received per rank and link, weights in memory, predicted seconds.
 
 Nothing is started and no GPU is needed: everything is counted from the plan that a run would carry out. Seconds are
 predicted from the figures of the cluster file (configs/clusters/), not measured; `hybridengine reshard bench` measures.
@@ -76,11 +77,91 @@ class Request:
     layouts: tuple[tuple[TrainSizes, GenSizes | None], ...]
     """One to plan, two to compare, one without generation sizes to sweep."""
 
-    def plan(self, train: TrainSizes, gen: GenSizes, with_variants: bool = True) -> SwitchPlan:
-        """The switch of one layout."""
+    def price(
+        self, train: TrainSizes, gen: GenSizes, *, with_variants: bool = True
+    ) -> tuple[SwitchCost, dict[str, Any]]:
+        """Return the switch of one layout, and its figures for programs.
+
+        Units: bytes and seconds; "max" is the rank with the most.
+
+        Args:
+            with_variants: plan the other rank order, and the gather in one step, as well.
+
+        Raises:
+            PlanError: a plan is wrong, which is an error of this project.
+        """
         pricer = SwitchPricer(self.shape, self.dtype, self.bucket_bytes)
         generation = GenerationGrid(Grid(train, self.order), gen, self.grouping)
-        return plan_switch(pricer, generation, self.cluster, with_variants)
+        nodes = self.cluster.node_map(train.num_ranks)
+        cost = pricer.price(generation, nodes)
+        own = self._variant(cost)
+        orders, one_step = {self.order.name.lower(): own}, None
+        if with_variants:
+            for order in RankOrder:
+                if order is not self.order:
+                    other = GenerationGrid(Grid(train, order), gen, self.grouping)
+                    orders[order.name.lower()] = self._variant(pricer.price(other, nodes))
+            if cost.num_steps > 1:
+                one_step = self._variant(pricer.price(generation, nodes, two_step=False))
+        return cost, {
+            "model": self.model_name,
+            "num_parameters": self.shape.num_parameters,
+            "weight_bytes": self.shape.weight_bytes(self.dtype),
+            "dtype": self.dtype,
+            "bucket_bytes": self.bucket_bytes,
+            "cluster": self.cluster.name,
+            "layout": f"{train}:{gen}",
+            "train": str(train),
+            "gen": str(gen),
+            "order": self.order.name.lower(),
+            "grouping": self.grouping.value,
+            "num_ranks": train.num_ranks,
+            "num_engines": generation.num_replicas,
+            "nests": generation.nests,
+            **own,
+            "inter_node_bytes_max": cost.received_bytes_max_by_link[LinkClass.BETWEEN_NODES],
+            "num_domains": len(cost.groups),
+            "num_buckets": max(len(plan.buckets) for plan in cost.plans),
+            "num_audited_moves": cost.check(),
+            "num_steps": cost.num_steps,
+            **{name: getattr(cost, name) for name in FIGURES},
+            "seconds_back": cost.seconds_back(self.cluster),
+            "orders": orders,
+            "one_step": one_step,
+            "planned_domains": [
+                {"ranks": repeats[0], "repeats": len(repeats)} for _, repeats in cost.domains
+            ],
+        }
+
+    def _variant(self, cost: SwitchCost) -> dict[str, Any]:
+        """Return what depends on the rank order and on the number of steps."""
+        return {
+            "num_crossing_domains": cost.num_crossing_domains,
+            "received_bytes_max": cost.received_bytes_max,
+            "received_bytes_max_by_link": _by_name(cost.received_bytes_max_by_link),
+            "received_bytes_total_by_link": _by_name(cost.received_bytes_total_by_link),
+            "seconds_there": cost.seconds_there(self.cluster),
+            "line_rate_seconds": cost.line_rate_seconds(self.cluster),
+        }
+
+
+FIGURES = (
+    "copied_bytes_max",
+    "copied_back_bytes_max",
+    "train_shard_bytes_max",
+    "gen_shard_bytes_max",
+    "bucket_bytes_max",
+    "peak_weight_bytes_max",
+    "redundant_bytes_max",
+    "extra_bytes_max",
+    "memory_bytes_there",
+    "memory_bytes_back",
+)
+"""Figures of a `SwitchCost` that are reported as they are."""
+
+
+def _by_name(by_link: dict[LinkClass, int]) -> dict[str, int]:
+    return {link.value: num_bytes for link, num_bytes in by_link.items()}
 
 
 def add_plan_command(subparsers: Any) -> None:
@@ -136,32 +217,31 @@ def run_plan(options: argparse.Namespace) -> int:
         {"--model": options.model, "--cluster": options.cluster},
     )
     if options.sweep is not None:
-        plans, lines, figures = _sweep(request, options.sweep == ALL)
+        switches, num_too_large = _sweep(request, options.sweep == ALL)
+        lines = sweep_lines(request.cluster, switches, num_too_large, options.sweep == ALL)
+        figures = {"results": switches, "num_too_large": num_too_large}
     elif options.diff is not None:
-        plans = [request.plan(train, gen) for train, gen in request.layouts if gen is not None]
-        lines = diff_lines(*plans)
-        figures = {"results": [as_json(request, plan) for plan in plans]}
+        switches = [request.price(train, gen)[1] for train, gen in request.layouts if gen is not None]
+        lines = diff_lines(*switches)
+        figures = {"results": switches}
     else:
         ((train, gen),) = request.layouts
         assert gen is not None, "request_of asks for --gen"
-        plans = [request.plan(train, gen)]
-        lines = plan_lines(request.model_name, request.shape, request.dtype, request.cluster, plans[0])
-        figures = as_json(request, plans[0])
+        cost, figures = request.price(train, gen)
+        switches = [figures]
+        lines = plan_lines(request.shape, request.cluster, cost, figures)
     text = json.dumps(figures, indent=2)
-    try:
-        _write(request, plans, text, options)
-    finally:
-        print(text if options.json == STDOUT else "\n".join(lines))
-    return 0
 
-
-def _write(request: Request, plans: list[SwitchPlan], text: str, options: argparse.Namespace) -> None:
     def draw(place: Path) -> None:
         from hybridengine.cli.switch_chart import draw_switches
 
-        draw_switches(request.model_name, request.cluster, plans, place)
+        draw_switches(request.cluster, switches, place)
 
-    write_outputs({"--json": (json_file(options), text + "\n"), "--plot": (options.plot, draw)})
+    try:
+        write_outputs({"--json": (json_file(options), text + "\n"), "--plot": (options.plot, draw)})
+    finally:
+        print(text if options.json == STDOUT else "\n".join(lines))
+    return 0
 
 
 def request_of(options: argparse.Namespace) -> Request:
@@ -227,61 +307,32 @@ def _needed(train: TrainSizes | None) -> TrainSizes:
     return train
 
 
-def _sweep(request: Request, are_all: bool) -> tuple[list[SwitchPlan], list[str], dict[str, Any]]:
-    """Every generation layout whose weights fit, fastest switch first."""
+def _sweep(request: Request, are_all: bool) -> tuple[list[dict[str, Any]], int]:
+    """Return every generation layout whose weights fit, fastest switch first, and how many do not fit."""
     ((train, _),) = request.layouts
     limit = request.cluster.device_memory_bytes
-    plans, num_too_large = [], 0
+    switches, num_too_large = [], 0
     largest = train.num_ranks if are_all else request.cluster.devices_per_node
     for gen in generation_sizes(request.shape, train, largest):
-        generation = GenerationGrid(Grid(train, request.order), gen, request.grouping)
-        plan = None
-        if gen_shard_bytes(request.shape, generation, request.dtype) <= limit:
+        figures = None
+        held = generation_holding(request.shape, train.pp_size, gen.pp_size, gen.tp_size)
+        if held.num_elements * DTYPE_BYTES[request.dtype] <= limit:
             if sys.stderr.isatty():
                 print(f"planning {train}:{gen} ...", file=sys.stderr)
-            plan = request.plan(train, gen, with_variants=False)
-        if plan is None or plan.peak_weight_bytes_max > limit:
+            _, figures = request.price(train, gen, with_variants=False)
+        if figures is None or figures["peak_weight_bytes_max"] > limit:
             num_too_large += 1
         else:
-            plans.append(plan)
-    if not plans:
+            switches.append(figures)
+    if not switches:
         raise TopologyError(
             f"no generation layout of training {train} fits in the {limit} bytes of a device; choose more pipeline"
             " stages or tensor shards, or devices with more memory"
         )
-    plans.sort(key=lambda plan: (plan.seconds, plan.peak_weight_bytes_max))
-    figures = {"results": [as_json(request, plan) for plan in plans], "num_too_large": num_too_large}
-    return plans, sweep_lines(request.cluster, plans, num_too_large, are_all), figures
-
-
-def as_json(request: Request, plan: SwitchPlan) -> dict[str, Any]:
-    """Figures of a plan for programs. Units: bytes and seconds; "max" is the rank with the most."""
-    figures = asdict(plan)
-    generation, there = figures.pop("generation"), figures.pop("there")
-    del generation
-    figures["planned_domains"] = [
-        {"ranks": repeats[0], "repeats": len(repeats)} for repeats in figures.pop("domains")
-    ]
-    grid, gen = plan.generation.train, plan.generation
-    return {
-        "model": request.model_name,
-        "num_parameters": request.shape.num_parameters,
-        "weight_bytes": request.shape.weight_bytes(request.dtype),
-        "dtype": request.dtype,
-        "bucket_bytes": request.bucket_bytes,
-        "cluster": request.cluster.name,
-        "layout": layout_name(plan),
-        "train": str(grid.sizes),
-        "gen": str(gen.sizes),
-        "order": grid.order.name.lower(),
-        "grouping": gen.grouping.value,
-        "num_ranks": grid.num_ranks,
-        "num_engines": gen.num_replicas,
-        "nests": gen.nests,
-        **there,
-        "inter_node_bytes_max": plan.there.inter_node_bytes_max,
-        **figures,
-    }
+    switches.sort(
+        key=lambda found: (found["seconds_there"] + found["seconds_back"], found["peak_weight_bytes_max"])
+    )
+    return switches, num_too_large
 
 
 def _choice(option: str, value: str, choices: Sequence[str] | dict[str, int]) -> str:

@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from hybridengine.cli.figure_tables import cell, table
 from hybridengine.cli.options import STDOUT, add_json_option, json_file, once
 from hybridengine.cli.output_files import check_output_files, check_picture, write_outputs
 from hybridengine.cli.run_request import Request, add_run_options, request_of
-from hybridengine.cli.switch_tables import aligned
 from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_seconds
-from hybridengine.planning.asynchronous import Split
-from hybridengine.planning.scenarios import Run, Scenarios, role_idle_shares
-from hybridengine.planning.simulation import Outcome, simulate
+from hybridengine.planning.scenarios import Run, Scenarios, Split, role_idle_shares
+from hybridengine.planning.simulation import Outcome, Setting, simulate
 
 MOST_SIMULATED = 16
 """Divisions of a sweep; of more, evenly spaced ones."""
@@ -99,20 +98,39 @@ def run_simulate(options: argparse.Namespace) -> int:
     )
     begin = time.perf_counter()
     synchronous = scenarios.synchronous()
-    outcomes = {"synchronous": simulate(synchronous.setting)}
+    outcome = simulate(synchronous.setting)
     sweep = list(_divided(scenarios, options))
     best = _best(sweep, options.staleness)
-    outcomes["asynchronous"] = best[2]
-    seconds = time.perf_counter() - begin
-    text = json.dumps(_as_json(request, synchronous, outcomes, sweep, best, seconds, options), indent=2)
+    figures = {
+        "algorithm": request.workload.algorithm,
+        "cluster": request.cluster.name,
+        "num_devices": request.num_devices,
+        "lengths": request.workload.lengths.name,
+        "num_steps": options.steps,
+        "max_staleness": options.staleness if math.isfinite(options.staleness) else None,
+        "seed": options.seed,
+        "simulation_s": time.perf_counter() - begin,
+        "synchronous": _figures(synchronous, outcome),
+        "asynchronous": _division_figures(*best),
+        "sweep": [_division_figures(*one) for one in sweep],
+    }
+    text = json.dumps(figures, indent=2)
+
+    def draw(place: Path) -> None:
+        from hybridengine.cli.simulate_chart import draw_runs
+
+        title = f"{request.workload.algorithm} on {request.num_devices} devices of {request.cluster.name}, simulated"
+        outcomes = {"synchronous": outcome, "asynchronous": best[2]}
+        draw_runs(title, outcomes, sweep, options.staleness, place)
+
     try:
-        _write(request, outcomes, sweep, text, options)
+        write_outputs({"--json": (json_file(options), text + "\n"), "--plot": (options.plot, draw)})
     finally:
         if options.json == STDOUT:
             print(text)
         else:
             console = Console(highlight=False)
-            for line in _lines(request, synchronous, outcomes, sweep, best, seconds, options):
+            for line in _lines(request, figures, best[1].setting, options):
                 console.print(line, markup=False, soft_wrap=True)
     return 0
 
@@ -194,159 +212,100 @@ def _best(sweep: Sequence[Divided], max_staleness: float) -> Divided:
     return max(young or sweep, key=lambda one: one[2].tokens_per_s)
 
 
+RUN_COLUMNS = {
+    "run": "",
+    "tokens_per_s": "tokens/s",
+    "step_s": "step",
+    "train_idle_share": "trainer idle",
+    "generate_idle_share": "engines idle",
+    "staleness_mean": "staleness mean",
+    "staleness_p99": "99 %",
+    "staleness_max": "most",
+    "queue_max": "queue most",
+}
+"""Figure of a run -> its heading beside other runs."""
+SWEEP_COLUMNS = {
+    "num_training": "train",
+    "num_generating": "generate",
+    "model_tokens_per_s": "tokens/s: model",
+    "tokens_per_s": "simulated",
+    "model_staleness": "ages while generated: model",
+    "staleness_mean": "staleness: mean",
+    "staleness_max": "most",
+    "train_idle_share": "trainer idle",
+    "generate_idle_share": "engines idle",
+    "mark": "",
+}
+"""Figure of a division -> its heading beside other divisions."""
+
+
 def _lines(
-    request: Request,
-    synchronous: Run,
-    outcomes: dict[str, Outcome],
-    sweep: Sequence[Divided],
-    best: Divided,
-    seconds: float,
-    options: argparse.Namespace,
+    request: Request, figures: dict[str, Any], setting: Setting, options: argparse.Namespace
 ) -> Iterator[str]:
     workload = request.workload
-    split, run, outcome = best
+    one, other = figures["synchronous"], figures["asynchronous"]
+    arrival = "between responses" if options.drain else "between two tokens"
     yield (
-        f"run: {workload.algorithm}, {run.setting.batch_size} responses a step, {workload.prompt_tokens:g} tokens of"
+        f"run: {workload.algorithm}, {setting.batch_size} responses a step, {workload.prompt_tokens:g} tokens of"
         f" prompt, responses {workload.lengths}"
     )
     yield (
         f"cluster: {request.num_devices} devices of {request.cluster.name}; {options.steps} steps, staleness bound"
-        f" {options.staleness:g}, seed {options.seed}, simulated in {seconds:.1f} s"
+        f" {options.staleness:g}, seed {options.seed}, simulated in {figures['simulation_s']:.1f} s"
     )
     yield ""
-    rows = [
-        [
-            "",
-            "tokens/s",
-            "step",
-            "trainer idle",
-            "engines idle",
-            "staleness mean",
-            "99 %",
-            "most",
-            "queue most",
-        ]
-    ]
-    for name, one in outcomes.items():
-        rows.append(
-            [
-                name,
-                f"{one.tokens_per_s:,.0f}",
-                format_seconds(one.seconds / len(one.step_ends)),
-                f"{one.train_idle_share:.0%}",
-                f"{one.generate_idle_share:.0%}",
-                f"{one.mean_staleness:.2f}",
-                str(one.staleness_quantile(0.99)),
-                str(one.largest_staleness),
-                str(max(count for _, count in one.queue)),
-            ]
-        )
-    yield from aligned(rows)
-    for one, (name, simulated) in zip((synchronous, run), outcomes.items(), strict=True):
-        idle = role_idle_shares(one, simulated).items()
+    yield from table([{"run": "synchronous", **one}, {"run": "asynchronous", **other}], RUN_COLUMNS)
+    for name in ("synchronous", "asynchronous"):
+        idle = figures[name]["role_idle_shares"].items()
         yield f"idle by role, {name}: " + ", ".join(f"{role} {share:.0%}" for role, share in idle)
-    if outcome.largest_staleness > options.staleness:
+    if other["staleness_max"] > options.staleness:
         yield (
             "(most: of responses begun within the bound that took so long that others were trained on before them)"
         )
     yield ""
-    yield f"synchronous: {_engines(synchronous)}, all models on the same {synchronous.num_training} devices"
+    yield f"synchronous: {_engines(one)}, all models on the same {one['num_training']} devices"
     yield (
-        f"asynchronous: {run.num_training} devices train, {run.num_generating} generate: {_engines(run)}; new weights in"
-        f" {format_seconds(run.setting.update_s)}, {'between responses' if options.drain else 'between two tokens'};"
-        f" {outcome.tokens_per_s / outcomes['synchronous'].tokens_per_s:.2f} times synchronous"
+        f"asynchronous: {other['num_training']} devices train, {other['num_generating']} generate: {_engines(other)}; new"
+        f" weights in {format_seconds(setting.update_s)}, {arrival};"
+        f" {other['tokens_per_s'] / one['tokens_per_s']:.2f} times synchronous"
     )
-    if len(sweep) > 1:
+    model = other["model"]
+    if len(figures["sweep"]) > 1:
         yield ""
-        yield from aligned(list(_sweep_rows(sweep, split, options.staleness)))
+        yield from table(
+            [_sweep_row(each, other, options.staleness) for each in figures["sweep"]], SWEEP_COLUMNS
+        )
     else:
         yield (
-            f"analytical model of this division: {split.tokens_per_s:,.0f} tokens/s, {split.running:.0f} responses an"
-            f" engine, up to {split.staleness:.2f} batches older when a response is complete than when it began"
+            f"analytical model of this division: {model['tokens_per_s']:,.0f} tokens/s, {model['running']:.0f} responses"
+            f" an engine, up to {cell('staleness', model['staleness_while_generated'])} batches older when a response is"
+            " complete than when it began"
         )
 
 
-def _engines(run: Run) -> str:
-    setting = run.setting
-    sizes = run.engines.engine.sizes
-    return f"{setting.num_engines} engines of {sizes} (p_g-t_g), up to {setting.max_running} responses each"
+def _engines(figures: dict[str, Any]) -> str:
+    return (
+        f"{figures['num_engines']} engines of {figures['generate']} (p_g-t_g), up to {figures['max_running']} responses"
+        " each"
+    )
 
 
-def _sweep_rows(sweep: Sequence[Divided], best: Split, max_staleness: float) -> Iterator[list[str]]:
-    yield [
-        "train",
-        "generate",
-        "tokens/s: model",
-        "simulated",
-        "ages while generated: model",
-        "staleness: mean",
-        "most",
-        "trainer idle",
-        "engines idle",
-        "",
-    ]
-    for split, run, outcome in sweep:
-        mark = "best" if split is best else "too old" if outcome.mean_staleness > max_staleness else ""
-        yield [
-            str(run.num_training),
-            str(run.num_generating),
-            f"{split.tokens_per_s:,.0f}",
-            f"{outcome.tokens_per_s:,.0f}",
-            f"{split.staleness:.2f}",
-            f"{outcome.mean_staleness:.2f}",
-            str(outcome.largest_staleness),
-            f"{outcome.train_idle_share:.0%}",
-            f"{outcome.generate_idle_share:.0%}",
-            mark,
-        ]
-
-
-def _write(
-    request: Request,
-    outcomes: dict[str, Outcome],
-    sweep: Sequence[Divided],
-    text: str,
-    options: argparse.Namespace,
-) -> None:
-    def draw(place: Path) -> None:
-        from hybridengine.cli.simulate_chart import draw_runs
-
-        title = f"{request.workload.algorithm} on {request.num_devices} devices of {request.cluster.name}, simulated"
-        draw_runs(title, outcomes, sweep, options.staleness, place)
-
-    write_outputs({"--json": (json_file(options), text + "\n"), "--plot": (options.plot, draw)})
-
-
-def _as_json(
-    request: Request,
-    synchronous: Run,
-    outcomes: dict[str, Outcome],
-    sweep: Sequence[Divided],
-    best: Divided,
-    seconds: float,
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    """Figures for programs. Units: seconds, tokens of responses, optimizer steps."""
+def _sweep_row(division: dict[str, Any], best: dict[str, Any], max_staleness: float) -> dict[str, Any]:
+    mark = "too old" if division["staleness_mean"] > max_staleness else ""
     return {
-        "algorithm": request.workload.algorithm,
-        "cluster": request.cluster.name,
-        "num_devices": request.num_devices,
-        "lengths": request.workload.lengths.name,
-        "num_steps": options.steps,
-        "max_staleness": options.staleness if math.isfinite(options.staleness) else None,
-        "seed": options.seed,
-        "simulation_s": seconds,
-        "synchronous": _run_json(synchronous, outcomes["synchronous"]),
-        "asynchronous": _run_json(best[1], best[2]) | {"model": _split_json(best[0])},
-        "sweep": [_run_json(run, outcome) | {"model": _split_json(split)} for split, run, outcome in sweep],
+        **division,
+        "model_tokens_per_s": division["model"]["tokens_per_s"],
+        "model_staleness": division["model"]["staleness_while_generated"],
+        "mark": "best" if division["num_training"] == best["num_training"] else mark,
     }
 
 
 QUEUE_POINTS = 200
-"""Of the queue over time, for programs."""
+"""Points of the queue over time, for programs."""
 
 
-def _run_json(run: Run, outcome: Outcome) -> dict[str, Any]:
+def _figures(run: Run, outcome: Outcome) -> dict[str, Any]:
+    """Return a run's figures for programs. Units: seconds, tokens of responses, optimizer steps."""
     moments, most = outcome.queue_over_time(QUEUE_POINTS)
     return {
         "num_training": run.num_training,
@@ -361,6 +320,7 @@ def _run_json(run: Run, outcome: Outcome) -> dict[str, Any]:
         "train_idle_share": outcome.train_idle_share,
         "generate_idle_share": outcome.generate_idle_share,
         "staleness_mean": outcome.mean_staleness,
+        "staleness_p99": outcome.staleness_quantile(0.99),
         "staleness_max": outcome.largest_staleness,
         "staleness_tokens": {str(age): count for age, count in outcome.staleness_counts.items()},
         "queue_max": max(count for _, count in outcome.queue),
@@ -369,10 +329,11 @@ def _run_json(run: Run, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _split_json(split: Split) -> dict[str, Any]:
-    rate, age = split.tokens_per_s, split.staleness
-    return {
+def _division_figures(split: Split, run: Run, outcome: Outcome) -> dict[str, Any]:
+    """Return the figures of a division beside those of the analytical model."""
+    model = {
         "running": split.running,
-        "tokens_per_s": rate,
-        "staleness_while_generated": age if math.isfinite(age) else None,
+        "tokens_per_s": split.tokens_per_s,
+        "staleness_while_generated": split.staleness if math.isfinite(split.staleness) else None,
     }
+    return {**_figures(run, outcome), "model": model}

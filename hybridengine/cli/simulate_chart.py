@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from hybridengine.cli.chart_style import STYLE
-from hybridengine.planning.asynchronous import Split
-from hybridengine.planning.scenarios import Run
+from hybridengine.planning.scenarios import Run, Split
 from hybridengine.planning.simulation import Outcome
 
 BUSY, IDLE, OTHER, INK = "#56B4E9", "#DDDDDD", "#D55E00", "#333333"

@@ -45,6 +45,11 @@ class Link(Section):
     latency_s: Latency
     """Time that a message takes beside its bytes; for the device's own memory, a bucket of copies."""
 
+    def seconds(self, rank_bytes: float, node_bytes: float) -> float:
+        """Return the seconds for the bytes of a rank and of its node, without latency."""
+        seconds = rank_bytes / self.bytes_per_s
+        return seconds if self.node_bytes_per_s is None else max(seconds, node_bytes / self.node_bytes_per_s)
+
 
 class Links(Section):
     """The classes of links."""

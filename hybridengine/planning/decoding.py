@@ -78,15 +78,9 @@ class Engine:
         return 2 * weights / self.sizes.tp_size / (compute.rate(self.dtype) * compute.decode_efficiency)
 
     def _read_s(self, num_bytes: float) -> float:
-        """Of bytes that every rank reads from its memory, while all stages but one of an engine wait."""
-        memory = self.cluster.links.same_device
+        """Return the seconds in which every rank reads bytes from memory, while all stages but one of an engine wait."""
         ranks = min(self.cluster.devices_per_node, self.num_ranks) / self.sizes.pp_size
-        seconds = num_bytes / memory.bytes_per_s
-        return (
-            seconds
-            if memory.node_bytes_per_s is None
-            else max(seconds, num_bytes * ranks / memory.node_bytes_per_s)
-        )
+        return self.cluster.links.same_device.seconds(num_bytes, num_bytes * ranks)
 
     @cached_property
     def _waiting(self) -> float:

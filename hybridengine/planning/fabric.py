@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridengine.planning.clusters import Cluster, Link
+from hybridengine.planning.clusters import Cluster
 from hybridengine.topology.links import LinkClass
 
 
@@ -46,12 +46,12 @@ class Fabric:
         nodes = -(-axis.size // members)
         inside, seconds, latency = self.cluster.links.same_node, 0.0, 0.0
         if members > 1:
-            seconds = self._seconds(inside, received, received * self.node_ranks)
+            seconds = inside.seconds(received, received * self.node_ranks)
             latency = inside.latency_s * (members - 1) * nodes
         if nodes > 1:
             between = self.cluster.links.of(LinkClass.BETWEEN_NODES)
             rings = self.node_ranks / members
-            seconds = max(seconds, self._seconds(between, received, received * rings))
+            seconds = max(seconds, between.seconds(received, received * rings))
             latency += between.latency_s * (nodes - 1)
         return seconds + latency
 
@@ -76,17 +76,12 @@ class Fabric:
         count = min(count, axis.size - 1)  # of two ranks, each has one neighbour
         members, links, inside, across = self.members_per_node(axis), self.cluster.links, 0.0, 0.0
         if members > 1:
-            inside = self._seconds(links.same_node, num_bytes, num_bytes * self.node_ranks)
+            inside = links.same_node.seconds(num_bytes, num_bytes * self.node_ranks)
             inside += links.same_node.latency_s
         if axis.size > members:
             # Of the ranks next to the end of a node, as many as lie between neighbours of a group.
             leaving = min(axis.stride, self.node_ranks)
             between = links.of(LinkClass.BETWEEN_NODES)
-            across = self._seconds(between, num_bytes, num_bytes * leaving) + between.latency_s
+            across = between.seconds(num_bytes, num_bytes * leaving) + between.latency_s
         crossing = (count + 1) // 2 if members > 1 else count
         return max(inside * count, across * crossing + inside * (count - crossing))
-
-    @staticmethod
-    def _seconds(link: Link, rank_bytes: float, node_bytes: float) -> float:
-        seconds = rank_bytes / link.bytes_per_s
-        return seconds if link.node_bytes_per_s is None else max(seconds, node_bytes / link.node_bytes_per_s)

@@ -1,11 +1,11 @@
-"""How long responses get. The tail decides how long an engine works for its last rows.
+"""Distributions of response lengths. The tail decides how long an engine works for its last rows.
 
 Written as KIND:PARAMETERS, lengths in tokens:
 
     constant:512                      every response
     uniform:1-1024                    every length of the range as often
     lognormal:mean=400,cv=0.8         mean and coefficient of variation (standard deviation over mean)
-    samples/lengths.jsonl             as often as in a file: numbers, or objects with `response_length`, one a line
+    lengths.txt                       as often as in a file: one number a line
 
 Lengths beyond the longest response that a run allows are cut to it, as generation does.
 """
@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from hybridengine.errors import ConfigError, UnreadableError, shown
-from hybridengine.reading import parse_json, read_text
+from hybridengine.reading import read_text
 
 FORMS = "constant:N, uniform:LOW-HIGH, lognormal:mean=M,cv=C, or a file with one length a line"
-LENGTH_KEYS = ("response_length", "response_tokens", "length")
-MAX_CV = 20.0
+RANGES = "N and LOW from 1 on, HIGH no lower than LOW, M from 1 to 1e9, C above 0 and at most 20"
 NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?"
 
 
@@ -37,14 +36,14 @@ class Lengths:
     """
 
     name: str
-    """As it was asked for."""
+    """The text that described it."""
     survival_T: np.ndarray
     """P(length > i) for i = 0, 1, ..., max_tokens - 1: what runs while token i + 1 is made. The first is 1."""
     cut_share: float = 0.0
-    """Of the responses: those that would be longer than the run allows."""
+    """Share of the responses that would be longer than the run allows."""
 
     def __str__(self) -> str:
-        """As it was asked for, with what it comes to: "lognormal:mean=400,cv=0.8 (mean 382, 4% cut to 1024)"."""
+        """Return the name with mean and longest response: "lognormal:mean=400,cv=0.8 (mean 382, 4% cut to 1024)"."""
         cut = f"{self.cut_share:.0%} cut to" if self.cut_share >= 0.005 else "at most"
         return f"{self.name} (mean {self.mean:.0f}, {cut} {self.max_tokens})"
 
@@ -63,59 +62,50 @@ class Lengths:
 
     @property
     def mean_position(self) -> float:
-        """Mean number of tokens that a running response has: what an engine full of them holds of each.
+        """Mean number of tokens of a running response, which an engine full of them holds of each.
 
         Source: a row found running at a random moment is one of length l with probability in proportion to l.
         """
         return self.mean_square / (2 * self.mean)
 
     def quantiles(self, shares: np.ndarray) -> np.ndarray:
-        """Smallest lengths that at least such a share of the responses does not exceed."""
+        """Return the smallest lengths that at least such a share of the responses does not exceed."""
         cumulative = (
             1.0 - self.survival_T[1:]
         )  # P(length <= 1), P(length <= 2), ..., without the last, which is 1
         return 1 + np.searchsorted(cumulative, np.asarray(shares) - 1e-12)
 
     def spread(self, count: int) -> np.ndarray:
-        """`count` lengths that stand for the distribution, ascending: its quantiles at (k + 1/2) / count."""
+        """Return `count` lengths that stand for the distribution, ascending: its quantiles at (k + 1/2) / count."""
         return self.quantiles((np.arange(count) + 0.5) / count)
 
     def sample(self, generator: np.random.Generator, count: int) -> np.ndarray:
-        """`count` independent lengths."""
+        """Return `count` independent lengths."""
         return self.quantiles(generator.random(count))
 
     @classmethod
     def of(cls, text: str, max_tokens: int) -> Lengths:
-        """The distribution that `text` describes, with no length above `max_tokens`.
+        """Return the distribution that `text` describes, with no length above `max_tokens`.
 
         Raises:
             ConfigError: no such form, numbers out of range, or a file without lengths.
         """
         kind, colon, values = text.partition(":")
         if colon and kind in _KINDS:
-            survival = _KINDS[kind](text, values, max_tokens + 1)
+            pattern, survival_of = _KINDS[kind]
+            match = re.fullmatch(pattern, values)
+            survival = survival_of(np.arange(max_tokens + 1), *map(float, match.groups())) if match else None
+            if survival is None:
+                raise ConfigError(f"lengths {shown(text)} must have {RANGES}; write {FORMS}")
         else:
-            survival = _counted(_read(text), max_tokens + 1)
+            survival = counted(list(_read(text)), max_tokens + 1)
         return cls(text, survival[:-1], float(survival[-1]))
-
-    @classmethod
-    def counted(cls, name: str, lengths: Sequence[int], max_tokens: int) -> Lengths:
-        """As often as in `lengths`.
-
-        Raises:
-            ConfigError: there is none, or one is less than 0.
-        """
-        if not len(lengths):
-            raise ConfigError(f"{name} has no lengths; give at least one")
-        if min(lengths) < 0:
-            raise ConfigError(f"{name} has the length {min(lengths)}; lengths are 0 or more tokens")
-        return cls(name, _counted(lengths, max_tokens))
 
     @classmethod
     def between(
         cls, name: str, shares: Sequence[float], quantiles: Sequence[Sequence[float]], max_tokens: int
     ) -> Lengths:
-        """Lengths of which some quantiles are known, as often between two of them as on average.
+        """Return lengths of which some quantiles are known, as often between two of them as on average.
 
         Args:
             shares: ascending, from 0 to 1.
@@ -133,54 +123,45 @@ class Lengths:
         return cls(name, survival)
 
 
-def _counted(lengths: Sequence[int], max_tokens: int) -> np.ndarray:
+def counted(lengths: Sequence[int], max_tokens: int) -> np.ndarray:
+    """Return `survival_T` of lengths that are as often as in `lengths`, which has at least one."""
     cut = np.sort(np.clip(np.asarray(lengths, dtype=np.int64), 1, max_tokens))
     longer = len(cut) - np.searchsorted(cut, np.arange(max_tokens), side="right")
     return longer / len(cut)
 
 
-def _constant(text: str, values: str, max_tokens: int) -> np.ndarray:
-    if not re.fullmatch(r"[0-9]{1,9}", values) or int(values) < 1:
-        raise ConfigError(f"lengths {text!r} need a whole number of tokens from 1 on, e.g. constant:512")
-    return _counted([int(values)], max_tokens)
+def _constant(positions: np.ndarray, length: float) -> np.ndarray | None:
+    return _uniform(positions, length, length)
 
 
-def _uniform(text: str, values: str, max_tokens: int) -> np.ndarray:
-    match = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", values)
-    low, high = (int(match[1]), int(match[2])) if match else (0, 0)
+def _uniform(positions: np.ndarray, low: float, high: float) -> np.ndarray | None:
     if not 1 <= low <= high:
-        raise ConfigError(
-            f"lengths {text!r} need two numbers of tokens, the lower one first, e.g. uniform:1-1024"
-        )
-    longer = np.clip((high - np.arange(max_tokens)) / (high - low + 1), 0.0, 1.0)
-    return longer
+        return None
+    return np.clip((high - positions) / (high - low + 1), 0.0, 1.0)
 
 
-def _lognormal(text: str, values: str, max_tokens: int) -> np.ndarray:
+def _lognormal(positions: np.ndarray, mean: float, variation: float) -> np.ndarray | None:
     """Rounded up: P(length > i) is that of the continuous distribution. The mean is that before the cut."""
-    match = re.fullmatch(rf"mean=({NUMBER}),cv=({NUMBER})", values)
-    mean, variation = (float(match[1]), float(match[2])) if match else (0.0, 0.0)
-    if not (1.0 <= mean <= 1e9 and 0.0 < variation <= MAX_CV):
-        raise ConfigError(
-            f"lengths {text!r} need a mean of at least 1 token and a coefficient of variation above 0 and at most"
-            f" {MAX_CV:g}, e.g. lognormal:mean=400,cv=0.8"
-        )
+    if not (1.0 <= mean <= 1e9 and 0.0 < variation <= 20.0):
+        return None
     from scipy.special import ndtr  # a quarter of a second, which other lengths need not wait for
 
     sigma = math.sqrt(math.log1p(variation**2))
     # No response is shorter than 0 tokens: log(0) is -inf, and its share 1.
     with np.errstate(divide="ignore"):
-        return ndtr((math.log(mean) - sigma**2 / 2 - np.log(np.arange(max_tokens))) / sigma)
+        return ndtr((math.log(mean) - sigma**2 / 2 - np.log(positions)) / sigma)
 
 
-_KINDS: dict[str, Callable[[str, str, int], np.ndarray]] = {
-    "constant": _constant,
-    "uniform": _uniform,
-    "lognormal": _lognormal,
+_KINDS: dict[str, tuple[str, Callable[..., np.ndarray | None]]] = {
+    "constant": (r"([0-9]{1,9})", _constant),
+    "uniform": (r"([0-9]{1,9})-([0-9]{1,9})", _uniform),
+    "lognormal": (rf"mean=({NUMBER}),cv=({NUMBER})", _lognormal),
 }
+"""Kind -> pattern of its numbers, and P(length > i) at positions i; None where the numbers are out of range."""
 
 
-def _read(path: str) -> list[int]:
+def _read(path: str) -> Iterator[int]:
+    """Yield the lengths in a file, each from 0 on."""
     try:
         lines = read_text(path).splitlines()
     except UnreadableError as error:
@@ -189,22 +170,17 @@ def _read(path: str) -> list[int]:
         raise ConfigError(
             f"lengths {shown(path)} are neither one of the forms nor a file; write {FORMS}"
         ) from None
-    found = [_length(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not found:
+    if not any(map(str.strip, lines)):
         raise ConfigError(f"lengths {path}: the file has no lengths; write one a line")
-    return found
-
-
-def _length(path: str, number: int, line: str) -> int:
-    try:
-        value = parse_json(line)
-    except UnreadableError:
-        value = None
-    if isinstance(value, dict):
-        value = next((value[key] for key in LENGTH_KEYS if key in value), None)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e9:
-        raise ConfigError(
-            f"lengths {path}, line {number}: {shown(line)} is no number of tokens; write a number from 0 on, or an object"
-            f" with {LENGTH_KEYS[0]}"
-        )
-    return math.ceil(value)
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = float(line)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < 1e9:
+            raise ConfigError(
+                f"lengths {path}, line {number}: {shown(line)} is no number of tokens; write a number from 0 on"
+            )
+        yield math.ceil(value)

@@ -170,14 +170,12 @@ class Options:
         return done.on(self.cluster, passes.sizes.num_ranks) + self.compute.call_s + fetched_s
 
     def _fetch_s(self, call: Call, sizes: TrainSizes) -> float:
-        """Until a rank has its replica's rows, which other ranks have: at most, since where producer and consumer are
+        """Return the most seconds until a rank has its replica's rows from other ranks; where producer and consumer are
         alike nothing moves."""
         links, ranks = self.cluster.links, min(self.cluster.devices_per_node, sizes.num_ranks)
         link = links.same_node if links.between_nodes is None else links.between_nodes
         num_bytes = self.workload.row_bytes(call) * self.workload.num_rows(call.count) / sizes.dp_size
-        seconds = num_bytes / link.bytes_per_s
-        if link.node_bytes_per_s is not None:
-            seconds = max(seconds, num_bytes * ranks / link.node_bytes_per_s)
+        seconds = link.seconds(num_bytes, num_bytes * ranks)
         return seconds + link.latency_s if num_bytes else 0.0
 
     def _state_bytes(self, model: PlannedModel, sizes: TrainSizes) -> StateBytes:
@@ -279,17 +277,12 @@ class Options:
         if sizes.model_parallel_size > self.cluster.devices_per_node and links.between_nodes is not None:
             remote = links.between_nodes
         ranks = min(self.cluster.devices_per_node, sizes.num_ranks)
-        line_s = received / remote.bytes_per_s
-        if remote.node_bytes_per_s is not None:
-            # At worst nodes take turns, each sending what it holds to every other one.
-            other_nodes = math.ceil(sizes.model_parallel_size / self.cluster.devices_per_node) - 1
-            sent = max(received * ranks, train_bytes * sizes.model_parallel_size * other_nodes)
-            line_s = max(line_s, sent / remote.node_bytes_per_s)
-        copied_s = 2 * (gen_bytes + train_bytes) / links.same_device.bytes_per_s
-        if links.same_device.node_bytes_per_s is not None:
-            copied_s = max(
-                copied_s, 2 * (gen_bytes + train_bytes) * ranks / links.same_device.node_bytes_per_s
-            )
+        # At worst nodes take turns, each sending what it holds to every other one.
+        other_nodes = math.ceil(sizes.model_parallel_size / self.cluster.devices_per_node) - 1
+        sent = max(received * ranks, train_bytes * sizes.model_parallel_size * other_nodes)
+        line_s = remote.seconds(received, sent)
+        copied = 2 * (gen_bytes + train_bytes)
+        copied_s = links.same_device.seconds(copied, copied * ranks)
         fastest = links.same_node.bytes_per_s + (
             links.between_nodes.bytes_per_s if links.between_nodes else 0.0
         )
@@ -322,7 +315,7 @@ class Options:
             self._switches[key] = SwitchFigures(
                 cost.seconds_there(self.cluster) + beside_s,
                 cost.seconds_back(self.cluster),
-                cost.peak_bytes,
-                cost.received_bytes,
+                cost.peak_weight_bytes_max,
+                cost.received_bytes_max,
             )
         return self._switches[key]

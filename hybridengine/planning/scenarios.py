@@ -15,14 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from hybridengine.errors import ConfigError
 from hybridengine.model_shapes import DTYPE_BYTES
-from hybridengine.planning.asynchronous import Split, steady_splits
 from hybridengine.planning.clusters import Cluster
 from hybridengine.planning.constraints import Constraints
 from hybridengine.planning.dataflows import Count, Work
 from hybridengine.planning.decoding import Engine
 from hybridengine.planning.iteration import Sharing
+from hybridengine.planning.lengths import Lengths
 from hybridengine.planning.options import Options
 from hybridengine.planning.passes import compute_of
 from hybridengine.planning.placements import Placement, pool_sizes
@@ -75,6 +77,55 @@ class Run:
     num_generating: int
     train_s: float
     """Seconds of a step of everything but generation and the switch, while the engines work if they do."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A division of devices between training and generation, in its steady state."""
+
+    num_training: int
+    num_generating: int
+    running: float
+    """Responses that each engine advances at once."""
+    tokens_per_s: float
+    """Tokens of responses, generated and trained on."""
+    staleness: float
+    """Most optimizer steps between a response's first token and its last; waiting for the trainer is left out."""
+
+
+def steady_splits(
+    num_devices: int,
+    engine_devices: int,
+    step_s: Callable[[float], float],
+    train_tokens_per_s: Mapping[int, float],
+    max_running: int,
+    lengths: Lengths,
+    batch_size: int,
+) -> list[Split]:
+    """Return every division of the devices, in its steady state.
+
+    The engines run the fewest responses with which they make what the trainers take, N_train·thr = N_sample·B /
+    latency(B), or as many as make the most where that is not enough (AReaL, arXiv 2505.24298, section 5.1).
+
+    Args:
+        engine_devices: devices of an engine.
+        step_s: seconds of an engine's step with so many responses.
+        train_tokens_per_s: number of training devices -> tokens of responses that they take in.
+        max_running: responses that the KV cache holds.
+    """
+    counts = np.arange(1, max_running + 1)
+    rates = counts / np.array([step_s(float(count)) for count in counts])
+    found = []
+    for num_training, wanted in train_tokens_per_s.items():
+        engines = (num_devices - num_training) // engine_devices
+        enough = np.flatnonzero(engines * rates >= wanted)
+        running = int(counts[enough[0]] if len(enough) else counts[int(np.argmax(rates))])
+        made = engines * running / step_s(float(running))
+        tokens_per_s = min(wanted, made)
+        step_duration = batch_size * lengths.mean / tokens_per_s
+        staleness = lengths.max_tokens * step_s(float(running)) / step_duration
+        found.append(Split(num_training, num_devices - num_training, float(running), tokens_per_s, staleness))
+    return found
 
 
 def role_idle_shares(run: Run, outcome: Outcome) -> dict[str, float]:
@@ -257,13 +308,11 @@ class Scenarios:
         return engine.num_running(workload.lengths, workload.prompt_tokens, workload.max_num_seqs, kv_bytes)
 
     def update_s(self, engines: Engines) -> float:
-        """Seconds in which every device of the engines receives its shard from the trainers."""
+        """Return the seconds in which every device of the engines receives its shard from the trainers."""
         links, node = self.cluster.links, self.cluster.devices_per_node
         link = links.between_nodes if self.num_devices > node and links.between_nodes else links.same_node
-        seconds = engines.gen_bytes / link.bytes_per_s
-        if link.node_bytes_per_s is not None:
-            seconds = max(seconds, engines.gen_bytes * min(node, self.num_devices) / link.node_bytes_per_s)
-        return seconds + link.latency_s
+        node_bytes = engines.gen_bytes * min(node, self.num_devices)
+        return link.seconds(engines.gen_bytes, node_bytes) + link.latency_s
 
     def _setting(
         self,

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridengine.errors import ConfigError
-from hybridengine.planning.asynchronous import admits
 from hybridengine.planning.lengths import Lengths
 from hybridengine.planning.simulated_engine import Done, SimulatedEngine, StepSeconds
 
@@ -285,13 +284,13 @@ class _Asynchronous:
                 heapq.heappush(self._events, (engines[place].next_end_s(), place, self._stamps[place]))
 
     def _begins(self) -> bool:
-        """Whether the bound lets another response begin, and the run may still train on it."""
+        """Return True if the bound lets another response begin, and the run may still train on it."""
         setting = self._setting
         complete = self._version * setting.batch_size + len(self._training) + len(self._ready)
         complete += len(self._arriving)
-        return complete < setting.num_steps * setting.batch_size and admits(
-            self._submitted, setting.batch_size, self._version, setting.max_staleness
-        )
+        if complete >= setting.num_steps * setting.batch_size:
+            return False
+        return self._submitted // setting.batch_size <= self._version + setting.max_staleness
 
     def _start_step(self, now: float) -> None:
         """Train on the oldest complete responses, where there are enough and nothing is trained on."""

@@ -1,4 +1,4 @@
-"""What a switch costs on a whole cluster: plans of the domains that differ, and what follows from them for every rank.
+"""Costs of a switch on a whole cluster: plans of the distinct domains, and what follows from them for every rank.
 
 Training replicas repeat each other, and tensor shards are alike, so that most domains differ in the names of their ranks
 and in where their boxes start, and in nothing that costs. One of them is compiled, and counted as often as it repeats.
@@ -6,16 +6,17 @@ and in where their boxes start, and in nothing that costs. One of them is compil
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import TypeVar
+
+import numpy as np
 
 from hybridengine.errors import PlanError
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.clusters import Cluster
-from hybridengine.planning.switch_time import DomainTraffic, line_rate_seconds, node_shares, predict_seconds
+from hybridengine.planning.switch_time import SwitchTraffic, hosted_ranks, line_rate_seconds, predict_seconds
 from hybridengine.reshard.audit import audit, audit_return
 from hybridengine.reshard.boxes import moved, starts
 from hybridengine.reshard.cost import REMOTE, RankCost, plan_costs
@@ -30,7 +31,7 @@ from hybridengine.topology.grid import Groups
 from hybridengine.topology.links import LinkClass, NodeMap
 
 Pattern = tuple[Hashable, ...]
-"""Of a domain, rank by rank: what decides its plan."""
+"""Properties of a domain, rank by rank, that decide its plan."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class DomainPlan:
 
     @cached_property
     def problems(self) -> tuple[str, ...]:
-        """What the audit finds wrong with either way; nothing, unless the planner has an error."""
+        """Findings of the audit of either way; empty, unless the planner has an error."""
         return (*audit(self.plan), *audit_return(self.plan, self.back))
 
     @cached_property
     def num_moves(self) -> int:
-        """Of both ways."""
+        """Moves there and back."""
         return sum(len(bucket.moves) for plan in (self.plan, self.back) for bucket in plan.buckets)
 
     @cached_property
@@ -68,37 +69,113 @@ class DomainPlan:
         return tuple(costs[rank] for rank in plan.ranks)
 
     @cached_property
-    def traffic_there(self) -> DomainTraffic:
-        return DomainTraffic.of(self.plan, self.nodes)
+    def traffic_there(self) -> SwitchTraffic:
+        return SwitchTraffic.of(self.plan, self.nodes)
 
     @cached_property
-    def traffic_back(self) -> DomainTraffic:
-        return DomainTraffic.of(self.back, self.nodes)
-
-    @cached_property
-    def received_bytes(self) -> Mapping[LinkClass, tuple[int, ...]]:
-        """Link class -> bytes that each rank receives on the way there."""
-        received = self.traffic_there.received_KSR
-        return {
-            link: tuple((received[link].sum(axis=(0, 1)) * self.element_bytes).tolist()) for link in REMOTE
-        }
+    def traffic_back(self) -> SwitchTraffic:
+        return SwitchTraffic.of(self.back, self.nodes)
 
 
 @dataclass(frozen=True)
 class SwitchCost:
-    """What switching costs; a property without "total" in its name is of the rank with the most."""
+    """Figures of a switch to generation and back, from its plans; "max" is the rank with the most."""
 
+    generation: GenerationGrid
     domains: tuple[tuple[DomainPlan, Groups], ...]
-    """The domains that differ, each with the ranks of all domains that repeat it, in the plan's order of ranks."""
+    """The distinct domains, each with the ranks of all domains that repeat it, in the plan's order of ranks."""
     nodes: NodeMap
     element_bytes: int
+    num_crossing_domains: int
+    """Domains with ranks on more than one node."""
+    received_bytes_max: int
+    """Received on the way there."""
+    received_bytes_max_by_link: dict[LinkClass, int]
+    received_bytes_total_by_link: dict[LinkClass, int]
+    """Received by all ranks together."""
+    copied_bytes_max: int
+    """Copied inside the device on the way there; on the way back everything is."""
+    copied_back_bytes_max: int
+    train_shard_bytes_max: int
+    gen_shard_bytes_max: int
+    bucket_bytes_max: int
+    """Destination and staging of the buckets in flight."""
+    redundant_bytes_max: int
+    """Training weights that stay in memory while generating."""
+    extra_bytes_max: int
+    """Received beyond what nested layouts would take."""
+    memory_bytes_there: tuple[int, ...]
+    """Weights and staging of the rank with the highest peak, whenever a bucket opens or closes."""
+    memory_bytes_back: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, generation: GenerationGrid, domains: tuple[tuple[DomainPlan, Groups], ...], nodes: NodeMap
+    ) -> SwitchCost:
+        """Return the figures of planned domains."""
+        there = [cost for domain, _ in domains for cost in domain.costs_there]
+        back = [cost for domain, _ in domains for cost in domain.costs_back]
+        highest = max(zip(there, back, strict=True), key=lambda pair: max(cost.peak_bytes for cost in pair))
+
+        def total(link: LinkClass) -> int:
+            return sum(
+                len(repeats) * cost.received_by_link[link]
+                for domain, repeats in domains
+                for cost in domain.costs_there
+            )
+
+        return cls(
+            generation=generation,
+            domains=domains,
+            nodes=nodes,
+            element_bytes=domains[0][0].element_bytes,
+            num_crossing_domains=sum(
+                len({nodes.node_of(rank) for rank in ranks}) > 1
+                for _, repeats in domains
+                for ranks in repeats
+            ),
+            received_bytes_max=max(cost.received_bytes for cost in there),
+            received_bytes_max_by_link={
+                link: max(cost.received_by_link[link] for cost in there) for link in REMOTE
+            },
+            received_bytes_total_by_link={link: total(link) for link in REMOTE},
+            copied_bytes_max=max(cost.copied_bytes for cost in there),
+            copied_back_bytes_max=max(cost.copied_bytes for cost in back),
+            train_shard_bytes_max=max(cost.source_bytes for cost in there),
+            gen_shard_bytes_max=max(cost.destination_bytes for cost in there),
+            bucket_bytes_max=max(cost.bucket_bytes for cost in there),
+            redundant_bytes_max=max(cost.redundant_bytes for cost in there),
+            extra_bytes_max=max(cost.extra_bytes for cost in there),
+            memory_bytes_there=highest[0].memory_bytes,
+            memory_bytes_back=highest[1].memory_bytes,
+        )
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         return tuple(domain.plan for domain, _ in self.domains)
 
+    @property
+    def groups(self) -> Groups:
+        """Gather domains, the groups of ranks among which weights move, in the order of their first ranks."""
+        return tuple(sorted(ranks for _, repeats in self.domains for ranks in repeats))
+
+    @property
+    def num_steps(self) -> int:
+        """2 where boxes enter a node once and are passed on inside it, else 1."""
+        return max(plan.num_steps for plan in self.plans)
+
+    @property
+    def peak_weight_bytes_max(self) -> int:
+        """Weights and staging at any moment of either way."""
+        return max(*self.memory_bytes_there, *self.memory_bytes_back)
+
+    @property
+    def num_meetings(self) -> int:
+        """Buckets times the ranks that each rank of the domain meets, of the plan with the most."""
+        return max(len(plan.buckets) * (len(plan.ranks) - 1) for plan in self.plans)
+
     def check(self) -> int:
-        """Audit the plans; returns how many moves they have.
+        """Audit the plans of the distinct domains, and return how many moves they have, there and back.
 
         Raises:
             PlanError: a plan is wrong.
@@ -111,141 +188,42 @@ class SwitchCost:
                 )
         return sum(domain.num_moves for domain, _ in self.domains)
 
-    @property
-    def num_domains(self) -> int:
-        """Domains of all ranks, repetitions included."""
-        return sum(len(repeats) for _, repeats in self.domains)
-
-    @property
-    def groups(self) -> Groups:
-        """Domains of all ranks, in the order of their first ranks."""
-        return tuple(sorted(ranks for _, repeats in self.domains for ranks in repeats))
-
-    @property
-    def num_crossing_domains(self) -> int:
-        """Domains with ranks on more than one node."""
-        return sum(len({self.nodes.node_of(rank) for rank in group}) > 1 for group in self.groups)
-
-    @property
-    def num_steps(self) -> int:
-        """2 where some box enters a node once and is passed on inside it."""
-        return max(plan.num_steps for plan in self.plans)
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes received on the way there."""
-        return max(
-            sum(by_rank)
-            for domain, _ in self.domains
-            for by_rank in zip(*domain.received_bytes.values(), strict=True)
-        )
-
-    def received_over(self, link: LinkClass) -> int:
-        """Bytes received over one class of links."""
-        return max(max(domain.received_bytes[link]) for domain, _ in self.domains)
-
-    def total_over(self, link: LinkClass) -> int:
-        """Bytes that all ranks together receive over one class of links."""
-        return sum(len(repeats) * sum(domain.received_bytes[link]) for domain, repeats in self.domains)
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes copied inside a rank on the way there."""
-        return self._most(lambda cost: cost.copied_bytes)
-
-    @property
-    def copied_back_bytes(self) -> int:
-        """Bytes copied inside a rank on the way back."""
-        return max(cost.copied_bytes for domain, _ in self.domains for cost in domain.costs_back)
-
-    @cached_property
-    def busiest_memory(self) -> tuple[RankCost, RankCost]:
-        """Costs there and back of the rank that holds the most bytes at any moment of either way."""
-        return max(
-            (
-                pair
-                for domain, _ in self.domains
-                for pair in zip(domain.costs_there, domain.costs_back, strict=True)
-            ),
-            key=lambda pair: max(cost.peak_bytes for cost in pair),
-        )
-
-    @property
-    def peak_bytes(self) -> int:
-        """Weight and staging bytes at any moment of the way there or back."""
-        return max(cost.peak_bytes for cost in self.busiest_memory)
-
-    @property
-    def num_meetings(self) -> int:
-        """Buckets times the ranks that each rank of the domain meets, of the plan with the most."""
-        return max(len(plan.buckets) * (len(plan.ranks) - 1) for plan in self.plans)
-
-    @property
-    def redundant_bytes(self) -> int:
-        """Training weights that stay in memory while generating."""
-        return self._most(lambda cost: cost.redundant_bytes)
-
-    @property
-    def extra_bytes(self) -> int:
-        """Received beyond what nested layouts would take."""
-        return self._most(lambda cost: cost.extra_bytes)
-
-    @property
-    def train_bytes(self) -> int:
-        """Training shard."""
-        return self._most(lambda cost: cost.source_bytes)
-
-    @property
-    def gen_bytes(self) -> int:
-        """Generation shard."""
-        return self._most(lambda cost: cost.destination_bytes)
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Destination and staging of the buckets in flight."""
-        return self._most(lambda cost: cost.bucket_bytes)
-
-    def _most(self, figure: Callable[[RankCost], int]) -> int:
-        return max(figure(cost) for domain, _ in self.domains for cost in domain.costs_there)
-
     def seconds_there(self, cluster: Cluster) -> float:
-        """Predicted seconds to generation on `cluster`."""
-        return self._seconds(predict_seconds, [domain.traffic_there for domain, _ in self.domains], cluster)
+        """Return the predicted seconds to generation on `cluster`."""
+        return predict_seconds(self._there, self._hosts_RN, cluster, self.element_bytes)
 
     def line_rate_seconds(self, cluster: Cluster) -> float:
-        """Seconds to generation if the busiest link were busy all the time."""
-        return self._seconds(line_rate_seconds, [domain.traffic_there for domain, _ in self.domains], cluster)
+        """Return the seconds that the busiest link takes for its bytes on the way to generation: the least that
+        `seconds_there` can be, however bytes are bucketed."""
+        return line_rate_seconds(self._there, self._hosts_RN, cluster, self.element_bytes)
 
     def seconds_back(self, cluster: Cluster) -> float:
-        """Predicted seconds back to training on `cluster`."""
-        return self._seconds(predict_seconds, [domain.traffic_back for domain, _ in self.domains], cluster)
+        """Return the predicted seconds back to training on `cluster`."""
+        back = SwitchTraffic.joined([domain.traffic_back for domain, _ in self.domains])
+        return predict_seconds(back, self._hosts_RN, cluster, self.element_bytes)
 
-    def _seconds(self, model: Callable[..., float], traffic: list[DomainTraffic], cluster: Cluster) -> float:
-        shares = node_shares([repeats for _, repeats in self.domains], self.nodes)
-        return model(traffic, shares, cluster, self.element_bytes)
+    @cached_property
+    def _there(self) -> SwitchTraffic:
+        return SwitchTraffic.joined([domain.traffic_there for domain, _ in self.domains])
+
+    @cached_property
+    def _hosts_RN(self) -> np.ndarray:
+        return hosted_ranks([repeats for _, repeats in self.domains], self.nodes)
 
 
 MOST_PLANS = 2
-"""That a pricer keeps: those of large models on many ranks take a hundred MB."""
+"""Plans that a pricer keeps: those of large models on many ranks take a hundred MB."""
 
-Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 
-class Recent(Generic[Key, Value]):
-    """The values that were asked for last."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._values: OrderedDict[Key, Value] = OrderedDict()
-
-    def find(self, key: Key, make: Callable[[], Value]) -> Value:
-        """The value of a key; made where it is not there (any more)."""
-        value = self._values.pop(key) if key in self._values else make()
-        self._values[key] = value
-        while len(self._values) > self._most:
-            self._values.popitem(last=False)
-        return value
+def _kept(values: dict[Hashable, Value], key: Hashable, make: Callable[[], Value]) -> Value:
+    """Return the value of `key`, made where `values`, which keeps those asked for last, does not have it."""
+    value = values.pop(key) if key in values else make()
+    values[key] = value
+    if len(values) > MOST_PLANS:
+        del values[next(iter(values))]
+    return value
 
 
 class SwitchPricer:
@@ -257,11 +235,11 @@ class SwitchPricer:
 
     def __init__(self, shape: ModelShape, dtype: str, bucket_bytes: int) -> None:
         self.shape, self.dtype, self.bucket_bytes = shape, dtype, bucket_bytes
-        self._plans = Recent[Hashable, DomainPlan](MOST_PLANS)
-        self._costs = Recent[Hashable, SwitchCost](MOST_PLANS)
+        self._plans: dict[Hashable, DomainPlan] = {}
+        self._costs: dict[Hashable, SwitchCost] = {}
 
     def price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool = True) -> SwitchCost:
-        """Cost of switching to `generation` and back.
+        """Return the cost of switching to `generation` and back.
 
         Args:
             two_step: let a box enter a node once, and pass it on inside the node.
@@ -270,7 +248,7 @@ class SwitchPricer:
             PlanError: the engines cannot hold the model, or a domain lacks some of it.
         """
         asked = (generation, nodes, two_step)
-        return self._costs.find(asked, lambda: self._price(generation, nodes, two_step))
+        return _kept(self._costs, asked, lambda: self._price(generation, nodes, two_step))
 
     def _price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool) -> SwitchCost:
         source, destination = (
@@ -288,22 +266,12 @@ class SwitchPricer:
                 )
                 return DomainPlan(plan, nodes, element_bytes)
 
-            found.append((self._plans.find((pattern, two_step), planned), repeats))
-        return SwitchCost(tuple(found), nodes, element_bytes)
-
-
-def gen_shard_bytes(shape: ModelShape, generation: GenerationGrid, dtype: str) -> int:
-    """Bytes of the largest generation shard.
-
-    Raises:
-        PlanError: the engines cannot hold the model.
-    """
-    shards = vllm_layout(shape, generation).shards.values()
-    return max(shard.num_elements for shard in shards) * DTYPE_BYTES[dtype]
+            found.append((_kept(self._plans, (pattern, two_step), planned), repeats))
+        return SwitchCost.of(generation, tuple(found), nodes)
 
 
 def distinct_domains(source: Layout, destination: Layout, nodes: NodeMap) -> list[tuple[Pattern, Groups]]:
-    """Domains whose plans differ in names of ranks and in where boxes start only, together under their pattern."""
+    """Return domains by pattern; plans of those with the same one differ only in ranks and in where boxes start."""
     by_shards: dict[Pattern, list[tuple[int, ...]]] = {}
     for ranks in domains(source, destination):
         first_seen: dict[int, int] = {}
@@ -319,8 +287,9 @@ def distinct_domains(source: Layout, destination: Layout, nodes: NodeMap) -> lis
 
 
 def _contents(source: Layout, destination: Layout, ranks: tuple[int, ...]) -> Pattern:
-    """Every parameter of every shard with its pieces, each logical tensor's boxes counted from the first among them, and
-    which shards every rank has.
+    """Return every parameter of every shard with its pieces, and which shards every rank has.
+
+    Boxes of each logical tensor are counted from the first among them.
 
     Equal contents have equal plans: which boxes overlap, how large they are and where they lie in their parameters is
     all that the planner looks at.

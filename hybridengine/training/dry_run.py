@@ -47,10 +47,11 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         + ", ".join(f"{holder.name} {holder.sizes}" for holder in model_holders(config))
         + f" (p-t-d); generation {config.actor.gen_sizes} (p_g-t_g) in {generation.num_replicas} engine(s)"
         + (f", d_g={generation.micro_dp_size}" if generation.nests else ", sizes that do not nest"),
-        f"switch: each rank receives at most {format_bytes(cost.received_bytes)}"
-        f" ({cost.received_bytes / total:.1%} of the model), peak {format_bytes(cost.peak_bytes)} of weights"
-        f" (training shard {format_bytes(cost.train_bytes)}, generation shard {format_bytes(cost.gen_bytes)}),"
-        f" redundant {format_bytes(cost.redundant_bytes)}; back: 0 B received",
+        f"switch: each rank receives at most {format_bytes(cost.received_bytes_max)}"
+        f" ({cost.received_bytes_max / total:.1%} of the model), peak"
+        f" {format_bytes(cost.peak_weight_bytes_max)} of weights (training shard"
+        f" {format_bytes(cost.train_shard_bytes_max)}, generation shard {format_bytes(cost.gen_shard_bytes_max)}),"
+        f" redundant {format_bytes(cost.redundant_bytes_max)}; back: 0 B received",
     ]
 
 
@@ -79,7 +80,7 @@ def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         lines.append(f"  {'generation':<{width}} {name:<10} {format_groups(groups)}")
     crossing = cost.num_crossing_domains
     lines.append(
-        f"  {crossing} of {cost.num_domains} {domain} groups cross nodes"
+        f"  {crossing} of {len(cost.groups)} {domain} groups cross nodes"
         + (", because a replica is larger than a node" if crossing and _replica_crosses(config) else "")
         + (
             "; cluster.rank_order=paper keeps a replica together"
@@ -92,12 +93,12 @@ def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
 
 def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     """Return the plan's summary and the memory of the rank with the most, by phase."""
-    repeated = f"{len(cost.plans)} of {cost.num_domains} groups that gather; the others repeat them"
-    lines = ["", f"plan ({repeated})" if cost.num_domains > len(cost.plans) else "plan"]
+    repeated = f"{len(cost.plans)} of {len(cost.groups)} groups that gather; the others repeat them"
+    lines = ["", f"plan ({repeated})" if len(cost.groups) > len(cost.plans) else "plan"]
     for plan in cost.plans[:SHOWN_PLANS]:
         lines.append(f"  {plan}")
     lines.append(
-        f"  buckets of at most {format_bytes(cost.bucket_bytes)}; digest {cost.plans[0].digest[:16]}"
+        f"  buckets of at most {format_bytes(cost.bucket_bytes_max)}; digest {cost.plans[0].digest[:16]}"
     )
     for name in config.pools:
         lines += _pool_memory_lines(config, name, cost)
@@ -137,7 +138,7 @@ def phase_bytes(config: RunConfig, pool: str, cost: SwitchCost) -> dict[str, int
     return {
         "training": trains,
         "generating": generates + config.rollout.kv_cache_bytes,
-        "switching": generates - cost.gen_bytes + cost.peak_bytes,
+        "switching": generates - cost.gen_shard_bytes_max + cost.peak_weight_bytes_max,
     }
 
 
@@ -155,7 +156,7 @@ def _models(config: RunConfig, pool: str) -> list[tuple[ModelHolder, TrainingMem
 
 def _held_while_generating(holder: ModelHolder, cost: SwitchCost, memory: TrainingMemory) -> int:
     """The actor's weights take the engine's layout, gradients go, optimizer state where it is offloaded."""
-    weights = cost.gen_bytes if holder.role == "actor" else memory.weights_bytes
+    weights = cost.gen_shard_bytes_max if holder.role == "actor" else memory.weights_bytes
     keeps_optimizer = getattr(holder.section, "offload", None) == "none"
     return weights + (memory.optimizer_bytes if keeps_optimizer else 0)
 

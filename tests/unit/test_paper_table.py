@@ -23,9 +23,9 @@ def test_planned_bytes_are_those_of_table_2(rows: list[paper_table.Row]) -> None
         total = 2 * M_OF[row.model]
         received, peak = expected[row.model]
         assert row.weight_bytes == total
-        assert row.plan.there.received_bytes_max == pytest.approx(received * total, rel=0.01)
-        assert row.plan.peak_weight_bytes_max == pytest.approx(peak * total, rel=0.05)
-        assert row.plan.redundant_bytes_max == row.plan.extra_bytes_max == 0
+        assert row.cost.received_bytes_max == pytest.approx(received * total, rel=0.01)
+        assert row.cost.peak_weight_bytes_max == pytest.approx(peak * total, rel=0.05)
+        assert row.cost.redundant_bytes_max == row.cost.extra_bytes_max == 0
 
 
 def test_least_seconds_of_the_other_methods(rows: list[paper_table.Row]) -> None:
@@ -40,13 +40,13 @@ def test_least_seconds_of_the_other_methods(rows: list[paper_table.Row]) -> None
     for row in rows:
         assert row.model_parallel_seconds == pytest.approx(expected[row.model])
         assert row.full_seconds == pytest.approx(total[row.model] * 15 / 16 / 25e9)
-        assert row.plan.there.seconds_there >= row.plan.there.line_rate_seconds
+        assert row.seconds_there >= row.line_rate_seconds
 
 
 def test_no_generation_size_waits_long_for_the_switch() -> None:
     found = paper_table.rows(paper_table.GENERATION_SIZES)
-    assert max(row.plan.seconds for row in found) < 0.25
-    assert [row.plan.there.received_bytes_max == 0 for row in found] == [False, False, False, True] * 2
+    assert max(row.seconds_there + row.seconds_back for row in found) < 0.25
+    assert [row.cost.received_bytes_max == 0 for row in found] == [False, False, False, True] * 2
 
 
 def test_the_document_shows_todays_tables() -> None:

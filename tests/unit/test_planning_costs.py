@@ -16,18 +16,13 @@ from hybridengine.config import load_config
 from hybridengine.errors import ConfigError
 from hybridengine.model_presets import resolve_model
 from hybridengine.model_shapes import ModelShape
-from hybridengine.planning.asynchronous import (
-    admits,
-    conventional_generation_time,
-    conventional_rate,
-    steady_splits,
-)
 from hybridengine.planning.clusters import Cluster, Compute
 from hybridengine.planning.dataflows import Count, Work
 from hybridengine.planning.decoding import Engine, knee, running_steps
-from hybridengine.planning.lengths import Lengths
+from hybridengine.planning.lengths import Lengths, counted
 from hybridengine.planning.memory import activation_bytes, training_memory
 from hybridengine.planning.passes import MicroBatches, ModelPasses, layer_weights
+from hybridengine.planning.scenarios import steady_splits
 from hybridengine.planning.shards import generation_holding, training_holding
 from hybridengine.planning.workload import workload_of
 from hybridengine.reshard.megatron import megatron_layout
@@ -237,8 +232,9 @@ def test_the_slope_of_a_step_over_responses_is_a_sigmoid() -> None:
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 12))
 def test_spans_of_an_engine_are_its_steps(lengths: list[int], num_rows: int, num_running: int) -> None:
     """Against an engine that advances token by token: who runs, and how many tokens they have."""
-    found = running_steps(Lengths.counted("some", lengths, 30), num_rows, num_running)
-    waiting = Lengths.counted("some", lengths, 30).spread(num_rows)
+    some = Lengths("some", counted(lengths, 30))
+    found = running_steps(some, num_rows, num_running)
+    waiting = some.spread(num_rows)
     order = np.argsort(np.arange(num_rows) * 0.6180339887498949 % 1.0)
     queue, running, steps, tokens = waiting[order].tolist(), [], [], 0
     while queue or running:
@@ -309,24 +305,6 @@ def test_activations_of_a_layer_are_those_of_its_tensors() -> None:
     assert found == int(max(recomputed, (2 * 256 + tensors) * 100 * 2 + logits))
     forward = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=False)
     assert forward == int(tensors * 100 * 2 + logits * 2 / 3)
-
-
-def test_a_conventional_iteration_pays_for_its_tail() -> None:
-    lengths = Lengths.of("uniform:1-4", 4)
-
-    def use(running: float) -> float:
-        return min(1.0, running / 8)
-
-    expected = sum((16 * left / 2) / use(16 * left / 2) for left in (1.0, 0.75, 0.5, 0.25))
-    assert conventional_generation_time(lengths, 16, 2, use) == pytest.approx(expected)
-    assert conventional_rate(16, expected, 2, 0.5) == pytest.approx(16 / (expected + 16 * 0.5 / 2))
-
-
-@given(st.integers(1, 50), st.integers(1, 9), st.integers(0, 9), st.integers(0, 4))
-def test_what_is_begun_stays_within_the_bound(submitted: int, batch: int, version: int, bound: int) -> None:
-    """floor((N_r - 1) / B) <= i + eta, where N_r counts the one that asks."""
-    number = submitted + 1
-    assert admits(submitted, batch, version, bound) == ((number - 1) // batch <= version + bound)
 
 
 def test_splits_keep_pace_or_say_how_far_the_engines_are_behind() -> None:

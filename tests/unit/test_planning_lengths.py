@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridengine.errors import ConfigError
-from hybridengine.planning.lengths import Lengths
+from hybridengine.planning.lengths import Lengths, counted
 
 counts = st.lists(st.integers(0, 60), min_size=1, max_size=30)
 
@@ -20,7 +19,7 @@ counts = st.lists(st.integers(0, 60), min_size=1, max_size=30)
 @given(counts, st.integers(1, 50), st.integers(1, 40))
 def test_counted_lengths(lengths: list[int], max_tokens: int, count: int) -> None:
     """Mean, mean square, survival and quantiles against the lengths themselves, cut as generation cuts them."""
-    found = Lengths.counted("some", lengths, max_tokens)
+    found = Lengths("some", counted(lengths, max_tokens))
     cut = sorted(min(max(length, 1), max_tokens) for length in lengths)
     assert found.mean == pytest.approx(sum(cut) / len(cut))
     assert found.mean_square == pytest.approx(sum(length**2 for length in cut) / len(cut))
@@ -61,20 +60,21 @@ def test_responses_are_cut_where_generation_stops() -> None:
 
 
 def test_lengths_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "lengths.jsonl"
-    file.write_text("3\n\n" + json.dumps({"response_length": 5, "score": 1.0}) + "\n4.0\n")
+    file = tmp_path / "lengths.txt"
+    file.write_text("3\n\n5\n 4.0\n")
     assert Lengths.of(str(file), 100).spread(3).tolist() == [3, 4, 5]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("constant:0", "constant:0.* need a whole number of tokens from 1 on"),
-        ("uniform:9-3", "the lower one first"),
-        ("uniform:0-3", "the lower one first"),
-        ("lognormal:mean=0,cv=1", "a mean of at least 1 token"),
-        ("lognormal:mean=100,cv=0", "coefficient of variation above 0"),
-        ("lognormal:mean=100", "coefficient of variation above 0"),
+        ("constant:0", "constant:0.* must have N and LOW from 1 on"),
+        ("constant:1.5", "must have N and LOW from 1 on"),
+        ("uniform:9-3", "HIGH no lower than LOW"),
+        ("uniform:0-3", "N and LOW from 1 on"),
+        ("lognormal:mean=0,cv=1", "M from 1 to 1e9"),
+        ("lognormal:mean=100,cv=0", "C above 0 and at most 20; write constant:N"),
+        ("lognormal:mean=100", "lognormal:mean=M,cv=C, or a file"),
         ("", "neither one of the forms nor a file"),
         ("nowhere.txt", r"nowhere.txt\" are neither one of the forms nor a file; write constant:N"),
     ],
@@ -90,7 +90,7 @@ def test_what_is_no_distribution(text: str, message: str) -> None:
         ("", "the file has no lengths; write one a line"),
         ("3\n-1\n", "line 2: .* is no number of tokens"),
         ("true\n", "line 1"),
-        ('{"size": 3}\n', "line 1: .*or an object with response_length"),
+        ('{"size": 3}\n', "line 1: .* is no number of tokens; write a number from 0 on"),
         ("[1, 2]\n", "line 1"),
         ("NaN\n", "line 1"),
         ("\xff\xfe", "is not UTF-8 text"),
@@ -101,10 +101,3 @@ def test_files_that_have_no_lengths(tmp_path: Path, content: str, message: str) 
     file.write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match=message):
         Lengths.of(str(file), 100)
-
-
-def test_empty_and_negative_samples_are_refused() -> None:
-    with pytest.raises(ConfigError, match="runs/x has no lengths; give at least one"):
-        Lengths.counted("runs/x", [], 10)
-    with pytest.raises(ConfigError, match="runs/x has the length -2; lengths are 0 or more"):
-        Lengths.counted("runs/x", [3, -2], 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,12 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.errors import ConfigError
-from hybridengine.planning.asynchronous import (
-    conventional_generation_time,
-    conventional_rate,
-    largest_lag,
-    pipeline_rate,
-)
 from hybridengine.planning.lengths import Lengths
 from hybridengine.planning.simulation import Setting, simulate
 
@@ -194,6 +189,24 @@ def test_numbers_that_make_no_sense(changes: dict[str, float], message: str) -> 
 DEVICES, GENERATING, RUNNING, BATCH, LENGTHS = 128, 44, 192, 128, Lengths.of("uniform:1-4096", 4096)
 
 
+Utilisation = Callable[[float], float]
+"""U(h): share of its best rate that a device reaches with h responses at once."""
+
+
+def conventional_generation_s(num_responses: int, use: Utilisation, token_s: float) -> float:
+    """Seconds until all responses of an iteration are complete: sum over l of (h(l) / N) · f / U(h(l) / N).
+
+    At every position l, the h(l) responses that still run are shared out over all devices.
+    """
+    each = [running / DEVICES for running in num_responses * LENGTHS.survival_T if running > 0]
+    return sum(running * token_s / use(running) for running in each)
+
+
+def pipeline_rate(use: Utilisation, num_generating: int, tau: float) -> float:
+    """Responses over time where generation never stops: the slower side's, min(U(H)·I, (N - I) / tau)."""
+    return min(use(RUNNING) * num_generating, (DEVICES - num_generating) / tau)
+
+
 def test_the_vector_of_pipeline_rl() -> None:
     """N = 128, B = 128, uniform lengths, H = 192, I = 44: r_conv 10.7, r_pipe 16.9, ratio 1.58, g_max 132.
 
@@ -209,15 +222,13 @@ def test_the_vector_of_pipeline_rl() -> None:
     def use(running: float) -> float:
         return running / (running**sharpness + bend**sharpness) ** (1 / sharpness)
 
-    lag = largest_lag(RUNNING, GENERATING, LENGTHS, BATCH)
+    lag = math.ceil(RUNNING * GENERATING * LENGTHS.max_tokens / (LENGTHS.mean * BATCH))
     assert lag == 132
-    rates = {
-        generating: pipeline_rate(use, RUNNING, generating, DEVICES, tau) for generating in range(1, DEVICES)
-    }
+    rates = {generating: pipeline_rate(use, generating, tau) for generating in range(1, DEVICES)}
     assert max(rates, key=rates.__getitem__) == GENERATING
     responses = lag * BATCH  # an iteration of the conventional run may be as old
-    generation = conventional_generation_time(LENGTHS, responses, DEVICES, use, 1 / LENGTHS.mean)
-    conventional = conventional_rate(responses, generation, DEVICES, tau)
+    generation = conventional_generation_s(responses, use, 1 / LENGTHS.mean)
+    conventional = responses / (generation + responses * tau / DEVICES)
     assert conventional == pytest.approx(10.7, abs=0.05)
     assert rates[GENERATING] / conventional == pytest.approx(1.58, abs=0.01)
 

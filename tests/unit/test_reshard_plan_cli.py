@@ -47,7 +47,6 @@ def test_text_shows_groups_bytes_memory_and_time(plan: Plan) -> None:
         "redundant beside it 0 B",
         "predicted from the cluster file's figures, not measured",
         "megatron order 4 of 4",
-        "the paper order keeps every gather domain inside a node, the other does not",
         "nothing enters a node twice",
     ):
         assert part in text
@@ -297,7 +296,7 @@ def test_bad_input_is_one_message_before_anything_is_planned(
     def planned(*_: Any, **__: Any) -> None:
         raise AssertionError("planned before everything was checked")
 
-    monkeypatch.setattr(reshard_plan, "plan_switch", planned)
+    monkeypatch.setattr(reshard_plan, "SwitchPricer", planned)
     code, out, err = plan(*arguments, **settings)
     assert (code, out) == (2, "")
     assert message in err

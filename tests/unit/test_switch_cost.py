@@ -15,8 +15,8 @@ from hybridengine.errors import PlanError
 from hybridengine.model_presets import PRESETS
 from hybridengine.model_shapes import ModelShape
 from hybridengine.planning.clusters import load_cluster
-from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer, gen_shard_bytes
-from hybridengine.planning.switch_plan import SwitchPlan, plan_switch
+from hybridengine.planning.shards import generation_holding
+from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.reshard.cost import REMOTE, plan_costs
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.megatron import megatron_layout
@@ -76,12 +76,19 @@ def test_repeated_domains_cost_what_planning_each_of_them_costs(
                 assert domain.costs_there[position] == every[rank], (rank, domain.plan.ranks)
                 assert domain.costs_back[position] == back[rank]
     for link in REMOTE:
-        assert cost.total_over(link) == sum(one.received_by_link[link] for one in every.values())
-        assert cost.received_over(link) == max(one.received_by_link[link] for one in every.values())
-    assert cost.received_bytes == max(one.received_bytes for one in every.values())
-    assert cost.peak_bytes == max(one.peak_bytes for one in (*every.values(), *back.values()))
-    assert cost.redundant_bytes == max(one.redundant_bytes for one in every.values())
-    assert cost.gen_bytes == gen_shard_bytes(shape, generation, "float32")
+        assert cost.received_bytes_total_by_link[link] == sum(
+            one.received_by_link[link] for one in every.values()
+        )
+        assert cost.received_bytes_max_by_link[link] == max(
+            one.received_by_link[link] for one in every.values()
+        )
+    assert cost.received_bytes_max == max(one.received_bytes for one in every.values())
+    assert cost.peak_weight_bytes_max == max(one.peak_bytes for one in (*every.values(), *back.values()))
+    assert cost.redundant_bytes_max == max(one.redundant_bytes for one in every.values())
+    held = generation_holding(
+        shape, generation.train.sizes.pp_size, generation.sizes.pp_size, generation.sizes.tp_size
+    )
+    assert cost.gen_shard_bytes_max == 4 * held.num_elements
 
 
 def test_padding_of_the_vocabulary_makes_a_domain_of_its_own() -> None:
@@ -98,11 +105,13 @@ def test_crossing_domains_of_both_rank_orders() -> None:
     """2-4-2 -> 1-2 on two nodes of 8: 0 of 4 in the paper's order, 4 of 4 in Megatron's."""
     shape = small_shape("llama", tied=False, vocab=256, layers=4, kv_heads=4)
     crossing = {order: priced(shape, grid("2-4-2", "1-2", order), 8) for order in RankOrder}
-    assert {order: (cost.num_crossing_domains, cost.num_domains) for order, cost in crossing.items()} == {
+    assert {order: (cost.num_crossing_domains, len(cost.groups)) for order, cost in crossing.items()} == {
         RankOrder.PAPER: (0, 4),
         RankOrder.MEGATRON: (4, 4),
     }
-    between = {order: cost.total_over(LinkClass.BETWEEN_NODES) for order, cost in crossing.items()}
+    between = {
+        order: cost.received_bytes_total_by_link[LinkClass.BETWEEN_NODES] for order, cost in crossing.items()
+    }
     assert between[RankOrder.PAPER] == 0 < between[RankOrder.MEGATRON]
 
 
@@ -142,40 +151,40 @@ def test_two_steps_send_a_box_into_a_node_once() -> None:
     shape = small_shape("llama", tied=False, vocab=256, layers=4, kv_heads=4)
     two, one = (priced(shape, grid("2-4-1", "1-2"), 4, two_step) for two_step in (True, False))
     assert (two.num_steps, one.num_steps) == (2, 1)
-    assert two.received_bytes == one.received_bytes
-    assert 2 * two.total_over(LinkClass.BETWEEN_NODES) == one.total_over(LinkClass.BETWEEN_NODES)
+    assert two.received_bytes_max == one.received_bytes_max
+    totals = [cost.received_bytes_total_by_link[LinkClass.BETWEEN_NODES] for cost in (two, one)]
+    assert 2 * totals[0] == totals[1]
 
 
-def planned(name: str, train: str, gen: str, **settings) -> SwitchPlan:
-    cluster = load_cluster(H100)
-    return plan_switch(
-        SwitchPricer(PRESETS[name].shape(), "bfloat16", 2**30), grid(train, gen), cluster, **settings
-    )
+def planned(name: str, train: str, gen: str) -> SwitchCost:
+    generation = grid(train, gen)
+    nodes = load_cluster(H100).node_map(generation.train.num_ranks)
+    return SwitchPricer(PRESETS[name].shape(), "bfloat16", 2**30).price(generation, nodes)
 
 
 def test_stages_send_in_turn_where_boxes_are_passed_on() -> None:
     """34B, 2-8-8 -> 1-4: both stages fill the network between their nodes in most buckets, not one after the other."""
     cluster = load_cluster(ROOT / "configs" / "clusters" / "a100-80gb-16x8.yaml")
     pricer = SwitchPricer(PRESETS["codellama-34b"].shape(), "bfloat16", 2**30)
-    plan = plan_switch(pricer, grid("2-8-8", "1-4"), cluster, with_variants=False)
-    assert plan.num_steps == 2
-    assert 1 <= plan.there.seconds_there / plan.there.line_rate_seconds < 1.1
+    cost = pricer.price(grid("2-8-8", "1-4"), cluster.node_map(128))
+    assert cost.num_steps == 2
+    assert 1 <= cost.seconds_there(cluster) / cost.line_rate_seconds(cluster) < 1.1
 
 
 def test_70b_on_1024_ranks_by_the_papers_formula() -> None:
     """8-8-16 -> 1-8: (d_g - 1)/(t·p)·M received, peak M/(t_g·p_g); a domain is one rank on each of 8 nodes."""
-    plan = planned("llama3-70b", "8-8-16", "1-8")
+    cost = planned("llama3-70b", "8-8-16", "1-8")
     total = PRESETS["llama3-70b"].shape().weight_bytes("bfloat16")
     # The ranks of the stages with the embedding or the head hold more than their share, and the others receive more.
-    assert plan.there.received_bytes_max == pytest.approx(7 / 64 * total, rel=0.01)
-    assert plan.gen_shard_bytes_max == pytest.approx(total / 8, rel=1e-3)
-    assert plan.peak_weight_bytes_max <= plan.gen_shard_bytes_max + plan.bucket_bytes_max
-    assert plan.redundant_bytes_max == plan.extra_bytes_max == 0
+    assert cost.received_bytes_max == pytest.approx(7 / 64 * total, rel=0.01)
+    assert cost.gen_shard_bytes_max == pytest.approx(total / 8, rel=1e-3)
+    assert cost.peak_weight_bytes_max <= cost.gen_shard_bytes_max + cost.bucket_bytes_max
+    assert cost.redundant_bytes_max == cost.extra_bytes_max == 0
     # All ranks together: what each needs, less what each holds (norms are whole on all ranks of both).
-    received = sum(plan.there.received_bytes_total_by_link.values())
+    received = sum(cost.received_bytes_total_by_link.values())
     assert received == pytest.approx((1024 / 8 - 16) * total, rel=1e-3)
-    assert plan.there.inter_node_bytes_max == plan.there.received_bytes_max
-    assert (plan.num_domains, plan.there.num_crossing_domains) == (128, 128)
+    assert cost.received_bytes_max_by_link[LinkClass.BETWEEN_NODES] == cost.received_bytes_max
+    assert (len(cost.groups), cost.num_crossing_domains) == (128, 128)
 
 
 @pytest.mark.parametrize(
@@ -189,10 +198,9 @@ def test_70b_on_1024_ranks_by_the_papers_formula() -> None:
 def test_few_domains_are_planned_for_thousands_of_ranks(
     name: str, train: str, gen: str, num_domains: int
 ) -> None:
-    plan = planned(name, train, gen, with_variants=False)
-    assert plan.num_domains == num_domains
-    assert sum(map(len, plan.domains)) == num_domains
-    assert len(plan.domains) <= 2
+    cost = planned(name, train, gen)
+    assert len(cost.groups) == num_domains
+    assert len(cost.domains) <= 2
 
 
 def test_both_orders_share_plans_of_domains_with_the_same_pattern() -> None:

@@ -9,10 +9,9 @@ from hybridengine.errors import ConfigError
 from hybridengine.planning.clusters import Cluster
 from hybridengine.planning.switch_cost import SwitchPricer
 from hybridengine.planning.switch_time import (
-    DomainTraffic,
-    NodeShare,
+    SwitchTraffic,
+    hosted_ranks,
     line_rate_seconds,
-    node_shares,
     predict_seconds,
 )
 from hybridengine.reshard.cost import REMOTE
@@ -51,29 +50,34 @@ class Traffic:
     """Builds the traffic of one domain, cell by cell."""
 
     def __init__(self, buckets: int, ranks: int) -> None:
-        self.received, self.sent, self.messages = (
-            {link: np.zeros((buckets, 2, ranks), dtype=np.int64) for link in REMOTE} for _ in range(3)
-        )
-        self.gathered, self.spread = (np.zeros((buckets, ranks), dtype=np.int64) for _ in range(2))
+        self.moved = np.zeros((buckets, len(REMOTE), 2, 2, ranks), dtype=np.int64)
+        self.messages = np.zeros((buckets, len(REMOTE), 2, ranks), dtype=np.int64)
+        self.copied = np.zeros((buckets, 2, ranks), dtype=np.int64)
+        self.gathered, self.spread = self.copied[:, 0], self.copied[:, 1]
         self.overlaps = np.zeros(buckets, dtype=bool)
 
     def send(
         self, bucket: int, step: int, sender: int, receiver: int, link: LinkClass, elements: int
     ) -> Traffic:
-        self.sent[link][bucket, step, sender] += elements
-        self.received[link][bucket, step, receiver] += elements
+        place = REMOTE.index(link)
+        self.moved[bucket, place, 0, step, receiver] += elements
+        self.moved[bucket, place, 1, step, sender] += elements
         for rank in (sender, receiver):
-            self.messages[link][bucket, step, rank] += 1
+            self.messages[bucket, place, step, rank] += 1
         return self
 
-    def done(self) -> DomainTraffic:
-        return DomainTraffic(
-            self.received, self.sent, self.messages, self.gathered, self.spread, self.overlaps
-        )
+    def done(self) -> SwitchTraffic:
+        return SwitchTraffic(self.moved, self.messages, self.copied, self.overlaps)
 
 
-def seconds(traffic: Traffic, hardware: Cluster, shares: list[NodeShare] | None = None) -> float:
-    return predict_seconds([traffic.done()], shares or [], hardware, ELEMENT_BYTES)
+def hosts(num_ranks: int, *nodes: dict[int, int]) -> np.ndarray:
+    """How often each node, given as rank -> times, hosts each rank."""
+    return np.array([[node.get(rank, 0) for node in nodes or ({},)] for rank in range(num_ranks)])
+
+
+def seconds(traffic: Traffic, hardware: Cluster, *nodes: dict[int, int]) -> float:
+    done = traffic.done()
+    return predict_seconds(done, hosts(done.copied_KPR.shape[-1], *nodes), hardware, ELEMENT_BYTES)
 
 
 def test_nothing_moves_in_no_time() -> None:
@@ -127,33 +131,32 @@ def test_spreading_overlaps_with_the_next_transfer_where_the_plan_lets_it() -> N
 def test_ranks_of_a_node_share_its_network() -> None:
     traffic = Traffic(1, 2).send(0, 0, 0, 1, NETWORK, 4)
     shared = cluster(between_nodes={"node_bytes_per_s": 1})
-    alone = frozenset({((0, 0), 1)})
-    four_senders = frozenset({((0, 0), 4)})
-    two_of_each = frozenset({((0, 0), 2), ((0, 1), 2)})
-    assert seconds(traffic, shared, [alone]) == pytest.approx(4 * 2)
-    assert seconds(traffic, shared, [alone, four_senders]) == pytest.approx(4 * 4 * 2)
-    assert seconds(traffic, shared, [two_of_each]) == pytest.approx(2 * 4 * 2)  # the directions do not share
-    assert seconds(traffic, cluster(), [four_senders]) == pytest.approx(4 * 2)
+    alone, four_senders, two_of_each = {0: 1}, {0: 4}, {0: 2, 1: 2}
+    assert seconds(traffic, shared, alone) == pytest.approx(4 * 2)
+    assert seconds(traffic, shared, alone, four_senders) == pytest.approx(4 * 4 * 2)
+    assert seconds(traffic, shared, two_of_each) == pytest.approx(2 * 4 * 2)  # the directions do not share
+    assert seconds(traffic, cluster(), four_senders) == pytest.approx(4 * 2)
 
 
 def test_domains_with_fewer_buckets_wait_for_the_others() -> None:
     short = Traffic(1, 2).send(0, 0, 0, 1, NODE, 30).done()
     long = Traffic(3, 2).send(0, 0, 0, 1, NODE, 5).send(2, 0, 0, 1, NODE, 10).done()
-    assert predict_seconds([short, long], [], cluster(), ELEMENT_BYTES) == pytest.approx((30 + 10) * 2 / 10)
+    both = SwitchTraffic.joined([short, long])
+    assert predict_seconds(both, hosts(4), cluster(), ELEMENT_BYTES) == pytest.approx((30 + 10) * 2 / 10)
 
 
 def test_the_busiest_link_bounds_the_time() -> None:
     """Two senders, one bucket each: either order of buckets leaves one of them idle; the bound does not."""
     traffic = Traffic(2, 3).send(0, 0, 0, 2, NODE, 30).send(1, 0, 1, 2, NODE, 20).send(1, 0, 1, 0, NETWORK, 2)
     slow = cluster(same_node={"latency_s": 9}, between_nodes={"latency_s": 9})
-    assert line_rate_seconds([traffic.done()], [], slow, ELEMENT_BYTES) == pytest.approx(50 * 2 / 10)
+    assert line_rate_seconds(traffic.done(), hosts(3), slow, ELEMENT_BYTES) == pytest.approx(50 * 2 / 10)
     shared = cluster(between_nodes={"node_bytes_per_s": 1})
-    share = frozenset({((0, 0), 1), ((0, 1), 3)})
+    node = hosts(3, {0: 1, 1: 3})
     traffic.send(1, 0, 1, 0, NETWORK, 18)
-    assert line_rate_seconds([traffic.done()], [share], shared, ELEMENT_BYTES) == pytest.approx(
+    assert line_rate_seconds(traffic.done(), node, shared, ELEMENT_BYTES) == pytest.approx(
         3 * (2 + 18) * 2 / 1
     )
-    assert line_rate_seconds([Traffic(1, 2).done()], [], slow, ELEMENT_BYTES) == 0
+    assert line_rate_seconds(Traffic(1, 2).done(), hosts(2), slow, ELEMENT_BYTES) == 0
 
 
 def test_a_cluster_without_the_links_that_are_needed_is_refused() -> None:
@@ -168,11 +171,9 @@ def test_a_cluster_without_the_links_that_are_needed_is_refused() -> None:
 
 def test_contents_of_nodes() -> None:
     nodes = NodeMap((4, 4))
-    assert node_shares([((0, 4), (1, 5)), ((2, 6), (3, 7))], nodes) == {
-        frozenset({((0, 0), 2), ((1, 0), 2)}),
-        frozenset({((0, 1), 2), ((1, 1), 2)}),
-    }
-    assert len(node_shares([((0, 1), (2, 3), (4, 5), (6, 7))], nodes)) == 1
+    ranks_hosted = hosted_ranks([((0, 4), (1, 5)), ((2, 6), (3, 7))], nodes)
+    assert sorted(ranks_hosted.T.tolist()) == [[0, 2, 0, 2], [2, 0, 2, 0]]
+    assert hosted_ranks([((0, 1), (2, 3), (4, 5), (6, 7))], nodes).tolist() == [[2], [2]]
 
 
 def test_the_way_back_of_a_real_plan_is_copies_at_memory_bandwidth() -> None:
@@ -182,9 +183,9 @@ def test_the_way_back_of_a_real_plan_is_copies_at_memory_bandwidth() -> None:
     cost = SwitchPricer(shape, "bfloat16", 2**30).price(generation, nodes)  # one bucket
     hardware = cluster()
     assert {len(plan.buckets) for plan in cost.plans} == {1}
-    assert cost.seconds_back(hardware) == pytest.approx(2 * cost.copied_back_bytes / 100)
+    assert cost.seconds_back(hardware) == pytest.approx(2 * cost.copied_back_bytes_max / 100)
     there = cost.seconds_there(hardware)
-    assert there > cost.received_over(NETWORK) / 1
+    assert there > cost.received_bytes_max_by_link[NETWORK] / 1
     assert there == pytest.approx(cost.seconds_there(hardware.resized(5)))
 
 
@@ -207,12 +208,11 @@ def test_traffic_of_a_plan_is_that_of_its_costs() -> None:
     shape = small_shape("qwen2", tied=True, vocab=250, layers=3, kv_heads=4)
     cost = SwitchPricer(shape, "float32", 2**13).price(generation, NodeMap.uniform(8, 4))
     for domain, _ in cost.domains:
+        moved_KLDSR = domain.traffic_there.moved_KLDSR
+        moved_LDR = 4 * moved_KLDSR.sum(axis=(0, 3))
         for position, rank_cost in enumerate(domain.costs_there):
-            assert {
-                link: domain.received_bytes[link][position] for link in REMOTE
-            } == rank_cost.received_by_link
-            sent = {
-                link: int(domain.traffic_there.sent_KSR[link][..., position].sum()) * 4 for link in REMOTE
-            }
-            assert sent == rank_cost.sent_by_link
-        assert domain.traffic_there.num_buckets == len(domain.plan.buckets)
+            for place, link in enumerate(REMOTE):
+                received, sent = moved_LDR[place, :, position]
+                assert received == rank_cost.received_by_link[link]
+                assert sent == rank_cost.sent_by_link[link]
+        assert len(moved_KLDSR) == len(domain.plan.buckets)
