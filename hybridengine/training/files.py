@@ -4,7 +4,7 @@ configuration."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,10 +16,9 @@ from hybridengine.checkpoint_files import check_checkpoint, copy_companions
 from hybridengine.config import RunConfig, holder_shape, model_holders
 from hybridengine.config.reward_checks import reward_sections
 from hybridengine.config.run_config import PATHS, SCORERS
-from hybridengine.data.demonstrations import DemonstrationDataset
-from hybridengine.data.prompts import PromptDataset
+from hybridengine.data.datasets import DemonstrationDataset, PromptDataset
 from hybridengine.data.rewards import check_reward_functions
-from hybridengine.data.tasks import ArithmeticTask, write_arithmetic_files
+from hybridengine.data.tasks import write_arithmetic_files
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
 from hybridengine.errors import CheckpointError, ConfigError, DataError, UnreadableError, raise_all, shown
 from hybridengine.metrics.report.run_record import CONFIG_FILE
@@ -189,15 +188,15 @@ def _read_rows(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, problems: _Problems
 ) -> RunFiles:
     """Prompts and demonstrations of the run's files."""
-    rollout, seed = config.rollout, config.run.seed
+    rollout = config.rollout
 
     def read_prompts(path: Path) -> PromptDataset | None:
-        return problems.attempt(lambda: PromptDataset(path, tokenizer, rollout.max_prompt_tokens, seed))
+        return problems.attempt(lambda: PromptDataset(path, tokenizer, rollout.max_prompt_tokens))
 
     def read_demonstrations(path: Path) -> DemonstrationDataset | None:
         return problems.attempt(
             lambda: DemonstrationDataset(
-                path, tokenizer, rollout.max_prompt_tokens, rollout.max_response_tokens, seed
+                path, tokenizer, rollout.max_prompt_tokens, rollout.max_response_tokens, config.run.seed
             )
         )
 
@@ -249,9 +248,7 @@ def _end_tokens(file: Path, vocab_size: int) -> list[int]:
 def _write_task_files(config: RunConfig) -> None:
     task = config.data.task
     assert task is not None, "called for runs with a task"
-    names = {field.name for field in fields(ArithmeticTask)}
-    settings = ArithmeticTask(**{key: value for key, value in task.model_dump().items() if key in names})
-    write_arithmetic_files(config.data_folder, settings, task.seed, task.train_rows, task.eval_rows)
+    write_arithmetic_files(config.data_folder, task)
 
 
 def build_model(config: RunConfig) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from hybridengine.config.sections import WarmupSection
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.data.demonstrations import DemonstrationDataset
+from hybridengine.data.datasets import DemonstrationDataset
 
 
 def warm_up(
