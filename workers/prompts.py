@@ -7,8 +7,7 @@ from functools import cached_property
 from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.config import RunConfig
-from hybridengine.data.epochs import rows_after
-from hybridengine.data.prompts import PromptDataset
+from hybridengine.data.datasets import PromptDataset, rows_after
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 
@@ -50,4 +49,4 @@ class PromptWorker:
 
     def _dataset(self, file: object) -> PromptDataset:
         tokenizer = load_tokenizer(self._run.tokenizer_folder, pad_with_eos=True)
-        return PromptDataset(str(file), tokenizer, self._run.rollout.max_prompt_tokens, self._run.run.seed)
+        return PromptDataset(str(file), tokenizer, self._run.rollout.max_prompt_tokens)

@@ -14,8 +14,7 @@ from hybridengine.bench.step_result import StepTime
 from hybridengine.bench.step_spec import OwnWay, StepSpec
 from hybridengine.config import RunConfig, load_config
 from hybridengine.controller.exchange import row_exchange
-from hybridengine.data.epochs import shuffled_rows
-from hybridengine.data.prompts import PromptDataset
+from hybridengine.data.datasets import PromptDataset, rows_after
 from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.metrics import keys
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
@@ -42,7 +41,7 @@ class StepFiles:
 
     def step_rows(self, num_prompts: int, step: int) -> list[int]:
         """Rows of the prompts of a step, from 1, as the run's own workers choose them."""
-        return shuffled_rows(len(self.prompts), num_prompts, 0, step - 1)
+        return rows_after(len(self.prompts), num_prompts, 0, (step - 1) * num_prompts)
 
 
 def copy_without_end(model: Path, folder: Path) -> Path:

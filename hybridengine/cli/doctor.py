@@ -1,4 +1,4 @@
-"""`hybridengine doctor`: what is wrong with an installation or a cluster, and what to do about it."""
+"""`hybridengine doctor`: examine an installation or a cluster, and print what to fix."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,8 +18,9 @@ from rich.markup import escape
 from hybridengine.cli.options import STDOUT, add_json_option, json_file, once
 from hybridengine.cli.output_files import check_output_files, write_output
 from hybridengine.config import RunConfig, load_config
-from hybridengine.doctor.findings import Finding, Level, Subject, count, merged, problem
-from hybridengine.doctor.machine import THIS_MACHINE, Say, Wanted, examine_machine
+from hybridengine.doctor.findings import THIS_MACHINE, Finding, Level, Subject, failure, merged
+from hybridengine.doctor.judging import RunNeeds
+from hybridengine.doctor.machine import Say, examine_machine
 from hybridengine.doctor.node_facts import node_facts
 from hybridengine.errors import HybridEngineError
 from hybridengine.planning.checkpoint_size import checkpoint_bytes
@@ -26,7 +28,7 @@ from hybridengine.training.dry_run import RANK_BYTES, cost_of, phase_bytes
 
 DESCRIPTION = """Examine this machine's installation, then every node of the cluster, and print what to fix.
 
-versions       Python and packages: there, new enough, importable, the same on all nodes
+versions       packages: there, new enough, importable; they and Python the same on all nodes
 devices        GPUs, their drivers and what else runs on them; without GPUs, the processor
 memory         of hosts, shared memory, and how many files a process may open
 shared files   whether all nodes write to the same run.folder and see its locks; its speed and space; with CONFIG, whether
@@ -66,10 +68,10 @@ def add_doctor_command(subparsers: Any) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
+    """Carry out the command; return the exit status."""
     check_output_files({"--json": json_file(options)}, {"CONFIG": options.config})
     config = load_config(options.config, options.overrides, dry_run=True) if options.config else None
-    wanted = _wanted(config, options.folder)
+    needs = _needs(config, options.folder)
     started, progress = time.perf_counter(), Console(stderr=True)
 
     def say(text: str) -> None:
@@ -77,8 +79,8 @@ def run_doctor(options: argparse.Namespace) -> int:
         progress.print(f"{taken} {text}", markup=False, highlight=False, soft_wrap=True)
 
     say("importing torch, Megatron-core and vLLM")
-    own = node_facts(THIS_MACHINE)
-    findings = examine_machine(wanted, own)
+    own = node_facts()
+    findings = examine_machine(needs, own)
     broken = any(found.subject == Subject.VERSIONS and found.level == Level.PROBLEM for found in findings)
     if not options.here and not broken:
         from ray.exceptions import RayError
@@ -86,17 +88,14 @@ def run_doctor(options: argparse.Namespace) -> int:
         from hybridengine.doctor.examination import examine_cluster
 
         try:
-            _start_ray(config, wanted, say)
-            findings = examine_cluster(wanted, own, say)
+            _start_ray(config, needs, say)
+            findings = examine_cluster(needs, own, say)
         except (
             HybridEngineError,
             RayError,
             OSError,
-        ) as error:  # what is known of this machine is told all the same
-            what, _, remedy = str(error).rpartition("; ")
-            if not what:
-                what, remedy = f"{type(error).__name__}: {remedy}", "see the logs of Ray's session"
-            findings.append(problem(Subject.PORTS, what, remedy))
+        ) as error:  # this machine's findings are printed all the same
+            findings.append(failure(Subject.PORTS, error))
     findings = merged(findings)
     figures = json.dumps([asdict(found) for found in findings], indent=1) + "\n"
     if options.json == STDOUT:
@@ -104,24 +103,24 @@ def run_doctor(options: argparse.Namespace) -> int:
     else:
         _print(findings)
         if broken and not options.here:
-            print("the cluster was not examined: mend this machine's versions first")
+            print("the cluster was not examined: fix this machine's versions first")
         if (file := json_file(options)) is not None:
             write_output("--json", file, figures)
-    return 1 if count(findings, Level.PROBLEM) else 0
+    return 1 if any(found.level == Level.PROBLEM for found in findings) else 0
 
 
-def _wanted(config: RunConfig | None, folder: str | None) -> Wanted:
-    """What a run takes, or without one nothing but its folder."""
+def _needs(config: RunConfig | None, folder: str | None) -> RunNeeds:
+    """Return what a run takes; without a configuration, its folder alone."""
     if config is None:
-        return Wanted(str(Path(folder or "runs").resolve()))
+        return RunNeeds(str(Path(folder or "runs").resolve()))
     saved = checkpoint_bytes(config) if config.checkpoint.every else 0
     kept = config.checkpoint.keep + (2 if config.checkpoint.best else 1)
     cost = cost_of(config)
-    return Wanted(
+    return RunNeeds(
         folder=str(Path(folder or config.run.folder).resolve()),
         device=config.cluster.device,
         pools=tuple(tuple(pool.ranks_per_node) for pool in config.pools.values()),
-        rank_bytes=RANK_BYTES + saved // config.num_ranks,
+        gpu_rank_bytes=RANK_BYTES + saved // config.num_ranks,
         model_bytes=max(max(phase_bytes(config, pool, cost).values()) for pool in config.pools),
         kept_bytes=kept * saved,
         checkpoint_bytes=saved,
@@ -130,18 +129,18 @@ def _wanted(config: RunConfig | None, folder: str | None) -> Wanted:
     )
 
 
-def _start_ray(config: RunConfig | None, wanted: Wanted, say: Say) -> None:
+def _start_ray(config: RunConfig | None, needs: RunNeeds, say: Say) -> None:
     from hybridengine.controller.cluster import start_ray
 
     if config is not None and config.cluster.address is not None:
         os.environ["RAY_ADDRESS"] = config.cluster.address
     address = os.environ.get("RAY_ADDRESS")
     say(f"connecting to the cluster at {address}" if address else "starting a local Ray")
-    start_ray(num_cpus=max(2, sum(map(sum, wanted.pools))))
+    start_ray(num_cpus=max(2, sum(map(sum, needs.pools))))
 
 
 def _print(findings: Sequence[Finding]) -> None:
-    """Subject by subject, with what to do beneath."""
+    """Print the findings by subject, each with its remedy beneath."""
     console = Console(highlight=False, soft_wrap=True)
     width = max(len(level) for level in Level)
     for number, found in enumerate(findings):
@@ -153,8 +152,9 @@ def _print(findings: Sequence[Finding]) -> None:
         console.print(f"  [{color}]{found.level:<{width}}[/{color}]  {text}")
         if found.remedy:
             console.print(f"  {'':<{width}}  -> {escape(found.remedy)}")
-    problems, warnings = count(findings, Level.PROBLEM), count(findings, Level.WARNING)
+    counts = Counter(found.level for found in findings)
+    problems, warnings = counts[Level.PROBLEM], counts[Level.WARNING]
     if not problems and not warnings:
-        console.print("nothing to mend")
+        console.print("nothing to fix")
     else:
-        console.print(f"{problems} problem(s), which end runs; {warnings} warning(s)")
+        console.print(f"{problems} problem(s), with which a run fails; {warnings} warning(s)")

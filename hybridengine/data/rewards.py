@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 import torch
@@ -20,28 +19,17 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from hybridengine.config.reward_sections import RewardSection, scorer_key
-from hybridengine.data.reward_child import load_reward_function
 from hybridengine.data.reward_process import RewardProcess, RewardTimeoutError
 from hybridengine.errors import DataError, raise_all
 
-__all__ = [
-    "EXTRA_COLUMNS",
-    "RewardFunctions",
-    "check_reward_functions",
-    "combine_scores",
-    "load_reward_function",
-    "reward_texts",
-    "score_column",
-]
-
 EXTRA_COLUMNS = ("prompts", "prompt_lengths", "response_lengths")
-"""What a function can have besides responses and answers: the prompts as the model saw them, special tokens included,
-and numbers of tokens."""
+"""Columns that a function can have besides responses and answers: the prompts as the model saw them, special tokens
+included, and numbers of tokens."""
 
 DROPPED = float("nan")
 
 COUNTS = ("calls", "failures", "timeouts", "retries", "dropped_rows", "call_s")
-"""What `RewardFunctions.take_metrics` tells of a section."""
+"""Metrics of a section, from `RewardFunctions.take_metrics`."""
 
 _logger = logging.getLogger(__name__)
 
@@ -57,7 +45,7 @@ class RewardFunctions:
 
     Args:
         name: of the section, for keys in messages and metrics: "reward".
-        start_timeout_s: until a function is loaded.
+        start_timeout_s: time limit for loading a function.
     """
 
     def __init__(self, name: str, section: RewardSection, start_timeout_s: float = 600.0) -> None:
@@ -69,7 +57,7 @@ class RewardFunctions:
         assert self._terms, f"{name} has models only, which have workers of their own"
 
     def start(self) -> tuple[str, ...]:
-        """Start every process; returns the columns that the functions want.
+        """Start every process; return the columns that the functions want.
 
         Raises:
             DataError: functions that cannot be loaded, all of them.
@@ -84,27 +72,26 @@ class RewardFunctions:
         return tuple(columns)
 
     def score(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int] | None = None) -> TensorDict:
-        """`scores` [B] float32, `dropped` [B] bool, and for several terms each term's own scores as `SECTION/NAME`.
+        """Return `scores` [B] float32, `dropped` [B] bool, and each of several terms' own scores as `SECTION/NAME`.
 
-        A row is dropped where the section says so on a failure and the call with it failed, for a term that has a
-        weight. Its scores are NaN, which must reach no loss. A dataflow puts `scores.masked_fill(dropped, 0.0)` in their
-        place, takes the row out of the response mask, `mask_BR & ~dropped_B[:, None]`, so that none of its tokens
-        counts in a loss, a mean or a variance, and leaves it out of the statistics of its group.
+        A row is dropped if its call failed, for a term that has a weight, and the section drops rows on a failure. Its
+        scores are NaN, which must reach no loss, mean or variance: a dataflow masks the row.
 
         Args:
             columns: at least those that `start` returns, as lists of equal length.
-            rows: numbers of the rows, for messages; from 0 where left out.
+            rows: numbers of the rows, for messages; from 0 if left out.
 
         Raises:
             DataError: a function failed, and the rows are not to be dropped.
         """
         num_rows = len(columns["responses"])
         numbers = range(num_rows) if rows is None else rows
-        found: dict[str, Tensor] = {}
-        for term, function in self._terms.items():
-            found[score_column(self._name, term)] = torch.tensor(
+        found: dict[str, Tensor] = {
+            score_column(self._name, term): torch.tensor(
                 function.score(columns, numbers), dtype=torch.float64
             )
+            for term, function in self._terms.items()
+        }
         result = TensorDict({name: scores.float() for name, scores in found.items()}, batch_size=[num_rows])  # type: ignore[arg-type]
         if self._section.terms:
             weights = {score_column(self._name, term): self._section.weights[term] for term in self._terms}
@@ -113,12 +100,14 @@ class RewardFunctions:
         return result
 
     def take_metrics(self) -> dict[str, float]:
-        """What has happened since the last time, e.g. `reward/failures`: calls, failed ones (and one that ended `score`),
+        """Return the counts since the last call, e.g. `reward/failures`: calls, failed ones (and one that ended `score`),
         those of them that did not return in time, repeated ones, rows without a score, and the seconds of all calls.
 
         A row that several terms could not score counts for each.
         """
-        counts = sum((function.take_counts() for function in self._terms.values()), Counter())
+        counts = Counter[str]()
+        for function in self._terms.values():
+            counts.update(function.take_counts())
         return {f"{self._name}/{count}": float(counts[count]) for count in COUNTS}
 
     def close(self) -> None:
@@ -149,8 +138,7 @@ class _Function:
             )
             for _ in range(section.num_processes)
         ]
-        self._counts = Counter[str]()
-        self._counting = threading.Lock()
+        self._counts = {process: Counter[str]() for process in self._processes}
 
     def start(self) -> tuple[str, ...]:
         with ThreadPoolExecutor(len(self._processes)) as executor:
@@ -158,7 +146,7 @@ class _Function:
         return columns
 
     def score(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> list[float]:
-        """One score per row, NaN for dropped rows."""
+        """Return one score per row, NaN for dropped rows."""
         parts = [
             slice(first, first + self._section.rows_per_call)
             for first in range(0, len(rows), self._section.rows_per_call)
@@ -180,13 +168,18 @@ class _Function:
             results = [score(part) for part in parts]
         else:
             with ThreadPoolExecutor(len(self._processes)) as executor:
-                results = _first_failure_ends([executor.submit(score, part) for part in parts])
+                calls = [executor.submit(score, part) for part in parts]
+                wait(calls, return_when=FIRST_EXCEPTION)
+                executor.shutdown(cancel_futures=True)
+            results = [call.result() for call in calls]  # a failed one comes before those that have not begun
         return [value for values in results for value in values]
 
     def take_counts(self) -> Counter[str]:
-        """What has happened since the last time."""
-        with self._counting:
-            counts, self._counts = self._counts, Counter()
+        """Return the counts since the last call."""
+        counts = Counter[str]()
+        for process, found in self._counts.items():
+            counts.update(found)
+            self._counts[process] = Counter()
         return counts
 
     def close(self) -> None:
@@ -196,51 +189,30 @@ class _Function:
     def _score_part(
         self, process: RewardProcess, columns: Mapping[str, Sequence[Any]], rows: Sequence[int]
     ) -> list[float]:
-        section = self._section
+        section, counts = self._section, self._counts[process]
         for retries_left in reversed(range(section.num_retries + 1)):
             began = time.monotonic()
+            counts["calls"] += 1
             try:
-                scores = process.call(columns, rows)
-                self._count(calls=1, call_s=time.monotonic() - began)
-                return scores
+                return process.call(columns, rows)
             except DataError as error:
-                timeouts, retries = int(isinstance(error, RewardTimeoutError)), int(retries_left > 0)
-                self._count(
-                    calls=1,
-                    call_s=time.monotonic() - began,
-                    failures=1,
-                    timeouts=timeouts,
-                    retries=retries,
-                )
+                counts["failures"] += 1
+                counts["timeouts"] += isinstance(error, RewardTimeoutError)
+                counts["retries"] += retries_left > 0
                 if retries_left:
                     _logger.warning("called again, %d more at most: %s", retries_left, error)
                 elif section.on_failure == "drop":
                     _logger.warning("%d rows dropped: %s", len(rows), error)
                 else:
                     raise
-        self._count(dropped_rows=len(rows))
+            finally:
+                counts["call_s"] += time.monotonic() - began  # type: ignore[assignment]  # seconds are no int
+        counts["dropped_rows"] += len(rows)
         return [DROPPED] * len(rows)
-
-    def _count(self, **counts: float) -> None:
-        """Calls of several processes end at the same time."""
-        with self._counting:
-            self._counts.update(counts)  # type: ignore[arg-type]  # seconds are no int
-
-
-def _first_failure_ends(futures: Sequence[Future]) -> list[Any]:
-    """Results in order; once a call has failed, those that have not begun are not made."""
-    for future in as_completed(futures):
-        if not future.cancelled() and future.exception() is not None:
-            for other in futures:
-                other.cancel()
-    failed = [future for future in futures if not future.cancelled() and future.exception() is not None]
-    if failed:
-        failed[0].result()
-    return [future.result() for future in futures]
 
 
 def check_reward_functions(name: str, section: RewardSection, timeout_s: float = 60.0) -> None:
-    """Load every function of a section as a run will, and let go of it again.
+    """Load every function of a section as a run will, and end its processes again.
 
     Raises:
         DataError: functions that cannot be loaded, or cannot be called with the columns that there are.
@@ -251,15 +223,15 @@ def check_reward_functions(name: str, section: RewardSection, timeout_s: float =
 
 
 def score_column(section: str, term: str) -> str:
-    """Column of a term's own scores, e.g. `reward/style`; of the only scorer, which has the name "", it is `scores`."""
+    """Return the column of a term's own scores, e.g. `reward/style`; `scores` for the only scorer, whose name is ""."""
     return f"{section}/{term}" if term else "scores"
 
 
 def combine_scores(rows: TensorDictBase, across: object, weights: Mapping[str, float]) -> TensorDict:
-    """`scores` [B] float32, the weighted sum of terms' columns, and `dropped` [B], where one of them is NaN.
+    """Return `scores` [B] float32, the weighted sum of terms' columns, and `dropped` [B], true if one of them is NaN.
 
-    A term of weight 0 is a metric: it neither counts nor drops. `across` is what every function of a compute group
-    gets; rows are summed one by one.
+    A term of weight 0 is a metric: it neither counts nor drops. `across` is an argument of every function of a
+    compute group, and not used: rows are summed one by one.
 
     Args:
         weights: by column.
@@ -272,7 +244,7 @@ def combine_scores(rows: TensorDictBase, across: object, weights: Mapping[str, f
 
 
 def reward_texts(rollout: TensorDictBase, tokenizer: Decoder, columns: Sequence[str]) -> dict[str, list[Any]]:
-    """Columns that functions want, of rows with tokens, lengths and answers; responses are without special tokens."""
+    """Return the columns that functions want; responses are without special tokens."""
     prompts, responses = rollout["prompt_lengths"].tolist(), rollout["response_lengths"].tolist()
     rows = list(zip(rollout["tokens"].tolist(), prompts, responses, strict=True))
     found: dict[str, list[Any]] = {"prompt_lengths": prompts, "response_lengths": responses}

@@ -1,12 +1,12 @@
-"""Examines a cluster: a post on each of its nodes, and last a world of ranks as a run has it."""
+"""Examination of a cluster: a post on each of its nodes, and last a world of ranks as a run has it."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,75 +17,77 @@ from hybridengine.backends.vllm.environment import rank_environment
 from hybridengine.controller import cluster
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.doctor.findings import Finding, Subject, fine, problem
+from hybridengine.doctor.findings import THIS_MACHINE, Finding, Subject, failure, fine, problem
 from hybridengine.doctor.judging import (
-    Needs,
+    RunNeeds,
+    judge_clocks,
+    judge_dashboard,
     judge_devices,
     judge_folder,
+    judge_links,
     judge_memory,
+    judge_ports,
+    judge_raylets,
     judge_reads,
     judge_versions,
 )
-from hybridengine.doctor.judging_network import (
-    judge_clocks,
-    judge_dashboard,
-    judge_links,
-    judge_ports,
-    judge_raylets,
-)
 from hybridengine.doctor.link_worker import AllReduced, LinkWorker
-from hybridengine.doctor.machine import THIS_MACHINE, Say, Wanted, made, required
+from hybridengine.doctor.machine import Say, made, required
 from hybridengine.doctor.node_facts import (
     IMPORT_LIMIT_S,
     FolderFacts,
     NodeFacts,
+    leave_mark,
+    lock_is_seen,
     locked_mark,
     marks_seen,
+    node_facts,
+    remove_marks,
+    try_folder,
+    unreadable,
 )
-from hybridengine.doctor.node_post import NodePost, Reached, clock_offset
+from hybridengine.doctor.node_post import NodePost, Reached, clock_offset, reach
 from hybridengine.errors import ConfigError, HybridEngineError
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.topology.sizes import TrainSizes
 
 START_LIMIT_S = 120.0
-"""Until a post answers for the first time."""
+"""Time limit for the first answer of a post."""
 ASK_LIMIT_S = 60.0
 SENT_BYTES = 256 * 2**20
 REDUCED_BYTES = 64 * 2**20
 
 
-def examine_cluster(wanted: Wanted, own: NodeFacts, say: Say) -> list[Finding]:
-    """Every node of the cluster that is connected, and a world of ranks on it.
+def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
+    """Examine every node of the connected cluster, and a world of ranks on it.
 
     Args:
-        own: of this machine, which may be one of the nodes.
+        own: facts about this machine, which may be one of the nodes.
     """
     offers = cluster.node_offers()
-    use_gpus = wanted.device == "cuda" or (wanted.device == "auto" and any(one.num_gpus for one in offers))
+    use_gpus = needs.uses_gpus(any(one.num_gpus for one in offers))
     findings = list[Finding]()
     with Posts(offers) as posts:
         own = replace(own, node=next((one.address for one in offers if is_this_machine(one)), own.node))
         elsewhere = [one.address for one in offers if one.address != own.node]
         if elsewhere:
             say(f"asking {len(elsewhere)} other node(s); they import torch, Megatron-core and vLLM")
-        limit_s = IMPORT_LIMIT_S + START_LIMIT_S
         findings += judge_raylets([one.address for one in offers])
-        facts: list[NodeFacts] = [own, *posts.ask_all("facts", of=elsewhere, limit_s=limit_s).values()]
-        ranks, misfits = ranks_on_nodes(wanted.pools, offers, use_gpus)
-        rank_bytes = wanted.rank_bytes + (0 if use_gpus else wanted.model_bytes)
-        needs = Needs(ranks, rank_bytes, wanted.kept_bytes, wanted.checkpoint_bytes)
+        answers = posts.ask_all(node_facts, of=elsewhere, limit_s=IMPORT_LIMIT_S + START_LIMIT_S)
+        facts = [own, *(replace(one, node=node) for node, one in answers.items())]
+        ranks, misfits = ranks_on_nodes(needs.pools, offers, use_gpus)
         rooms = {offer.address: offer.num_ranks(1, use_gpus) for offer in offers}
-        computing = [node for node, room in rooms.items() if (ranks[node] if wanted.pools else room)]
-        findings += [_refused(text) for text in misfits]
+        computing = [node for node, room in rooms.items() if (ranks[node] if needs.pools else room)]
+        findings += [failure(Subject.DEVICES, text) for text in misfits]
         findings += judge_versions([one for one in facts if one.node in (own.node, *computing)], required())
-        # The controller may run elsewhere, and a head may have no GPUs: what computes counts.
+        # The controller may run elsewhere, and a head may have no GPUs: only nodes that compute count.
         nodes = [one for one in facts if one.node in computing]
-        findings += judge_devices(nodes, wanted.device)
-        findings += judge_memory(nodes, needs)
-        say(f"writing to {wanted.folder} from every node")
-        findings += _folder_findings(posts, wanted.folder, needs)
-        read = posts.ask_all("unreadable", list(wanted.reads.values()), of=computing)
-        findings += judge_reads(wanted.reads, read)
+        findings += judge_devices(nodes, needs)
+        findings += judge_memory(nodes, {n: count * needs.rank_bytes(use_gpus) for n, count in ranks.items()})
+        say(f"writing to {needs.folder} from every node")
+        findings += _folder_findings(posts, needs)
+        read = posts.ask_all(unreadable, list(needs.reads.values()), of=computing)
+        findings += judge_reads(needs.reads, read)
         say("comparing clocks")
         findings += judge_clocks(posts.clock_offsets())
         if len(posts.nodes) > 1:
@@ -96,19 +98,19 @@ def examine_cluster(wanted: Wanted, own: NodeFacts, say: Say) -> list[Finding]:
         findings += posts.failures
     if not misfits:
         num_ranks = (1,) * len(computing) if len(computing) > 1 else (min(2, max(rooms.values())),)
-        findings += _world_findings(wanted, wanted.pools[0] if wanted.pools else num_ranks, use_gpus, say)
+        findings.append(_world_finding(needs, needs.pools[0] if needs.pools else num_ranks, use_gpus, say))
     return findings
 
 
 def is_this_machine(offer: cluster.NodeOffer) -> bool:
-    """Whether the node is the one that this process runs on."""
+    """True if this process runs on the node."""
     return offer.node_id == ray.get_runtime_context().get_node_id()
 
 
 def ranks_on_nodes(
     pools: Sequence[Sequence[int]], offers: Sequence[cluster.NodeOffer], use_gpus: bool
 ) -> tuple[dict[str, int], list[str]]:
-    """Node -> ranks of all pools together, placed as a run places them; and why they do not fit."""
+    """Return node -> ranks of all pools together, placed as a run places them; and the reasons why they do not fit."""
     rooms = [offer.num_ranks(1, use_gpus) for offer in offers]
     ranks = dict.fromkeys((offer.address for offer in offers), 0)
     misfits = list[str]()
@@ -134,15 +136,14 @@ class Posts:
         self._offers = offers
         self._posts = dict[str, Any]()
         self.failures: list[Finding] = []
-        """Of nodes that have not answered, since the last look."""
+        """Nodes that have not answered."""
 
     def __enter__(self) -> Posts:
         post_class = ray.remote(NodePost)
         for offer in self._offers:
             where = NodeAffinitySchedulingStrategy(offer.node_id, soft=False)
-            self._posts[offer.address] = post_class.options(num_cpus=0, scheduling_strategy=where).remote(
-                offer.address
-            )
+            options = post_class.options(num_cpus=0, scheduling_strategy=where)
+            self._posts[offer.address] = options.remote()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -151,21 +152,26 @@ class Posts:
 
     @property
     def nodes(self) -> list[str]:
-        """Addresses of those that still answer."""
+        """Addresses of the nodes that still answer."""
         return list(self._posts)
 
     def ask_all(
-        self, method: str, *arguments: Any, of: Sequence[str] | None = None, limit_s: float = ASK_LIMIT_S
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        of: Sequence[str] | None = None,
+        limit_s: float = ASK_LIMIT_S,
     ) -> dict[str, Any]:
-        """Node -> answer, of those that give one; a post that does not is asked no more.
+        """Call a function on nodes; return node -> result. A post that does not answer is not asked again.
 
         Args:
-            of: the nodes; all where left out.
+            of: the nodes; all if left out.
         """
-        posts = {node: post for node, post in self._posts.items() if of is None or node in of}
-        return self._answers(
-            {node: getattr(post, method).remote(*arguments) for node, post in posts.items()}, limit_s
-        )
+        asked = [node for node in self._posts if of is None or node in of]
+        return self._answers({node: self._call(node, function, *arguments) for node in asked}, limit_s)
+
+    def _call(self, node: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        return self._posts[node].call.remote(function, *arguments)
 
     def _answers(self, asked: Mapping[str, Any], limit_s: float = ASK_LIMIT_S) -> dict[str, Any]:
         ready, _ = (
@@ -186,47 +192,44 @@ class Posts:
         self.failures.append(_unasked(node, error))
 
     def clock_offsets(self) -> dict[str, tuple[float, float]]:
-        """Node -> seconds that its clock is ahead of this one, and how far that may be wrong."""
+        """Return node -> seconds that its clock is ahead of this one, and the largest error of that figure."""
         offsets = {}
-        for node, post in list(self._posts.items()):
-
-            def ask(post: Any = post) -> float:
-                return ray.get(post.now.remote(), timeout=ASK_LIMIT_S)
-
+        for node in self.nodes:
             try:
-                offsets[node] = clock_offset(ask)
+                offsets[node] = clock_offset(
+                    lambda node=node: ray.get(self._call(node, time.time), timeout=ASK_LIMIT_S)
+                )
             except RayError as error:
                 self._failed(node, error)
         return offsets
 
     @functools.cached_property
     def _ports(self) -> dict[str, int]:
-        return self.ask_all("open_port")
+        return self._answers({node: post.open_port.remote() for node, post in self._posts.items()})
 
     def reach_each_other(self) -> dict[tuple[str, str], Reached]:
-        """(from, to) -> how a port answers, of all nodes and all others."""
-        targets = {
-            node: [(other, port) for other, port in self._ports.items() if other != node]
-            for node in self.nodes
-        }
-        limit_s = ASK_LIMIT_S + 5.0 * len(targets)
-        asked = {node: self._posts[node].reach.remote(others) for node, others in targets.items()}
-        return {
-            (node, other): one
-            for node, reached in self._answers(asked, limit_s).items()
-            for (other, _), one in zip(targets[node], reached, strict=True)
-        }
+        """Connect every node with all others; return (from, to) -> how the port answers."""
+        return self._reach({node: [other for other in self._ports if other != node] for node in self.nodes})
 
     def send_around(self) -> dict[tuple[str, str], Reached]:
-        """(from, to) -> how long bytes take, from each node to the next one, all at the same time."""
-        ports = {node: port for node, port in self._ports.items() if node in self._posts}
-        names = list(ports)
-        following = dict(zip(names, [*names[1:], *names[:1]], strict=True))
+        """Send bytes from each node to the next one, all at the same time; return (from, to) -> time and bytes."""
+        names = [node for node in self._ports if node in self._posts]
+        return self._reach(
+            {node: [other] for node, other in zip(names, [*names[1:], *names[:1]], strict=True)}, SENT_BYTES
+        )
+
+    def _reach(
+        self, targets: Mapping[str, Sequence[str]], num_bytes: int = 0
+    ) -> dict[tuple[str, str], Reached]:
         asked = {
-            node: self._posts[node].reach.remote([(other, ports[other])], SENT_BYTES)
-            for node, other in following.items()
+            node: self._call(node, reach, [(other, self._ports[other]) for other in others], num_bytes)
+            for node, others in targets.items()
         }
-        return {(node, following[node]): one for node, (one,) in self._answers(asked).items()}
+        return {
+            (node, other): one
+            for node, reached in self._answers(asked, ASK_LIMIT_S + 5.0 * len(targets)).items()
+            for other, one in zip(targets[node], reached, strict=True)
+        }
 
 
 def _unasked(node: str, error: Exception) -> Finding:
@@ -236,52 +239,39 @@ def _unasked(node: str, error: Exception) -> Finding:
     )
     if missing:
         remedy = "install hybridengine there, in the environment that Ray was started from"
-        return problem(Subject.VERSIONS, f"the node cannot be asked: {missing}", remedy, node)
-    remedy = "see whether its raylet still runs (`ray status`), and Ray's logs of that node"
+        return problem(Subject.VERSIONS, f"the node cannot be examined: {missing}", remedy, node)
+    remedy = "check whether its raylet still runs (`ray status`), and Ray's logs of that node"
     return problem(Subject.PORTS, f"the node does not answer: {lines[0]}", remedy, node)
 
 
-def _refused(text: str) -> Finding:
-    """A message of this project's, which ends in what to do."""
-    what, _, remedy = text.rpartition("; ")
-    return problem(Subject.DEVICES, what, remedy)
-
-
-def _folder_findings(posts: Posts, folder: str, needs: Needs) -> list[Finding]:
-    """Whether all nodes, and this machine, see the same folder."""
+def _folder_findings(posts: Posts, needs: RunNeeds) -> list[Finding]:
+    """Judge whether all nodes, and this machine, see the same folder."""
+    folder = needs.folder
     with made(folder) as error:
         if error:
-            return judge_folder(folder, {THIS_MACHINE: FolderFacts(error=error)}, {}, {})
-        seen: dict[str, FolderFacts] = posts.ask_all("try_folder", folder)
-        usable = [node for node, facts in seen.items() if not facts.error]
-        if len(usable) < len(seen):
-            return judge_folder(folder, seen, {}, {}, needs)
+            return list(judge_folder(needs, {THIS_MACHINE: FolderFacts(error=error)}))
+        seen: dict[str, FolderFacts] = posts.ask_all(try_folder, folder)
+        if any(facts.error for facts in seen.values()):
+            return list(judge_folder(needs, seen))
         with locked_mark(folder) as own:
-            locks: dict[str, bool] = {}
-            marks: dict[str, str] = posts.ask_all("leave_mark", folder)
-            names = {THIS_MACHINE: own, **marks}
-            found: dict[str, list[str]] = posts.ask_all("marks_seen", folder, list(names.values()))
-            found[THIS_MACHINE] = marks_seen(folder, list(names.values()))
-            unseen = {
-                node: [other for other, name in names.items() if name not in there]
-                for node, there in found.items()
-            }
-            if not any(unseen.values()):
-                locks = posts.ask_all("lock_is_seen", folder, own)
-            posts.ask_all("remove_mark")
-            for name in marks.values():
-                (Path(folder) / name).unlink(missing_ok=True)  # of those that have stopped answering
-        return judge_folder(folder, seen, unseen, locks, needs)
+            marks: dict[str, str] = posts.ask_all(leave_mark, folder)
+            here = marks_seen(folder, marks.values())
+            there: dict[str, list[str]] = posts.ask_all(marks_seen, folder, [own])
+            apart = [node for node, found in there.items() if not found or marks[node] not in here]
+            locks = {} if apart else posts.ask_all(lock_is_seen, folder, own)
+            posts.ask_all(remove_marks, folder, list(marks.values()))
+            remove_marks(folder, marks.values())  # of nodes that no longer answer
+        return list(judge_folder(needs, seen, apart, [node for node, found in locks.items() if not found]))
 
 
 def dashboard_address() -> str | None:
-    """Where Ray's dashboard listens; None where there is none."""
+    """Return host:port of Ray's dashboard; None if there is none."""
     context = ray.init(ignore_reinit_error=True, logging_level=logging.ERROR)
     return getattr(context, "dashboard_url", None) or None
 
 
-def _world_findings(wanted: Wanted, ranks_per_node: Sequence[int], use_gpus: bool, say: Say) -> list[Finding]:
-    """Ranks as a run's actor has them: do they start, meet, and add up right?"""
+def _world_finding(needs: RunNeeds, ranks_per_node: Sequence[int], use_gpus: bool, say: Say) -> Finding:
+    """Start ranks as a run's actor has them, and judge whether they meet and sum a tensor right."""
     num_ranks = sum(ranks_per_node)
     say(f"starting {num_ranks} ranks, which sum {format_bytes(REDUCED_BYTES)}")
     pool = ResourcePool(
@@ -289,7 +279,7 @@ def _world_findings(wanted: Wanted, ranks_per_node: Sequence[int], use_gpus: boo
         name="doctor",
         use_gpus=use_gpus,
         env=rank_environment(use_gpus=use_gpus),
-        start_timeout_s=wanted.start_limit_s,
+        start_timeout_s=needs.start_limit_s,
         timeout_s=ASK_LIMIT_S,
     )
     try:
@@ -297,18 +287,18 @@ def _world_findings(wanted: Wanted, ranks_per_node: Sequence[int], use_gpus: boo
             group = WorkerGroup(pool, LinkWorker, role="links", parallel=TrainSizes(1, 1, num_ranks))
             seen: list[AllReduced] = group.all_reduce(REDUCED_BYTES).get()
     except ConfigError as error:
-        return [_refused(str(error))]
+        return failure(Subject.DEVICES, error)
     except (HybridEngineError, RayError) as error:
         remedy = "open the nodes' ports to each other; NCCL_DEBUG=INFO says more"
-        return [problem(Subject.LINKS, f"ranks did not meet: {error}", remedy)]
+        return problem(Subject.LINKS, f"ranks did not meet: {error}", remedy)
     wrong = [str(rank) for rank, one in enumerate(seen) if not one.right]
     if wrong:
         text = f"the sum over {num_ranks} ranks is wrong on ranks {', '.join(wrong)}"
         remedy = "a link or a GPU changes data: test memory (ECC), and NCCL_P2P_DISABLE=1"
-        return [problem(Subject.LINKS, text, remedy)]
+        return problem(Subject.LINKS, text, remedy)
     seconds = max(one.seconds for one in seen)
     text = (
         f"{num_ranks} ranks meet and sum {format_bytes(REDUCED_BYTES)} right, in {format_seconds(seconds)}"
         f" ({'NCCL' if use_gpus else 'gloo'})"
     )
-    return [fine(Subject.LINKS, text)]
+    return fine(Subject.LINKS, text)

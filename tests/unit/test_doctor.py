@@ -16,8 +16,17 @@ import pytest
 from hybridengine.cli.main import main
 from hybridengine.doctor import node_facts as facts_module
 from hybridengine.doctor.machine import made
-from hybridengine.doctor.node_facts import ask_libraries, lock_is_seen, locked_mark, marks_seen, try_folder
-from hybridengine.doctor.node_post import NodePost, clock_offset
+from hybridengine.doctor.node_facts import (
+    ask_libraries,
+    leave_mark,
+    lock_is_seen,
+    locked_mark,
+    marks_seen,
+    remove_marks,
+    try_folder,
+    unreadable,
+)
+from hybridengine.doctor.node_post import NodePost, clock_offset, reach
 
 
 def test_libraries_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,15 +34,15 @@ def test_libraries_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "dying.py").write_text("import os; os._exit(3)")
     (tmp_path / "talking.py").write_text("print('{}')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert ask_libraries(["raising", "talking"])["errors"] == {
+    assert ask_libraries(["raising", "talking"])["import_errors"] == {
         "raising": "RuntimeError: operator does not exist"
     }
-    assert ask_libraries(["dying"])["errors"] == {
+    assert ask_libraries(["dying"])["import_errors"] == {
         "dying": "the process that imported them ended with status 3 (nothing on stderr)"
     }
     (tmp_path / "hanging.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(facts_module, "IMPORT_LIMIT_S", 1.0)
-    assert ask_libraries(["hanging"])["errors"] == {"hanging": "importing took more than 1 s"}
+    assert ask_libraries(["hanging"])["import_errors"] == {"hanging": "importing took more than 1 s"}
 
 
 def test_folders_and_marks(tmp_path: Path) -> None:
@@ -46,6 +55,10 @@ def test_folders_and_marks(tmp_path: Path) -> None:
         (tmp_path / "free").touch()
         assert not lock_is_seen(str(tmp_path), "free")
     (tmp_path / "free").unlink()
+    assert list(tmp_path.iterdir()) == []
+    marks = [leave_mark(str(tmp_path)), leave_mark(str(tmp_path))]
+    assert marks_seen(str(tmp_path), marks) == marks
+    remove_marks(str(tmp_path), [*marks, ".doctor-other"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -93,15 +106,16 @@ def refusing() -> Iterator[int]:
 
 
 def test_posts_reach_each_other() -> None:
-    one, other = NodePost("a"), NodePost("b")
+    one, other = NodePost(), NodePost()
     port = other.open_port()
-    near, sent = one.reach([("127.0.0.1", port)]) + one.reach([("127.0.0.1", port)], 3 * 2**20 + 17)
+    (near,) = one.call(reach, [("127.0.0.1", port)])
+    (sent,) = one.call(reach, [("127.0.0.1", port)], 3 * 2**20 + 17)
     assert (near.error, near.num_bytes, near.latency_s > 0) == ("", 0, True)
     assert (sent.error, sent.num_bytes, sent.seconds > 0) == ("", 3 * 2**20 + 17, True)
     with refusing() as silent:
-        assert one.reach([("127.0.0.1", silent)])[0].error == "ConnectionRefusedError: Connection refused"
+        assert reach([("127.0.0.1", silent)])[0].error == "ConnectionRefusedError: Connection refused"
     with listening(lambda connection: connection.close()) as closing:
-        (reached,) = one.reach([("127.0.0.1", closing)], 64 * 2**20)
+        (reached,) = reach([("127.0.0.1", closing)], 64 * 2**20)
         assert reached.error
 
 
@@ -118,7 +132,7 @@ def test_a_slow_link_is_told_by_what_it_carried(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("hybridengine.doctor.node_post.SEND_LIMIT_S", 3.0)
     with listening(slow) as port:
-        (reached,) = NodePost("a").reach([("127.0.0.1", port)], 2**40)
+        (reached,) = reach([("127.0.0.1", port)], 2**40)
     assert reached.error == "" and 2**20 < reached.num_bytes < 2**40 and reached.seconds > 3.0
 
 
@@ -138,8 +152,7 @@ def test_a_machine_whose_torch_is_broken_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch_cpu.so')")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from hybridengine.doctor import node_facts;"
-        "found = {'errors': {'torch': 'ImportError: libtorch_cpu.so'}, 'gpus': [], 'gpu_error': '', 'cuda': None};"
-        "found['nccl'] = None;"
+        "found = {'import_errors': {'torch': 'ImportError: libtorch_cpu.so'}};"
         "node_facts.ask_libraries = lambda names: found; from hybridengine.cli.main import main;"
         "sys.exit(main(['doctor', 'configs/arithmetic.yaml']))"
     )
@@ -155,8 +168,7 @@ def test_a_machine_whose_torch_is_broken_is_told_so(tmp_path: Path) -> None:
 def test_a_cluster_that_is_not_there_takes_no_finding_away(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    nothing = {"errors": {}, "gpus": [], "gpu_error": "", "cuda": None, "nccl": None}
-    monkeypatch.setattr(facts_module, "ask_libraries", lambda names: nothing)
+    monkeypatch.setattr(facts_module, "ask_libraries", lambda names: {})
     with refusing() as port:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
         assert main(["doctor", "--folder", str(tmp_path)]) == 1
@@ -183,4 +195,4 @@ def test_files_and_folders_that_a_node_cannot_read(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}")
     (tmp_path / "link").symlink_to(tmp_path / "none")
     paths = [str(tmp_path), str(tmp_path / "rows.jsonl"), str(tmp_path / "link"), "/none"]
-    assert NodePost("a").unreadable(paths) == dict.fromkeys(paths[2:], "No such file or directory")
+    assert unreadable(paths) == dict.fromkeys(paths[2:], "No such file or directory")

@@ -16,7 +16,7 @@ import pytest
 
 from hybridengine.backends.megatron import compat
 from hybridengine.checkpoints.folders import checkpoints_in
-from hybridengine.data.epochs import shuffled_rows
+from hybridengine.data.datasets import rows_after
 from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.drivers.safe_rlhf import SafeRlhf
 from hybridengine.errors import ConfigError
@@ -41,7 +41,7 @@ def test_prompts_go_on_after_those_that_were_drawn(started: Started) -> None:
     finally:
         prompts.go_on_after(0, 0).wait()
     num_rows, seed = len(started.files.prompts), started.config.run.seed
-    stream = [row for step in range(5) for row in shuffled_rows(num_rows, 8, seed, step)]
+    stream = rows_after(num_rows, 5 * 8, seed, 0)
     assert [row for rows in found for row in rows["row_ids"].tolist()] == stream[19 : 19 + 16]
 
 

@@ -1,0 +1,198 @@
+"""Rows of a data file as token batches, in shuffled epochs with random access."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDict
+from transformers import PreTrainedTokenizerBase
+
+from hybridengine.data.chat_template import length_problem, rendered_prompts
+from hybridengine.data.rows import Row, raise_listed, read_rows
+from hybridengine.data.tokenizer import token_id
+
+TOKENIZED_AT_ONCE = 4096
+
+
+def rows_after(num_rows: int, batch_size: int, seed: int, num_drawn: int) -> list[int]:
+    """Return the row numbers of the batch that follows `num_drawn` rows; a resume needs no other state.
+
+    The rows form one endless stream of epochs, each a permutation of its own; batches are cut from the stream,
+    so one may span two epochs.
+
+    Guarantees: every epoch holds each row exactly once, and the result depends on nothing but the arguments.
+    """
+    assert num_rows > 0 and batch_size > 0 and num_drawn >= 0, f"{num_rows=} {batch_size=} {num_drawn=}"
+    rows: list[int] = []
+    for position in range(num_drawn, num_drawn + batch_size):
+        epoch, offset = divmod(position, num_rows)
+        rows.append(int(_order(num_rows, seed, epoch)[offset]))
+    return rows
+
+
+@lru_cache(maxsize=4)
+def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_rows)
+
+
+class PromptDataset:
+    """Tokenised prompts and what the reward needs for each.
+
+    Shapes: a batch holds `prompt_tokens` [B, P] int64 right-padded, `prompt_lengths` [B] int64, `answers` [B] texts
+    and `row_ids` [B] int64 (the row's number in the file from 0); P = max_prompt_tokens.
+    """
+
+    def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> None:
+        """Read and tokenise the rows of `path` (JSONL or parquet, keys prompt and answer).
+
+        Raises:
+            DataError: an unusable file, malformed rows, or prompts longer than `max_prompt_tokens` (all at once).
+        """
+        rows = read_rows(path)
+        self.max_prompt_tokens = max_prompt_tokens
+        self.tokens = _tokenize_prompts(rows, tokenizer, max_prompt_tokens)
+        self.answers = [row.answer for row in rows]
+        self._pad_id = token_id(tokenizer, "pad")
+
+    def __len__(self) -> int:
+        """Return the number of prompts."""
+        return len(self.tokens)
+
+    def rows(self, row_ids: Sequence[int]) -> TensorDict:
+        """Return the named prompts, in the order given (repetitions allowed)."""
+        chosen = [self.tokens[row] for row in row_ids]
+        return TensorDict(
+            {
+                "prompt_tokens": _right_padded(chosen, self.max_prompt_tokens, self._pad_id),
+                "prompt_lengths": torch.tensor([len(tokens) for tokens in chosen]),
+                "answers": NonTensorStack(*(self.answers[row] for row in row_ids)),
+                "row_ids": torch.tensor(list(row_ids)),
+            },
+            batch_size=[len(chosen)],
+        )
+
+
+class DemonstrationDataset:
+    """Supervised rows for the warm-up: tokenised prompts, each followed by its response and the end-of-sequence token.
+
+    Shapes: a batch holds `tokens` [B, P + R] int64 right-padded, `prompt_lengths`, `response_lengths` (with the
+    end-of-sequence token) and `row_ids`, all [B] int64; P = max_prompt_tokens, R = max_response_tokens. These are the
+    columns of a finished rollout, so that log-probs and their mask are computed alike.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: PreTrainedTokenizerBase,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        seed: int = 0,
+    ) -> None:
+        """Read and tokenise the rows of `path` (JSONL or parquet, keys prompt, answer and response).
+
+        Raises:
+            DataError: an unusable file, malformed rows, or prompts or responses over their limit (all at once).
+        """
+        rows = read_rows(path, needs_response=True)
+        self.width = max_prompt_tokens + max_response_tokens
+        self.seed = seed
+        self.prompts = _tokenize_prompts(rows, tokenizer, max_prompt_tokens)
+        self.responses = _tokenize_responses(rows, tokenizer, max_response_tokens)
+        self._pad_id = token_id(tokenizer, "pad")
+
+    def __len__(self) -> int:
+        """Return the number of demonstrations."""
+        return len(self.prompts)
+
+    def batch(self, step: int, batch_size: int) -> TensorDict:
+        """Return the demonstrations of step `step` (from 0) of the endless shuffled stream."""
+        return self.rows(rows_after(len(self), batch_size, self.seed, step * batch_size))
+
+    def rows(self, row_ids: Sequence[int]) -> TensorDict:
+        """Return the named demonstrations, in the order given."""
+        prompts = [self.prompts[row] for row in row_ids]
+        responses = [self.responses[row] for row in row_ids]
+        whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        return TensorDict(
+            {
+                "tokens": _right_padded(whole, self.width, self._pad_id),
+                "prompt_lengths": torch.tensor([len(tokens) for tokens in prompts]),
+                "response_lengths": torch.tensor([len(tokens) for tokens in responses]),
+                "row_ids": torch.tensor(list(row_ids)),
+            },
+            batch_size=[len(whole)],
+        )
+
+
+def _tokenize_prompts(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> list[list[int]]:
+    """Return the tokens of each row's prompt through the chat template, with the start of the assistant's turn.
+
+    Raises:
+        DataError: rows that the template refuses, that are too long, or that hold characters unknown to the
+            tokenizer.
+    """
+    tokens: list[list[int]] = []
+    problems: list[str] = []
+    for first in range(0, len(rows), TOKENIZED_AT_ONCE):
+        texts, found = rendered_prompts(rows[first : first + TOKENIZED_AT_ONCE], tokenizer, max_tokens)
+        problems += found
+        tokens += tokenizer(texts, add_special_tokens=False)["input_ids"]
+    raise_listed([*problems, *_token_problems(rows, tokens, tokenizer, "prompt", max_tokens)])
+    return tokens
+
+
+def _tokenize_responses(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> list[list[int]]:
+    """Return the tokens of each row's response, with the end-of-sequence token."""
+    texts = [row.response or "" for row in rows]
+    problems = [
+        length_problem(row, "response", len(text), max_tokens) for row, text in zip(rows, texts, strict=True)
+    ]
+    raise_listed(list(filter(None, problems)))
+    end = token_id(tokenizer, "eos")
+    tokens = [[*found, end] for found in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    raise_listed(list(_token_problems(rows, tokens, tokenizer, "response", max_tokens)))
+    return tokens
+
+
+def _token_problems(
+    rows: Sequence[Row],
+    tokens: Sequence[Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    key: str,
+    max_tokens: int,
+) -> Iterator[str]:
+    """Yield texts that are too long, and texts with characters that the tokenizer replaced by its unknown token."""
+    counted = "tokens with the end-of-sequence token" if key == "response" else "tokens"
+    unknown = tokenizer.unk_token_id
+    has_unknown = unknown not in (None, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    for row, found in zip(rows, tokens, strict=True):
+        if len(found) > max_tokens:
+            yield (
+                f"{row.place}: the {key} has {len(found)} {counted}, max_{key}_tokens={max_tokens}; raise the limit or"
+                f" shorten the {key}"
+            )
+        if has_unknown and unknown in found:
+            num_unknown = sum(token == unknown for token in found)
+            yield (
+                f"{row.place}: {num_unknown} {'part' if num_unknown == 1 else 'parts'} of the {key} unknown to the"
+                " tokenizer; remove those characters or use another tokenizer"
+            )
+
+
+def _right_padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> torch.Tensor:
+    """Return token rows as one tensor.
+
+    Shapes: the result is [len(rows), width] int64.
+    """
+    padded = torch.full((len(rows), width), pad_id, dtype=torch.int64)
+    for number, tokens in enumerate(rows):
+        padded[number, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+    return padded
