@@ -1,7 +1,6 @@
 """What a run tells: a row per step on disk, a line per step on the console, a table at the end.
 
 keys.py              the names of the metrics that others rely on
-timing.py            seconds per phase of a step
 recorder.py          rows to metrics.jsonl and TensorBoard, and back
 trackers.py          rows to Weights & Biases and MLflow, in the background
 tracker_packages.py  how these packages are spoken to
