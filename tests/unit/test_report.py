@@ -216,7 +216,7 @@ def test_what_is_missing_or_damaged_beside_them_is_said_in_its_section(
         "The run has no config.yaml.",
     ]
     assert ["", "7", "", "-"] in page.rows
-    assert any("is no event that a run writes" in note for note in notes)
+    assert any("is not an event that a run writes" in note for note in notes)
 
 
 def test_a_folder_with_little_says_what_it_lacks(report: Report, tmp_path: Path) -> None:

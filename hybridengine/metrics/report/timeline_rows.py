@@ -81,5 +81,5 @@ def with_depths(spans: Iterable[Span]) -> list[tuple[Span, int]]:
 
 
 def _details(span: Span) -> str:
-    facts = {"role": span.role} | ({} if span.step is None else {"step": span.step}) | dict(span.args)
+    facts = {"role": span.role} | ({} if span.step is None else {"step": span.step})
     return ", ".join(f"{name} {value}" for name, value in facts.items())
