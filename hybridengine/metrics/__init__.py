@@ -7,9 +7,7 @@ tracker_packages.py  how these packages are spoken to
 samples.py           responses of an evaluation as lines of JSON and as tables
 summary.py           what a whole run's rows amount to
 console.py           rows, samples and summary as text
-step_progress.py     how far a run is, how fast, how long it will take
-call_progress.py     what every role is doing now
-live.py              both as a view at the bottom of the terminal
+live.py              how far a run is and what every role is doing, as a view at the bottom of the terminal
 formatting.py        bytes and seconds for people
 timeline.py          what every rank did when
 report/              a run as one HTML page
