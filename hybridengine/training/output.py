@@ -18,9 +18,8 @@ from hybridengine.metrics import keys
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.live import LiveView, can_show_live
 from hybridengine.metrics.recorder import TENSORBOARD_FOLDER, MetricsRecorder
-from hybridengine.metrics.report.run_record import SAMPLES_FOLDER, Sample
 from hybridengine.metrics.rows import METRICS_FILE, Row
-from hybridengine.metrics.samples import write_samples
+from hybridengine.metrics.samples import SAMPLES_FOLDER, Sample, write_samples
 from hybridengine.metrics.timeline import TIMELINE_FILE, Reading, Span, TimelineWriter
 from hybridengine.metrics.tracker_packages import TrackedRun
 from hybridengine.metrics.trackers import Trackers

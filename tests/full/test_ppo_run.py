@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from hybridengine.cli.main import main
 from hybridengine.config import model_shape
 from hybridengine.metrics import keys
-from hybridengine.metrics.report.blocks import ChartGroup
-from hybridengine.metrics.report.curves import memory_section
+from hybridengine.metrics.report.figures import FIGURES, draw_figure
 from hybridengine.metrics.report.run_record import read_run
 from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
 from hybridengine.planning.switch_cost import SwitchPricer
@@ -126,7 +125,7 @@ def test_the_timeline_has_a_row_per_rank_and_a_bar_per_phase(run: Run):
 
 
 def test_memory_of_every_rank_over_time(run: Run):
-    """Read after every call; the report draws it. A rank with torch, Megatron-core and vLLM holds some hundred MiB."""
+    """Read after every call; the report has each step's most. A rank with torch and vLLM holds some hundred MiB."""
     timeline = read_timeline(run.folder / TIMELINE_FILE)
     readings = [reading for reading in timeline.readings if reading.name == keys.memory_key("resident_bytes")]
     calls = [span for span in timeline.spans if span.phase != "transfers"]
@@ -135,11 +134,10 @@ def test_memory_of_every_rank_over_time(run: Run):
     assert all(2**27 < reading.value < 2**33 for reading in readings)
     for row in run.steps:
         assert row[keys.memory_key("resident_bytes")] in {reading.value for reading in readings}
-    blocks = memory_section(read_run(run.folder)).blocks
-    (over_time,) = (
-        group for group in blocks if isinstance(group, ChartGroup) and group.heading == "over time"
-    )
-    assert len(over_time.charts) == 1
+    memory = next(figure for figure in FIGURES if figure.has(keys.memory_key("resident_bytes")))
+    drawing = draw_figure(memory, read_run(run.folder).rows)
+    assert drawing is not None
+    assert "memory/resident_bytes: first " in drawing.description
 
 
 def test_tensorboard_has_the_same_scalars(run: Run):

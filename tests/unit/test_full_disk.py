@@ -11,9 +11,8 @@ import pytest
 
 from hybridengine.errors import OutputError
 from hybridengine.metrics.recorder import MetricsRecorder
-from hybridengine.metrics.report.run_record import Sample
 from hybridengine.metrics.rows import read_rows
-from hybridengine.metrics.samples import write_samples
+from hybridengine.metrics.samples import Sample, write_samples
 from hybridengine.metrics.timeline import Span, TimelineWriter, read_timeline
 
 FILE_BYTES = 4096

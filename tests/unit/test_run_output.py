@@ -149,7 +149,7 @@ def test_a_terminal_gets_the_view_the_lines_and_some_samples(tmp_path: Path) -> 
     assert "3=" not in text.replace("1+1=", ""), "only the first samples"
     for row in rows:
         assert step_line(row, 3) in text.replace("\r\n", "\n")
-    assert text.endswith("\x1b[2K")
+    assert text.removesuffix("\x1b[?25h\r").endswith("\x1b[2K"), "the view is erased"
 
 
 def test_a_failure_takes_the_view_away_and_keeps_what_was_written(tmp_path: Path) -> None:
