@@ -12,9 +12,9 @@ from hybridengine.cli.output_files import check_output_files, output
 from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_bytes
 
-DESCRIPTION = """Write a report of a run, finished or still going, as one HTML page that needs no network: evaluation and
-training curves, where the time of a step goes, memory, transfers between ranks, the timeline of the last steps, samples
-of prompts, responses and scores, and the configuration."""
+DESCRIPTION = """Write a report of a run, finished or still going, as one HTML page that needs no network: the figures
+that show whether it is healthy (evaluation, reward, KL, losses, time of each phase, memory, transfers), the timeline of
+the last step, samples of prompts, responses and scores, and the configuration."""
 
 REPORT_FILE = "report.html"
 
@@ -36,9 +36,9 @@ def add_report_command(subparsers: Any) -> None:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
-    if find_spec("bokeh") is None:
-        raise ConfigError("hybridengine report needs bokeh; install hybridengine[plots]")
+    """Carry out the command; return the exit status."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("hybridengine report needs matplotlib; install hybridengine[plots]")
     from hybridengine.metrics.report.page import render_page
     from hybridengine.metrics.report.run_record import read_run
 

@@ -17,9 +17,8 @@ from rich.text import Text
 from hybridengine.metrics import keys
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.metrics.held_out import HeldOutResult
-from hybridengine.metrics.report.run_record import Sample
 from hybridengine.metrics.rows import Row
-from hybridengine.metrics.samples import terminal_table
+from hybridengine.metrics.samples import Sample, terminal_table
 from hybridengine.metrics.summary import RunSummary, summarise
 
 PHASE_LABELS = {

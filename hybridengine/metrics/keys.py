@@ -42,49 +42,29 @@ PAYLOAD_BYTES = "controller/payload_bytes"
 OVERHEAD_S = "controller/overhead_s"
 """Part of the step in which no rank was in a call."""
 
-TRAINING_STEP_KEYS = (
-    STEP,
-    REWARD_MEAN,
-    KL_MEAN,
-    GENERATE_S,
-    SWITCH_TO_GENERATE_S,
-    SWITCH_TO_TRAIN_S,
-    UPDATE_ACTOR_S,
-    UPDATE_CRITIC_S,
-    STEP_S,
-    RECEIVED_BYTES,
-    PEAK_WEIGHT_BYTES,
-    REDUNDANT_BYTES,
-    LOG_PROB_ABS_DIFF_MAX,
-    TRANSFER_BYTES,
-    PAYLOAD_BYTES,
-    OVERHEAD_S,
-)
-"""What every row of a training step has; `eval/exact_match` comes on top where the step was evaluated."""
-
 
 def mean_key(column: str) -> str:
-    """The metric of a column's mean, e.g. of one of a reward's terms: "reward/style" -> "reward/style_mean"."""
+    """Return the metric of a column's mean, such as one of a reward's terms: "reward/style" -> "reward/style_mean"."""
     return f"{column}_mean"
 
 
 def response_tokens_key(percent: int) -> str:
-    """The metric of the length that `percent` of the step's responses do not exceed; 0 and 100 are the extremes."""
+    """Return the metric of the length that `percent` of the step's responses do not exceed, from 0 to 100."""
     return f"rollout/response_tokens_p{percent}"
 
 
 def time_key(phase: str) -> str:
-    """The metric of a phase's seconds: "generate" -> "time/generate_s"."""
+    """Return the metric of a phase's seconds: "generate" -> "time/generate_s"."""
     return f"time/{phase}_s"
 
 
 def memory_key(name: str) -> str:
-    """The metric of what a rank's process holds: "resident_bytes" -> "memory/resident_bytes"."""
+    """Return the metric of the bytes that a rank's process holds: "resident_bytes" -> "memory/resident_bytes"."""
     return f"memory/{name}"
 
 
 def phase_of(key: str) -> str | None:
-    """The phase whose seconds `key` holds, None where it is another metric: the inverse of `time_key`."""
+    """Return the phase whose seconds `key` holds, None for another metric: the inverse of `time_key`."""
     if key.startswith("time/") and key.endswith("_s"):
         return key.removeprefix("time/").removesuffix("_s")
     return None

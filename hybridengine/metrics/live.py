@@ -1,77 +1,175 @@
-"""A live view of a run: a few lines at the bottom of the terminal, drawn again four times a second.
+"""A live view of a run at the bottom of the terminal: the step and its phase, and what every role is doing.
 
-    step 12/100 ━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  11%
-    now generate  reward 0.412, first 0.120, best 0.455  eval 61.5%, first 31.5%
-    812 tokens/s, mean 790  3 min 05 s passed, about 21 min 10 s left
-    role       doing                     for      ranks  calls
-    actor      generate_sequences        1.20 s   4/4    2/6
-    reward     waits: compute_scores                     0/1
+    step 12/100 ━━━━╸━━━━━━━━━━━━━━━━━━━━━━━━━ 0:03:05
+    now generate, 812 tokens/s, about 21 min 10 s left
+      actor     ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 0:00:01 generate_sequences, 2/4 ranks done
+      reward    ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ -:--:-- waits: compute_scores
 
-What is printed meanwhile, by the run, by loggers or by ranks, stands above it.
+What the run, loggers or ranks print meanwhile stands above it.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TextIO
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.live import Live
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress_bar import ProgressBar
-from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
-from hybridengine.metrics.call_progress import CallProgress, RoleProgress
+from hybridengine.metrics import keys
 from hybridengine.metrics.formatting import format_seconds
-from hybridengine.metrics.step_progress import Stage, StepProgress, StepReading
+from hybridengine.metrics.rows import Row
 
 REFRESHES_PER_S = 4
-GAP = "  "
-HEADINGS = ("role", "doing", "for", "ranks", "calls")
-NUM_NAMES = 2
-"""The first ones, which are cut where there is too little room."""
+ESTIMATE_S = 7 * 24 * 3600.0
+"""Period whose steps count for the time left: longer than runs go on without a stop."""
 
 
-def can_show_live(console: Console) -> bool:
-    """Whether lines can be drawn again: a real terminal that is not a dumb one, whatever FORCE_COLOR says."""
-    return console.is_interactive and not console.is_dumb_terminal and console.file.isatty()
+@dataclass
+class _Call:
+    """A call that has not ended on all ranks."""
+
+    role: str
+    method: str
+    pool: str
+    num_ranks: int
+    inputs: set[int]
+    """Calls that have not ended and whose rows this one reads."""
+    ended: set[int] = field(default_factory=set)
+    """Ranks that have ended it."""
 
 
-class LiveView:
-    """The view of one run; a context manager, which leaves the terminal as it would be without the view.
+class _Bar(BarColumn):
+    """A bar that is empty where nothing has begun; rich's would pulse."""
+
+    def render(self, task: Task) -> ProgressBar:
+        bar = super().render(task)
+        bar.pulse = False
+        return bar
+
+
+class LiveView(Progress):
+    """View of one run; a context manager that leaves the terminal as it would be without the view.
+
+    It observes calls, from any thread (`controller.exchange.CallObserver`). A pool's ranks take their calls in the order
+    in which they were made, and a call begins when its rows exist: the oldest call of a pool is under way unless a call
+    that makes rows for it has not ended; the others wait.
 
     Args:
-        phase_of_call: role and method -> the phase of a step that the call is.
+        phase_of_call: role and method -> the phase of a step that the call belongs to.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        steps: StepProgress,
-        calls: CallProgress,
-        phase_of_call: Callable[[str, str], str],
-    ) -> None:
-        self._steps, self._calls, self._phase_of_call = steps, calls, phase_of_call
-        self._streams: list[tuple[TextIO, TextIO]] = []
-        self._live = Live(
-            self,
+    def __init__(self, console: Console, num_steps: int, phase_of_call: Callable[[str, str], str]) -> None:
+        super().__init__(
+            TextColumn("{task.description}", markup=False, table_column=_cut(console.width // 4)),
+            _Bar(bar_width=max(4, min(30, console.width // 4))),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}", markup=False, table_column=_cut()),
             console=console,
-            refresh_per_second=REFRESHES_PER_S,
             transient=True,
+            refresh_per_second=REFRESHES_PER_S,
             redirect_stderr=sys.stderr.isatty(),  # an error stream that goes to a file stays there
+            speed_estimate_period=ESTIMATE_S,
         )
+        self._num_steps, self._phase_of_call = num_steps, phase_of_call
+        self._calls_lock = threading.Lock()
+        self._calls: dict[int, _Call] = {}
+        self._shown: dict[str, int] = {}
+        """Role -> the call whose time its row counts."""
+        self._roles: dict[str, TaskID] = {}
+        self._stage, self._phases, self._speed = "now", "-", ""
+        self._has_begun = self._has_ended = False
+        self._streams: list[tuple[TextIO, TextIO]] = []
+        self._steps = self.add_task(f"step 0/{num_steps}", total=num_steps, note="")
+
+    def begin(self, step: int, stage: str = "now") -> None:
+        """Show that an iteration, or the evaluation after it (stage "evaluating:"), begins."""
+        self._stage = stage
+        self.update(self._steps, description=f"step {step}/{self._num_steps}")
+        if step and not self._has_begun:
+            self._has_begun = True
+            self.advance(self._steps, step - 1)  # where the steps that count for the time left begin
+
+    def end(self, row: Row) -> None:
+        """Show an iteration as done."""
+        if (rate := row.get(keys.TOKENS_PER_S)) is not None:
+            self._speed = f", {rate:.0f} tokens/s"
+        self.update(self._steps, completed=int(row[keys.STEP] or 0))
+
+    def call_made(
+        self, number: int, role: str, method: str, pool: str, num_ranks: int, inputs: Sequence[int]
+    ) -> None:
+        """Show a call that all ranks of a pool have got; `inputs` are the calls whose rows it reads."""
+        with self._calls_lock:
+            missing = {earlier for earlier in inputs if earlier in self._calls}
+            self._calls[number] = _Call(role, method, pool, num_ranks, missing)
+            if role not in self._roles:
+                self._roles[role] = self.add_task(f"  {role}", total=1, start=False, note="")
+            self._show_calls()
+
+    def rank_ended(self, number: int, pool: str, rank: int) -> None:
+        """Show that a rank has ended a call; a call that was made before the view observed is ignored."""
+        with self._calls_lock:
+            if (call := self._calls.get(number)) is None:
+                return
+            call.ended.add(rank)
+            if len(call.ended) == call.num_ranks:
+                del self._calls[number]
+                for other in self._calls.values():
+                    other.inputs.discard(number)
+            self._show_calls()
+
+    def _show_calls(self) -> None:
+        oldest, first = dict[str, int](), dict[str, int]()
+        for number, call in self._calls.items():
+            oldest.setdefault(call.pool, number)
+            first.setdefault(call.role, number)
+        phases = dict[str, None]()
+        for role, row in self._roles.items():
+            number = first.get(role)
+            if number is None:
+                self._show_idle(role, "")
+                continue
+            call = self._calls[number]
+            if oldest[call.pool] != number or call.inputs:
+                self._show_idle(role, f"waits: {call.method}")
+                continue
+            phases[self._phase_of_call(role, call.method)] = None
+            if self._shown.get(role) != number:
+                self._shown[role] = number
+                self.reset(row, total=call.num_ranks, note="")
+            note = f"{call.method}, {len(call.ended)}/{call.num_ranks} ranks done"
+            self.update(row, completed=len(call.ended), note=note)
+        self._phases = " and ".join(phases) or "-"
+
+    def _show_idle(self, role: str, note: str) -> None:
+        self._shown.pop(role, None)
+        self.reset(self._roles[role], start=False, total=1, note=note)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Return the parts of the view; called by rich."""
+        if not self.tasks or self._has_ended:
+            return
+        steps, *roles = self.tasks
+        left_s = steps.time_remaining
+        left = "after the first step" if left_s is None else f"about {format_seconds(left_s)}"
+        yield self.make_tasks_table([steps])
+        yield Text(f"{self._stage} {self._phases}{self._speed}, time left: {left}".replace(".0 s", " s"))
+        if roles:
+            yield self.make_tasks_table(roles)
 
     def __enter__(self) -> LiveView:
         before = sys.stdout, sys.stderr
-        self._live.start()
-        self._streams = [
-            (old, new) for old, new in zip(before, (sys.stdout, sys.stderr), strict=True) if old is not new
-        ]
+        self.start()
+        self._streams = list(zip(before, (sys.stdout, sys.stderr), strict=True))
         for old, new in self._streams:
             _move_handlers(old, new)
         return self
@@ -83,90 +181,22 @@ class LiveView:
             for old, new in self._streams:
                 _move_handlers(new, old)
         finally:
-            self._live.stop()
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """At most as many lines as the terminal can take back: one that has scrolled away could not be erased."""
-        reading, roles = self._steps.read(), self._calls.read()
-        view = Group(
-            _progress_line(reading, self._steps.num_steps),
-            *_packed(self._facts(reading, roles), options.max_width),
-            *([_role_table(roles, options.max_width)] if roles else []),
-        )
-        lines = console.render_lines(view, options.update(height=None), pad=False)
-        for index, line in enumerate(lines[: max(1, console.height - 1)]):
-            if index:
-                yield Segment.line()
-            yield from line
-
-    def _facts(self, reading: StepReading, roles: Sequence[RoleProgress]) -> Iterator[str]:
-        busy = [role for role in roles if role.is_busy and role.method is not None]
-        phases = dict.fromkeys(self._phase_of_call(role.role, role.method or "") for role in busy)
-        doing = " and ".join(phases) or "-"
-        yield f"evaluating: {doing}" if reading.stage is Stage.EVALUATION else f"now {doing}"
-        if reading.reward is not None:
-            yield (
-                f"reward {reading.reward:.3f}, first {reading.first_reward:.3f}, best {reading.best_reward:.3f}"
+            self._has_ended = (
+                True  # rich draws all lines at the end: those that scroll away could not be erased
             )
-        if reading.held_out:
-            yield f"eval {reading.held_out}, first {reading.first_held_out}"
-        if reading.tokens_per_s is not None and reading.mean_tokens_per_s is not None:
-            yield f"{reading.tokens_per_s:.0f} tokens/s, mean {reading.mean_tokens_per_s:.0f}"
-        left = (
-            "time left: after the first step"
-            if reading.left_s is None
-            else f"about {_duration(reading.left_s)} left"
-        )
-        yield f"{_duration(reading.passed_s)} passed, {left}"
+            self.stop()
 
 
-def _progress_line(reading: StepReading, num_steps: int) -> RenderableType:
-    line = Table.grid(padding=(0, 1), expand=True)
-    line.add_column(no_wrap=True)
-    line.add_column(ratio=1)
-    line.add_column(no_wrap=True)
-    bar = ProgressBar(total=max(1, num_steps), completed=reading.num_done)
-    share = f"{100 * reading.num_done // max(1, num_steps)}%"
-    line.add_row(Text(f"step {reading.step}/{num_steps}", "bold"), bar, Text(share))
-    return line
+def can_show_live(console: Console) -> bool:
+    """Return True if lines can be drawn again: a real terminal that is not a dumb one, whatever FORCE_COLOR says."""
+    return console.is_interactive and not console.is_dumb_terminal and console.file.isatty()
 
 
-def _packed(facts: Iterator[str], width: int) -> Iterator[Text]:
-    """Facts side by side, in as many lines as they need; none is broken in two unless it is wider than a line."""
-    line = ""
-    for fact in facts:
-        if line and cell_len(line) + len(GAP) + cell_len(fact) > width:
-            yield Text(line)
-            line = ""
-        line += GAP + fact if line else fact
-    yield Text(line)
-
-
-def _role_table(roles: Sequence[RoleProgress], width: int) -> Table:
-    """A line per role, never wider than the terminal: of long names the end is cut, numbers stay."""
-    table = Table(box=None, padding=(0, len(GAP), 0, 0), header_style="dim", pad_edge=False)
-    for place, heading in enumerate(HEADINGS):
-        is_name = place < NUM_NAMES
-        table.add_column(heading, no_wrap=not is_name, max_width=max(6, width // 4) if place == 0 else None)
-    for role in roles:
-        cells = _role_cells(role)
-        names = (Text(name, no_wrap=True, overflow="ellipsis") for name in cells[:NUM_NAMES])
-        table.add_row(*names, *map(Text, cells[NUM_NAMES:]), style="" if role.is_busy else "dim")
-    return table
-
-
-def _role_cells(role: RoleProgress) -> tuple[str, ...]:
-    doing, since, ranks = role.method or "-", "", ""
-    if role.is_busy:
-        since, ranks = _duration(role.since_s or 0.0), f"{role.num_busy}/{role.num_ranks}"
-    elif role.method is not None:
-        doing = f"waits: {role.method}"
-    return role.role, doing, since, ranks, f"{role.num_done}/{role.num_made}"
-
-
-def _duration(seconds: float) -> str:
-    """Whole seconds above ten: what moves four times a second shall not flicker."""
-    return format_seconds(seconds) if seconds < 10 else format_seconds(round(seconds)).replace(".0 s", " s")
+def _cut(max_width: int | None = None) -> Column:
+    """Return a column whose texts are cut where there is too little room."""
+    return Column(
+        no_wrap=True, overflow="ellipsis", max_width=None if max_width is None else max(6, max_width)
+    )
 
 
 def _move_handlers(old: TextIO, new: TextIO) -> None:

@@ -17,12 +17,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from hybridengine.errors import DataError
 from hybridengine.metrics.keys import STEP
-from hybridengine.metrics.rows import METRICS_FILE, Row, parse_row
+from hybridengine.metrics.rows import METRICS_FILE, Row, json_lines
 from hybridengine.writing import writing
 
 TENSORBOARD_FOLDER = "tensorboard"
-TORN_FILE = "metrics.torn.txt"
-"""Where the unfinished last line of a killed run goes, so that every line of metrics.jsonl is a row."""
 
 _logger = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ class MetricsRecorder:
         self.folder = Path(folder)
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            _end_last_line(self.folder)
+            _end_last_line(self.folder / METRICS_FILE)
             self._file = (self.folder / METRICS_FILE).open("a", encoding="utf-8")
             self._tensorboard = SummaryWriter(str(self.folder / TENSORBOARD_FOLDER))
 
@@ -106,21 +104,19 @@ def _finite_number(key: str, value: Any, step: int) -> float | int | None:
     return number
 
 
-def _end_last_line(folder: Path) -> None:
-    """Make metrics.jsonl end with a newline: complete a whole last row, set an unfinished one aside."""
-    path = folder / METRICS_FILE
+def _end_last_line(path: Path) -> None:
+    """Make metrics.jsonl end with a newline: an unfinished last line, whose step a resumed run repeats, is cut off."""
     if not path.exists():
         return
     content = path.read_bytes()
     tail = content[content.rfind(b"\n") + 1 :]
     if not tail:
         return
-    if parse_row(tail) is not None:
-        with open(path, "ab") as file:
+    is_whole = len(list(json_lines(path))) > content.count(b"\n")
+    with path.open("r+b") as file:
+        if is_whole:
+            file.seek(len(content))
             file.write(b"\n")
-        return
-    with open(folder / TORN_FILE, "ab") as file:
-        file.write(tail + b"\n")
-    with open(path, "r+b") as file:
-        file.truncate(len(content) - len(tail))
-    _logger.warning("%s ended in an unfinished line of %d bytes; moved it to %s", path, len(tail), TORN_FILE)
+        else:
+            file.truncate(len(content) - len(tail))
+            _logger.warning("%s ended in an unfinished line of %d bytes; cut it off", path, len(tail))

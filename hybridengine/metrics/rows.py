@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from hybridengine.errors import DataError, UnreadableError
@@ -16,37 +18,52 @@ Row = dict[str, float | int | None]
 """Metric -> value; None where the value was not finite. `step` is always there."""
 
 
-def read_rows(folder: str | Path) -> list[Row]:
-    """All rows of FOLDER/metrics.jsonl in the order written; none where there is no file.
-
-    The unfinished last line of a killed or still running process is left out.
+def json_lines(path: Path) -> Iterator[tuple[bytes, object]]:
+    """Yield each line of a file with its value, None if it is not JSON; an unfinished last line is skipped.
 
     Raises:
-        DataError: it is no regular file, or another line is not a JSON object with a `step`; names the line.
+        FileNotFoundError: there is no such file.
+        UnreadableError: it is not a regular file.
+    """
+    check_regular(path)
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            value = parse_json(line)
+        except UnreadableError:
+            if not line.endswith(b"\n"):
+                return
+            value = None
+        yield line, value
+
+
+def read_rows(folder: str | Path) -> list[Row]:
+    """Return all rows of FOLDER/metrics.jsonl in the order written; none if there is no file.
+
+    The unfinished last line of a killed or still running process is skipped.
+
+    Raises:
+        DataError: it is not a regular file, or another line is not a JSON object with a `step`; names the line.
     """
     path = Path(folder) / METRICS_FILE
+    rows: list[Row] = []
     try:
-        check_regular(path)
+        for number, (line, value) in enumerate(json_lines(path), start=1):
+            row = _row(value)
+            if row is None:
+                raise DataError(
+                    f"{path}:{number}: {line[:80]!r} is not a row, a JSON object with a {STEP!r} from 0 on;"
+                    " remove or repair the line"
+                )
+            rows.append(row)
     except FileNotFoundError:
         return []
     except UnreadableError as error:
         raise DataError(f"{error}; name the folder of a run") from None
-    rows: list[Row] = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        row = parse_row(line)
-        if row is None and not line.endswith(b"\n"):
-            break
-        if row is None:
-            raise DataError(
-                f"{path}:{number}: {line[:80]!r} is not a row, a JSON object with a {STEP!r} from 0 on;"
-                " remove or repair the line"
-            )
-        rows.append(row)
     return rows
 
 
 def latest_rows(rows: list[Row]) -> list[Row]:
-    """One row per step, in order of steps: a row of an earlier step means that the run went back to there."""
+    """Return one row per step, in order of steps: a row of an earlier step means that the run went back to there."""
     latest: list[Row] = []
     for row in rows:
         while latest and (latest[-1][STEP] or 0) >= (row[STEP] or 0):
@@ -55,17 +72,21 @@ def latest_rows(rows: list[Row]) -> list[Row]:
     return latest
 
 
-def parse_row(line: bytes) -> Row | None:
-    """The row that a line holds; None where it holds none."""
-    try:
-        row = parse_json(line)
-    except UnreadableError:
+def _row(value: object) -> Row | None:
+    if not isinstance(value, dict) or not is_step(value.get(STEP)):
         return None
-    if not isinstance(row, dict) or not is_step(row.get(STEP)):
-        return None
-    return {key: None if type(value) is int and abs(value) > LARGEST else value for key, value in row.items()}
+    return {key: None if type(one) is int and abs(one) > LARGEST else one for key, one in value.items()}
 
 
 def is_step(value: object) -> bool:
     """Return True if `value` can be the number of an iteration."""
     return type(value) is int and 0 <= value < LARGEST
+
+
+def finite(value: object) -> float | None:
+    """Return `value` as a finite float; None if it is none."""
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,23 +1,37 @@
-"""Responses of an evaluation for people: as lines of JSON, as a table in a file, and a few of them in the terminal."""
+"""Responses of an evaluation: as lines of JSON, as a table in a file, and a few of them in the terminal."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from hybridengine.metrics.report.run_record import Sample
+from hybridengine.metrics.rows import finite, is_step, json_lines
 from hybridengine.writing import writing
 
+SAMPLES_FOLDER = "samples"
 MAX_CHARACTERS = 500
 """Of a text in a table; the lines of JSON have it whole."""
 HEADINGS = ("prompt", "response", "answer", "score")
 NEWLINE = "\u21b5"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A response of an evaluation."""
+
+    step: int
+    prompt: str
+    response: str
+    answer: str
+    score: float | None
+    """None if it was not a finite number."""
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[Sample]) -> None:
@@ -26,21 +40,36 @@ def write_samples(folder: Path, step: int, samples: Sequence[Sample]) -> None:
     Raises:
         OutputError: the disk does not take them.
     """
-    fields = (
-        {
-            "step": step,
-            "prompt": one.prompt,
-            "response": one.response,
-            "answer": one.answer,
-            "score": one.score,
-        }
-        for one in samples
-    )
     with writing(folder):
         folder.mkdir(exist_ok=True)
         with (folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in fields)
+            file.writelines(json.dumps(asdict(sample)) + "\n" for sample in samples)
         (folder / f"evaluation-{step}.md").write_text(markdown_table(step, samples), encoding="utf-8")
+
+
+def read_samples(file: Path) -> tuple[list[Sample], int]:
+    """Return the samples of a file, and the number of its lines that are none; an unfinished last line does not count.
+
+    Raises:
+        UnreadableError: it is not a regular file.
+    """
+    values = [value for line, value in json_lines(file) if line.strip()]
+    samples = [
+        Sample(
+            value["step"],
+            *(_text(value.get(name)) for name in ("prompt", "response", "answer")),
+            score=finite(value.get("score")),
+        )
+        for value in values
+        if isinstance(value, dict) and is_step(value.get("step")) and "response" in value
+    ]
+    return samples, len(values) - len(samples)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def markdown_table(step: int, samples: Sequence[Sample]) -> str:

@@ -15,14 +15,11 @@ from hybridengine.config import RunConfig
 from hybridengine.controller.exchange import CallRecord, row_exchange
 from hybridengine.data.rewards import Decoder, reward_texts
 from hybridengine.metrics import keys
-from hybridengine.metrics.call_progress import CallProgress
 from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.live import LiveView, can_show_live
 from hybridengine.metrics.recorder import TENSORBOARD_FOLDER, MetricsRecorder
-from hybridengine.metrics.report.run_record import SAMPLES_FOLDER, Sample
 from hybridengine.metrics.rows import METRICS_FILE, Row
-from hybridengine.metrics.samples import write_samples
-from hybridengine.metrics.step_progress import StepProgress
+from hybridengine.metrics.samples import SAMPLES_FOLDER, Sample, write_samples
 from hybridengine.metrics.timeline import TIMELINE_FILE, Reading, Span, TimelineWriter
 from hybridengine.metrics.tracker_packages import TrackedRun
 from hybridengine.metrics.trackers import Trackers
@@ -84,27 +81,26 @@ class RunOutput:
         self._nodes, self._tokenizer, self._trackers = nodes, tokenizer, trackers
         self._samples = folder / SAMPLES_FOLDER
         self._console = RunConsole(run.steps, console)
-        self._steps = StepProgress(run.steps, run.eval_every, config.eval_file is not None)
-        self._calls, self._view = CallProgress(), None
-        if run.live and can_show_live(console):
-            self._view = LiveView(console, self._steps, self._calls, phase_of_call)
+        shows_view = run.live and can_show_live(console)
+        self._view = LiveView(console, run.steps, phase_of_call) if shows_view else None
         self._recorder = MetricsRecorder(folder)
         self._timeline = TimelineWriter(folder / TIMELINE_FILE)
 
     def begin_step(self, step: int) -> None:
-        """A step begins, for the live view."""
-        self._steps.begin_step(step)
-        self._calls.begin_step()
+        """Show in the live view that a step begins."""
+        if self._view is not None:
+            self._view.begin(step)
 
     def begin_evaluation(self, step: int) -> None:
-        """The evaluation after a step begins, for the live view; step 0 is the state before training."""
-        self._steps.begin_evaluation(step)
-        self._calls.begin_step()
+        """Show in the live view that the evaluation after a step begins; step 0 is the state before training."""
+        if self._view is not None:
+            self._view.begin(step, "evaluating:")
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write and print the row of a step; step 0 is the state before training."""
         row = self._write(step, metrics)
-        self._steps.end(row)
+        if self._view is not None:
+            self._view.end(row)
         self._console.print_step(row)
 
     def record_failure(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -151,7 +147,7 @@ class RunOutput:
     def __enter__(self) -> RunOutput:
         if self._view is not None:
             self._view.__enter__()
-            row_exchange().observer = self._calls
+            row_exchange().observer = self._view
         return self
 
     def __exit__(

@@ -31,25 +31,9 @@ PACKAGE = "chromium-headless-shell"
 QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
 """Options without which Chromium looks for updates."""
 
-_DRAWN_COLOURS = """figure => {
-  const canvases = []
-  const collect = node => {
-    if (node instanceof HTMLCanvasElement) canvases.push(node)
-    for (const child of [...node.children, ...(node.shadowRoot?.children ?? [])]) collect(child)
-  }
-  collect(figure)
-  const colours = new Map()
-  for (const canvas of canvases) {
-    if (canvas.width === 0 || canvas.height === 0) continue
-    const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height)
-    for (let at = 0; at < data.length; at += 4) {
-      if (data[at + 3] < 250) continue
-      const hex = [0, 1, 2].map(offset => data[at + offset].toString(16).padStart(2, "0")).join("")
-      colours.set("#" + hex, (colours.get("#" + hex) ?? 0) + 1)
-    }
-  }
-  return Object.fromEntries(colours)
-}"""
+_UNSEEN_IMAGES = (
+    """() => [...document.images].filter(one => !one.complete || !one.naturalWidth).map(one => one.alt)"""
+)
 
 
 @dataclass
@@ -62,27 +46,9 @@ class OpenPage:
     requests: list[str] = field(default_factory=list)
     """Addresses that the page asked for, its own first."""
 
-    def colours(self) -> dict[str, dict[str, int]]:
-        """Title of every figure -> colour -> number of opaque pixels of exactly that colour in its drawing."""
-        figures = self.page.locator("figure").all()
-        return {figure.locator(".name").inner_text(): figure.evaluate(_DRAWN_COLOURS) for figure in figures}
-
-    def tooltip(self, title: str, x: float, y: float) -> list[str]:
-        """Values of the tooltip at a place in the drawing of the figure `title`, from 0, 0 to 1, 1."""
-        figure = self.page.locator("figure").filter(has=self.page.get_by_text(title, exact=True))
-        drawing = figure.locator(".drawing")
-        drawing.scroll_into_view_if_needed()
-        box = drawing.bounding_box()
-        assert box is not None, title
-        self.page.mouse.move(box["x"] + box["width"] * x, box["y"] + box["height"] * y)
-        tooltip = self.page.locator(".bk-Tooltip", has=self.page.locator(".bk-tooltip-row-value")).last
-        tooltip.wait_for(timeout=10_000)
-        values = [
-            " ".join(text.split()) for text in tooltip.locator(".bk-tooltip-row-value").all_inner_texts()
-        ]
-        self.page.mouse.move(0, 0)
-        tooltip.wait_for(state="hidden", timeout=10_000)
-        return values
+    def unseen_images(self) -> list[str]:
+        """Return the descriptions of the images that the browser could not draw."""
+        return self.page.evaluate(_UNSEEN_IMAGES)
 
 
 def check_chromium(bundled: str) -> str:
@@ -129,7 +95,7 @@ def running_browser() -> Iterator[Browser]:
 
 @contextmanager
 def opened(browser: Browser, file: Path, width: int = 1280, height: int = 900) -> Iterator[OpenPage]:
-    """The page of `file`, after all its drawings are done."""
+    """Yield the page of `file` once it has loaded, its images included."""
     page = browser.new_page(viewport={"width": width, "height": height})
     result = OpenPage(page)
     complain = result.complaints.append
@@ -139,10 +105,6 @@ def opened(browser: Browser, file: Path, width: int = 1280, height: int = 900) -
     page.on("request", lambda request: result.requests.append(request.url))
     try:
         page.goto(file.as_uri())
-        if page.locator("figure").count():
-            page.wait_for_function(
-                "window.Bokeh?.documents.length && Bokeh.documents.every(one => one.is_idle)"
-            )
         yield result
     finally:
         page.close()

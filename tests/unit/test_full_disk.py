@@ -11,10 +11,9 @@ import pytest
 
 from hybridengine.errors import OutputError
 from hybridengine.metrics.recorder import MetricsRecorder
-from hybridengine.metrics.report.run_record import Sample
 from hybridengine.metrics.rows import read_rows
-from hybridengine.metrics.samples import write_samples
-from hybridengine.metrics.timeline import Span, TimelineWriter, read_spans
+from hybridengine.metrics.samples import Sample, write_samples
+from hybridengine.metrics.timeline import Span, TimelineWriter, read_timeline
 
 FILE_BYTES = 4096
 SAID = r"cannot be written \(File too large\); make room, .* what was written before is kept"
@@ -61,11 +60,11 @@ def test_timeline(tmp_path: Path) -> None:
         pytest.raises(OutputError, match=rf"timeline\.json {SAID}"),
     ):
         write_steps(timeline)
-    spans = read_spans(file)
+    spans = read_timeline(file).spans
     assert [span.step for span in spans] == list(range(len(spans))) and len(spans) > 5
     with TimelineWriter(file) as again:
         again.write([Span("update", "updates", 0, "here", "actor", 5000.0, 5001.0, "", 5000)])
-    assert len(read_spans(file)) == len(spans) + 1
+    assert len(read_timeline(file).spans) == len(spans) + 1
 
 
 def test_samples(tmp_path: Path) -> None:

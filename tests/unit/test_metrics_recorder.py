@@ -15,7 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hybridengine.errors import DataError
-from hybridengine.metrics.recorder import TENSORBOARD_FOLDER, TORN_FILE, MetricsRecorder
+from hybridengine.metrics.recorder import TENSORBOARD_FOLDER, MetricsRecorder
 from hybridengine.metrics.rows import METRICS_FILE, Row, latest_rows, read_rows
 
 
@@ -139,14 +139,14 @@ def test_a_run_that_goes_back_leaves_later_rows_behind() -> None:
     assert latest_rows(rows[:5]) == [rows[0], rows[4]]
 
 
-def test_an_unfinished_last_line_is_set_aside(tmp_path: Path) -> None:
+def test_an_unfinished_last_line_is_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole, torn = '{"step": 1, "reward/mean": 0.5}\n', '{"step": 2, "reward/me'
     (tmp_path / METRICS_FILE).write_text(whole + torn)
     assert read_rows(tmp_path) == [{"step": 1, "reward/mean": 0.5}]
     with MetricsRecorder(tmp_path) as recorder:
         recorder.record(2, {"reward/mean": 0.75})
     assert _lines(tmp_path) == [whole.strip(), '{"step": 2, "reward/mean": 0.75}']
-    assert (tmp_path / TORN_FILE).read_text() == torn + "\n"
+    assert f"ended in an unfinished line of {len(torn)} bytes; cut it off" in caplog.text
 
 
 def test_a_whole_last_line_without_newline_is_completed(tmp_path: Path) -> None:
@@ -154,7 +154,6 @@ def test_a_whole_last_line_without_newline_is_completed(tmp_path: Path) -> None:
     with MetricsRecorder(tmp_path) as recorder:
         recorder.record(2, {})
     assert _lines(tmp_path) == ['{"step": 1}', '{"step": 2}']
-    assert not (tmp_path / TORN_FILE).exists()
 
 
 @pytest.mark.parametrize("bad", ["not json", "[1]", '{"reward/mean": 1.0}', '{"step": "1"}', ""])

@@ -15,8 +15,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from hybridengine.metrics.console import RunConsole
-from hybridengine.metrics.report.run_record import Sample, read_run
-from hybridengine.metrics.samples import MAX_CHARACTERS, markdown_table, printable, write_samples
+from hybridengine.metrics.report.run_record import read_run
+from hybridengine.metrics.samples import MAX_CHARACTERS, Sample, markdown_table, printable, write_samples
 
 TEXTS = st.text(
     st.one_of(st.sampled_from("`|\\ \n\r\t<>&*_[]#~-:!x1\x1b\x00\u2028é漢😀"), st.characters(codec="utf-8")),

@@ -1,8 +1,7 @@
-"""What the report's drawings are given: points, stacks, bars and depths, against values worked out another way."""
+"""What the report's figures show: which metrics, and which curves, bars and rows, against sums worked out another way."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -11,199 +10,163 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.metrics.report import charts
-from hybridengine.metrics.report.blocks import ChartGroup, format_value, unit_of
-from hybridengine.metrics.report.charts import curve, stacked_bars, thinned
-from hybridengine.metrics.report.colours import phase_colours
-from hybridengine.metrics.report.phases import OTHERS, phases_section
-from hybridengine.metrics.report.run_record import RunRecord
-from hybridengine.metrics.report.samples import spread
-from hybridengine.metrics.report.timeline_rows import last_spans, with_depths
-from hybridengine.metrics.report.transfers import Edge, edge_of
-from hybridengine.metrics.timeline import Span, Timeline
+from hybridengine.metrics.report import figures
+from hybridengine.metrics.report.colours import OTHERS, phase_colours
+from hybridengine.metrics.report.figures import FIGURES, draw_figure, draw_timeline, largest, means
+from hybridengine.metrics.report.page import spread
+from hybridengine.metrics.rows import Row
+from hybridengine.metrics.timeline import Span
+
+SHOWN = {
+    "Held-out result": ("eval/exact_match", "eval/score_mean"),
+    "Reward and cost": ("reward/mean", "reward/style_mean", "cost/mean"),
+    "KL divergence from the reference": ("kl/mean",),
+    "Largest log-prob difference between engine and trainer": ("rollout/log_prob_abs_diff_max",),
+    "Entropy": ("rollout/entropy_mean",),
+    "Response length in tokens": ("rollout/response_tokens_mean",),
+    "Loss": ("actor/policy_loss", "critic/value_loss", "actor/kl_loss", "actor/dpo_loss", "warmup/loss"),
+    "Gradient norm": ("actor/grad_norm", "critic/grad_norm"),
+    "Share of clipped ratios": ("actor/clip_fraction", "actor/dual_clip_fraction", "critic/clip_fraction"),
+    "Rows and steps left out, failures": (
+        "rollout/dropped_rows", "reward/dropped_rows", "actor/skipped_steps", "reward/failures", "cost/timeouts",
+    ),
+    "Tokens per second": ("throughput/tokens_per_s",),
+    "Memory of the rank with the most": ("memory/resident_bytes", "memory/device_bytes"),
+    "Weights held while switching": ("switch/peak_weight_bytes", "switch/redundant_bytes"),
+    "Seconds of each phase": ("time/generate_s", "time/update_actor_s"),
+    "Bytes fetched, by producer and consumer": ("transfer/actor.generate_sequences->critic.update_bytes",),
+}  # fmt: skip
+"""Figure -> metrics of runs that it has."""
+NOT_SHOWN = (
+    "step", "time/step_s", "actor/lr", "transfer/bytes", "switch/received_bytes", "controller/overhead_s",
+    "reward/calls", "rollout/response_tokens_p50", "rollout/tokens",
+)  # fmt: skip
 
 
-def _record(**fields: Any) -> RunRecord:
-    return RunRecord(
-        **({"name": "x", "rows": [], "timeline": Timeline([], []), "samples": [], "config": ""} | fields)
-    )
+@pytest.fixture
+def canvases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What matplotlib has been given to draw."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "_image", lambda canvas: drawn.append(canvas) or "data:")
+    return drawn
 
 
-def _columns(chart: charts.Chart, renderer: int = 0) -> dict[str, list[Any]]:
-    drawn: Any = chart.model.renderers[renderer]
-    data = drawn.data_source.data
-    return {name: np.asarray(column).tolist() for name, column in data.items()}
+def _figure(title: str) -> figures.Figure:
+    return next(figure for figure in FIGURES if figure.title == title)
 
 
-def test_a_curve_has_the_metrics_points_and_gaps() -> None:
-    chart = curve("kl/mean", "", [1, 2, 3, 5], [0.5, None, 2.0, 1.0])
-    points = _columns(chart)
-    assert points["x"] == [1, 2, 3, 5]
-    assert points["y"][0::2] == [0.5, 2.0]
-    assert math.isnan(points["y"][1])
-    assert _columns(chart, 1) == {"x": [1, 3, 5], "y": [0.5, 2.0, 1.0]}
-    assert chart.note == "One value was not finite: a gap."
-    assert chart.description == "kl/mean, step 1 to 5: first 0.5, last 1, lowest 0.5, highest 2."
+def test_every_metric_is_in_the_figure_that_it_belongs_to() -> None:
+    assert [figure.title for figure in FIGURES] == list(SHOWN)
+    wanted = {key: title for title, names in SHOWN.items() for key in names} | dict.fromkeys(NOT_SHOWN)
+    for key, title in wanted.items():
+        found = [figure.title for figure in FIGURES if figure.has(key)]
+        assert found == ([title] if title else []), key
 
 
-@pytest.mark.parametrize(("value", "low", "high"), [(1e-4, 0, 2e-4), (-3.0, -6, 0), (0.0, -0.1, 1)])
-def test_a_curve_of_one_value_is_drawn_inside_its_frame(value: float, low: float, high: float) -> None:
-    axis: Any = curve("actor/lr", "", [1, 2, 3], [value] * 3).model.y_range
-    assert (axis.start, axis.end) == (low, high)
+def test_a_curve_has_the_metrics_points_and_gaps(canvases: list[Any]) -> None:
+    rows: list[Row] = [
+        {"step": 0}, {"step": 1, "kl/mean": 0.5}, {"step": 2, "kl/mean": None}, {"step": 3, "kl/mean": 2.0}, {"step": 4},
+        {"step": 5, "kl/mean": 1.0},
+    ]  # fmt: skip
+    drawing = draw_figure(_figure("KL divergence from the reference"), rows)
+    assert drawing is not None
+    (line,) = canvases[0].axes[0].lines
+    assert line.get_xdata().tolist() == [1, 2, 3, 5]
+    np.testing.assert_array_equal(line.get_ydata(), [0.5, math.nan, 2.0, 1.0])
+    assert drawing.description == "kl/mean: first 0.5, last 1, lowest 0.5, highest 2"
+    assert drawing.note == "Values that were not finite: 1."
+    assert draw_figure(_figure("KL divergence from the reference"), [{"step": 1, "kl/mean": None}]) is None
 
 
-VALUES = st.lists(st.one_of(st.just(math.nan), st.floats(-1e9, 1e9)), min_size=1, max_size=3000)
+def test_the_largest_of_many_curves_are_drawn(canvases: list[Any]) -> None:
+    rows: list[Row] = [{"step": 1, **{f"role{number}/grad_norm": float(number) for number in range(20)}}]
+    drawing = draw_figure(_figure("Gradient norm"), rows)
+    assert [line.get_ydata()[0] for line in canvases[0].axes[0].lines] == list(range(12, 20))
+    assert drawing is not None
+    assert drawing.note == "The 8 largest of 20."
 
 
-@given(values=VALUES, maximum=st.integers(2, 50))
-def test_thinning_keeps_order_points_and_extremes(values: list[float], maximum: int) -> None:
-    y = np.asarray(values)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(charts, "MAX_POINTS", maximum)
-        x_kept, y_kept = thinned(np.arange(len(y)), y)
-    assert len(x_kept) <= max(maximum, 2)
-    assert np.all(np.diff(x_kept) > 0)
-    np.testing.assert_array_equal(y[x_kept.astype(int)], y_kept)
-    finite = [value for value in values if not math.isnan(value)]
-    if finite:
-        assert (np.nanmin(y_kept), np.nanmax(y_kept)) == (min(finite), max(finite))
-
-
-def test_a_long_gap_stays_a_gap_when_points_are_left_out() -> None:
-    y = np.arange(6000.0)
-    y[2000:3000] = math.nan
-    x_kept, y_kept = thinned(np.arange(6000), y)
-    in_gap = (x_kept > 2020) & (x_kept < 2980)
-    assert in_gap.any()
-    assert np.isnan(y_kept[in_gap]).all()
-    assert np.isfinite(y_kept[(x_kept < 1980) | (x_kept > 3020)]).all()
-
-
-def test_stacked_bars_stand_on_each_other_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = {"a": [1.0, 2.0, 3.0, 4.0, 5.0], "b": [10.0, 0.0, 10.0, 0.0, 5.0]}
-    colours = {"a": "#000001", "b": "#000002"}
-    whole = _columns(stacked_bars("x", "s", [1, 2, 3, 4, 5], parts, colours))
-    assert whole["top"] == [1, 11, 2, 2, 3, 13, 4, 4, 5, 10]
-    assert whole["bottom"] == [0, 1, 0, 2, 0, 3, 0, 4, 0, 5]
-    assert whole["x"] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-    assert whole["colour"] == ["#000001", "#000002"] * 5
-    monkeypatch.setattr(charts, "MAX_BARS", 2)
-    chart = stacked_bars("x", "s", [1, 2, 3, 4, 5], parts, colours)
-    means = _columns(chart)
-    assert means["value"] == [2.0, pytest.approx(20 / 3), 4.5, 2.5]
-    assert means["steps"] == ["1 to 3, mean"] * 2 + ["4 to 5, mean"] * 2
-    assert (means["x"][0], means["x"][2]) == (2, 4.5)
-    assert chart.note == "Each bar is the mean of up to 3 steps."
-
-
-def test_the_smaller_phases_are_drawn_as_one() -> None:
-    rows: Any = [
-        {"step": step, "time/step_s": 100.0}
-        | {f"time/p{phase}_s": float(phase * step) for phase in range(1, 13)}
-        for step in (1, 2)
+def test_bars_stand_on_each_other_and_add_up(canvases: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten phases of 700 steps as means of six neighbours; the two smallest as one."""
+    rows: list[Row] = [
+        {"step": step, "time/step_s": 1e3}
+        | {f"time/p{phase}_s": float(phase * step) for phase in range(1, 11)}
+        for step in range(701)
     ]
-    group = phases_section(_record(rows=rows)).blocks[0]
-    assert isinstance(group, ChartGroup)
-    chart = group.charts[0]
-    assert list(chart.legend) == [f"p{phase}" for phase in range(4, 13)] + [OTHERS]
-    bars = _columns(chart)
-    assert [value for name, value in zip(bars["name"], bars["value"], strict=True) if name == OTHERS] == [
-        6,
-        12,
-    ]
-    assert max(bars["top"]) == 2 * sum(range(1, 13))
+    drawing = draw_figure(_figure("Seconds of each phase"), rows)
+    axes = canvases[0].axes[0]
+    bars = {container.get_label(): container.patches for container in axes.containers}
+    assert list(bars) == [f"p{phase}" for phase in range(3, 11)] + [OTHERS]
+    tops = np.zeros(117)
+    for patches in bars.values():
+        np.testing.assert_allclose([bar.get_y() for bar in patches], tops)
+        tops += [bar.get_height() for bar in patches]
+    steps = [np.mean(range(first, min(first + 6, 701))) for first in range(1, 701, 6)]
+    np.testing.assert_allclose(tops, [55 * step for step in steps])
+    np.testing.assert_allclose([bar.get_height() for bar in bars[OTHERS]], [3 * step for step in steps])
+    np.testing.assert_allclose([bar.get_x() + bar.get_width() / 2 for bar in bars["p3"]], steps)
+    assert drawing is not None
+    assert drawing.note == "Each bar is the mean of up to 6 steps."
 
 
-@pytest.mark.parametrize(
-    ("key", "edge"),
-    [
-        ("transfer/actor.generate->critic.values_bytes", Edge("actor.generate", "critic.values")),
-        ("transfer/bytes/actor.generate->critic.values", Edge("actor.generate", "critic.values")),
-        ("transfer/bytes", None),
-        ("time/a->b_s", None),
-    ],
+@given(
+    values=st.lists(st.floats(0, 1e9), min_size=1, max_size=50),
+    width=st.integers(1, 60),
+    num_parts=st.integers(1, 20),
 )
-def test_edges_are_read_from_the_metrics_names(key: str, edge: Edge | None) -> None:
-    assert edge_of(key) == edge
+def test_means_and_others_lose_nothing(values: list[float], width: int, num_parts: int) -> None:
+    found = means(values, width)
+    expected = [np.mean(values[first : first + width]) for first in range(0, len(values), width)]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    parts = {f"part {number}": np.array(values) * (number % 7) for number in range(num_parts)}
+    shown = largest(parts)
+    assert len(shown) <= figures.MAX_PARTS + 1
+    np.testing.assert_allclose(np.sum(list(shown.values()), axis=0), np.sum(list(parts.values()), axis=0))
 
 
-@pytest.mark.parametrize(
-    ("key", "unit", "value", "text"),
-    [
-        ("switch/received_bytes_back", "bytes", 1536, "1.5 KiB"),
-        ("time/step_s", "s", 2.345, "2.35 s"),
-        ("throughput/tokens_per_s", "", 838.94, "838.9"),
-        ("rollout/tokens", "", 123456.0, "123,456"),
-        ("actor/lr", "", 1e-5, "1e-05"),
-        ("loss", "", 1e300, "1e+300"),
-        ("loss", "", math.inf, "inf"),
-        ("loss", "", None, "-"),
-    ],
-)
-def test_values_have_the_units_of_their_names(key: str, unit: str, value: float | None, text: str) -> None:
-    assert unit_of(key) == unit
-    assert format_value(value, unit_of(key)) == text
+@pytest.mark.parametrize("value", [0, 1e-300, 1e300, -1e300, -5, 7])
+@pytest.mark.parametrize("title", ["Loss", "Weights held while switching", "Seconds of each phase"])
+def test_values_of_any_size_are_drawn(title: str, value: float) -> None:
+    key = SHOWN[title][0]
+    drawing = draw_figure(_figure(title), [{"step": 1, key: value}, {"step": 2, key: value}])
+    if value or title != "Seconds of each phase":
+        assert drawing is not None
+        assert drawing.image.startswith("data:image/svg+xml;base64,")
 
 
-def _span(start_s: float, end_s: float, **fields: Any) -> Span:
-    return Span(
-        **(
-            {
-                "name": "x",
-                "phase": "p",
-                "rank": 0,
-                "node": "n",
-                "role": "r",
-                "start_s": start_s,
-                "end_s": end_s,
-            }
-            | fields
-        )
-    )
+def _span(start_s: float, end_s: float, rank: int, **fields: Any) -> Span:
+    given = {"name": "x", "phase": "p", "node": "n", "role": "r", "step": 2} | fields
+    return Span(rank=rank, start_s=start_s, end_s=end_s, **given)
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(0, 1))
-def test_depths_are_the_numbers_of_bars_around(widths: list[int], rank: int) -> None:
-    """Trees of bars: each node halves its parent `width` times."""
-    spans: list[Span] = []
-
-    def grow(low: float, high: float, level: int) -> None:
-        spans.append(_span(low, high, rank=rank))
-        if level < min(len(widths), 3):
-            edges = np.linspace(low, high, widths[level] + 2)
-            for left, right in itertools.pairwise(edges[:-1]):
-                grow(float(left), float(right), level + 1)
-
-    grow(0.0, 1.0, 0)
-    spans.append(_span(0.0, 1.0, rank=1 - rank))
-    for span, depth in with_depths(reversed(spans)):
-        around = [
-            other for other in spans
-            if other is not span and other.rank == span.rank and other.start_s <= span.start_s
-            and span.end_s <= other.end_s
-        ]  # fmt: skip
-        assert depth == len(around)
-
-
-def test_bars_that_cross_lie_in_none_of_each_other() -> None:
-    assert [depth for _, depth in with_depths([_span(0, 2), _span(1, 3), _span(2.5, 3), _span(4, 5)])] == [
-        0,
-        0,
-        1,
-        0,
+def test_the_timeline_has_a_row_per_rank_and_the_last_step(canvases: list[Any]) -> None:
+    spans = [
+        _span(0, 1, 0, step=1),
+        _span(10, 12, 1),
+        _span(10.5, 13, 0),
+        _span(10, 10.5, 1, phase="transfers"),
     ]
+    spans.append(_span(13, 12, 2))  # a clock was set back
+    drawing = draw_timeline(spans)
+    assert drawing is not None
+    axes = canvases[0].axes[0]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
+    boxes = {
+        (container.get_label(), bar.get_y() + bar.get_height() / 2, bar.get_x(), bar.get_width())
+        for container in axes.containers
+        for bar in container.patches
+    }
+    assert boxes == {("p", 0, 0.5, 2.5), ("p", 1, 0, 2), ("transfers", 1, 0, 0.5), ("p", 2, 3, 0)}
+    assert draw_timeline([]) is None
 
 
-def test_the_last_steps_are_drawn_as_far_as_they_fit() -> None:
-    spans = [_span(step, step + 0.5, step=step) for step in range(1, 7) for _ in range(1000)]
-    spans += [_span(5.2, 5.3, name="no step"), _span(3.2, 3.3, name="no step")]
-    chosen, which = last_spans(spans)
-    assert ({span.step for span in chosen}, len(chosen), which) == ({4, 5, 6, None}, 3001, "Steps 4 to 6.")
-    chosen, which = last_spans([span for span in spans for _ in range(2)])
-    assert ({span.step for span in chosen}, which) == ({6}, "Step 6.")
-    chosen, which = last_spans([_span(number, number + 1) for number in range(5000)])
-    assert (chosen[0].start_s, len(chosen), which) == (1000, 4000, "The last 4000 of 5000 spans.")
-    assert last_spans([])[0] == []
+def test_the_first_of_many_ranks_are_shown_with_their_nodes(canvases: list[Any]) -> None:
+    spans = [_span(0, 1, rank, node=f"node-{rank // 8}", pool="main") for rank in range(80)]
+    drawing = draw_timeline(spans)
+    assert drawing is not None
+    assert drawing.note == "The first 64 of 80 ranks."
+    names = [text.get_text() for text in canvases[0].axes[0].get_yticklabels()]
+    assert (len(names), names[0], names[-1]) == (64, "node-0 main rank 0", "node-7 main rank 63")
 
 
 def test_a_phase_has_one_colour_however_it_is_spelt() -> None:

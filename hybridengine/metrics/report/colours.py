@@ -6,14 +6,19 @@ Source: Okabe and Ito, "Color Universal Design", 2008; their lighter shades for 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-INK = "#26323a"
-"""Axes and text."""
-LINE = "#0072b2"
-"""The only curve of a drawing."""
-OTHER = "#b8bfc4"
-"""What is put together because there is too much of it."""
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "hybridengine",
+    "text.parse_math": False,
+}
+"""Settings of matplotlib: equal drawings are equal files, and dollar signs in names are dollar signs."""
 
+OTHERS = "others"
+"""Name of the parts that are drawn as one because there are too many."""
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#7a6a00", "#332288")
 
 _PHASES = {
@@ -38,12 +43,13 @@ _PHASES = {
     "statistics": "#999933",
     "other": "#5c7c8a",
     "transfers": "#26323a",
+    OTHERS: "#b8bfc4",
 }
-_RESERVE = ("#882255", "#aa4499", "#117733", "#8a5a3c")
+_RESERVE = ("#882255", "#44aa99", "#8a5a3c", "#aa4499", "#117733", "#ddcc77", "#6699cc", "#994455")
 
 
 def phase_colours(phases: Iterable[str]) -> dict[str, str]:
-    """Phase -> colour, in the order given; "log-probs" and "log_probs" have the same."""
+    """Return phase -> colour, in the order given; "log-probs" and "log_probs" have the same."""
     colours, reserve = {}, 0
     for phase in dict.fromkeys(phases):
         known = _PHASES.get(phase.replace("-", "_").lower())

@@ -1,96 +1,105 @@
-"""A run's report as one HTML page: styles, drawings and the library that draws them are inside."""
+"""A run's report as one HTML page that loads nothing: images are inside."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from bokeh.document import Document
-from bokeh.embed import components
-from bokeh.plotting import figure
-from bokeh.resources import Resources
 from jinja2 import Environment, StrictUndefined
 
 from hybridengine.metrics import keys
-from hybridengine.metrics.report.blocks import ChartGroup, Listing, Section, format_value, unit_of
-from hybridengine.metrics.report.curves import column, evaluation_section, memory_section, training_section
-from hybridengine.metrics.report.phases import phases_section
+from hybridengine.metrics.formatting import format_seconds
+from hybridengine.metrics.report.figures import FIGURES, draw_figure, draw_timeline
 from hybridengine.metrics.report.run_record import CONFIG_FILE, RunRecord
-from hybridengine.metrics.report.samples import samples_section
-from hybridengine.metrics.report.template import PAGE, STYLE
-from hybridengine.metrics.report.timeline_rows import timeline_section
-from hybridengine.metrics.report.transfers import transfers_section
+from hybridengine.metrics.rows import METRICS_FILE, Row
+from hybridengine.metrics.samples import SAMPLES_FOLDER, Sample
 from hybridengine.metrics.summary import summarise
+from hybridengine.metrics.timeline import TIMELINE_FILE
 
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
-"""What browsers let the page load: nothing from anywhere, whatever a prompt contains."""
+TEMPLATE = Path(__file__).with_name("page.html")
+MAX_EVALUATIONS = 5
+MAX_RESPONSES = 12
+"""Samples of each evaluation on the page."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Responses of one evaluation."""
+
+    heading: str
+    samples: Sequence[Sample]
 
 
 def render_page(run: RunRecord) -> str:
-    """The page as text."""
-    sections = [
-        evaluation_section(run),
-        training_section(run),
-        phases_section(run),
-        memory_section(run),
-        transfers_section(run),
-        timeline_section(run),
-        samples_section(run),
-        _config_section(run),
-    ]
-    script, drawings = _embedded(sections)
+    """Return the page as text; everything that comes from the run is escaped."""
+    drawn = {figure.title: draw_figure(figure, run.rows) for figure in FIGURES}
+    timeline = draw_timeline(run.timeline.spans)
+    evaluations = _evaluations(run.samples)
+    metrics_notes = list(run.notes.get(METRICS_FILE, ()))
+    if missing := [title for title, drawing in drawn.items() if drawing is None]:
+        metrics_notes.append(f"The run has no values of: {', '.join(missing)}.")
+    notes = {
+        "figures": metrics_notes,
+        "timeline": run.notes.get(TIMELINE_FILE)
+        or ([] if timeline else [f"{TIMELINE_FILE} has no spans yet."]),
+        "samples": [
+            note for name, some in run.notes.items() if name.startswith(SAMPLES_FOLDER) for note in some
+        ],
+        "configuration": run.notes.get(CONFIG_FILE, []),
+    }
+    if not evaluations and not notes["samples"]:
+        notes["samples"] = ["The run has written no samples yet."]
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    return environment.from_string(PAGE).render(
-        policy=POLICY,
-        run_name=run.name,
-        style=STYLE,
-        library=Resources(mode="inline", components=["bokeh"]).render_js() if drawings else "",
-        facts=_facts(run),
-        sections=sections,
-        drawings=drawings,
-        score=lambda value: format_value(value, ""),
-        script=script,
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        run=run,
+        notes=notes,
+        facts=_facts(run.rows),
+        figures={title: drawing for title, drawing in drawn.items() if drawing},
+        timeline=timeline,
+        evaluations=evaluations,
     )
 
 
-def _embedded(sections: Sequence[Section]) -> tuple[str, Mapping[figure, str]]:
-    """The script that makes all drawings, and the element that each is drawn into."""
-    groups = [block for section in sections for block in section.blocks if isinstance(block, ChartGroup)]
-    models = [chart.model for group in groups for chart in group.charts]
-    if not models:
-        return "", {}
-    document = Document()
-    with document.models.freeze():  # added one by one, each would have all of them looked through again
-        for model in models:
-            document.add_root(model)
-    script, elements = components(tuple(models))
-    return script, dict(zip(models, elements, strict=True))
-
-
-def _facts(run: RunRecord) -> list[tuple[str, str]]:
-    """The run in a few numbers."""
-    summary = summarise(run.rows)
+def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return the run in a few numbers: name and value."""
+    summary = summarise(rows)
     facts = [("training steps", str(summary.num_steps))]
     if before := summary.held_out_before:
         ends = [str(one) for one in (before, summary.held_out_after) if one]
         facts.append((before.name, " \N{RIGHTWARDS ARROW} ".join(ends)))
-    rewards = [value for value in column(run.rows, keys.REWARD_MEAN)[1] if value is not None]
-    if rewards:
-        ends = (f"{value:.3g}" for value in (rewards[0], rewards[-1]))
-        facts.append(("mean reward", " \N{RIGHTWARDS ARROW} ".join(ends)))
-    for name, key in (("step, mean", keys.STEP_S), ("tokens per second, mean", keys.TOKENS_PER_S)):
-        values = [value for value in column(run.rows, key)[1] if value is not None]
-        if values:
-            facts.append((name, format_value(sum(values) / len(values), unit_of(key))))
+    if rewards := _known(rows, keys.REWARD_MEAN):
+        facts.append(("mean reward", f"{rewards[0]:.3g} \N{RIGHTWARDS ARROW} {rewards[-1]:.3g}"))
+    if seconds := _known(rows, keys.STEP_S):
+        facts.append(("step, mean", format_seconds(sum(seconds) / len(seconds))))
+    if rates := _known(rows, keys.TOKENS_PER_S):
+        facts.append(("tokens per second, mean", f"{sum(rates) / len(rates):,.0f}"))
     return facts
 
 
-def _config_section(run: RunRecord) -> Section:
-    blocks = [Listing(run.config)] if run.config.strip() else []
-    notes = run.notes.get(CONFIG_FILE, [] if blocks else [f"{CONFIG_FILE} is empty."])
-    return Section(
-        "configuration",
-        "Configuration",
-        blocks,
-        "The run's values, with what was left to the defaults.",
-        notes,
-    )
+def _known(rows: Sequence[Row], key: str) -> list[float]:
+    return [value for row in rows if (value := row.get(key)) is not None]
+
+
+def _evaluations(samples: Sequence[Sample]) -> list[Evaluation]:
+    """Return some evaluations of a run, the last one first."""
+    by_step: dict[int, list[Sample]] = {}
+    for sample in samples:
+        by_step.setdefault(sample.step, []).append(sample)
+    found = []
+    for step in reversed(spread(sorted(by_step))):
+        own = by_step[step]
+        scores = [sample.score for sample in own if sample.score is not None]
+        mean = f", mean score {sum(scores) / len(scores):.4g}" if scores else ""
+        count = f"{MAX_RESPONSES} of {len(own)}" if len(own) > MAX_RESPONSES else str(len(own))
+        found.append(Evaluation(f"Step {step}: {count} responses{mean}", own[:MAX_RESPONSES]))
+    return found
+
+
+def spread(steps: Sequence[int]) -> list[int]:
+    """Return at most `MAX_EVALUATIONS` of the steps: the first, the last, and some evenly between."""
+    if len(steps) <= MAX_EVALUATIONS:
+        return list(steps)
+    return [
+        steps[round(index * (len(steps) - 1) / (MAX_EVALUATIONS - 1))] for index in range(MAX_EVALUATIONS)
+    ]
