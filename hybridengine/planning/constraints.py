@@ -1,4 +1,4 @@
-"""What somebody wants of a plan: sizes that are fixed, and which models share ranks; checked before a search.
+"""Constraints of a plan: sizes that are fixed, and which models share ranks; checked before a search.
 
 Placements are written as pools of roles, "actor,reference,reward | critic", or as one of
 
@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 
 from hybridengine.errors import ConfigError, TopologyError, raise_all, shown
 from hybridengine.planning.layouts import check_layouts
-from hybridengine.planning.placements import Placement, placements
+from hybridengine.planning.placements import Placement
 from hybridengine.planning.workload import Workload
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 GENERATE = "generate"
-"""What the engine's sizes are fixed by."""
+"""Name by which the engine's sizes are fixed."""
 NAMED = ("colocate", "standalone", "split")
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """What must hold of every plan."""
+    """Conditions that every plan must meet."""
 
     sizes: Mapping[str, TrainSizes] = field(default_factory=dict)
     """(p, t, d) of models, by name."""
@@ -38,10 +38,10 @@ class Constraints:
     def of(
         cls, fixed: Sequence[str], placement: str | None, workload: Workload, num_devices: int
     ) -> Constraints:
-        """What NAME=SIZES texts and a placement ask for.
+        """Return the constraints in NAME=SIZES texts and a placement.
 
         Raises:
-            ConfigError: names, sizes or placements that cannot be, or that contradict each other.
+            ConfigError: names, sizes or placements that cannot be.
         """
         sizes, gen = _fixed(fixed, workload)
         wanted = None if placement is None else (_placement(placement, workload),)
@@ -61,38 +61,6 @@ class Constraints:
                 check_layouts(workload.model(name).shape, sizes, gen)
             except TopologyError as error:
                 yield f"--fix {name}={sizes}: {error}"
-        possible = self.placements or tuple(placements(tuple(workload.roles)))
-        shortest = min(
-            (
-                problems
-                for place in possible
-                if (problems := list(self._clashes(place, workload, num_devices)))
-            ),
-            default=[],
-            key=len,
-        )
-        if all(list(self._clashes(place, workload, num_devices)) for place in possible):
-            yield from shortest
-
-    def _clashes(self, placement: Placement, workload: Workload, num_devices: int) -> Iterator[str]:
-        """Why models whose sizes are fixed cannot be placed so."""
-        total = 0
-        for pool in placement:
-            names = [name for role in pool for name in workload.roles[role] if name in self.sizes]
-            ranks = dict.fromkeys(self.sizes[name].num_ranks for name in names)
-            if len(ranks) > 1:
-                given = " and ".join(f"{name}={self.sizes[name]}" for name in names)
-                numbers = " and ".join(map(str, ranks))
-                yield f"--fix {given} have {numbers} ranks, and share a pool; give them as many, or other pools"
-            total += max(ranks, default=1)
-        if total > num_devices and not any(sizes.num_ranks > num_devices for sizes in self.sizes.values()):
-            fixed = ", ".join(f"{name}={sizes}" for name, sizes in self.sizes.items())
-            given = f" with --fix {fixed}" if fixed else ""
-            pools = f"{len(placement)} pools" if len(placement) > 1 else "one pool"
-            yield (
-                f"{pools}{given} take at least {total} ranks, and there are {num_devices} devices; choose"
-                " smaller sizes, let models share ranks, or take more nodes"
-            )
 
 
 def _fixed(texts: Sequence[str], workload: Workload) -> tuple[dict[str, TrainSizes], GenSizes | None]:

@@ -1,4 +1,4 @@
-"""Why no plan fits: which model misses by how much, and what would help."""
+"""Explanation of a search that has found nothing: which model misses by how much, and what would help."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hybridengine.planning.dataflows import Count
+from hybridengine.planning.constraints import GENERATE
 from hybridengine.planning.option import Option
 from hybridengine.planning.options import Options
 from hybridengine.planning.search import Search
@@ -29,14 +29,13 @@ class _Need:
 
     @property
     def num_ranks(self) -> int:
-        """Of their pool."""
+        """Ranks of their pool."""
         return self.options[0].sizes.num_ranks
 
 
 def shortage(search: Search) -> str:
-    """Why `search` has found nothing, as value, rule and remedy."""
-    cluster, names = search.cluster, [model.name for model in search.workload.models]
-    capacity = search.capacity_bytes
+    """Return why `search` has found nothing, as value, rule and remedy."""
+    capacity, names = search.capacity_bytes, [model.name for model in search.workload.models]
     alone = []
     for name in names:
         need = _least(search, (name,), search.sizes)
@@ -45,33 +44,38 @@ def shortage(search: Search) -> str:
         if need.num_bytes > capacity:
             alone.append(need)
     plural = "" if search.num_devices == 1 else "s"
-    where = f"on {search.num_devices} device{plural} of {cluster.name}"
+    where = f"on {search.num_devices} device{plural} of {search.cluster.name}"
     pools = _nearest(search)
-    if pools is None and not alone:
+    if pools is None:
+        given = _given(search)
         return (
             f"no plan of {', '.join(names)} exists {where}: each model can have sizes by itself, and no pools can have"
-            " them together; relax --fix and --placement, or give another number of devices"
+            f" them together; {f'relax {given}, or ' if given else ''}give another number of devices"
         )
-    needs = alone or [need for need in pools or () if need.num_bytes > capacity]
-    room = f"{max(0, capacity) / GIB:.1f} GiB of each are for models, {search.process_bytes / GIB:.1f} GiB for processes"
-    if capacity <= 0:
-        room = (
-            f"of the {cluster.device_memory_bytes / GIB:.1f} GiB of each, processes alone take"
-            f" {search.process_bytes / GIB:.1f} GiB"
-        )
+    needs = alone or [need for need in pools if need.num_bytes > capacity]
+    missing = [_told(need, capacity) for need in needs]
+    remedy = _remedy(search, needs or list(pools))
     if not needs:
-        return (
-            f"nothing fits {where} ({room}): models and KV caches would, but the switches do not, whose plans need more"
-            f" at their peak; {_remedy(search, list(pools or ()))}, or lower actor.bucket_bytes="
-            f"{search.workload.bucket_bytes}"
-        )
-    return f"nothing fits {where} ({room}): {'; '.join(_told(need, capacity) for need in needs)}; " + _remedy(
-        search, needs
+        missing = ["models and KV caches would, but the plans of switches need more at their peak"]
+        remedy += f", or lower actor.bucket_bytes={search.workload.bucket_bytes}"
+    return (
+        f"nothing fits {where} ({max(0, capacity) / GIB:.1f} GiB of each are for models, {search.process_bytes / GIB:.1f}"
+        f" GiB for processes): {'; '.join(missing)}; {remedy}"
     )
 
 
+def _given(search: Search) -> str:
+    """Return what constrains `search`: sizes and placements."""
+    fixed = [f"{name}={sizes}" for name, sizes in search.options.fixed.items()]
+    if search.options.fixed_gen is not None:
+        fixed.append(f"{GENERATE}={search.options.fixed_gen}")
+    placement = [" | ".join(",".join(pool) for pool in pools) for pools in search.only or ()]
+    given = [*(f"--fix {one}" for one in fixed), *(f"placement {one!r}" for one in placement)]
+    return " and ".join(given)
+
+
 def _nearest(search: Search) -> tuple[_Need, ...] | None:
-    """Pools of the allowed placement, and their sizes, that come nearest to fitting; None where none can be."""
+    """Return the pools of an allowed placement that come nearest to fitting; None where none can be."""
     best: tuple[_Need, ...] | None = None
     for placement in search.wanted:
         sizes, _ = search.allocations(len(placement))
@@ -110,42 +114,26 @@ def _sizes(option: Option) -> str:
 
 
 def _no_sizes(search: Search, name: str) -> str:
-    model, workload = search.workload.model(name), search.workload
-    fixed, gen = search.options.fixed.get(name), search.options.fixed_gen
-    if name == "actor" and gen is not None:
-        free = Options(workload, search.cluster, search.options.fixed)
-        if any(free.of(name, size) for size in search.sizes):
-            beside = "" if fixed is None else f" with actor={fixed}"
-            return (
-                f"--fix generate={gen}{beside} cannot be on {search.num_devices} devices: engines nest in training"
-                " shards, so that p_g divides p and t_g divides t, which is at most the"
-                f" {search.cluster.devices_per_node} devices of a node and divides the heads; choose other sizes"
-            )
-    rows, parts = workload.num_rows(Count.ROWS), model.mini_batches
-    if model.trains and rows % parts:
-        return (
-            f"data.batch_size={workload.num_prompts} · rollout.samples_per_prompt={workload.samples_per_prompt} ="
-            f" {rows} rows must split evenly over {name}.mini_batches={parts}; choose a multiple of {parts}, or other"
-            " mini-batches"
-        )
-    asked = f"the fixed sizes {fixed}" if fixed else f"any number of ranks up to {search.num_devices}"
-    shared = "be enough for its replicas"
+    model, workload, node = search.workload.model(name), search.workload, search.cluster.devices_per_node
+    rows = f"{workload.num_prompts * workload.samples_per_prompt} rows ({workload.num_prompts} prompts of"
+    rows += f" {workload.samples_per_prompt} responses) must be enough for its replicas"
     if model.trains:
-        shared = f"split evenly over its replicas and {model.mini_batches} mini-batches"
+        rows += f" and split evenly over them and {name}.mini_batches={model.mini_batches}"
     if name == "actor" and workload.warmup_rows is not None:
-        shared += f", warmup.batch_size={workload.warmup_rows} over its replicas"
+        rows += f", warmup.batch_size={workload.warmup_rows} over its replicas"
     if model.role in workload.rank_rows:
-        shared += f", and {workload.rank_rows[model.role]} rows give each rank at least one"
+        rows += f", and {workload.rank_rows[model.role]} rows must give each rank at least one"
+    nested = " engines nest in training shards (p_g divides p, t_g divides t)," if name == "actor" else ""
     return (
-        f"{name} cannot have {asked}: tensor shards must divide its {model.shape.num_heads} heads and lie on a node,"
-        f" stages its {model.shape.num_layers} layers, and {workload.num_prompts} prompts of"
-        f" {workload.samples_per_prompt} responses must {shared}; choose other sizes, or another"
-        " data.batch_size"
+        f"{name} cannot have {_given(search) or 'any sizes'} on up to {search.num_devices} devices: tensor shards must"
+        f" divide its {model.shape.num_heads} heads and lie on a node of {node}, stages divide its"
+        f" {model.shape.num_layers} layers,{nested} and {rows}; choose other sizes, another data.batch_size or other"
+        " mini-batches"
     )
 
 
 def _least(search: Search, names: tuple[str, ...], sizes: tuple[int, ...]) -> _Need | None:
-    """The options with which models that share a rank need the least; None where one has no options."""
+    """Return the options with which models that share a rank need the least; None where one has no options."""
     best: _Need | None = None
     for size in sizes:
         of = {name: search.options.of(name, size) for name in names}
@@ -165,7 +153,7 @@ def _least(search: Search, names: tuple[str, ...], sizes: tuple[int, ...]) -> _N
 
 
 def _remedy(search: Search, needs: list[_Need]) -> str:
-    """What has been tried and would do."""
+    """Return what has been tried and would do."""
     found = []
     if (settings := _settings(search, needs)) is not None:
         found.append(settings)
@@ -174,30 +162,19 @@ def _remedy(search: Search, needs: list[_Need]) -> str:
     if (nearest := _nearest(search)) is not None and _largest(nearest) > search.capacity_bytes:
         needed = math.ceil((_largest(nearest) + search.process_bytes) / GIB * 10) / 10
         found.append(f"devices with {needed:.1f} GiB")
-    return " or ".join(found) + " would do" if found else _untried(search)
-
-
-def _untried(search: Search) -> str:
-    """What may help where nothing that has been tried does."""
-    workload, ways = search.workload, ["take a smaller model"]
-    rows = min(workload.rank_rows.values(), default=search.num_devices)
-    if rows < search.num_devices:
-        ways.append(
-            f"raise data.batch_size, whose {rows} rows leave some of {search.num_devices} ranks without one"
-        )
-    if search.options.fixed or search.options.fixed_gen:
-        ways.append("relax --fix")
-    return ", or ".join(ways)
+    if found:
+        return " or ".join(found) + " would do"
+    return "take a smaller model, or raise data.batch_size, which bounds the ranks, or relax --fix"
 
 
 def _fits(search: Search) -> bool:
-    """Whether all models fit in an allowed placement."""
+    """Return True if all models fit in an allowed placement."""
     nearest = _nearest(search)
     return nearest is not None and _largest(nearest) <= search.capacity_bytes
 
 
 def _settings(search: Search, needs: list[_Need]) -> str | None:
-    """Fewest settings of the models that miss with which everything fits."""
+    """Return the fewest settings of the models that miss with which everything fits."""
     names = {name for need in needs for name in need.names}
     wanted = [model.name for model in search.workload.models if model.name in names and model.trains]
     for offloads, recompute in ((True, False), (False, True), (True, True)):
@@ -218,7 +195,7 @@ def _settings(search: Search, needs: list[_Need]) -> str | None:
 
 
 def _enough_devices(search: Search, needs: list[_Need]) -> int | None:
-    """Devices on which all models fit, from twice as many on."""
+    """Return a number of devices on which all models fit, from twice as many on."""
     node, devices = search.cluster.devices_per_node, search.num_devices
     fixed = any(name in search.options.fixed for need in needs for name in need.names)
     if fixed or search.capacity_bytes <= 0:
