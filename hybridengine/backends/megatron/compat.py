@@ -17,7 +17,6 @@ import contextlib
 import queue
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -42,22 +41,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import nn
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hybridengine.errors import ConfigError
 from hybridengine.families.tables import NameSet
-
-SUPPORTED = ((0, 16), (0, 19))
-
-
-def check_version() -> None:
-    """Check that the installed megatron-core is one that this file knows.
-
-    Raises:
-        ConfigError: another version.
-    """
-    installed = version("megatron-core")
-    major, minor = (int(part) for part in installed.split(".")[:2])
-    if not SUPPORTED[0] <= (major, minor) <= SUPPORTED[1]:
-        raise ConfigError(f"megatron-core {installed} is not supported; install 0.16 to 0.19")
 
 
 def stage_spec(names: NameSet, qk_norm: bool, num_layers: int) -> TransformerBlockSubmodules:

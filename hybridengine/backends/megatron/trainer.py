@@ -50,7 +50,6 @@ class MegatronModel:
         names: NameSet = NameSet.LOCAL,
         recompute: bool = False,
     ) -> None:
-        compat.check_version()
         self.shape, self.grid, self.rank, self.dtype, self.names = shape, grid, rank, dtype, names
         self.groups: ProcessGroupCollection = build_groups(grid, registry)
         self.layout: Layout = megatron_layout(shape, grid, names)
