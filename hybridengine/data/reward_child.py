@@ -1,11 +1,11 @@
-"""What runs beside a rank for a reward function: the function's process, and above it a guard that ends it.
+"""Processes beside a rank for a reward function: the function's own, and above it a guard that ends it.
 
     rank  -- lifeline -->  guard  -- fork -->  function, in a process group of its own
 
 The guard ends the function and everything in its group when the lifeline is cut, by the rank's choice or by its death,
 and when the function's process ends by itself. It needs nothing of the function for that, which may be deep in C code.
-Both work in a temporary folder that the rank has made and the guard removes. What rank and function tell each other are
-lines of JSON, which run nothing when they are read. Only the standard library is imported, so that a start takes
+Both work in a temporary folder that the rank has made and the guard removes. Rank and function exchange lines of JSON,
+which run nothing when they are read. Only the standard library is imported, so that a start takes
 little more than the function's own imports.
 """
 
@@ -43,7 +43,7 @@ SIGNAL_EXIT_CODE = 128
 """The guard's exit code is the function's; for a signal n, this + n, as a shell has it."""
 
 LEADING_FILES = (__file__, importing.__file__, importlib.__file__, "<frozen importlib")
-"""Whose frames lead to a function or its module."""
+"""Files whose frames lead to a function or its module."""
 
 Columns = Mapping[str, Sequence[Any]]
 Reply = tuple[str, str, int | None, str]
@@ -51,33 +51,30 @@ Reply = tuple[str, str, int | None, str]
 
 
 class WrongScores(Exception):
-    """What a function returned is not one number per row."""
+    """The result of a function is not one number per row."""
 
 
-def main(channel: int, stacks: int) -> None:
+def main(channel: int) -> None:
     """Run as a guard with a function beneath; never returns.
 
     Args:
         channel: socket for requests and replies.
-        stacks: file for the stacks of a function that does not return.
     """
-    for descriptor in (channel, stacks):
-        os.set_inheritable(descriptor, False)
+    os.set_inheritable(channel, False)
     folder = os.getcwd()
     # Where the parent ignores it, so does this process, and the function's exit code would be lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()  # before there is any thread
     if pid == 0:
-        _run(channel, stacks)
+        _run(channel)
     os.close(channel)
-    os.close(stacks)
     exit_code = _guard(pid)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(exit_code)
 
 
 def _guard(pid: int) -> int:
-    """Exit code of the process `pid`, which is ended, with its group, when the lifeline is cut."""
+    """Return the exit code of the process `pid`, which is ended, with its group, when the lifeline is cut."""
     with contextlib.suppress(OSError):  # the process does it as well: whoever comes first
         os.setpgid(pid, pid)
 
@@ -97,8 +94,8 @@ def _guard(pid: int) -> int:
     return code if code >= 0 else SIGNAL_EXIT_CODE - code
 
 
-def _run(channel: int, stacks: int) -> NoReturn:
-    """The function's process: out of the guard's group, without its lifeline, the first to go where memory is short."""
+def _run(channel: int) -> NoReturn:
+    """Run the function's process: out of the guard's group, without its lifeline, the first to end if memory is short."""
     try:
         os.setpgid(0, 0)
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -106,19 +103,19 @@ def _run(channel: int, stacks: int) -> NoReturn:
         os.close(nothing)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
-        serve(socket.socket(fileno=channel), stacks)
+        serve(socket.socket(fileno=channel))
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-def serve(channel: socket.socket, stacks: int) -> None:
+def serve(channel: socket.socket) -> None:
     """Load a function and answer calls until the other side closes the channel.
 
     Requests: ["load", key, path, offered columns, memory_bytes or null, deadline], then ["call", columns, deadline].
-    At the deadline, on the clock that all processes have, the stacks of all threads are written down; ending the
-    process is the other side's part.
+    At the deadline, on the clock that all processes share, the stacks of all threads are written to stderr; the other
+    side ends the process.
     Replies: ["loaded", columns that the function wants], ["scores", numbers], or a `Reply`.
     """
     own_pid = os.getpid()
@@ -132,7 +129,7 @@ def serve(channel: socket.socket, stacks: int) -> None:
         if not line.endswith(b"\n"):  # closed
             return
         kind, *content, deadline = json.loads(line)
-        faulthandler.dump_traceback_later(max(1e-3, deadline - time.monotonic()), file=stacks)
+        faulthandler.dump_traceback_later(max(1e-3, deadline - time.monotonic()), file=2)
         if kind == "load":
             reply, function, extra = _load(*content)
         else:
@@ -147,7 +144,7 @@ def serve(channel: socket.socket, stacks: int) -> None:
 
 
 def load_reward_function(path: str, key: str = "reward.function") -> Callable[..., Any]:
-    """The function at "package.module:function"; `key` says in a message where the path comes from.
+    """Return the function at "package.module:function"; `key` names the origin of the path in messages.
 
     Raises:
         DataError: there is no such module or function.
@@ -165,46 +162,40 @@ def load_reward_function(path: str, key: str = "reward.function") -> Callable[..
 
 
 def wanted_columns(function: Callable[..., Any], offered: Sequence[str], name: str) -> list[str]:
-    """Columns that `function(responses, answers, **columns)` takes of those that are offered.
+    """Return the offered columns that `function(responses, answers, **columns)` takes.
 
-    They are the parameters after the first two, by their names; a function with **columns takes all. One whose
-    parameters Python cannot tell takes none.
+    They are parameters by their names; a function with **columns takes all. One whose parameters Python cannot list
+    takes none.
 
     Raises:
         DataError: the function cannot be called so; `name` names it in the message.
     """
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return []
-    kinds = {parameter.kind for parameter in parameters}
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    first, named = positional[:2], positional[2:] + [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-    usage = "write function(responses, answers)"
-    if offered:
-        usage += f", and after them any of {', '.join(offered)}"
-    takes = f"{name} takes ({', '.join(map(str, parameters))})"
-    if len(first) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        raise DataError(f"{takes}, and is called with two lists; {usage}")
-    for parameter, taken in zip(first, ("answers", "responses"), strict=False):
-        if parameter.name in (taken, *offered):
-            raise DataError(
-                f"{takes}, and its first two parameters are responses and answers, not {parameter.name}; {usage}"
-            )
-    unknown = [
-        p.name
-        for p in named
-        if p.default is p.empty and (p.name not in offered or p.kind is p.POSITIONAL_ONLY)
-    ]
-    if unknown:
-        raise DataError(f"{takes}, and there is no column {', '.join(unknown)} for it; {usage}")
-    if inspect.Parameter.VAR_KEYWORD in kinds:
-        return [column for column in offered if column not in {p.name for p in first}]
-    return [p.name for p in named if p.name in offered and p.kind is not p.POSITIONAL_ONLY]
+    parameters = signature.parameters.values()
+    columns = [p.name for p in parameters if p.name in offered and p.kind is not p.POSITIONAL_ONLY]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        columns = list(offered)
+    try:
+        signature.bind([], [], **dict.fromkeys(columns))
+        first, second, *_ = [*signature.parameters, "", ""]
+        if first == "answers" or second == "responses":
+            raise TypeError("responses come first")
+    except TypeError as error:
+        usage = "write function(responses, answers)"
+        if offered:
+            usage += f", and after them any of {', '.join(offered)}"
+        called = ", ".join(["responses", "answers", *(f"{column}=..." for column in columns)])
+        raise DataError(
+            f"{name} takes {signature}, and cannot be called with ({called}): {error}; {usage}"
+        ) from None
+    return columns
 
 
 def call_function(function: Callable[..., Any], columns: Columns, extra: Iterable[str]) -> tuple:
-    """Reply to one call: ("scores", one float per row), or a `Reply` that says what went wrong and, if known, where.
+    """Call a function; return ("scores", one float per row), or a `Reply` with the failure and, if known, its row.
 
     Columns are responses, answers and the extra ones. Results may be any iterable of numbers, or a coroutine of one.
     """
@@ -238,7 +229,7 @@ def call_function(function: Callable[..., Any], columns: Columns, extra: Iterabl
 def _load(
     key: str, path: str, offered: Sequence[str], memory_bytes: int | None
 ) -> tuple[tuple, Callable[..., Any] | None, list[str]]:
-    """Reply, function and the columns that it wants."""
+    """Load a function; return the reply, the function and the columns that it wants."""
     try:
         if memory_bytes is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -281,7 +272,7 @@ def _raised(error: BaseException, row: int | None) -> Reply:
 
 
 def _trace(error: BaseException | None, even_without_frames: bool = True) -> str:
-    """Traceback from the function on, or from its module on: without the frames that lead there."""
+    """Return the traceback from the function or its module on, without the frames that lead there."""
     if error is None:
         return ""
     frames = error.__traceback__
@@ -293,9 +284,9 @@ def _trace(error: BaseException | None, even_without_frames: bool = True) -> str
 
 
 def _row_at_hand(error: BaseException, columns: Columns) -> int | None:
-    """The row whose text a frame of the traceback has in a variable, the innermost such frame counting.
+    """Return the row whose text the innermost frame with any row's text has in a variable.
 
-    None where there is none, or more than one. From Python 3.12 on a comprehension has no frame of its own.
+    None if there is no such frame, or it has several rows. From Python 3.12 on a comprehension has no frame of its own.
     """
     rows: dict[int, set[int]] = {}
     for column in columns.values():

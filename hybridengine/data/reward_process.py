@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,19 +26,19 @@ from hybridengine.errors import DataError
 from hybridengine.temporary import make_folder
 
 BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]);"
-    " from hybridengine.data.reward_child import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
+    " from hybridengine.data.reward_child import main; main(int(sys.argv[1]))"
 )
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 STACKS_S = 1.0
-"""After its limit, how long a function that does not return has to write down where it is."""
+"""Time after its limit in which a function that does not return writes its stacks to stderr."""
 ENDING_S = 5.0
-"""How long a process may take to end after its last word."""
+"""Time limit for a process to end after it has closed its connection."""
 END_TIMEOUT_S = 10.0
-"""How long the guard may take to end the function."""
+"""Time limit for the guard to end the function."""
 REPLY_BYTES = 2**20
 """The longest reply: texts, which the function's process shortens to less."""
 SCORE_BYTES = 32
@@ -86,7 +85,7 @@ class RewardProcess:
         self._group: int | None = None
 
     def start(self) -> tuple[str, ...]:
-        """Start the process and load the function, unless that is done; returns the columns that each call must give.
+        """Start the process and load the function, unless that is done; return the columns that each call must give.
 
         Raises:
             DataError: the function cannot be loaded in time, or cannot be called as it should.
@@ -100,7 +99,7 @@ class RewardProcess:
         except _NoReply as error:
             remedy = f"{error.remedy} or raise timeouts.start_s" if error.timed_out else error.remedy
             text = f"{self.key}={self.path}, while it was loaded: {error.text}; {remedy}"
-            raise DataError(_with_trace(text, error.trace)) from None
+            raise DataError(text) from None
         if kind != "loaded":
             self.close()
             text, _, trace = content
@@ -113,11 +112,11 @@ class RewardProcess:
         return self._columns
 
     def call(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int] | None = None) -> list[float]:
-        """The function's scores: a finite number for each response.
+        """Return the function's scores: a finite number for each response.
 
         Args:
             columns: at least those that `start` returns, each with one value per row.
-            rows: numbers of the rows, for messages; from 0 where left out.
+            rows: numbers of the rows, for messages; from 0 if left out.
 
         Raises:
             RewardTimeoutError: the function did not return in time.
@@ -133,7 +132,7 @@ class RewardProcess:
         try:
             kind, *content = self._exchange(("call", wanted), self.timeout_s, num_rows=len(rows))
         except _NoReply as error:
-            kind, content = "none", [error.text, None, error.trace]
+            kind, content = "none", [error.text, None, ""]
             if error.timed_out:
                 failure = RewardTimeoutError
                 remedy = f"raise {section}.timeout_s, lower {section}.rows_per_call, {error.remedy}"
@@ -161,17 +160,15 @@ class RewardProcess:
     def _open(self) -> None:
         """Start the guard, which starts the function's process."""
         self._channel, theirs = socket.socketpair()
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  # closed in _end
         self._folder = make_folder("reward")
         with theirs:
-            descriptors = theirs.fileno(), self._stacks.fileno()
             places = json.dumps([os.path.abspath(place) for place in sys.path])
             self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOTSTRAP, *map(str, descriptors), places, self.path],
+                [sys.executable, "-c", BOOTSTRAP, str(theirs.fileno()), places, self.path],
                 stdin=subprocess.PIPE,  # the lifeline: nothing is written to it before the end
                 stdout=2,
                 stderr=2,
-                pass_fds=descriptors,
+                pass_fds=(theirs.fileno(),),
                 env=child_environment(os.environ),
                 cwd=self._folder,
                 start_new_session=True,
@@ -180,11 +177,9 @@ class RewardProcess:
     def _exchange(
         self, request: tuple, timeout_s: float, offered: Sequence[str] = (), num_rows: int = 0
     ) -> Sequence[Any]:
-        """Reply to a request, as `checked_reply` has it; where there is none, the process is ended."""
+        """Send a request and return the checked reply; if there is none, end the process."""
         limit = time.monotonic() + timeout_s
         deadline = limit + STACKS_S
-        self._stacks.seek(0)
-        self._stacks.truncate()
         try:
             self._send(json.dumps((*request, limit)).encode() + b"\n", deadline)
             line = self._receive(REPLY_BYTES + SCORE_BYTES * num_rows, deadline)
@@ -193,12 +188,13 @@ class RewardProcess:
             self._end()
             raise _NoReply(f"its process sent what is no reply ({error})", "correct the function") from None
         except (TimeoutError, EOFError, ConnectionError):
-            # After the limit it may also end while it writes its stacks down, which other threads change meanwhile.
+            # After the limit it may also end while it writes its stacks, which other threads change meanwhile.
             if time.monotonic() >= limit:
-                stacks = self._read_stacks()
                 self._end()
-                text = f"did not return within {timeout_s:g} s, and was ended"
-                raise _NoReply(text, "correct the function", stacks, timed_out=True) from None
+                text = (
+                    f"did not return within {timeout_s:g} s, and was ended (its stacks are in the log above)"
+                )
+                raise _NoReply(text, "correct the function", timed_out=True) from None
             ended = self._has_ended()
             code = self._end()
             text = (
@@ -214,7 +210,7 @@ class RewardProcess:
         self._channel.sendall(data)
 
     def _receive(self, most_bytes: int, deadline: float) -> bytearray:
-        """One line; raises ValueError where it is longer than `most_bytes`."""
+        """Receive one line; raises ValueError if it is longer than `most_bytes`."""
         received = bytearray()
         while not received.endswith(b"\n"):
             self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
@@ -227,14 +223,14 @@ class RewardProcess:
         return received
 
     def _has_ended(self) -> bool:
-        """Whether the process, which has nothing more to say, ends by itself."""
+        """True if the process, which has closed its connection, ends by itself."""
         assert self._process is not None, "called with a process"
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDING_S)
         return self._process.returncode is not None
 
     def _end(self) -> int:
-        """End the process; returns its exit code."""
+        """End the process; return its exit code."""
         process, self._process = self._process, None
         assert process is not None and process.stdin is not None, "called with a process"
         with contextlib.suppress(BrokenPipeError):
@@ -253,14 +249,7 @@ class RewardProcess:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._group = None
         self._channel.close()
-        self._stacks.close()
         return code
-
-    def _read_stacks(self) -> str:
-        """Where the function was, innermost frame first, one thread after another."""
-        self._stacks.seek(0)
-        lines = self._stacks.read().decode(errors="replace").splitlines()
-        return "\n".join(line for line in lines if not _is_ours(line))
 
 
 def checked_reply(line: bytes | bytearray, offered: Sequence[str], num_rows: int) -> Sequence[Any]:
@@ -294,7 +283,7 @@ def _is_score(value: object) -> bool:
 
 
 def _only_child(pid: int) -> int | None:
-    """The process that a guard has forked, which leads a group of its own; None where it has ended."""
+    """Return the process that a guard has forked, which leads a group of its own; None if it has ended."""
     with contextlib.suppress(OSError):
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return int(children[0]) if children else None
@@ -302,15 +291,15 @@ def _only_child(pid: int) -> int | None:
 
 
 class _NoReply(Exception):
-    """Why there is no reply."""
+    """There is no reply, for the reason in `text`."""
 
-    def __init__(self, text: str, remedy: str, trace: str = "", timed_out: bool = False) -> None:
-        super().__init__(text, remedy, trace, timed_out)
-        self.text, self.remedy, self.trace, self.timed_out = text, remedy, trace, timed_out
+    def __init__(self, text: str, remedy: str, timed_out: bool = False) -> None:
+        super().__init__(text, remedy, timed_out)
+        self.text, self.remedy, self.timed_out = text, remedy, timed_out
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a function's process: that of a plain process, which sees no GPU."""
+    """Return the environment of a function's process: that of a plain process, which sees no GPU."""
     kept = {
         name: value
         for name, value in environment.items()
@@ -330,7 +319,3 @@ def _exit_text(code: int) -> str:
 
 def _with_trace(text: str, trace: str) -> str:
     return f"{text}\n{trace}" if trace else text
-
-
-def _is_ours(line: str) -> bool:
-    return reward_child.__file__ in line or 'File "<string>"' in line or line.startswith("Timeout (")

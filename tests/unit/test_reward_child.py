@@ -117,18 +117,23 @@ def test_columns_that_a_function_wants(function, columns):
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (lambda responses: None, "f takes (responses), and is called with two lists; write"),
-        (lambda: None, "f takes (), and is called with two lists"),
-        (lambda responses, *, answers: None, "and is called with two lists"),
-        (lambda prompts, responses: None, "first two parameters are responses and answers, not prompts;"),
-        (lambda answers, responses: None, "first two parameters are responses and answers, not answers;"),
-        (lambda a, responses: None, "first two parameters are responses and answers, not responses;"),
+        (
+            lambda responses: None,
+            "f takes (responses), and cannot be called with (responses, answers): too many",
+        ),
+        (lambda: None, "f takes (), and cannot be called with (responses, answers): too many"),
+        (lambda responses, *, answers: None, "cannot be called with (responses, answers): too many"),
+        (lambda prompts, responses: None, "(responses, answers, prompts=...): multiple values for argument"),
+        (lambda responses, prompts: None, "(responses, answers, prompts=...): multiple values for argument"),
+        (lambda answers, responses: None, "(responses, answers): responses come first; write"),
+        (lambda a, responses: None, "(responses, answers): responses come first; write"),
+        (lambda answers, b: None, "(responses, answers): responses come first; write"),
         (
             lambda a, b, c, prompts: None,
-            "and there is no column c for it; write function(responses, answers), and",
+            "missing a required argument: 'c'; write function(responses, answers), and",
         ),
-        (lambda a, b, prompts, /: None, "and there is no column prompts for it"),
-        (lambda a, b, *, x, y: None, "and there is no column x, y for it"),
+        (lambda a, b, prompts, /: None, "missing a required argument: 'prompts'"),
+        (lambda a, b, *, x, y: None, "missing a required argument: 'x'"),
     ],
 )
 def test_functions_that_cannot_be_called(function, text):

@@ -23,8 +23,9 @@ LOAD_TIMEOUT_S = 1.5
         (
             "unknown_column",
             "reward.function=tests.unit.reward_cases:unknown_column takes (responses: 'Texts', answers: 'Texts', judge:"
-            " 'str'), and there is no column judge for it; write function(responses, answers), and after them any of"
-            " prompts, prompt_lengths, response_lengths",
+            " 'str') -> 'list[float]', and cannot be called with (responses, answers): missing a required argument:"
+            " 'judge'; write function(responses, answers), and after them any of prompts, prompt_lengths,"
+            " response_lengths",
         ),
     ],
 )
@@ -49,14 +50,14 @@ MODULES = {
     ),
     "waits": (
         "import time; time.sleep(100)",
-        f"while it was loaded: did not return within {LOAD_TIMEOUT_S} s, and was ended; correct the function or raise"
-        " timeouts.start_s\n",
+        f"while it was loaded: did not return within {LOAD_TIMEOUT_S} s, and was ended (its stacks are in the log"
+        " above); correct the function or raise timeouts.start_s",
     ),
 }
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_that_cannot_be_loaded(tmp_path, monkeypatch, name):
+def test_modules_that_cannot_be_loaded(tmp_path, monkeypatch, capfd, name):
     text, message = MODULES[name]
     module = f"reward_module_that_{name}"
     (tmp_path / f"{module}.py").write_text(text)
@@ -67,4 +68,5 @@ def test_modules_that_cannot_be_loaded(tmp_path, monkeypatch, name):
     assert message in str(caught.value)
     assert f"{module}:f" in str(caught.value)
     if name not in ("ends",):
-        assert f"{module}.py" in str(caught.value)  # where
+        where = capfd.readouterr().err if name == "waits" else str(caught.value)
+        assert f"{module}.py" in where
