@@ -1,4 +1,4 @@
-"""Files that anybody may have written: only regular ones are opened, and a fault of their text has one wording.
+"""Reading of files that anybody may have written: regular ones only, with one wording for faults of their text.
 
 The errors here give the value and the rule; who catches one adds the remedy.
 """
@@ -13,34 +13,27 @@ from typing import Any
 
 from hybridengine.errors import UnreadableError
 
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
 
 def check_regular(path: str | Path) -> None:
     """Check that `path` is a regular file or a link to one: a pipe may never deliver anything, a device never end.
 
     Raises:
         FileNotFoundError: there is no such file.
-        UnreadableError: it is something else, or cannot be looked at.
+        UnreadableError: it is something else, or its kind cannot be read.
     """
     try:
-        kind = stat.S_IFMT(os.stat(path).st_mode)
+        mode = os.stat(path).st_mode
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
         raise _refused(path, error) from None
-    if kind != stat.S_IFREG:
-        raise UnreadableError(f"{path} is {_KINDS.get(kind, 'something else')}, not a regular file")
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+        raise UnreadableError(f"{path} is {kind}, not a regular file")
 
 
 def read_text(path: str | Path) -> str:
-    """The UTF-8 text of a regular file.
+    """Return the UTF-8 text of a regular file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -56,7 +49,7 @@ def read_text(path: str | Path) -> str:
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
-    """The JSON object in a regular file.
+    """Return the JSON object in a regular file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -73,7 +66,7 @@ def read_object(path: str | Path) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; bytes are UTF-8.
+    """Return the value of a JSON text; bytes are UTF-8.
 
     Raises:
         UnreadableError: the fault alone, for a sentence of the caller's.

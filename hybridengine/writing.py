@@ -1,4 +1,4 @@
-"""Files of a run whose disk may be full."""
+"""Writing of a run's files to a disk that may be full."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridengine.errors import OutputError
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around writing to `path`.
+    """Enclose writing to `path`.
 
     Raises:
         OutputError: the system refuses; says why, and what to do.

@@ -385,7 +385,10 @@ def test_a_file_that_does_not_exist(tmp_path: Path) -> None:
     assert message == f"{tmp_path} is a folder, not a regular file; name a YAML file"
     os.mkfifo(tmp_path / "fifo.yaml")  # opened, it would wait for a writer for ever
     (message,) = problems_of(tmp_path / "fifo.yaml")
-    assert message == f"{tmp_path}/fifo.yaml is a pipe, not a regular file; name a YAML file"
+    assert (
+        message
+        == f"{tmp_path}/fifo.yaml is a pipe, a socket or a device, not a regular file; name a YAML file"
+    )
 
 
 def test_names_that_are_not_utf8(tmp_path: Path, small: Path) -> None:

@@ -127,7 +127,9 @@ def test_files_that_are_no_data_set(tmp_path):
     with pytest.raises(DataError, match=r"missing\.jsonl does not exist"):
         read_rows(tmp_path / "missing.jsonl")
     os.mkfifo(tmp_path / "fifo.jsonl")  # opened, it would wait for a writer for ever
-    with pytest.raises(DataError, match=r"fifo\.jsonl is a pipe, not a regular file; name a \.jsonl"):
+    with pytest.raises(
+        DataError, match=r"fifo\.jsonl is a pipe, a socket or a device, not a regular file; name a \.jsonl"
+    ):
         read_rows(tmp_path / "fifo.jsonl")
     with pytest.raises(DataError, match="has no rows"):
         read_rows(write(tmp_path, b"", b"  "))

@@ -248,7 +248,7 @@ def test_all_functions_that_cannot_be_loaded_are_named(functions):
         check_reward_functions("cost", section)
     text = str(caught.value)
     assert "cost.terms.b.function=tests.unit.reward_cases:no_such cannot be imported" in text
-    assert "responses and answers, not prompts" in text
+    assert "multiple values for argument 'prompts'" in text
     assert "cost.terms.d.function=tests.unit.reward_cases:one_list takes (responses: 'Texts')" in text
     check_reward_functions("cost", section.model_copy(update={"terms": {"a": section.terms["a"]}}))
 

@@ -24,7 +24,8 @@ LOAD_TIMEOUT_S = 1.5
             "unknown_column",
             "reward.function=tests.unit.reward_cases:unknown_column takes (responses: 'Texts', answers: 'Texts', judge:"
             " 'str') -> 'list[float]', and cannot be called with (responses, answers): missing a required argument:"
-            " 'judge'; write function(responses, answers), and after them any of prompts, prompt_lengths, response_lengths",
+            " 'judge'; write function(responses, answers), and after them any of prompts, prompt_lengths,"
+            " response_lengths",
         ),
     ],
 )
