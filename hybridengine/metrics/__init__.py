@@ -6,7 +6,6 @@ rows.py              rows and other lines of JSON, read back
 trackers.py          rows to Weights & Biases and MLflow, in the background
 tracker_packages.py  how these packages are spoken to
 samples.py           responses of an evaluation as lines of JSON and as tables
-held_out.py          the result of an evaluation in one number
 summary.py           the rows of a whole run in a few numbers
 console.py           rows and summary as text
 live.py              how far a run is and what every role is doing, as a view at the bottom of the terminal

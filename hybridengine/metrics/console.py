@@ -6,20 +6,13 @@ wraps.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 from rich import box
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from hybridengine.metrics import keys
 from hybridengine.metrics.formatting import format_bytes, format_seconds
-from hybridengine.metrics.held_out import HeldOutResult
-from hybridengine.metrics.rows import Row
-from hybridengine.metrics.samples import Sample, terminal_table
-from hybridengine.metrics.summary import RunSummary, summarise
+from hybridengine.metrics.rows import Row, number
+from hybridengine.metrics.summary import HeldOutResult, RunSummary
 
 PHASE_LABELS = {
     "switch_to_generate": "to-gen",
@@ -32,53 +25,32 @@ PHASE_LABELS = {
 _MISSING = "-"
 
 
-class RunConsole:
-    """Prints the progress of one run."""
-
-    def __init__(self, num_steps: int, console: Console | None = None) -> None:
-        """`num_steps` is the number of training steps; `console` defaults to standard output."""
-        self._num_steps = num_steps
-        self._console = console or Console()
-
-    def print_step(self, row: Row) -> None:
-        """Print the row of a step as one line."""
-        self._console.print(Text(step_line(row, self._num_steps)), soft_wrap=True)
-
-    def print_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Print responses of an evaluation, a line each."""
-        self._console.print(terminal_table(step, samples))
-
-    def print_summary(self, rows: Sequence[Row]) -> None:
-        """Print the table of a whole run's rows."""
-        self._console.print(summary_table(summarise(rows)))
-
-
 def step_line(row: Row, num_steps: int) -> str:
-    """The row as one line: step, reward, KL, evaluation, then seconds per phase and tokens per second.
+    """Return the row as one line: step, reward, KL, evaluation, then seconds per phase and tokens per second.
 
-    What the row lacks is left out; what was not finite reads "nan".
+    Metrics that the row lacks are left out; a value that was not finite reads "nan".
     """
     width = len(str(num_steps))
     results = [f"step {row[keys.STEP]:>{width}}/{num_steps}"]
     for label, key, form in (("reward", keys.REWARD_MEAN, "{:.3f}"), ("kl", keys.KL_MEAN, "{:.4f}")):
         if key in row:
-            results.append(f"{label} {form.format(_number(row[key]))}")
+            results.append(f"{label} {form.format(number(row[key]))}")
     if held_out := HeldOutResult.of(row):
         results.append(f"eval {held_out}")
     times = []
     for key, value in row.items():
         phase = keys.phase_of(key)
         if phase is not None and key != keys.STEP_S:
-            times.append(f"{PHASE_LABELS.get(phase, phase.replace('_', '-'))} {_compact_s(_number(value))}")
+            times.append(f"{PHASE_LABELS.get(phase, phase.replace('_', '-'))} {_compact_s(number(value))}")
     if keys.STEP_S in row:
-        times.append(f"step {_compact_s(_number(row[keys.STEP_S]))}")
+        times.append(f"step {_compact_s(number(row[keys.STEP_S]))}")
     if keys.TOKENS_PER_S in row:
-        times.append(f"{_number(row[keys.TOKENS_PER_S]):.0f} tok/s")
+        times.append(f"{number(row[keys.TOKENS_PER_S]):.0f} tok/s")
     return "  ".join(results) + ("  | " + "  ".join(times) if times else "")
 
 
 def summary_table(summary: RunSummary) -> Table:
-    """Accuracy before and after, seconds per phase, and what the switches cost."""
+    """Return a table of the accuracy before and after, the seconds per phase, and the cost of the switches."""
     table = Table(title=f"Run of {summary.num_steps} steps", box=box.SIMPLE_HEAVY, title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("total", justify="right", no_wrap=True)
@@ -100,10 +72,6 @@ def summary_table(summary: RunSummary) -> Table:
     difference = summary.log_prob_abs_diff_max
     table.add_row("log-prob difference, max", _MISSING if difference is None else f"{difference:.2e}", "")
     return table
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _bytes(num_bytes: float | None) -> str:

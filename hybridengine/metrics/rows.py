@@ -90,3 +90,8 @@ def finite(value: object) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def number(value: float | None) -> float:
+    """Return a value of a row as a number: NaN for None."""
+    return math.nan if value is None else float(value)

@@ -1,4 +1,4 @@
-"""What the rows of a whole run amount to."""
+"""Rows of a whole run in a few numbers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,36 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridengine.metrics import keys
-from hybridengine.metrics.held_out import HeldOutResult
-from hybridengine.metrics.rows import Row, latest_rows
+from hybridengine.metrics.rows import Row, latest_rows, number
+
+
+@dataclass(frozen=True)
+class HeldOutResult:
+    """Result of an evaluation: exact match where a function alone judges, otherwise the mean score.
+
+    As text, a percentage or a plain number.
+    """
+
+    value: float
+    """NaN where it was not finite."""
+    is_share: bool
+    """True for the share of problems with full score, 0 to 1."""
+
+    @classmethod
+    def of(cls, row: Row) -> HeldOutResult | None:
+        """Return the result in a row; None if the step was not evaluated."""
+        for key, is_share in ((keys.EXACT_MATCH, True), (keys.SCORE_MEAN, False)):
+            if key in row:
+                return cls(number(row[key]), is_share)
+        return None
+
+    @property
+    def name(self) -> str:
+        """Name of the result."""
+        return "exact match" if self.is_share else "held-out score"
+
+    def __str__(self) -> str:
+        return f"{100 * self.value:.1f}%" if self.is_share else f"{self.value:.3f}"
 
 
 @dataclass(frozen=True)
@@ -44,7 +72,7 @@ class RunSummary:
 
 
 def summarise(rows: Sequence[Row]) -> RunSummary:
-    """Totals of `rows` (as recorded; see `latest_rows` for steps that come again)."""
+    """Return the totals of `rows` (as recorded; see `latest_rows` for steps that come again)."""
     ordered = latest_rows(list(rows))
     evaluations = [found for row in ordered if (found := HeldOutResult.of(row))]
     phases = {}
@@ -68,12 +96,11 @@ def summarise(rows: Sequence[Row]) -> RunSummary:
 
 
 def _values(rows: Iterable[Row], key: str) -> list[float]:
-    present = (row[key] for row in rows if key in row)
-    return [math.nan if value is None else value for value in present]
+    return [number(row[key]) for row in rows if key in row]
 
 
 def _largest(values: list[float]) -> float | None:
-    """The maximum, NaN where any value is NaN (Python's max would depend on the order), None of nothing."""
+    """Return the maximum, NaN if any value is NaN (Python's max would depend on the order), None of no values."""
     if any(math.isnan(value) for value in values):
         return math.nan
     return max(values, default=None)

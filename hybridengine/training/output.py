@@ -9,17 +9,18 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
+from rich.text import Text
 from tensordict import TensorDictBase
 
 from hybridengine.config import RunConfig
 from hybridengine.controller.exchange import CallRecord, row_exchange
 from hybridengine.data.rewards import Decoder, reward_texts
 from hybridengine.metrics import keys
-from hybridengine.metrics.console import RunConsole
+from hybridengine.metrics.console import step_line
 from hybridengine.metrics.live import LiveView, can_show_live
 from hybridengine.metrics.recorder import TENSORBOARD_FOLDER, MetricsRecorder
 from hybridengine.metrics.rows import METRICS_FILE, Row
-from hybridengine.metrics.samples import SAMPLES_FOLDER, Sample, write_samples
+from hybridengine.metrics.samples import SAMPLES_FOLDER, Sample, terminal_table, write_samples
 from hybridengine.metrics.timeline import TIMELINE_FILE, Reading, Span, TimelineWriter
 from hybridengine.metrics.tracker_packages import TrackedRun
 from hybridengine.metrics.trackers import Trackers
@@ -80,7 +81,7 @@ class RunOutput:
         folder, run = config.run_folder, config.run
         self._nodes, self._tokenizer, self._trackers = nodes, tokenizer, trackers
         self._samples = folder / SAMPLES_FOLDER
-        self._console = RunConsole(run.steps, console)
+        self._console, self._num_steps = console, run.steps
         shows_view = run.live and can_show_live(console)
         self._view = LiveView(console, run.steps, phase_of_call) if shows_view else None
         self._recorder = MetricsRecorder(folder)
@@ -101,7 +102,7 @@ class RunOutput:
         row = self._write(step, metrics)
         if self._view is not None:
             self._view.end(row)
-        self._console.print_step(row)
+        self._console.print(Text(step_line(row, self._num_steps)), soft_wrap=True)
 
     def record_failure(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write what is known of a step that has failed."""
@@ -142,7 +143,7 @@ class RunOutput:
         ]
         write_samples(self._samples, step, samples)
         if self._view is not None:
-            self._console.print_samples(step, samples[:SHOWN_SAMPLES])
+            self._console.print(terminal_table(step, samples[:SHOWN_SAMPLES]))
 
     def __enter__(self) -> RunOutput:
         if self._view is not None:

@@ -25,9 +25,10 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.datasets import DemonstrationDataset
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.errors import HybridEngineError, OutputError, WorkerError, raise_all
-from hybridengine.metrics.console import RunConsole
+from hybridengine.metrics.console import summary_table
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.metrics.rows import latest_rows, read_rows
+from hybridengine.metrics.summary import summarise
 from hybridengine.metrics.trackers import Trackers, missing_trackers
 from hybridengine.redaction import without_secrets
 from hybridengine.training.dry_run import RANK_BYTES, cost_of, layout_lines
@@ -96,7 +97,7 @@ def train(config: RunConfig) -> None:
         say(f"stopped; {remedy}")
         return
     rows = read_rows(config.run_folder)
-    RunConsole(config.run.steps, console).print_summary(latest_rows(rows))
+    console.print(summary_table(summarise(latest_rows(rows))))
     say(where_to_look(as_typed(config.run_folder)))
 
 

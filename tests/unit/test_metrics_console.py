@@ -8,10 +8,9 @@ import math
 import pytest
 from rich.console import Console
 
-from hybridengine.metrics.console import RunConsole, step_line, summary_table
-from hybridengine.metrics.held_out import HeldOutResult
+from hybridengine.metrics.console import step_line, summary_table
 from hybridengine.metrics.rows import Row
-from hybridengine.metrics.summary import PhaseTime, RunSummary, summarise
+from hybridengine.metrics.summary import HeldOutResult, PhaseTime, RunSummary, summarise
 
 MIB = 2**20
 
@@ -60,26 +59,6 @@ def test_step_line_leaves_out_what_is_missing_and_shows_what_is_not_finite() -> 
     assert step_line(row, num_steps=5) == "step 2/5  reward nan  | generate nan"
 
 
-@pytest.mark.parametrize("environment", [{}, {"TERM": "xterm-256color", "COLUMNS": "40"}])
-def test_output_to_a_file_is_one_plain_line_per_step(environment: dict[str, str]) -> None:
-    stream = io.StringIO()
-    console = RunConsole(3, Console(file=stream, _environ=environment))
-    for row in _rows():
-        console.print_step(row)
-    text = stream.getvalue()
-    assert text == "".join(step_line(row, 3) + "\n" for row in _rows())
-    assert text.isascii()
-    assert text.replace("\n", "").isprintable()
-
-
-def test_lines_reach_the_stream_at_once() -> None:
-    """Behind a pipe, output is block-buffered: without a flush nobody sees a step before the run ends."""
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")  # pyright: ignore[reportArgumentType]
-    RunConsole(3, Console(file=stream)).print_step(_row(1))
-    assert raw.getvalue().decode() == step_line(_row(1), 3) + "\n"
-
-
 def test_summary_numbers() -> None:
     summary = summarise(_rows())
     assert summary.num_steps == 3
@@ -126,7 +105,7 @@ def _table_cells(rows: list[Row], encoding: str = "utf-8") -> tuple[str, dict[st
     """The printed table, and its rows: name -> the cells to the right."""
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
-    RunConsole(3, Console(file=stream, width=80)).print_summary(rows)
+    Console(file=stream, width=80).print(summary_table(summarise(rows)))
     text = raw.getvalue().decode(encoding)
     cells = [
         [cell for cell in line.strip("| ").replace("|", "  ").split("  ") if cell.strip()]

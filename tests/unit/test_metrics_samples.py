@@ -14,9 +14,15 @@ from markdown_it import MarkdownIt
 from rich.cells import cell_len
 from rich.console import Console
 
-from hybridengine.metrics.console import RunConsole
 from hybridengine.metrics.report.run_record import read_run
-from hybridengine.metrics.samples import MAX_CHARACTERS, Sample, markdown_table, printable, write_samples
+from hybridengine.metrics.samples import (
+    MAX_CHARACTERS,
+    Sample,
+    markdown_table,
+    printable,
+    terminal_table,
+    write_samples,
+)
 
 TEXTS = st.text(
     st.one_of(st.sampled_from("`|\\ \n\r\t<>&*_[]#~-:!x1\x1b\x00\u2028é漢😀"), st.characters(codec="utf-8")),
@@ -97,7 +103,7 @@ def test_the_terminal_gets_a_line_each_at_any_width() -> None:
     for width in (40, 60, 80, 200):
         stream = io.StringIO()
         console = Console(file=stream, width=width, force_terminal=True, color_system=None, _environ={})
-        RunConsole(3, console).print_samples(7, samples)
+        console.print(terminal_table(7, samples))
         lines = [line for line in stream.getvalue().splitlines() if line.strip()]
         assert all(cell_len(line) <= width for line in lines)
         assert "\x1b" not in "".join(lines)

@@ -116,6 +116,29 @@ def test_output_that_goes_to_a_file_is_a_line_per_step(tmp_path: Path, force_col
     assert read_rows(config.run_folder) == rows
 
 
+LONG_ROW = {"reward/mean": 0.4125, **{f"time/phase_{number}_s": 1.0 + number for number in range(20)}}
+
+
+@pytest.mark.parametrize("environment", [{}, {"TERM": "xterm-256color", "COLUMNS": "40"}])
+def test_a_long_line_to_a_file_is_plain_and_not_broken(tmp_path: Path, environment: dict[str, str]) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, _environ=environment)
+    with RunOutput(_config(tmp_path), NODES, Letters(), console) as output:
+        output.record(1, LONG_ROW)
+    text = stream.getvalue()
+    assert text == step_line({"step": 1, **LONG_ROW}, 3) + "\n"
+    assert text.isascii() and text.replace("\n", "").isprintable()
+
+
+def test_lines_reach_the_stream_at_once(tmp_path: Path) -> None:
+    """Behind a pipe, output is block-buffered: without a flush nobody sees a step before the run ends."""
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")  # pyright: ignore[reportArgumentType]
+    with RunOutput(_config(tmp_path), NODES, Letters(), Console(file=stream)) as output:
+        output.record(1, LONG_ROW)
+        assert raw.getvalue().decode() == step_line({"step": 1, **LONG_ROW}, 3) + "\n"
+
+
 def test_samples_are_kept_whole_and_as_a_table(tmp_path: Path) -> None:
     config = _config(tmp_path)
     with RunOutput(config, NODES, Letters(), Console(file=io.StringIO())) as output:
