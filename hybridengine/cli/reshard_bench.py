@@ -18,7 +18,6 @@ from rich.table import Table
 from hybridengine.bench.formulas import ratio
 from hybridengine.bench.joined import check_world, is_rank, measure_joined
 from hybridengine.bench.machine import available_bytes, check_machine, num_gpus
-from hybridengine.bench.plot import draw
 from hybridengine.bench.ranks import RankStarter
 from hybridengine.bench.results import MethodResult, PairResult, Timing, report_as_dict
 from hybridengine.bench.spec import (
@@ -149,6 +148,8 @@ def run_bench(options: argparse.Namespace) -> int:
                 say(f"written: {options.json}")
     finally:
         if options.plot and measured and not (joined and os.environ["RANK"] != "0"):
+            from hybridengine.bench.plot import draw
+
             with output("--plot", options.plot) as place:
                 draw(spec, measured, place)
             say(f"drawn: {options.plot}")
