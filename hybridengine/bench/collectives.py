@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch.distributed as dist
 from torch import Tensor
-
-from hybridengine.errors import TransferError
 
 
 class CollectiveTransport:
@@ -33,32 +28,22 @@ class CollectiveTransport:
         """Fill `gathered`, [ranks of the group, elements], of which this rank has written its own row.
 
         Raises:
-            TransferError: a peer failed or did not take part in time.
+            RuntimeError: a peer failed or did not take part in time.
         """
         if self.size == 1:
             return
         own = gathered[self.rank]
-        self._run(
-            f"all-gather among ranks {list(self.ranks)}", dist.all_gather_into_tensor, gathered.view(-1), own
-        )
+        dist.all_gather_into_tensor(gathered.view(-1), own, group=self._group)
         self.received_bytes += (self.size - 1) * own.numel() * own.element_size()
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Fill `tensor` on all ranks with what it is on the global rank `root`.
 
         Raises:
-            TransferError: a peer failed or did not take part in time.
+            RuntimeError: a peer failed or did not take part in time.
         """
         if self.size == 1:
             return
-        self._run(f"broadcast of rank {root} to ranks {list(self.ranks)}", dist.broadcast, tensor, root)
+        dist.broadcast(tensor, root, group=self._group)
         if dist.get_rank() != root:
             self.received_bytes += tensor.numel() * tensor.element_size()
-
-    def _run(self, what: str, collective: Callable[..., Any], *arguments: Any) -> None:
-        try:
-            collective(*arguments, group=self._group)
-        except RuntimeError as error:
-            raise TransferError(
-                f"rank {dist.get_rank()}: {what} failed: {error}; look for the first error among those ranks"
-            ) from error

@@ -21,7 +21,7 @@ _BITS = 24
 
 
 def box_values(tensor: str, box: Box, version: int, device: torch.device) -> Tensor:
-    """Float32 values in [-1, 1) of one box of a logical tensor, shaped like the box."""
+    """Return float32 values in [-1, 1) of one box of a logical tensor, shaped like the box."""
     hashed = torch.zeros((), dtype=torch.int32, device=device)
     for dim, (start, stop) in enumerate(box):
         salt = zlib.crc32(f"{version}/{dim}/{tensor}".encode())
@@ -33,7 +33,7 @@ def box_values(tensor: str, box: Box, version: int, device: torch.device) -> Ten
 def parameter_values(
     parameter: LocalParameter, dtype: torch.dtype, version: int, device: torch.device
 ) -> Tensor:
-    """What a local parameter must hold; padding is zero."""
+    """Return the contents of a local parameter; padding is zero."""
     values = torch.zeros(parameter.shape, dtype=dtype, device=device)
     for piece in parameter.pieces:
         values[piece.index] = box_values(piece.tensor, piece.box, version, device).to(dtype)
@@ -48,7 +48,7 @@ def fill(shard: Shard, weights: WeightStorage, version: int) -> None:
 
 
 def differing_parameters(shard: Shard, weights: WeightStorage, version: int) -> list[str]:
-    """Parameters that do not hold a version's values, bit for bit."""
+    """Return the parameters that do not hold a version's values, bit for bit."""
     wrong = []
     for parameter in shard.parameters:
         found = weights[parameter.name]

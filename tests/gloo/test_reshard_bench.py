@@ -18,7 +18,7 @@ import torch
 
 from hybridengine.bench import methods
 from hybridengine.bench.measurement import Measurement
-from hybridengine.bench.methods.full import Full
+from hybridengine.bench.methods.gather_all import Full
 from hybridengine.bench.methods.method import Method
 from hybridengine.bench.methods.micro_dp import MicroDp
 from hybridengine.bench.results import PairResult

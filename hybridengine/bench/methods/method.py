@@ -1,4 +1,4 @@
-"""What every method is: it brings the actor's weights into a destination layout and takes that back, and is measured."""
+"""Base of every method: it brings the actor's weights into a destination layout and takes that back, and is measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAINING, GENERATING = "training", "generating"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a method gets to work with on one rank."""
+    """Work of a method on one rank."""
 
     actor: Actor
     gen: GenSizes
@@ -33,7 +33,7 @@ class Setting:
     timeout_s: float
     """Longest that any wait may take."""
     nodes: NodeMap | None
-    """Which ranks share a node; None where all do."""
+    """Nodes of the ranks; None where all share one."""
 
     @property
     def bucket_elements(self) -> int:
@@ -48,7 +48,7 @@ class Method(ABC):
     """
 
     layout: Layout
-    """Of the destination."""
+    """Layout of the destination."""
     destination: WeightStorage
 
     def __init__(self, setting: Setting) -> None:
@@ -90,7 +90,7 @@ class CopyingMethod(Method):
     def prepare(self) -> None:
         actor = self.actor
         self.layout = vllm_layout(actor.shape, GenerationGrid(actor.grid, self.setting.gen, Grouping.VANILLA))
-        self.destination = empty_weights(self.layout, actor)
+        self.destination = engine_weights(actor, self.layout)
         self._padded = [p.name for p in self.layout.shard(actor.rank).parameters if p.has_padding]
         self.buffers = self.make_buffers()
         self.buffers.release()
@@ -102,8 +102,11 @@ class CopyingMethod(Method):
 
     @abstractmethod
     def make_buffers(self) -> WeightStorage:
-        """The method's own buffers. They and the destination have memory now, for views to be made; afterwards only
-        during `there`, and the destination until `back`."""
+        """Return the method's own buffers.
+
+        They and the destination have memory now, for views to be made; afterwards only during `there`, and the
+        destination until `back`.
+        """
 
     @abstractmethod
     def move(self) -> int:
@@ -124,23 +127,19 @@ class CopyingMethod(Method):
         return self.ledger.finish("to_train", TRAINING)
 
 
-def empty_weights(layout: Layout, actor: Actor) -> WeightStorage:
-    """Plain tensors for a rank's shard of `layout`, with undefined contents."""
-    return _storage(actor, {p.name: p.shape for p in layout.shard(actor.rank).parameters})
-
-
-def buffers(actor: Actor, **num_elements: int) -> WeightStorage:
-    """Flat buffers of the actor's type by name."""
-    return _storage(actor, {name: (size,) for name, size in num_elements.items()})
-
-
-def box_view(tensor: Tensor, box: Box) -> Tensor:
-    """The elements of a box of a tensor."""
-    return tensor[tuple(slice(start, stop) for start, stop in box)]
-
-
-def _storage(actor: Actor, shapes: Mapping[str, tuple[int, ...]]) -> WeightStorage:
+def empty_weights(actor: Actor, shapes: Mapping[str, tuple[int, ...]]) -> WeightStorage:
+    """Return plain tensors of the actor's type and device, with undefined contents."""
     device = next(actor.module.parameters()).device
     return WeightStorage(
         {name: torch.empty(shape, dtype=actor.dtype, device=device) for name, shape in shapes.items()}
     )
+
+
+def engine_weights(actor: Actor, layout: Layout) -> WeightStorage:
+    """Return empty tensors for this rank's shard of `layout`."""
+    return empty_weights(actor, {p.name: p.shape for p in layout.shard(actor.rank).parameters})
+
+
+def box_view(tensor: Tensor, box: Box) -> Tensor:
+    """Return the elements of a box of a tensor."""
+    return tensor[tuple(slice(start, stop) for start, stop in box)]

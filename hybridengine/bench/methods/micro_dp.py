@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridengine.bench.methods.method import Method, empty_weights
+from hybridengine.bench.methods.method import Method, engine_weights
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
@@ -15,7 +15,7 @@ from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import group_with
 
 
-class PlainGeneration:
+class _PlainEngine:
     """Implements GenerationSide with plain tensors in vLLM's layout: no engine, no KV cache."""
 
     def __init__(self, weights: WeightStorage) -> None:
@@ -34,7 +34,7 @@ class MicroDp(Method):
     def prepare(self) -> None:
         actor = self.actor
         self.layout = vllm_layout(actor.shape, GenerationGrid(actor.grid, self.setting.gen))
-        self.destination = empty_weights(self.layout, actor)
+        self.destination = engine_weights(actor, self.layout)
         groups = domains(actor.layout, self.layout)
         plan = compile_plan(
             actor.layout,
@@ -47,7 +47,7 @@ class MicroDp(Method):
             plan,
             actor.rank,
             actor,
-            PlainGeneration(self.destination),
+            _PlainEngine(self.destination),
             PointToPointTransport(actor.registry.new(groups)),
             Verify(self.setting.verify),
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.bench.collectives import CollectiveTransport
-from hybridengine.bench.methods.method import CopyingMethod, box_view, buffers
+from hybridengine.bench.methods.method import CopyingMethod, box_view, empty_weights
 from hybridengine.reshard.boxes import Box, full_box, num_elements
 from hybridengine.reshard.layout import LocalParameter
 from hybridengine.runtime.storage import WeightStorage
@@ -52,7 +52,9 @@ class PerTensor(CopyingMethod):
         batches = self._batches()
         widths = [sum(parameter.num_elements for parameter in batch) for _, batch in batches]
         full_sizes = [sum(map(num_elements, self._full_boxes(batch).values())) for _, batch in batches]
-        made = buffers(actor, gathered=max(widths) * self._tensor.size, full=max(full_sizes))
+        made = empty_weights(
+            actor, {"gathered": (max(widths) * self._tensor.size,), "full": (max(full_sizes),)}
+        )
         self._buckets = [
             self._bucket(stage, batch, width, made)
             for (stage, batch), width in zip(batches, widths, strict=True)

@@ -1,0 +1,122 @@
+"""model-parallel and full: gather whole shards among a group in buckets, and cut this rank's destination out of each."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridengine.bench.collectives import CollectiveTransport
+from hybridengine.bench.methods.method import CopyingMethod, box_view, empty_weights
+from hybridengine.bench.row_blocks import Cutter, RowBlock, contribution, contribution_size
+from hybridengine.runtime.storage import WeightStorage
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """One gather, with its views; they stay valid while the buffer's memory comes and goes."""
+
+    gathered: Tensor
+    """[ranks of the group, elements of the largest contribution]."""
+    own_from: list[Tensor]
+    own_to: list[Tensor]
+    cut_from: list[Tensor]
+    cut_to: list[Tensor]
+
+
+class GatherAll(CopyingMethod):
+    """A gather of shards, bucket by bucket.
+
+    Every bucket takes the same fraction of every contribution, so that all ranks contribute equally to each. The own
+    contribution is packed where the gather wants it, and everything per tensor is done once. A bucket is cut before the
+    next one is gathered, where the paper gathers all weights, a peak of M: that takes less memory and no more time.
+    """
+
+    @abstractmethod
+    def group(self) -> dist.ProcessGroup:
+        """Return the group whose ranks gather."""
+
+    @abstractmethod
+    def part(self, rank: int) -> tuple[int, int]:
+        """Return which part of its shard a rank contributes, and of how many."""
+
+    def make_buffers(self) -> WeightStorage:
+        actor = self.actor
+        self._transport = transport = CollectiveTransport(self.group())
+        members = [(actor.layout.shard(rank), *self.part(rank)) for rank in transport.ranks]
+        largest = max(shard.num_elements / num_parts for shard, _, num_parts in members)
+        num_buckets = max(1, -(-int(largest * len(members)) // self.setting.bucket_elements))
+        contributions = [
+            [
+                contribution(shard, part * num_buckets + index, num_parts * num_buckets)
+                for shard, part, num_parts in members
+            ]
+            for index in range(num_buckets)
+        ]
+        widths = [max(map(contribution_size, blocks)) for blocks in contributions]
+        made = empty_weights(actor, {"gathered": (max(widths) * transport.size,)})
+        cutter = Cutter(self.layout.shard(actor.rank))
+        self._buckets: list[_Bucket] = []
+        for blocks, width in zip(contributions, widths, strict=True):
+            cuts, own = cutter.cut(blocks), blocks[transport.rank]
+            gathered = made["gathered"][: width * transport.size].view(transport.size, width)
+            self._buckets.append(
+                _Bucket(
+                    gathered,
+                    [actor.weights[block.parameter.name][block.start : block.stop] for block in own],
+                    [_block(gathered, transport.rank, block) for block in own],
+                    [box_view(_block(gathered, cut.member, cut.block), cut.source) for cut in cuts],
+                    [box_view(self.destination[cut.parameter], cut.destination) for cut in cuts],
+                )
+            )
+        cutter.check_complete()
+        return made
+
+    def move(self) -> int:
+        before = self._transport.received_bytes
+        for bucket in self._buckets:
+            if bucket.own_to:
+                torch._foreach_copy_(bucket.own_to, bucket.own_from)
+            self._transport.all_gather(bucket.gathered)
+            if bucket.cut_to:
+                torch._foreach_copy_(bucket.cut_to, bucket.cut_from)
+        return self._transport.received_bytes - before
+
+
+class ModelParallel(GatherAll):
+    """Every rank gets all shards of its replica and keeps the part that vanilla grouping gives it.
+
+    The training copy stays, because vanilla grouping gives some ranks weights that have nothing in common with those they
+    train.
+
+    Source: HybridFlow, arXiv 2409.19256, section 5.4 and table 2 (HybridFlow-V).
+    """
+
+    def group(self) -> dist.ProcessGroup:
+        return self.actor.registry.of(self.actor.grid.groups("pp", "tp"))
+
+    def part(self, rank: int) -> tuple[int, int]:
+        return 0, 1
+
+
+class Full(GatherAll):
+    """Every rank contributes 1/(p·t·d) of the weights to one gather over all ranks, as under ZeRO-3.
+
+    Replicas of a shard contribute a different part of it each. The training copy is Megatron's shard, 1/(p·t) of the
+    weights, not ZeRO's 1/(p·t·d): it stays, and counts as redundant.
+
+    Source: HybridFlow, arXiv 2409.19256, section 5.4 and table 2 (DS-Chat).
+    """
+
+    def group(self) -> dist.ProcessGroup:
+        return self.actor.registry.of((tuple(range(self.actor.grid.num_ranks)),))
+
+    def part(self, rank: int) -> tuple[int, int]:
+        return self.actor.grid.coordinate(rank).dp_rank, self.actor.grid.sizes.dp_size
+
+
+def _block(gathered: Tensor, member: int, block: RowBlock) -> Tensor:
+    return gathered[member, block.offset : block.offset + block.num_elements].view(block.shape)
