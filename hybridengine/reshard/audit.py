@@ -20,7 +20,7 @@ BucketOf = dict[tuple[int, str], int]
 
 
 def audit(plan: Plan) -> list[str]:
-    """Problems of a plan from one layout to another; empty where it is right.
+    """Return the problems of a plan from one layout to another; empty where it is right.
 
     Guarantees: where nothing is found, every rank of the domain ends with its destination shard, whole and exact; no
     source is read after it was given up; a rank gives up what its destination shard holds, and keeps all else.
@@ -30,7 +30,7 @@ def audit(plan: Plan) -> list[str]:
         return problems
     filled, given_up, problems = _ownership(plan)
     for rank in plan.ranks:
-        for parameter in _parameters(plan.destination, rank):
+        for parameter in plan.destination.held(rank).parameters:
             if (rank, parameter.name) not in filled:
                 problems.append(f"no bucket fills {_at(rank, parameter.name)}")
     problems += _MoveAudit(plan, filled, given_up).problems()
@@ -40,7 +40,7 @@ def audit(plan: Plan) -> list[str]:
 
 
 def audit_return(plan: Plan, back: Plan) -> list[str]:
-    """Problems of `back` as the local way back from `plan`; empty where it is right.
+    """Return the problems of `back` as the local way back from `plan`; empty where it is right.
 
     Guarantees: where nothing is found, `back` restores, bucket by bucket from the last to the first, exactly the sources
     that `plan` gives up, and nothing moves between ranks.
@@ -61,7 +61,7 @@ def audit_return(plan: Plan, back: Plan) -> list[str]:
 
 
 def union_elements(boxes: Iterable[Box], dim: int = 0) -> int:
-    """Elements that lie in at least one of `boxes`, counted along the dimensions from `dim` on."""
+    """Return the number of elements that lie in at least one of `boxes`, counted along the dimensions from `dim` on."""
     ordered = sorted(boxes, key=lambda box: box[dim:])
     if len(ordered) < 2 or dim == len(ordered[0]):
         return sum(num_elements(box[dim:]) for box in ordered[:1])
@@ -83,7 +83,7 @@ def union_elements(boxes: Iterable[Box], dim: int = 0) -> int:
 
 
 def _layout_problems(plan: Plan) -> Iterator[str]:
-    """What is wrong with the layouts themselves; nothing can be said about moves between those."""
+    """Yield what is wrong with the layouts themselves; nothing can be said about moves between those."""
     if plan.source.shape != plan.destination.shape:
         yield f"{plan.source.kind} and {plan.destination.kind} describe different models"
         return
@@ -94,7 +94,7 @@ def _layout_problems(plan: Plan) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def _shard_problems(layout: Layout, key: ShardKey) -> tuple[str, ...]:
-    """Pieces that overlap or leave their parameter or their tensor; looked up, as domains share shards."""
+    """Return pieces that overlap or leave their parameter or their tensor; looked up, as domains share shards."""
     problems = []
     tensors = layout.shape.tensors
     for parameter in layout.shards[key].parameters:
@@ -111,7 +111,7 @@ def _shard_problems(layout: Layout, key: ShardKey) -> tuple[str, ...]:
 
 
 def _ownership(plan: Plan) -> tuple[BucketOf, BucketOf, list[str]]:
-    """(which bucket fills what, which gives up what, problems of these tables)."""
+    """Return (which bucket fills what, which gives up what, problems of these tables)."""
     problems: list[str] = []
     bucket_of: dict[str, int] = {}
     filled: BucketOf = {}
@@ -189,7 +189,7 @@ class _MoveAudit:
         self._written.setdefault((rank, name, piece.offset), []).append(move.box)
 
     def _coverage(self) -> Iterator[str]:
-        """Filled parameters of which not every element is written exactly once."""
+        """Yield filled parameters of which not every element is written exactly once."""
         for rank, name in self._filled:
             parameter = _parameter(self._plan.destination, rank, name)
             for piece in parameter.pieces if parameter else ():
@@ -206,7 +206,7 @@ class _MoveAudit:
 
 
 def _message_problems(plan: Plan, bucket: Bucket) -> Iterator[str]:
-    """Messages against moves: each move between ranks in one message, with one meaning for sender and receivers."""
+    """Check messages against moves: each move between ranks in one message, with one meaning for sender and receivers."""
     carried: Counter[Move] = Counter()
     for pack in bucket.packs:
         where = f"message of step {pack.step}, rank {pack.source_rank} to ranks {list(pack.receivers)},"
@@ -227,7 +227,7 @@ def _message_problems(plan: Plan, bucket: Bucket) -> Iterator[str]:
 
 
 def _list_faults(pack: Pack, receiver: int, moves: Sequence[Move]) -> Iterator[str]:
-    """What a receiver expects against what is sent."""
+    """Yield what a receiver expects against what is sent."""
     ends = {(move.source.rank, move.destination.rank, move.step) for move in moves}
     if ends != {(pack.source_rank, receiver, pack.step)}:
         yield f"has, for rank {receiver}, no moves or those of other ranks or of another step"
@@ -238,7 +238,7 @@ def _list_faults(pack: Pack, receiver: int, moves: Sequence[Move]) -> Iterator[s
 
 
 def _in_place_faults(plan: Plan, pack: Pack) -> Iterator[str]:
-    """Ends without staging that are not one run of memory."""
+    """Yield ends without staging that are not one run of memory."""
     runs = [(plan.destination if pack.step else plan.source, [move.source for move in pack.moves[0]])]
     flags = [pack.sent_in_place]
     for moves, in_place in zip(pack.moves, pack.received_in_place, strict=True):
@@ -252,7 +252,7 @@ def _in_place_faults(plan: Plan, pack: Pack) -> Iterator[str]:
 
 
 def _is_one_run(layout: Layout, place: Place, move: Move) -> bool:
-    """Whether no other element lies between a box's first and its last in memory."""
+    """True if no other element lies between a box's first and its last in memory."""
     parameter = _parameter(layout, place.rank, place.parameter)
     if parameter is None:
         return False
@@ -264,7 +264,7 @@ def _is_one_run(layout: Layout, place: Place, move: Move) -> bool:
 
 
 def _release_problems(plan: Plan, given_up: BucketOf) -> Iterator[str]:
-    """A rank gives up all that its destination shard holds, and nothing else."""
+    """Check that a rank gives up all that its destination shard holds, and nothing else."""
 
     @cache
     def returning(source_key: ShardKey, destination_key: ShardKey) -> frozenset[str]:
@@ -280,7 +280,7 @@ def _release_problems(plan: Plan, given_up: BucketOf) -> Iterator[str]:
         if rank in plan.source.keys and rank in plan.destination.keys:
             found = returning(plan.source.keys[rank], plan.destination.keys[rank])
         kept = []
-        for parameter in _parameters(plan.source, rank):
+        for parameter in plan.source.held(rank).parameters:
             name = parameter.name
             if (rank, name) not in given_up:
                 kept.append(name)
@@ -293,7 +293,7 @@ def _release_problems(plan: Plan, given_up: BucketOf) -> Iterator[str]:
 
 
 def _holds(shard: Shard, parameter: LocalParameter) -> bool:
-    """Whether every element of a parameter is somewhere in a shard."""
+    """True if every element of a parameter is somewhere in a shard."""
     for piece in parameter.pieces:
         parts = [intersect(piece.box, other.box) for _, other in shard.pieces.get(piece.tensor, ())]
         if union_elements(part for part in parts if part) < num_elements(piece.box):
@@ -302,7 +302,7 @@ def _holds(shard: Shard, parameter: LocalParameter) -> bool:
 
 
 def _piece_at(layout: Layout, place: Place, move: Move) -> Piece | None:
-    """The piece of a layout that has the move's box at exactly that place."""
+    """Return the piece of a layout that has the move's box at exactly that place."""
     parameter = _parameter(layout, place.rank, place.parameter)
     for piece in parameter.pieces if parameter else ():
         if piece.tensor == move.tensor and _is_inside(move.box, piece.box):
@@ -314,16 +314,12 @@ def _piece_at(layout: Layout, place: Place, move: Move) -> Piece | None:
 
 
 def _is_inside(box: Box, other: Box) -> bool:
-    """Whether a box of at least one element is part of another."""
+    """True if a box of at least one element is part of another."""
     return len(box) == len(other) and all(a <= b < c <= d for (b, c), (a, d) in zip(box, other, strict=True))
 
 
 def _parameter(layout: Layout, rank: int, name: str) -> LocalParameter | None:
-    return layout.shards[layout.keys[rank]].by_name.get(name) if rank in layout.keys else None
-
-
-def _parameters(layout: Layout, rank: int) -> tuple[LocalParameter, ...]:
-    return layout.shards[layout.keys[rank]].parameters if rank in layout.keys else ()
+    return layout.held(rank).by_name.get(name)
 
 
 def _named(table: dict[int, tuple[str, ...]]) -> dict[int, set[str]]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import TypeVar
 
 Box = tuple[tuple[int, int], ...]
+Holder = TypeVar("Holder")
 
 
 @lru_cache(maxsize=4096)
 def full_box(shape: tuple[int, ...]) -> Box:
-    """The box that covers a whole tensor of `shape`."""
+    """Return the box that covers a whole tensor of `shape`."""
     return tuple([(0, size) for size in shape])
 
 
 def extents(box: Box) -> tuple[int, ...]:
-    """Size of the box along each dimension."""
+    """Return the size of the box along each dimension."""
     return tuple(stop - start for start, stop in box)
 
 
@@ -30,7 +33,7 @@ def starts(box: Box) -> tuple[int, ...]:
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """Elements in both boxes; None where there are none."""
+    """Return the elements in both boxes; None where there are none."""
     common = []
     for (a, b), (c, d) in zip(one, other, strict=True):
         start, stop = a if a > c else c, b if b < d else d
@@ -41,7 +44,7 @@ def intersect(one: Box, other: Box) -> Box | None:
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
-    """Disjoint boxes that cover the elements of `box` outside of `hole`."""
+    """Return disjoint boxes that cover the elements of `box` outside of `hole`."""
     common = intersect(box, hole)
     if common is None:
         return [box]
@@ -54,8 +57,26 @@ def subtract(box: Box, hole: Box) -> list[Box]:
     return rest
 
 
+def cover(box: Box, held: Iterable[tuple[Holder, Box]]) -> tuple[list[tuple[Holder, Box]], list[Box]]:
+    """Return (holder, part of `box`), each element from the first holder that has it, and the boxes that none has."""
+    found: list[tuple[Holder, Box]] = []
+    missing = [box]
+    for holder, other in held:
+        rest: list[Box] = []
+        for one in missing:
+            part = intersect(one, other)
+            if part is None:
+                rest.append(one)
+                continue
+            found.append((holder, part))
+            if part != one:
+                rest += subtract(one, part)
+        missing = rest
+    return found, missing
+
+
 def view_index(offset: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int | slice, ...]:
-    """Index that cuts the box of `sizes` which starts at `offset` out of an array or a tensor.
+    """Return the index that cuts the box of `sizes` which starts at `offset` out of an array or a tensor.
 
     The box fills the last dims; of those before, each is fixed, and missing in the view.
     """
@@ -65,7 +86,7 @@ def view_index(offset: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int | s
 
 
 def moved(box: Box, origin: tuple[int, ...], target: tuple[int, ...]) -> Box:
-    """`box` in coordinates where the point `origin` has become the point `target`."""
+    """Return `box` in coordinates where the point `origin` has become the point `target`."""
     return tuple(
         (start - o + t, stop - o + t) for (start, stop), o, t in zip(box, origin, target, strict=True)
     )

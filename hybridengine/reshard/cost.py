@@ -1,4 +1,4 @@
-"""What a plan costs, counted from the plan itself: bytes received and sent, peak and redundant bytes of every rank.
+"""Costs of a plan, counted from the plan itself: bytes received and sent, peak and redundant bytes of every rank.
 
 The formulas of the paper's table 2 (HybridFlow, arXiv 2409.19256) are tests of this file, not a part of it.
 """
@@ -19,7 +19,7 @@ REMOTE = (LinkClass.SAME_NODE, LinkClass.BETWEEN_NODES)
 
 @dataclass
 class Traffic:
-    """What one rank does in one step of one bucket, in elements."""
+    """Elements that one rank moves in one step of one bucket."""
 
     received: Counter[LinkClass] = field(default_factory=Counter)
     sent: Counter[LinkClass] = field(default_factory=Counter)
@@ -78,7 +78,7 @@ class RankCost:
 
 
 def plan_costs(plan: Plan, element_bytes: int, nodes: NodeMap | None = None) -> dict[int, RankCost]:
-    """Cost of `plan` for each of its ranks, for weights of `element_bytes` each.
+    """Return the cost of `plan` for each of its ranks, for weights of `element_bytes` each.
 
     Args:
         nodes: which ranks share a node; None where all do.
@@ -94,7 +94,7 @@ def plan_costs(plan: Plan, element_bytes: int, nodes: NodeMap | None = None) -> 
 
 
 def plan_traffic(plan: Plan, nodes: NodeMap | None = None) -> Iterator[list[dict[int, Traffic]]]:
-    """For each bucket, for each of its steps: rank -> what it does; ranks that do nothing are left out."""
+    """Yield for each bucket, for each of its steps: rank -> what it does; ranks that do nothing are left out."""
     for bucket in plan.buckets:
         yield _bucket_traffic(bucket, nodes)
 
@@ -148,7 +148,7 @@ def _rank_cost(plan: Plan, rank: int, traffic: Traffic, element_bytes: int) -> R
 def _memory(
     plan: Plan, rank: int, source: dict[str, int], destination: dict[str, int], waiting: int
 ) -> tuple[list[int], int]:
-    """(elements held at each event, most elements of the buckets in flight), as the executor holds them.
+    """Return (elements held at each event, most elements of the buckets in flight), as the executor holds them.
 
     `waiting` are destination elements that are there from the start. A bucket opens: its staging and its destination
     appear, and the one before it closes unless they overlap; it closes: staging and source go.
@@ -182,7 +182,7 @@ def _memory(
 def _forms(
     plan: Plan, rank: int, source: dict[str, int], destination: dict[str, int]
 ) -> list[tuple[int, int]]:
-    """For each bucket: elements that `rank` gives up, elements that it fills."""
+    """Return for each bucket: elements that `rank` gives up, elements that it fills."""
     return [
         (
             sum(source[name] for name in bucket.sources.get(rank, ())),
@@ -193,15 +193,11 @@ def _forms(
 
 
 def _sizes(layout: Layout, rank: int) -> dict[str, int]:
-    """Parameter -> elements of its storage; empty for a rank outside of the layout."""
-    if rank not in layout.keys:
-        return {}
-    return {parameter.name: parameter.num_elements for parameter in layout.shard(rank).parameters}
+    """Return parameter -> elements of its storage; empty for a rank outside of the layout."""
+    return {parameter.name: parameter.num_elements for parameter in layout.held(rank).parameters}
 
 
 def _num_logical(layout: Layout, rank: int) -> int:
-    """Elements of logical tensors that a rank holds, each piece once."""
-    if rank not in layout.keys:
-        return 0
-    boxes = {(tensor, piece.box) for tensor, held in layout.shard(rank).pieces.items() for _, piece in held}
+    """Return the elements of logical tensors that a rank holds, each piece once."""
+    boxes = {(tensor, piece.box) for tensor, held in layout.held(rank).pieces.items() for _, piece in held}
     return sum(num_elements(box) for _, box in boxes)

@@ -1,4 +1,4 @@
-"""Who sends which box to whom.
+"""Moves of each box, from a sender to receivers.
 
 A box that a rank holds itself is never fetched. Any other comes from an owner inside the domain: one on the same node
 where there is one, among those the one that has sent least so far. A box that no rank of a node holds enters the node
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from hybridengine.errors import PlanError
-from hybridengine.reshard.boxes import Box, intersect, num_elements, subtract
+from hybridengine.reshard.boxes import Box, cover, intersect, num_elements, subtract
 from hybridengine.reshard.layout import Layout, Piece
 from hybridengine.reshard.plan import Move, Place
 from hybridengine.topology.links import NodeMap
@@ -28,7 +28,7 @@ class _Holding(NamedTuple):
     piece: Piece
 
     def place(self, part: Box) -> Place:
-        """Where `part`, a box inside the piece, starts."""
+        """Return the place where `part`, a box inside the piece, starts."""
         return Place(self.rank, self.parameter, self.piece.start_in_parameter(part))
 
 
@@ -61,7 +61,7 @@ class Gather:
         self._owner_sets: dict[tuple[Box, ...], int] = {}
 
     def moves(self, tensor: str) -> list[Move]:
-        """Moves that fill every piece of `tensor` in the destination layout.
+        """Return the moves that fill every piece of `tensor` in the destination layout.
 
         Raises:
             PlanError: a box that no rank of the domain holds.
@@ -75,18 +75,9 @@ class Gather:
         moves: list[Move] = []
         demands: dict[tuple[Box, Box], list[_Holding]] = {}
         for need in self._needed.get(tensor, ()):
-            missing = [need.piece.box]
-            for holding in own.get(need.rank, ()):
-                rest: list[Box] = []
-                for box in missing:
-                    part = intersect(box, holding.piece.box)
-                    if part is None:
-                        rest.append(box)
-                        continue
-                    moves.append(Move(tensor, part, holding.place(part), need.place(part)))
-                    if part != box:
-                        rest += subtract(box, part)
-                missing = rest
+            own_boxes = [(holding, holding.piece.box) for holding in own.get(need.rank, ())]
+            parts, missing = cover(need.piece.box, own_boxes)
+            moves += [Move(tensor, part, holding.place(part), need.place(part)) for holding, part in parts]
             for wanted in reversed(missing):
                 if (owner_set, wanted) not in self._cuts:
                     self._cuts[owner_set, wanted] = self._cut(tensor, need, wanted, owners)
@@ -97,7 +88,7 @@ class Gather:
         return moves
 
     def _cut(self, tensor: str, need: _Holding, wanted: Box, owners: Iterable[Box]) -> _Parts:
-        """A box that a rank must fetch, cut so that each part lies in one held box: (part, held box)."""
+        """Return a box that a rank must fetch, cut so that each part lies in one held box: (part, held box)."""
         parts, missing = [], [wanted]
         while missing:
             box = missing.pop()
@@ -114,7 +105,7 @@ class Gather:
         return parts
 
     def _deliver(self, tensor: str, part: Box, owners: list[_Holding], needs: list[_Holding]) -> list[Move]:
-        """Moves of one part from its owners to all ranks that need it."""
+        """Return the moves of one part from its owners to all ranks that need it."""
         size = num_elements(part)
         by_node: dict[int, list[_Holding]] = {}
         for need in needs:
@@ -140,10 +131,9 @@ class Gather:
 
 
 def _holdings(layout: Layout, ranks: tuple[int, ...]) -> dict[str, list[_Holding]]:
-    """Logical tensor -> who holds which piece of it, rank by rank."""
+    """Return logical tensor -> its pieces and their holders, rank by rank."""
     found: dict[str, list[_Holding]] = {}
     for rank in ranks:
-        if rank in layout.keys:
-            for tensor, held in layout.shard(rank).pieces.items():
-                found.setdefault(tensor, []).extend([_Holding(rank, *where) for where in held])
+        for tensor, held in layout.held(rank).pieces.items():
+            found.setdefault(tensor, []).extend([_Holding(rank, *where) for where in held])
     return found

@@ -141,7 +141,7 @@ class Layout:
         return found
 
     def shard(self, rank: int) -> Shard:
-        """What `rank` holds.
+        """Return the shard of `rank`.
 
         Raises:
             PlanError: the layout has no such rank.
@@ -151,6 +151,13 @@ class Layout:
                 f"rank {rank} is not part of the layout {self.kind}; its ranks are {list(self.keys)}"
             )
         return self.shards[self.keys[rank]]
+
+    def held(self, rank: int) -> Shard:
+        """Return the shard of `rank`; an empty one for a rank outside of the layout."""
+        return self.shards[self.keys[rank]] if rank in self.keys else _EMPTY
+
+
+_EMPTY = Shard(())
 
 
 def whole(name: str, tensor: str, shape: tuple[int, ...]) -> LocalParameter:

@@ -90,15 +90,15 @@ class Bucket:
         return 1 + max((pack.step for pack in self.packs), default=0)
 
     def sends(self, rank: int) -> list[Pack]:
-        """Messages that `rank` sends."""
+        """Return the messages that `rank` sends."""
         return [pack for pack in self.packs if pack.source_rank == rank]
 
     def receives(self, rank: int) -> list[Pack]:
-        """Messages that `rank` receives."""
+        """Return the messages that `rank` receives."""
         return [pack for pack in self.packs if rank in pack.receivers]
 
     def local(self, rank: int) -> list[Move]:
-        """Moves inside `rank`."""
+        """Return the moves inside `rank`."""
         return [move for move in self.moves if move.is_local and move.source.rank == rank]
 
     @cached_property
@@ -134,14 +134,12 @@ class Plan:
         return max((bucket.num_steps for bucket in self.buckets), default=1)
 
     def retained(self, rank: int) -> tuple[str, ...]:
-        """Source parameters that `rank` keeps, because its destination shard does not hold all of them.
+        """Return the source parameters that `rank` keeps, because its destination shard does not hold all of them.
 
         Empty for layouts that nest; what is named here is held twice, in whole or in part, while the destination is.
         """
-        if rank not in self.source.keys:
-            return ()
         released = {name for bucket in self.buckets for name in bucket.sources.get(rank, ())}
-        names = (parameter.name for parameter in self.source.shard(rank).parameters)
+        names = (parameter.name for parameter in self.source.held(rank).parameters)
         return tuple(name for name in names if name not in released)
 
     @cached_property

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.reshard.layout import Layout, Shard, whole
-from hybridengine.reshard.messages import Packer, joined
+from hybridengine.reshard.messages import joined, packed
 from hybridengine.reshard.plan import Move, Pack, Place, Plan
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.topology.links import NodeMap
@@ -89,10 +89,10 @@ def test_one_run_of_memory_is_what_numpy_says(sizes: list[int], data: st.DataObj
     layout = Layout(shape, {0: (), 1: ()}, {(): Shard((whole("p", "t", tuple(sizes)),))}, kind="whole")
     move = Move("t", box, Place(0, "p", tuple(starts)), Place(1, "p", tuple(starts)))
     view = np.empty(sizes, dtype=np.int8)[tuple(slice(a, b) for a, b in box)]
-    (pack,) = Packer(layout, layout, direct_elements=1).packs([move])
+    (pack,) = packed([move], layout, layout, direct_elements=1)
     assert pack.sent_in_place == view.flags.c_contiguous
     assert pack.received_in_place == (view.flags.c_contiguous,)
-    (pack,) = Packer(layout, layout, direct_elements=math.prod(view.shape) + 1).packs([move])
+    (pack,) = packed([move], layout, layout, direct_elements=math.prod(view.shape) + 1)
     assert not pack.sent_in_place and pack.received_in_place == (False,)
 
 
