@@ -1,4 +1,4 @@
-"""The dataflow that docs/how-to/algorithm.md adds, and the pools of docs/how-to/pools.md: code is taken from the pages."""
+"""The algorithm of docs/how-to/algorithm.md and the pools of docs/how-to/pools.md, taken from the pages."""
 
 from __future__ import annotations
 
