@@ -1,4 +1,4 @@
-"""Prints the tables of docs/resharding.md: switches at the sizes and on the cluster of the paper, planned.
+"""Prints the tables of docs/explanation/resharding.md: switches at the sizes and on the cluster of the paper, planned.
 
     python scripts/paper_table.py                 Markdown
     python scripts/paper_table.py --json          the same figures for programs

@@ -1,5 +1,5 @@
-"""Faults in the middle of real runs: each is detected, reported with its place, and survived where docs/reliability.md
-says so. What counts in the end are the weights: those of the run that nothing has disturbed."""
+"""Faults in the middle of real runs: each is detected, reported with its place, and survived where
+docs/explanation/reliability.md says so. What counts in the end are the weights: those of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dataflow that docs/algorithms.md adds: its code is taken from the page."""
+"""The algorithm of docs/how-to/algorithm.md and the pools of docs/how-to/pools.md, taken from the pages."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ from hybridengine.drivers.dataflow import check_functions
 from hybridengine.planning.dataflows import calls_of
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/algorithms.md").read_text()
+TABLE = (ROOT / "docs/explanation/algorithms.md").read_text()
+EXAMPLE = (ROOT / "docs/how-to/algorithm.md").read_text()
+POOLS = (ROOT / "docs/how-to/pools.md").read_text()
 BASE = ROOT / "configs/arithmetic.yaml"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Files as the page says, beside a folder `configs`."""
     (tmp_path / "my_dataflows").mkdir()
-    (tmp_path / "my_dataflows/running_baseline.py").write_text(blocks("python")[1])
-    (tmp_path / "running-baseline.yaml").write_text(blocks("yaml")[0])
+    (tmp_path / "my_dataflows/running_baseline.py").write_text(blocks(EXAMPLE, "python")[1])
+    (tmp_path / "running-baseline.yaml").write_text(blocks(EXAMPLE, "yaml")[0])
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -71,7 +73,7 @@ def test_the_examples_advantages(module: ModuleType) -> None:
 
 
 def test_the_pages_pools_are_a_configuration(tmp_path: Path) -> None:
-    sections = yaml.safe_load(BASE.read_text()) | yaml.safe_load(blocks("yaml")[1])
+    sections = yaml.safe_load(BASE.read_text()) | yaml.safe_load(blocks(POOLS, "yaml")[0])
     sections["actor"] = {"parallel": "2-2-1", "generate": "1-1"}
     (tmp_path / "pools.yaml").write_text(yaml.safe_dump(sections))
     config = load_config(tmp_path / "pools.yaml")
@@ -80,7 +82,7 @@ def test_the_pages_pools_are_a_configuration(tmp_path: Path) -> None:
 
 def test_the_page_names_every_dataflow() -> None:
     for name in ALGORITHMS:
-        row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
+        row = next(line for line in TABLE.splitlines() if line.startswith(f"| `{name}` |"))
         assert f"| {', '.join(algorithm_class(name).roles)} |" in row
         config = re.search(r"`(configs/[\w.-]+)`", row)
         assert config is not None

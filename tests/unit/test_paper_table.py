@@ -1,4 +1,4 @@
-"""The tables of docs/resharding.md: against the paper's formulas, and that they are of today."""
+"""The tables of docs/explanation/resharding.md: against the paper's formulas, and that they are of today."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from scripts import paper_table
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "resharding.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "explanation" / "resharding.md"
 M_OF = {"7B": 6_738_415_616, "13B": 13_015_864_320, "34B": 33_743_970_304, "70B": 68_976_648_192}
 
 
@@ -53,5 +53,5 @@ def test_the_document_shows_todays_tables() -> None:
     text = DOCUMENT.read_text()
     for table in paper_table.tables():
         assert table in text, (
-            f"replace the table of docs/resharding.md by: python scripts/paper_table.py\n{table}"
+            f"replace the table of docs/explanation/resharding.md by: python scripts/paper_table.py\n{table}"
         )

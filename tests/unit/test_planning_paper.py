@@ -1,8 +1,8 @@
 """The paper's placements in shape: HybridFlow, arXiv 2409.19256, section 8.3.
 
 Its workload is configs/hybridflow-ppo.yaml, its cluster configs/clusters/a100-80gb-16x8.yaml, whose rates are data
-sheets and whose other coefficients are assumptions; docs/planner.md shows the figures beside the paper's, also where they
-differ.
+sheets and whose other coefficients are assumptions; docs/explanation/planner.md shows the figures beside
+the paper's, also where they differ.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_a_larger_critic_colocates_far_ahead_on_few_devices() -> None:
 
 
 def test_beside_a_larger_critic_on_half_of_128_the_other_three_colocate() -> None:
-    """The paper's placement on 128 devices. Colocating all four is faster still here: docs/planner.md says why."""
+    """The paper's placement on 128 devices. Colocating all four is faster here: docs/explanation/planner.md."""
     alone = [placement for placement in OTHERS if ("critic",) in placement]
     fixed = {"critic": TrainSizes(16, 4, 1)}
     best = Search(Options(workload(B13, *CRITIC_70B), A100, fixed), 128, alone, num_best=1).run().plans[0]

@@ -1,4 +1,4 @@
-"""docs/reliability.md: every fault of its table names tests that are there."""
+"""docs/explanation/reliability.md: every fault of its table names tests that are there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FILES = {file.name: file for file in (ROOT / "tests").rglob("test_*.py")}
 
 
 def test_every_fault_names_its_tests() -> None:
-    page = (ROOT / "docs" / "reliability.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "reliability.md").read_text()
     table = page[page.index("| fault |") :].split("\n\n")[0].splitlines()[2:]
     assert len(table) >= 12
     for row in table:

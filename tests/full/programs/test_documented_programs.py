@@ -1,4 +1,4 @@
-"""The programs in README and docs/concepts.md, run word for word, one after the other as a reader would."""
+"""The programs of docs/tutorials/library.md, run word for word, one after the other as a reader would."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ import hybridengine
 pytestmark = pytest.mark.timeout(1100)
 
 ROOT = Path(__file__).resolve().parents[3]
-WITH_RAY, ON_RANKS = ("README.md", "## As a library"), ("docs/concepts.md", "## Without Ray")
+PAGE = ROOT / "docs/tutorials/library.md"
+WITH_RAY, ON_RANKS = "## A driver with Ray", "## Ranks without Ray"
 
 
-def program(file: str, heading: str) -> str:
-    """Return the first Python block under a heading."""
-    section = (ROOT / file).read_text().split(f"\n{heading}\n", 1)[1]
+def program(heading: str) -> str:
+    """Return the first Python block under a heading of the page."""
+    section = PAGE.read_text().split(f"\n{heading}\n", 1)[1]
     return section.split("```python\n", 1)[1].split("```", 1)[0]
 
 
@@ -32,9 +33,9 @@ def run(command: list[str], folder: Path, variables: dict[str, str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("place", [WITH_RAY, ON_RANKS])
-def test_the_examples_import_public_names_only(place: tuple[str, str]) -> None:
-    for node in ast.walk(ast.parse(program(*place))):
+@pytest.mark.parametrize("heading", [WITH_RAY, ON_RANKS])
+def test_the_examples_import_public_names_only(heading: str) -> None:
+    for node in ast.walk(ast.parse(program(heading))):
         if isinstance(node, ast.ImportFrom):
             assert node.module == "hybridengine"
             assert {alias.name for alias in node.names} <= set(hybridengine.__all__)
@@ -42,8 +43,8 @@ def test_the_examples_import_public_names_only(place: tuple[str, str]) -> None:
 
 def test_programs_print_what_the_documentation_says(tmp_path: Path, warm_ray: dict[str, str]) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    for name, place in (("driver.py", WITH_RAY), ("ranks.py", ON_RANKS)):
-        (tmp_path / name).write_text(program(*place))
+    for name, heading in (("driver.py", WITH_RAY), ("ranks.py", ON_RANKS)):
+        (tmp_path / name).write_text(program(heading))
     with_ray = run([sys.executable, "driver.py"], tmp_path, warm_ray)
     assert "'redundant_bytes': 0" in with_ray
     assert float(re.findall(r"log-prob difference (\S+)", with_ray)[0]) < 1e-3
