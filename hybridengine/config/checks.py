@@ -131,7 +131,16 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
             " add it to the roles of the class, or leave the coefficient at 0",
             ("algorithm.name", "actor.kl_loss_coef"),
         )
-    yield from algorithm.conflicts(config)
+    try:
+        found = [Conflict(*conflict) for conflict in algorithm.conflicts(config)]
+    except Exception as error:  # a class of the user's own may raise or yield anything
+        yield Conflict(
+            f"the method conflicts of {named} failed ({type(error).__name__}: {error}); it must raise nothing, and yield"
+            " hybridengine.Conflict(message, (key, ...))",
+            ("algorithm.name",),
+        )
+    else:
+        yield from found
 
 
 def _pools(config: RunConfig) -> Iterator[Conflict]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridengine.config import load_config
-from hybridengine.config.algorithm import ALGORITHMS, Algorithm, algorithm_class
+from hybridengine.config.algorithm import ALGORITHMS, Algorithm, Conflict, algorithm_class
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.online_dpo import OnlineDpo
@@ -115,6 +117,28 @@ def test_an_algorithm_of_ones_own_keeps_its_options(tmp_path: Path) -> None:
         load_config(BASE, [overrides[0], "algorithm.shares.a=x"])
     with pytest.raises(ConfigError, match=r"algorithm\.limit\.int=\[\] must be an integer; .* the default 3"):
         load_config(BASE, [overrides[0], "algorithm.limit=[]"])
+
+
+class Broken(Ppo):
+    """PPO whose rules fail."""
+
+    def conflicts(self, config: Any) -> Iterator[Conflict]:
+        raise KeyError(config.run.name)
+
+
+class Texts(Ppo):
+    """PPO whose rules are texts."""
+
+    def conflicts(self, config: Any) -> Iterator[Any]:
+        yield f"{config.run.name} is bad"
+
+
+@pytest.mark.parametrize(("name", "error"), [("Broken", "KeyError: 'mine'"), ("Texts", "TypeError: ")])
+def test_rules_of_ones_own_that_fail_are_told(name: str, error: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"conflicts of algorithm\.name={__name__}:{name} failed \({error}"
+    ):
+        load_config(BASE, [f"algorithm.name={__name__}:{name}", "run.name=mine"])
 
 
 def test_a_dry_run_looks_for_functions_of_ones_own() -> None:
