@@ -65,7 +65,7 @@ lint: install ## ruff, pyright and the import contracts of the floors
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/lint-imports --no-logo
 
-# Strict: a broken link, anchor or name of the API fails. The variable silences an advertisement (decision 0037).
+# Strict: a broken link, anchor or name of the API fails. The variable silences an advertisement (decision 0038).
 .PHONY: docs
 docs: install ## the documentation site, into site/
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
