@@ -23,8 +23,6 @@ PASSING = (StorageError, TransferError, WorkerError)
 """Errors of this project that say something of the moment, not of what was asked for."""
 _NUMBER = re.compile(r"(0x)?[0-9a-f]*\d[0-9a-f]*", re.IGNORECASE)
 """Decimal or hexadecimal, also where a unit or a name goes on with it."""
-
-
 MAX_END = 50_000
 """Characters kept at each end of an exception's text: some print tensors, and secrets are looked for in all of it."""
 
@@ -145,7 +143,8 @@ def _text_of(error: BaseException) -> str:
 def _told(text: str) -> str:
     """Return `text` without secrets, and of a very long one only both ends."""
     if len(text) > 2 * MAX_END:
-        begin, end = text[:MAX_END].rsplit(None, 1)[0], text[-MAX_END:].split(None, 1)[-1]
+        begin, _, _ = text[:MAX_END].rpartition(" ")  # between words: no secret is cut in two
+        _, _, end = text[-MAX_END:].partition(" ")
         text = f"{begin} ... ({len(text)} characters) ... {end}"
     return without_secrets(text)
 
@@ -179,7 +178,7 @@ def failure_signature(error: BaseException) -> str:
 
 
 def _lost_a_peer(error: BaseException | None) -> bool:
-    """Whether the exception, or one that it was raised from, comes from a collective."""
+    """Return True if the exception, or one that it was raised from, comes from a collective."""
     while error is not None:
         if _is_of_a_collective(error):
             return True
@@ -188,7 +187,7 @@ def _lost_a_peer(error: BaseException | None) -> bool:
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
-    """gloo and NCCL name themselves, else the innermost frame says."""
+    """Return True for an error that names torch.distributed or gloo, or whose innermost frame is in torch.distributed."""
     if type(error).__module__.startswith("torch.distributed") or "/gloo/" in _text_of(error):
         return True
     frames = traceback.extract_tb(error.__traceback__)

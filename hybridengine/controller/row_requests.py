@@ -1,4 +1,4 @@
-"""What a rank is sent in place of rows: where each column is, which rows of it are this rank's, and how it reads them."""
+"""Requests that a rank gets in place of rows: the place of each column, the rank's rows of it, and how they are read."""
 
 from __future__ import annotations
 
@@ -219,11 +219,11 @@ class RowsRequest:
     origins: tuple[RowsOrigin | TensorDict, ...]
     """Rows that are kept elsewhere, or rows themselves, which then come through the controller."""
     columns: tuple[str, ...] | None = None
-    """What is wanted; None for everything."""
+    """Names of the required columns; None for all."""
     optional: tuple[str, ...] = ()
-    """What is wanted besides, where it is there."""
+    """Names of columns that are included if they exist."""
     not_sent: tuple[str, ...] = ()
-    """What the controller has besides, and nobody wants."""
+    """Names of further columns in the controller, for the error that lists the existing ones."""
 
     def fetch(
         self,

@@ -21,7 +21,7 @@ class Level(StrEnum):
 
 
 class Subject(StrEnum):
-    """What is examined, in the order of the report."""
+    """Subjects of the examination, in the order of the report."""
 
     VERSIONS = "versions"
     DEVICES = "devices"
@@ -41,7 +41,7 @@ class Finding:
     text: str
     """What was seen, with its value."""
     remedy: str = ""
-    """What to do; empty if nothing needs to be done."""
+    """Remedy; empty if nothing needs to be done."""
     nodes: tuple[str, ...] = ()
     """Nodes that it concerns; empty for this machine alone, and for all of them."""
 

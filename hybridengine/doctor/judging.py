@@ -38,7 +38,7 @@ Value = TypeVar("Value", bound=Hashable)
 
 @dataclass(frozen=True)
 class RunNeeds:
-    """What a run takes; without a configuration, its folder alone."""
+    """Return the needs of a run; without a configuration, its folder alone."""
 
     folder: str
     """Folder of all runs."""
