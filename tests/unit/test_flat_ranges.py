@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.reshard.boxes import Box
@@ -42,7 +42,8 @@ def test_boxes_of_a_range_cover_its_elements_once_and_in_order(case: tuple[tuple
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
-@pytest.mark.parametrize("sizes", ["1-1-1", "2-2-1", "1-4-1", "4-1-1"])
+@pytest.mark.parametrize("sizes", ["2-2-1", "1-4-1"])
+@settings(max_examples=40)
 @given(cuts=st.lists(st.floats(0, 1), max_size=4).map(sorted))
 def test_ranges_of_every_parameter_find_its_elements_in_the_logical_tensors(sizes: str, cuts: list[float]):
     """Fused, interleaved, padded and replicated parameters, cut anywhere: each element is where the range has it."""

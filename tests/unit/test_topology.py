@@ -15,7 +15,7 @@ from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Coordinate, Grid, Groups, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 
-MAX_RANKS = 16
+MAX_RANKS = 8
 
 
 def sizes_up_to(num_ranks: int) -> list[tuple[int, int, int]]:
@@ -93,7 +93,7 @@ def test_vanilla_grouping_leaves_ranks_without_overlap() -> None:
 
 def test_interval_grouping_puts_every_training_shard_inside_the_generation_shard() -> None:
     grids = list(nested_grids(MAX_RANKS, Grouping.INTERVAL))
-    assert len(grids) > 500
+    assert len(grids) > 150
     for grid in grids:
         for rank in range(grid.train.num_ranks):
             assert overlap(grid, rank) == (True, True), (grid, rank)
