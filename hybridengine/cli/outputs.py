@@ -33,6 +33,12 @@ def progress_printer() -> Callable[[str], None]:
     return say
 
 
+def show_status(text: str) -> None:
+    """Show a line on stderr that the next one overwrites; nothing if stderr is not a terminal."""
+    if sys.stderr.isatty():
+        print(f"{text}\x1b[K", end="\r", file=sys.stderr, flush=True)
+
+
 def emit(
     options: argparse.Namespace,
     figures: Any,

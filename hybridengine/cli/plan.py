@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import yaml
 
 from hybridengine.cli.options import STDOUT, add_json_option, between
-from hybridengine.cli.outputs import check_outputs, emit
+from hybridengine.cli.outputs import check_outputs, emit, show_status
 from hybridengine.cli.plan_tables import plan_lines
 from hybridengine.cli.run_request import RunRequest, add_run_options, cluster_of, request_of
 from hybridengine.errors import ConfigError
@@ -83,7 +82,7 @@ def run_planner(options: argparse.Namespace) -> int:
         request.num_devices,
         request.constraints.placements,
         options.top,
-        _say_progress if sys.stderr.isatty() else lambda done, total: None,
+        lambda done, total: show_status(f"placement {done + 1} of {total}"),
     )
     found = search.run()
     search_s = time.perf_counter() - begin
@@ -118,15 +117,6 @@ def _check(options: argparse.Namespace) -> int:
     checks = [check_run(run, cluster) for run in runs]
     emit(options, {"cluster": cluster.name, "runs": checks}, check_lines(runs, checks, cluster))
     return 0 if all(check["within"] for check in checks) else 1
-
-
-def _say_progress(done: int, total: int) -> None:
-    print(
-        f"\rplacement {done + 1} of {total} ...",
-        end="\n" if done + 1 == total else "",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def _lines(request: RunRequest, found: Found, search_s: float) -> list[str]:

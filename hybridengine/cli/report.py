@@ -39,7 +39,8 @@ def run_report(options: argparse.Namespace) -> int:
 
     run = read_run(options.folder)
     file = options.output or options.folder / REPORT_FILE
-    check_outputs({"--output": file}, {f"the report ({source.name})": source for source in run.sources})
+    for source in run.sources:
+        check_outputs({"--output": file}, {"the report": source})
     write_outputs({"--output": (file, render_page(run))})
     print(f"written: {file} ({format_bytes(file.stat().st_size)}); open it in a browser")
     return 0

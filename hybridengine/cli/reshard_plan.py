@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridengine.cli.options import add_json_option, byte_size, train_sizes
-from hybridengine.cli.outputs import check_outputs, emit
+from hybridengine.cli.options import add_json_option, byte_size, gen_sizes, parsed, train_sizes
+from hybridengine.cli.outputs import check_outputs, emit, show_status
 from hybridengine.cli.switch_tables import diff_lines, plan_lines, sweep_lines
 from hybridengine.errors import ConfigError, TopologyError
 from hybridengine.families.registry import FAMILIES
@@ -185,10 +184,11 @@ def add_plan_command(subparsers: Any) -> None:
         "--plot", type=Path, metavar="FILE", help="draw bytes by link and memory over time (.png, .svg, .pdf)"
     )
     layouts = parser.add_mutually_exclusive_group(required=True)
-    layouts.add_argument("--gen", metavar="PG-TG", help="generation sizes, e.g. 1-8")
+    layouts.add_argument("--gen", type=gen_sizes, metavar="PG-TG", help="generation sizes, e.g. 1-8")
     layouts.add_argument(
-        "--diff", nargs=2, metavar=("A", "B"), help="two layouts, each TRAIN:GEN; or GEN, with --train"
-    )
+        "--diff", nargs=2, type=layout, metavar=("A", "B"),
+        help="two layouts, each TRAIN:GEN; or GEN, with --train",
+    )  # fmt: skip
     layouts.add_argument(
         "--sweep", nargs="?", choices=[PRACTICAL, ALL], const=PRACTICAL,
         help="every generation layout that fits, best first: practical (default), engines no larger than a training"
@@ -205,10 +205,10 @@ def run_plan(options: argparse.Namespace) -> int:
     )
     if options.sweep is not None:
         switches, num_too_large = _sweep(request, options.sweep == ALL)
-        lines = sweep_lines(request.cluster, switches, num_too_large, options.sweep == ALL)
+        lines = sweep_lines(request.cluster, switches, num_too_large)
         figures = {"results": switches, "num_too_large": num_too_large}
     elif options.diff is not None:
-        switches = [request.price(train, gen)[1] for train, gen in request.layouts if gen is not None]
+        switches = [request.price(train, gen)[1] for train, gen in request.layouts if gen]
         lines = diff_lines(*switches)
         figures = {"results": switches}
     else:
@@ -254,28 +254,22 @@ def request_of(options: argparse.Namespace) -> SwitchRequest:
     )
 
 
+@parsed
+def layout(text: str) -> tuple[TrainSizes | None, GenSizes]:
+    """Return training sizes, if `text` names some, and generation sizes: TRAIN:GEN or GEN."""
+    train, colon, gen = text.rpartition(":")
+    return TrainSizes.parse(train) if colon else None, GenSizes.parse(gen)
+
+
 def _layouts(options: argparse.Namespace) -> list[tuple[TrainSizes, GenSizes | None]]:
     """Return the layouts to plan, before anything is known about the model."""
-    train: TrainSizes | None = options.train
-    if options.sweep is not None:
-        return [(_needed(train), None)]
-    texts = options.diff or [options.gen]
-    if train is not None and all(":" in text for text in texts):
+    named: list[tuple[TrainSizes | None, GenSizes | None]] = options.diff or [(None, options.gen)]
+    if (options.train is None) == any(train is None for train, _ in named):
         raise ConfigError(
-            f"--train {train} is not used, since {' and '.join(texts)} name their own training sizes; leave it out"
+            "--train gives the training sizes of --gen, --sweep, and layouts of --diff that name none; give it for those"
+            " alone, e.g. --train 8-8-16"
         )
-    layouts: list[tuple[TrainSizes, GenSizes | None]] = []
-    for text in texts:
-        own, colon, gen = text.rpartition(":")
-        sizes = TrainSizes.parse(own) if colon else _needed(train)
-        layouts.append((sizes, GenSizes.parse(gen)))
-    return layouts
-
-
-def _needed(train: TrainSizes | None) -> TrainSizes:
-    if train is None:
-        raise ConfigError("--train is missing; give the training sizes p-t-d, e.g. --train 8-8-16")
-    return train
+    return [(train or options.train, gen) for train, gen in named]
 
 
 def _sweep(request: SwitchRequest, are_all: bool) -> tuple[list[dict[str, Any]], int]:
@@ -288,8 +282,7 @@ def _sweep(request: SwitchRequest, are_all: bool) -> tuple[list[dict[str, Any]],
         figures = None
         held = generation_holding(request.shape, train.pp_size, gen.pp_size, gen.tp_size)
         if held.num_elements * DTYPE_BYTES[request.dtype] <= limit:
-            if sys.stderr.isatty():
-                print(f"planning {train}:{gen} ...", file=sys.stderr)
+            show_status(f"planning {train}:{gen}")
             _, figures = request.price(train, gen, with_variants=False)
         if figures is None or figures["peak_weight_bytes_max"] > limit:
             num_too_large += 1

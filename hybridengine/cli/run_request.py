@@ -34,41 +34,27 @@ class RunRequest:
 
 def add_run_options(parser: Any) -> None:
     """Add the options that name the run and the cluster."""
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        nargs="?",
-        help="YAML file of the run, e.g. configs/llama3-70b-16nodes.yaml",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="values that replace those of the file"
-    )
     option = parser.add_argument
+    option("config", metavar="CONFIG", nargs="?", help="YAML file of the run")
+    option("overrides", nargs="*", metavar="KEY=VALUE", help="values that replace those of the file")
     option(
-        "--cluster",
-        metavar="FILE",
+        "--cluster", metavar="FILE",
         help=f"YAML file of nodes, devices and links (default: {CALIBRATED}, which calibrate writes)",
-    )
+    )  # fmt: skip
     option("--nodes", type=int, metavar="N", help="number of nodes, instead of the cluster file's")
     option("--devices", type=int, metavar="N", help="devices to use: part of a node, or whole nodes")
     option(
-        "--lengths",
-        metavar="LENGTHS",
+        "--lengths", metavar="LENGTHS",
         help=f"lengths of responses: {FORMS}, or the folder of a run (default: all of rollout.max_response_tokens)",
-    )
+    )  # fmt: skip
     option(
-        "--prompt-tokens",
-        type=float,
-        metavar="MEAN",
+        "--prompt-tokens", type=float, metavar="MEAN",
         help="mean length of prompts (default: rollout.max_prompt_tokens)",
-    )
-    parser.add_argument(
-        "--fix",
-        action="append",
-        default=[],
-        metavar="NAME=SIZES",
+    )  # fmt: skip
+    option(
+        "--fix", action="append", default=[], metavar="NAME=SIZES",
         help="sizes that a model must have, e.g. actor=1-8-16 (p-t-d) or generate=1-2 (p_g-t_g); can be repeated",
-    )
+    )  # fmt: skip
 
 
 def request_of(options: argparse.Namespace) -> RunRequest:
@@ -133,18 +119,11 @@ def devices_of(cluster: Cluster, wanted: int | None) -> int:
     Raises:
         ConfigError: more than there are, or neither part of a node nor whole nodes.
     """
-    if wanted is None:
-        if cluster.num_devices > MOST_DEVICES:
-            raise ConfigError(
-                f"cluster {cluster.name} has {cluster.num_devices:,} devices, and a search is made for up to"
-                f" {MOST_DEVICES:,}; give --nodes or --devices"
-            )
-        return cluster.num_devices
-    node = cluster.devices_per_node
-    most = min(cluster.num_devices, MOST_DEVICES)
-    if not 1 <= wanted <= most or (wanted % node if wanted > node else node % wanted):
+    node, most = cluster.devices_per_node, min(cluster.num_devices, MOST_DEVICES)
+    number = cluster.num_devices if wanted is None else wanted
+    if not 1 <= number <= most or (number % node if number > node else node % number):
         raise ConfigError(
-            f"--devices {wanted} must be a divisor of the {node} devices of a node or whole nodes, at most"
-            f" {most} (cluster {cluster.name}); choose another number, or give --nodes"
+            f"--devices {number} must be a divisor of the {node} devices of a node or whole nodes, at most {most}"
+            f" (cluster {cluster.name}); choose another number, or give --nodes"
         )
-    return wanted
+    return number
