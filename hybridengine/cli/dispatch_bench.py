@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 from hybridengine.bench.dispatch import DispatchResult, DispatchSpec, measure_dispatch
 from hybridengine.bench.machine import available_bytes
-from hybridengine.cli.figure_tables import aligned
+from hybridengine.cli.figure_tables import aligned, span
 from hybridengine.cli.options import add_json_option, between, byte_size, train_sizes
 from hybridengine.cli.outputs import check_outputs, emit, progress_printer
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 
-DESCRIPTION = """Measure how rows get from one worker group to another, on real Ray workers of this machine:
-
-  direct               the consumer is handed a reference, and each of its ranks fetches its own rows from Ray's object
-                       store, where the ranks that have made them have put them
-  through controller   the controller fetches the rows, splits them, and sends each rank its part
-
-Both take the same rows in turn, in the same processes. A repetition ends when every rank of the consumer has read its
-rows. The first one checks every value and is not counted."""
+DESCRIPTION = """Measure how rows get from one worker group to another, on real Ray workers of this machine. Direct: each
+rank of the consumer fetches its own rows from Ray's object store. Through the controller: it fetches the rows, splits
+them, and sends each rank its part. Both take the same rows in turn; the first repetition checks every value and is not
+counted."""
 
 EPILOG = """examples:
   hybridengine bench dispatch                                      1 GB from 1-4-2 to 2-2-2, eight ranks
@@ -85,7 +80,7 @@ def result_lines(spec: DispatchSpec, result: DispatchResult) -> list[str]:
         ("through controller", result.through_controller_s, result.through_payload_bytes),
     )
     rows = [
-        [way, format_seconds(statistics.median(seconds)), _spread(seconds), format_bytes(num_bytes)]
+        [way, format_seconds(statistics.median(seconds)), span(seconds), format_bytes(num_bytes)]
         for way, seconds, num_bytes in ways
     ]
     empty = result.empty_call_s
@@ -95,9 +90,5 @@ def result_lines(spec: DispatchSpec, result: DispatchResult) -> list[str]:
         *aligned([["way", "seconds", "spread", "through the controller"], *rows]),
         f"directly {result.advantage:.1f} times as fast; {format_bytes(result.received_bytes)} came from other processes",
         f"an empty call to {spec.producer.num_ranks} ranks takes {format_seconds(statistics.median(empty))}"
-        f" ({_spread(empty)})",
+        f" ({span(empty)})",
     ]
-
-
-def _spread(seconds: Sequence[float]) -> str:
-    return f"{format_seconds(min(seconds))} to {format_seconds(max(seconds))}"

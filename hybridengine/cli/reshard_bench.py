@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
-from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from hybridengine.cli.options import (
     parsed,
     train_sizes,
 )
-from hybridengine.cli.outputs import check_outputs, emit, progress_printer
+from hybridengine.cli.outputs import check_outputs, emit, machine_figures, progress_printer
 from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.model_presets import resolve_model
@@ -50,7 +48,7 @@ EPILOG = """examples:
   hybridengine reshard bench --pair 1-4-2:1-2 --pair 2-4-1:1-2 --json bench.json --plot bench.svg
   torchrun --nnodes 2 --nproc-per-node 8 ... --no-python hybridengine reshard bench --train 2-8-1 --gen 1-4
 
-docs/explanation/resharding.md explains the columns."""
+docs/how-to/benchmarks.md explains the columns."""
 DEFAULT_PAIR = LayoutPair.parse("1-4-2:1-2")
 
 
@@ -134,7 +132,8 @@ def run_bench(options: argparse.Namespace) -> int:
     finally:  # pairs that have been measured are kept if a later one fails
         if measured and not (joined and os.environ["RANK"] != "0"):
             lines = [line for pair in measured for line in pair_lines(spec, pair)]
-            emit(options, report_as_dict(spec, measured, _machine()), lines, {"--plot": (options.plot, draw)})
+            report = report_as_dict(spec, measured, machine_figures(cpus=os.cpu_count()))
+            emit(options, report, lines, {"--plot": (options.plot, draw)})
     return 0
 
 
@@ -217,13 +216,3 @@ def _number(value: float | None, form: str) -> str:
 
 def _range(timing: Timing) -> str:
     return f"{timing.lowest * 1000:.0f}-{timing.highest * 1000:.0f} ms"
-
-
-def _machine() -> dict[str, Any]:
-    names: Sequence[str] = ("torch", "megatron-core")
-    return {
-        "cpus": os.cpu_count(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in names},
-    }

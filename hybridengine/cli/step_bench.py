@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +12,9 @@ from hybridengine.bench.machine import num_gpus
 from hybridengine.bench.step_environment import make_environment, requirements
 from hybridengine.bench.step_result import CONTROLLER, Side, StepResult
 from hybridengine.bench.step_spec import PRECISIONS, OwnWay, StepSpec, TrlWay, own_ways, trl_ways
-from hybridengine.cli.figure_tables import aligned
+from hybridengine.cli.figure_tables import aligned, span
 from hybridengine.cli.options import DTYPES, add_json_option, between, gen_sizes, train_sizes
-from hybridengine.cli.outputs import check_outputs, emit, progress_printer
+from hybridengine.cli.outputs import check_outputs, emit, machine_figures, progress_printer
 from hybridengine.errors import ConfigError, raise_all
 from hybridengine.metrics.formatting import format_seconds
 from hybridengine.temporary import temporary_folder
@@ -28,14 +26,9 @@ if TYPE_CHECKING:
 DEFAULT_ENVIRONMENT = Path("~/.cache/hybridengine")
 
 DESCRIPTION = """Measure steps of GRPO on this machine: responses to every prompt, rewards, the reference's log-probs, one
-update.
-
-  ours    this project's dataflow on real ranks, the way that is fastest here: how many ranks, how large micro-batches
-  TRL     GRPOTrainer in an environment of its own, which the command makes once; with all cores, and the batches that are
-          fastest here
-
-Both start from the same weights and take the same prompts, samples per prompt, lengths, precision, optimizer and reward,
-step by step in turn; while one works, the other waits. Every response has all its tokens."""
+update; ours on real ranks, and TRL's GRPOTrainer in an environment of its own, each in the way that is fastest here. Both
+start from the same weights and take the same prompts, lengths, precision, optimizer and reward, step by step in turn.
+Every response has all its tokens."""
 
 EPILOG = """examples:
   hybridengine bench step configs/bench-small.yaml                                    128 responses of 32 tokens
@@ -102,7 +95,8 @@ def run_step(options: argparse.Namespace) -> int:
         if options.only is None:
             python = make_environment(options.environment.expanduser().absolute(), say)
         result = StepBench(spec, files, folder, num_cores, python, say).measure(ours, theirs)
-    emit(options, result.as_dict(spec, options.config, _machine(num_cores)), result_lines(spec, result))
+    machine = machine_figures(cores=num_cores, trl_environment=list(requirements()))
+    emit(options, result.as_dict(spec, options.config, machine), result_lines(spec, result))
     return 0
 
 
@@ -196,8 +190,9 @@ def result_lines(spec: StepSpec, result: StepResult) -> list[str]:
     rows = [["", "tokens/s", "step", "spread", "way"]]
     for name, side in sides.items():
         seconds = [step.seconds for step in side.steps]
-        spread = f"{format_seconds(min(seconds))} to {format_seconds(max(seconds))}"
-        rows.append([name, f"{side.tokens_per_s:.0f}", format_seconds(side.step_s), spread, str(side.way)])
+        rows.append(
+            [name, f"{side.tokens_per_s:.0f}", format_seconds(side.step_s), span(seconds), str(side.way)]
+        )
     lines = [
         f"{spec.num_rows} responses of {spec.response_tokens} tokens in {spec.dtype}, medians of"
         f" {spec.repetitions} steps",
@@ -211,14 +206,3 @@ def result_lines(spec: StepSpec, result: StepResult) -> list[str]:
     if result.ratio is not None:
         lines.append(f"ratio: {result.ratio:.2f} of TRL's tokens per second")
     return lines
-
-
-def _machine(num_cores: int) -> dict[str, Any]:
-    return {
-        "cores": num_cores,
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "megatron-core": version("megatron-core"),
-        "trl_environment": list(requirements()),
-    }
