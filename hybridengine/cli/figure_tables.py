@@ -32,6 +32,11 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> list
     return aligned([list(columns.values()), *([cell(name, row[name]) for name in columns] for row in rows)])
 
 
+def span(seconds: Sequence[float]) -> str:
+    """Return the least and the most: "10 ms to 30 ms"."""
+    return f"{format_seconds(min(seconds))} to {format_seconds(max(seconds))}"
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows as lines: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

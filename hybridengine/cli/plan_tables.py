@@ -12,24 +12,16 @@ from hybridengine.planning.iteration import Bar
 from hybridengine.planning.plan import Plan, PoolPlan
 
 BAR_WIDTH = 60
-COLUMNS: dict[str, tuple[Work, ...]] = {
-    "switch": (Work.SWITCH,),
-    "generate": (Work.GENERATE,),
-    "infer": (Work.INFER,),
-    "update": (Work.UPDATE,),
-}
+COLUMNS = {work: work.name.lower() for work in (Work.SWITCH, Work.GENERATE, Work.INFER, Work.UPDATE)}
+"""Kind of calls -> heading of their seconds."""
 LETTERS = {Work.SWITCH: "s", Work.GENERATE: "g", Work.INFER: "i", Work.UPDATE: "U", Work.HOST: "h"}
 
 
 def plan_lines(plans: Sequence[Plan], num_devices: int) -> list[str]:
-    """Everything that a person wants to see of plans on so many devices, best first."""
+    """Return the table of plans, best first, and of the best one its sizes, its timeline and why the next one lost."""
     best = plans[0]
     used = sum(pool.num_ranks for pool in best.pools)
-    rest = (
-        f", on {used} of {num_devices} devices: none with more that was tried is faster"
-        if used < num_devices
-        else ""
-    )
+    rest = f", on {used} of {num_devices} devices: none with more is faster" if used < num_devices else ""
     lines = ["", *plan_table(plans), "", f"sizes of plan 1{rest}", *role_table(best), "", *timeline(best)]
     if len(plans) > 1:
         lines += ["", *comparison_lines(compare(plans[1], best))]
@@ -37,31 +29,20 @@ def plan_lines(plans: Sequence[Plan], num_devices: int) -> list[str]:
 
 
 def pool_text(pool: PoolPlan) -> str:
-    """Models and ranks of a pool: "actor+critic on 64"."""
+    """Return models and ranks of a pool: "actor+critic on 64"."""
     return f"{'+'.join(option.model for option in pool.options)} on {pool.num_ranks}"
 
 
-def work_seconds(plan: Plan, works: tuple[Work, ...]) -> float:
-    """Seconds of all calls of some kinds, whether they overlap or not."""
-    return sum(bar.seconds for bar in plan.bars if bar.call.work in works)
-
-
 def plan_table(plans: Sequence[Plan]) -> list[str]:
-    """The best plan of each placement."""
-    rows = [["plan", "step", *COLUMNS, "received", "left", "models on devices"]]
+    """Return the table of the best plan of each placement."""
+    rows = [["plan", "step", *COLUMNS.values(), "received", "left", "models on devices"]]
     for number, plan in enumerate(plans, start=1):
         engine = plan.option("actor").engine
         assert engine is not None, "an actor generates"
-        rows.append(
-            [
-                str(number),
-                format_seconds(plan.step_s),
-                *(format_seconds(work_seconds(plan, works)) for works in COLUMNS.values()),
-                format_bytes(engine.least.received_bytes),
-                format_bytes(plan.headroom_bytes),
-                ", ".join(map(pool_text, plan.pools)),
-            ]
-        )
+        works = [sum(bar.seconds for bar in plan.bars if bar.call.work is work) for work in COLUMNS]
+        received, left = format_bytes(engine.least.received_bytes), format_bytes(plan.headroom_bytes)
+        pools = ", ".join(map(pool_text, plan.pools))
+        rows.append([str(number), *map(format_seconds, [plan.step_s, *works]), received, left, pools])
     return [
         *aligned(rows),
         "(seconds of each kind are sums of calls, which overlap where pools work at the same time; received: by a rank in"
@@ -71,26 +52,24 @@ def plan_table(plans: Sequence[Plan]) -> list[str]:
 
 
 def role_table(plan: Plan) -> list[str]:
-    """Sizes of every model of a plan."""
+    """Return the table of every model's sizes."""
     rows = [["model", "devices", "p-t-d", "p_g-t_g", "its calls", "KV cache"]]
     for pool in plan.pools:
         for option in pool.options:
             engine = option.engine
-            rows.append(
-                [
-                    f"  {option.model}",
-                    str(pool.num_ranks),
-                    str(option.sizes),
-                    str(engine.sizes) if engine else "",
-                    format_seconds(sum(option.least_seconds)),
-                    format_bytes(pool.kv_bytes) if engine else "",
-                ]
-            )
+            row = [
+                f"  {option.model}",
+                str(pool.num_ranks),
+                str(option.sizes),
+                str(engine.sizes) if engine else "",
+            ]
+            kv_cache = format_bytes(pool.kv_bytes) if engine else ""
+            rows.append([*row, format_seconds(sum(option.least_seconds)), kv_cache])
     return aligned(rows)
 
 
 def timeline(plan: Plan) -> list[str]:
-    """What each pool does when, as a row of letters."""
+    """Return what each pool does over time, as a row of letters."""
     shares = idle_shares(plan)
     width = max(len(pool_text(pool)) for pool in plan.pools)
     lines = [
@@ -112,16 +91,11 @@ def _letters(bars: Sequence[Bar], step_s: float) -> str:
 
 
 def comparison_lines(found: Comparison) -> list[str]:
-    """Why the runner-up is slower."""
+    """Return why the runner-up is slower: phases that its longest path has more or less of."""
     lines = [f"plan 2 takes {format_seconds(found.seconds)} longer; on its longest path"]
+    beside = "beside something longer"
     for one in found.differences:
         word = "more" if one.seconds > 0 else "less"
-        text = f"  {format_seconds(abs(one.seconds)):>9} {word} of {one.phase}"
-        if one.own and one.best:
-            text += f": {one.own}, plan 1 has {one.best}" if one.own != one.best else ""
-        elif one.own:
-            text += f": {one.own}, which plan 1 does beside something longer"
-        else:
-            text += f": beside something longer, plan 1 waits for it ({one.best})"
-        lines.append(text)
+        ways = f"{one.own or beside}; plan 1: {one.best or beside}"
+        lines.append(f"  {format_seconds(abs(one.seconds)):>9} {word} of {one.phase}: {ways}")
     return lines

@@ -1,4 +1,4 @@
-"""Which run is planned or simulated, and on what: the options that both commands have, checked."""
+"""Options of `plan` and `simulate`: the run, the cluster, lengths of responses and sizes, checked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridengine.cli.options import once
 from hybridengine.config import RunConfig, load_config
 from hybridengine.errors import ConfigError
 from hybridengine.planning.clusters import Cluster, load_planned_cluster
@@ -23,8 +22,8 @@ MOST_ROWS = 2**17
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the options ask for, checked."""
+class RunRequest:
+    """A run, and the devices that it is planned or simulated for."""
 
     config: RunConfig
     cluster: Cluster
@@ -34,51 +33,35 @@ class Request:
 
 
 def add_run_options(parser: Any) -> None:
-    """Options that say which run is planned or simulated, and on what."""
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        nargs="?",
-        help="YAML file of the run, e.g. configs/llama3-70b-16nodes.yaml",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="values that replace those of the file"
-    )
-
-    option = once(parser)
-
+    """Add the options that name the run and the cluster."""
+    option = parser.add_argument
+    option("config", metavar="CONFIG", nargs="?", help="YAML file of the run")
+    option("overrides", nargs="*", metavar="KEY=VALUE", help="values that replace those of the file")
     option(
-        "--cluster",
-        metavar="FILE",
+        "--cluster", metavar="FILE",
         help=f"YAML file of nodes, devices and links (default: {CALIBRATED}, which calibrate writes)",
-    )
+    )  # fmt: skip
     option("--nodes", type=int, metavar="N", help="number of nodes, instead of the cluster file's")
     option("--devices", type=int, metavar="N", help="devices to use: part of a node, or whole nodes")
     option(
-        "--lengths",
-        metavar="LENGTHS",
+        "--lengths", metavar="LENGTHS",
         help=f"lengths of responses: {FORMS}, or the folder of a run (default: all of rollout.max_response_tokens)",
-    )
+    )  # fmt: skip
     option(
-        "--prompt-tokens",
-        type=float,
-        metavar="MEAN",
+        "--prompt-tokens", type=float, metavar="MEAN",
         help="mean length of prompts (default: rollout.max_prompt_tokens)",
-    )
-    parser.add_argument(
-        "--fix",
-        action="append",
-        default=[],
-        metavar="NAME=SIZES",
+    )  # fmt: skip
+    option(
+        "--fix", action="append", default=[], metavar="NAME=SIZES",
         help="sizes that a model must have, e.g. actor=1-8-16 (p-t-d) or generate=1-2 (p_g-t_g); can be repeated",
-    )
+    )  # fmt: skip
 
 
-def request_of(options: argparse.Namespace) -> Request:
-    """What the options ask for.
+def request_of(options: argparse.Namespace) -> RunRequest:
+    """Return the run and the devices that the options name.
 
     Raises:
-        ConfigError: everything about them that cannot be.
+        ConfigError: files, overrides or options that break a rule.
     """
     if options.config is None:
         raise ConfigError(
@@ -102,11 +85,11 @@ def request_of(options: argparse.Namespace) -> Request:
         )
     workload = workload_of(config, lengths, prompt_tokens)
     constraints = Constraints.of(options.fix, options.placement, workload, num_devices)
-    return Request(config, cluster, num_devices, workload, constraints)
+    return RunRequest(config, cluster, num_devices, workload, constraints)
 
 
 def _lengths(text: str, limit: int) -> Lengths:
-    """Lengths as they are written, or those of a run."""
+    """Return the lengths that are written, or those of a run."""
     if text and Path(text).is_dir():
         from hybridengine.metrics.measured_run import run_lengths
 
@@ -115,10 +98,10 @@ def _lengths(text: str, limit: int) -> Lengths:
 
 
 def cluster_of(options: argparse.Namespace, dtype: str) -> Cluster:
-    """The cluster that the options name, or the calibrated one.
+    """Return the cluster that the options name, or the calibrated one.
 
     Raises:
-        ConfigError: there is none, or something is wrong with it.
+        ConfigError: its file is missing or breaks a rule.
     """
     file = options.cluster or CALIBRATED
     if options.cluster is None and not Path(CALIBRATED).exists():
@@ -131,23 +114,16 @@ def cluster_of(options: argparse.Namespace, dtype: str) -> Cluster:
 
 
 def devices_of(cluster: Cluster, wanted: int | None) -> int:
-    """Devices to use: all, or as many as are wanted.
+    """Return the number of devices to use: all, or as many as are wanted.
 
     Raises:
-        ConfigError: there are not so many, or they are neither a part of a node nor whole nodes.
+        ConfigError: more than there are, or neither part of a node nor whole nodes.
     """
-    if wanted is None:
-        if cluster.num_devices > MOST_DEVICES:
-            raise ConfigError(
-                f"cluster {cluster.name} has {cluster.num_devices:,} devices, and a search is made for up to"
-                f" {MOST_DEVICES:,}; give --nodes or --devices"
-            )
-        return cluster.num_devices
-    node = cluster.devices_per_node
-    most = min(cluster.num_devices, MOST_DEVICES)
-    if not 1 <= wanted <= most or (wanted % node if wanted > node else node % wanted):
+    node, most = cluster.devices_per_node, min(cluster.num_devices, MOST_DEVICES)
+    number = cluster.num_devices if wanted is None else wanted
+    if not 1 <= number <= most or (number % node if number > node else node % number):
         raise ConfigError(
-            f"--devices {wanted} must be a divisor of the {node} devices of a node or whole nodes, at most"
-            f" {most} (cluster {cluster.name}); choose another number, or give --nodes"
+            f"--devices {number} must be a divisor of the {node} devices of a node or whole nodes, at most {most}"
+            f" (cluster {cluster.name}); choose another number, or give --nodes"
         )
-    return wanted
+    return number

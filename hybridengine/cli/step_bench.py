@@ -3,116 +3,88 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import time
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.table import Table
 
 from hybridengine.bench.machine import num_gpus
 from hybridengine.bench.step_environment import make_environment, requirements
 from hybridengine.bench.step_result import CONTROLLER, Side, StepResult
-from hybridengine.bench.step_spec import DTYPES, PRECISIONS, OwnWay, StepSpec, TrlWay, own_ways, trl_ways
-from hybridengine.cli.options import once
-from hybridengine.cli.output_files import check_output_files, write_output
+from hybridengine.bench.step_spec import PRECISIONS, OwnWay, StepSpec, TrlWay, own_ways, trl_ways
+from hybridengine.cli.figure_tables import aligned, span
+from hybridengine.cli.options import DTYPES, add_json_option, between, gen_sizes, train_sizes
+from hybridengine.cli.outputs import check_outputs, emit, machine_figures, progress_printer
 from hybridengine.errors import ConfigError, raise_all
 from hybridengine.metrics.formatting import format_seconds
 from hybridengine.temporary import temporary_folder
-from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.topology.sizes import GenSizes
 
 if TYPE_CHECKING:
     from hybridengine.bench.step_own import StepFiles
 
 DEFAULT_ENVIRONMENT = Path("~/.cache/hybridengine")
-SIDES = ("both", "hybridengine")
 
 DESCRIPTION = """Measure steps of GRPO on this machine: responses to every prompt, rewards, the reference's log-probs, one
-update.
-
-  ours    this project's dataflow on real ranks, the way that is fastest here: how many ranks, how large micro-batches
-  TRL     GRPOTrainer in an environment of its own, which the command makes once; with all cores, and the batches that are
-          fastest here
-
-Both start from the same weights and take the same prompts, samples per prompt, lengths, precision, optimizer and reward,
-step by step in turn; while one works, the other waits. Every response has all its tokens."""
+update; ours on real ranks, and TRL's GRPOTrainer in an environment of its own, each in the way that is fastest here. Both
+start from the same weights and take the same prompts, lengths, precision, optimizer and reward, step by step in turn.
+Every response has all its tokens."""
 
 EPILOG = """examples:
   hybridengine bench step configs/bench-small.yaml                                    128 responses of 32 tokens
   hybridengine bench step configs/smollm2.yaml --prompts 2 --response-tokens 64 --dtype bfloat16 --repetitions 5
   hybridengine bench step configs/bench-small.yaml --only hybridengine --parallel 1-1-2 --json step.json
 
-Of the configuration, the model and the prompts count. Tokens per second are prompt and response tokens over the seconds
-of a step; "ratio" is ours over TRL's, medians. "controller" is the part of our step in which no rank was in a call.
-The environment for TRL needs 3 GB and pip; PIP_EXTRA_INDEX_URL and pip's other variables count."""
+Of the configuration, the model and the prompts count. The environment for TRL needs 3 GB and pip, whose environment
+variables apply, such as PIP_EXTRA_INDEX_URL."""
 
 
 def add_step_command(subparsers: Any) -> None:
     """Add `step` to the sub-commands of `hybridengine bench`."""
     parser = subparsers.add_parser(
-        "step",
-        help="a step of GRPO, and one of TRL's in turn",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "step", help="a step of GRPO, and one of TRL's in turn", description=DESCRIPTION, epilog=EPILOG
     )
-
-    option = once(parser)
-
-    parser.add_argument("config", metavar="CONFIG", help="configuration with the model and the prompts")
-    option("--prompts", type=int, default=16, metavar="N", help="prompts of a step (default 16)")
-    option("--samples", type=int, default=8, metavar="N", help="responses to each prompt (default 8)")
-    option("--response-tokens", type=int, default=32, metavar="N", help="of every response (default 32)")
-    option("--dtype", default="float32", metavar="TYPE", help=f"{' or '.join(DTYPES)} (default float32)")
-    option("--repetitions", type=int, default=9, metavar="N", help="counted steps of each (default 9)")
-    option("--only", default="both", metavar="SIDE", help="hybridengine measures without TRL")
-    option("--parallel", metavar="P-T-D", help="our training sizes, in place of the fastest")
-    option("--generate", metavar="P_G-T_G", help="our generation sizes (with --parallel; default 1-1)")
+    parser.set_defaults(run=run_step)
+    option, many = parser.add_argument, between(1, 65_536)
+    option("config", metavar="CONFIG", help="configuration with the model and the prompts")
+    option("--prompts", type=many, default=16, metavar="N", help="prompts of a step (default 16)")
+    option("--samples", type=between(2, 1024), default=8, metavar="N", help="of each prompt (default 8)")
+    option("--response-tokens", type=many, default=32, metavar="N", help="of every response (default 32)")
+    option("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of the weights (default {DTYPES[0]})")
+    option("--repetitions", type=between(1, 1000), default=9, metavar="N", help="counted ones (default 9)")
+    option("--only", choices=["hybridengine"], help="measure without TRL")
+    option("--parallel", type=train_sizes, metavar="P-T-D", help="our training sizes (default: the fastest)")
     option(
-        "--micro-rows", type=int, metavar="N", help="our rows per micro-batch (with --parallel; default all)"
+        "--generate", type=gen_sizes, metavar="P_G-T_G",
+        help="our generation sizes (with --parallel; default 1-1)",
+    )  # fmt: skip
+    option(
+        "--micro-rows", type=many, metavar="N", help="our rows per micro-batch (with --parallel; default all)"
     )
-    option("--trl-rows", type=int, metavar="N", help="TRL's rows per batch, in place of the fastest")
+    option("--trl-rows", type=many, metavar="N", help="TRL's rows per batch (default: the fastest)")
     option(
-        "--trl-precision",
-        metavar="KIND",
+        "--trl-precision", choices=PRECISIONS,
         help="TRL's: float32, autocast (to bfloat16), or weights (in bfloat16, which is other training);"
         " by default float32, or with --dtype bfloat16 the faster of the first two",
-    )
+    )  # fmt: skip
     option(
-        "--environment",
-        type=Path,
-        default=DEFAULT_ENVIRONMENT,
-        metavar="FOLDER",
+        "--environment", type=Path, default=DEFAULT_ENVIRONMENT, metavar="FOLDER",
         help=f"where TRL's environment is, or is made (default {DEFAULT_ENVIRONMENT})",
-    )
+    )  # fmt: skip
     option(
-        "--timeout",
-        type=float,
-        default=900.0,
-        metavar="SECONDS",
+        "--timeout", type=between(10, 86400, float), default=900.0, metavar="SECONDS",
         help="longest that a step or a start may take (default 900)",
-    )
-    option("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
-    parser.set_defaults(run=run_step)
+    )  # fmt: skip
+    add_json_option(parser)
 
 
 def run_step(options: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
+    """Carry out the command; return the exit status."""
     spec = spec_of(options)
     num_cores = len(os.sched_getaffinity(0))
     ours, theirs = chosen_own_ways(options, spec, num_cores), chosen_trl_ways(options, spec)
-    check_output_files({"--json": options.json}, {"CONFIG": options.config})
-    console, started = Console(), time.perf_counter()
-
-    def say(text: str) -> None:
-        seconds = time.perf_counter() - started
-        console.print(f"[{seconds:6.1f}s] {text}", markup=False, highlight=False, soft_wrap=True)
-
+    check_outputs({"--json": options.json}, {"CONFIG": options.config})
+    say = progress_printer()
     with temporary_folder("step") as folder:
         # Megatron-core warns for every GPU package that is not installed.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
@@ -120,30 +92,24 @@ def run_step(options: argparse.Namespace) -> int:
         from hybridengine.bench.step_measure import StepBench
 
         python = None
-        if options.only == "both":
+        if options.only is None:
             python = make_environment(options.environment.expanduser().absolute(), say)
         result = StepBench(spec, files, folder, num_cores, python, say).measure(ours, theirs)
-    print_result(console, spec, result)
-    if options.json:
-        report = result.as_dict(spec, options.config, _machine(num_cores))
-        write_output("--json", options.json, json.dumps(report, indent=2) + "\n")
-        say(f"written: {options.json}")
+    machine = machine_figures(cores=num_cores, trl_environment=list(requirements()))
+    emit(options, result.as_dict(spec, options.config, machine), result_lines(spec, result))
     return 0
 
 
 def spec_of(options: argparse.Namespace) -> StepSpec:
-    """The work that the options describe.
+    """Return the work that the options describe.
 
     Raises:
-        ConfigError: values that cannot be.
+        ConfigError: options that exclude each other.
     """
-    if options.only not in SIDES:
-        raise ConfigError(f"--only {options.only} is not known; write --only hybridengine, or leave it out")
-    unread = [name for name in ("trl_rows", "trl_precision") if getattr(options, name) is not None]
-    if options.only != "both" and unread:
-        named = " and ".join(f"--{name.replace('_', '-')}" for name in unread)
+    if options.only and (options.trl_rows or options.trl_precision):
         raise ConfigError(
-            f"{named} is not read with --only {options.only}, which leaves TRL out; leave one of them out"
+            f"--only {options.only} measures without TRL, and --trl-rows and --trl-precision set TRL's way; leave out"
+            " the one or the other"
         )
     return StepSpec(
         num_prompts=options.prompts,
@@ -156,19 +122,16 @@ def spec_of(options: argparse.Namespace) -> StepSpec:
 
 
 def chosen_own_ways(options: argparse.Namespace, spec: StepSpec, num_cores: int) -> list[OwnWay]:
-    """Our ways to try; the one that the options name.
+    """Return our ways to try, or the one that the options name.
 
     Raises:
-        ConfigError, TopologyError: sizes that cannot be.
+        ConfigError, TopologyError: sizes that do not divide the work.
     """
     if options.parallel is None:
-        for name in ("generate", "micro_rows"):
-            if getattr(options, name) is not None:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} belongs to a way that --parallel names; add --parallel"
-                )
+        if options.generate or options.micro_rows:
+            raise ConfigError("--generate and --micro-rows need the training sizes; add --parallel")
         return own_ways(spec, num_cores, num_gpus())
-    train, gen = TrainSizes.parse(options.parallel), GenSizes.parse(options.generate or "1-1")
+    train, gen = options.parallel, options.generate or GenSizes(1, 1)
     raise_all([f"--generate {gen}: {problem}" for problem in gen.problems_over(train)])
     if spec.num_prompts < train.num_ranks or spec.num_rows * gen.num_ranks % train.num_ranks:
         raise ConfigError(
@@ -176,36 +139,31 @@ def chosen_own_ways(options: argparse.Namespace, spec: StepSpec, num_cores: int)
             f" {train.num_ranks} ranks; choose more --prompts, a multiple of {train.num_ranks}, or fewer ranks"
         )
     rows = spec.num_rows // train.dp_size
-    micro_rows = rows if options.micro_rows is None else options.micro_rows
-    if not 1 <= micro_rows <= rows:
-        raise ConfigError(
-            f"--micro-rows {micro_rows} is out of range; a replica has {rows} rows, choose 1 to {rows}"
-        )
+    micro_rows = options.micro_rows or rows
+    if micro_rows > rows:
+        raise ConfigError(f"--micro-rows {micro_rows}: a replica has {rows} rows; choose 1 to {rows}")
     return [OwnWay(train, gen, max(1, num_cores // train.num_ranks), micro_rows)]
 
 
 def chosen_trl_ways(options: argparse.Namespace, spec: StepSpec) -> list[TrlWay]:
-    """TRL's ways to try; the one that the options name.
+    """Return TRL's ways to try, or the one that the options name.
 
     Raises:
-        ConfigError: rows that TRL cannot cut so.
+        ConfigError: rows that do not divide those of a step.
     """
     rows = options.trl_rows
-    if rows is not None and (rows < 1 or spec.num_rows % rows):
+    if rows is not None and spec.num_rows % rows:
         raise ConfigError(
             f"--trl-rows {rows} must divide the {spec.num_rows} rows of a step; choose a divisor"
         )
-    precision = options.trl_precision
-    if precision is not None and precision not in PRECISIONS:
-        raise ConfigError(f"--trl-precision {precision} is not known; choose {', '.join(PRECISIONS)}")
-    return trl_ways(spec, rows, precision)
+    return trl_ways(spec, rows, options.trl_precision)
 
 
 def prepare_step(config_file: str, spec: StepSpec, folder: Path) -> StepFiles:
-    """Model and prompts of a configuration, written or found.
+    """Return the model and prompts of a configuration; a model that is described only is created.
 
     Raises:
-        ConfigError, CheckpointError, DataError: they cannot be had.
+        ConfigError, CheckpointError, DataError: files that are missing or break a rule.
     """
     from hybridengine.bench.step_own import StepFiles, copy_without_end
     from hybridengine.config import load_config
@@ -226,40 +184,25 @@ def prepare_step(config_file: str, spec: StepSpec, folder: Path) -> StepFiles:
     )
 
 
-def print_result(console: Console, spec: StepSpec, result: StepResult) -> None:
-    """Print the table and what belongs to it."""
+def result_lines(spec: StepSpec, result: StepResult) -> list[str]:
+    """Return the table of both sides, and the notes beneath it."""
     sides: dict[str, Side] = {"ours": result.own} | ({"TRL": result.trl} if result.trl else {})
-    table = Table(
-        title=f"{spec.num_rows} responses of {spec.response_tokens} tokens in {spec.dtype}, medians of"
-        f" {spec.repetitions} steps",
-        title_justify="left",
-    )
-    table.add_column("")
-    for heading in ("tokens/s", "step", "spread"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("way")
+    rows = [["", "tokens/s", "step", "spread", "way"]]
     for name, side in sides.items():
         seconds = [step.seconds for step in side.steps]
-        spread = f"{format_seconds(min(seconds))} to {format_seconds(max(seconds))}"
-        table.add_row(name, f"{side.tokens_per_s:.0f}", format_seconds(side.step_s), spread, str(side.way))
-    console.print(table)
+        rows.append(
+            [name, f"{side.tokens_per_s:.0f}", format_seconds(side.step_s), span(seconds), str(side.way)]
+        )
     lines = [
+        f"{spec.num_rows} responses of {spec.response_tokens} tokens in {spec.dtype}, medians of"
+        f" {spec.repetitions} steps",
+        *aligned(rows),
+    ]
+    lines += [
         f"{name}: " + ", ".join(f"{phase} {format_seconds(s)}" for phase, s in side.phases_s.items())
         for name, side in sides.items()
     ]
     lines.append(f"{CONTROLLER}: {100 * result.controller_share:.1f}% of our step")
     if result.ratio is not None:
         lines.append(f"ratio: {result.ratio:.2f} of TRL's tokens per second")
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _machine(num_cores: int) -> dict[str, Any]:
-    return {
-        "cores": num_cores,
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "megatron-core": version("megatron-core"),
-        "trl_environment": list(requirements()),
-    }
+    return lines

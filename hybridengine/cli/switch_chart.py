@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from hybridengine.charts import INK, drawing, grouped_bars
-from hybridengine.cli.switch_tables import Figures
+from hybridengine.cli.switch_tables import Figures, variants
 from hybridengine.metrics.formatting import format_seconds
 from hybridengine.planning.clusters import Cluster
 from hybridengine.topology.links import LinkClass
@@ -41,13 +41,7 @@ def _bars(switches: Sequence[Figures]) -> list[tuple[str, Figures]]:
     if len(switches) > 1:
         return [(figures["layout"], figures) for figures in switches]
     (figures,) = switches
-    variants = {
-        f"{order} order" + (" (planned)" if order == figures["order"] else ""): variant
-        for order, variant in figures["orders"].items()
-    }
-    if figures["one_step"] is not None:
-        variants["one step"] = figures["one_step"]
-    return [(f"{figures['layout']}\n{name}", variant) for name, variant in variants.items()]
+    return [(f"{figures['layout']}\n{name}", variant) for name, variant in variants(figures).items()]
 
 
 def _draw_received(axes: Axes, bars: Sequence[tuple[str, Figures]]) -> None:

@@ -66,25 +66,19 @@ def _group_lines(cost: SwitchCost, figures: Figures) -> list[str]:
 
 def _traffic_lines(figures: Figures) -> list[str]:
     most, total = figures["received_bytes_max_by_link"], figures["received_bytes_total_by_link"]
-    return aligned(
+    rows = {
+        "same device (copied)": (figures["copied_bytes_max"], None),
+        **{f"{link.replace('_', ' ')} (received)": (most[link], total[link]) for link in most},
+        "received in all": (figures["received_bytes_max"], sum(total.values())),
+        "beyond nested shards": (figures["extra_bytes_max"], None),
+    }
+    headings = {"name": "moved to generation", "most_bytes": "most of a rank", "total_bytes": "all ranks"}
+    return table(
         [
-            ["moved to generation", "most of a rank", "all ranks"],
-            ["  same device (copied)", format_bytes(figures["copied_bytes_max"]), ""],
-            *(
-                [
-                    f"  {link.replace('_', ' ')} (received)",
-                    format_bytes(most[link]),
-                    format_bytes(total[link]),
-                ]
-                for link in most
-            ),
-            [
-                "  received in all",
-                format_bytes(figures["received_bytes_max"]),
-                format_bytes(sum(total.values())),
-            ],
-            ["  beyond nested shards", format_bytes(figures["extra_bytes_max"]), ""],
-        ]
+            {"name": f"  {name}", "most_bytes": most, "total_bytes": total}
+            for name, (most, total) in rows.items()
+        ],
+        headings,
     )
 
 
@@ -100,40 +94,42 @@ def _memory_lines(cluster: Cluster, figures: Figures) -> list[str]:
     ]
 
 
-def _variant_lines(figures: Figures) -> list[str]:
-    """Return the other rank order and the gather in one step, beside what is planned."""
+def variants(figures: Figures) -> dict[str, Figures]:
+    """Return what is planned, the other rank order and the gather in one step, by name."""
     planned, one_step = figures["order"], figures["one_step"]
-    variants = {
-        f"{order} order" + (" (planned)" if order == planned else ""): variant
+    found = {
+        f"{order} order{' (planned)' if order == planned else ''}": variant
         for order, variant in figures["orders"].items()
     }
-    if one_step is not None:
-        variants[f"{planned} order, one step"] = one_step
+    return found if one_step is None else {**found, f"{planned} order, one step": one_step}
+
+
+def _variant_lines(figures: Figures) -> list[str]:
+    """Return the other rank order and the gather in one step, beside what is planned."""
+    steps = "one step: nothing enters a node twice"
+    if figures["one_step"] is not None:
+        steps = "two steps: a box enters a node once and is passed on inside it"
     rows = [
         {
+            **variant,
             "variant": f"  {name}",
             "crossing": f"{variant['num_crossing_domains']} of {figures['num_domains']}",
             "bytes_max": variant["received_bytes_max_by_link"]["between_nodes"],
             "bytes_total": variant["received_bytes_total_by_link"]["between_nodes"],
-            "seconds_there": variant["seconds_there"],
         }
-        for name, variant in variants.items()
+        for name, variant in variants(figures).items()
     ]
-    columns = {
-        "variant": "alternatives",
-        "crossing": "domains across nodes",
-        "bytes_max": "between nodes, a rank",
-        "bytes_total": "all ranks",
-        "seconds_there": "to generation",
-    }
-    steps = (
-        "one step: nothing enters a node twice"
-        if one_step is None
-        else "two steps: a box enters a node once and is passed on inside it"
-    )
-    return [*table(rows, columns), f"  the plan gathers in {steps}"]
+    return [*table(rows, VARIANT), f"  the plan gathers in {steps}"]
 
 
+VARIANT = {
+    "variant": "alternatives",
+    "crossing": "domains across nodes",
+    "bytes_max": "between nodes, a rank",
+    "bytes_total": "all ranks",
+    "seconds_there": "to generation",
+}
+"""Figure of a variant -> its heading."""
 DIFFERENCES = {
     "num_engines": "number of engines",
     "num_crossing_domains": "number of domains across nodes",
@@ -151,25 +147,16 @@ DIFFERENCES = {
 """Figure that `diff_lines` compares -> its name there."""
 
 
-def diff_lines(one: Figures, other: Figures) -> list[str]:
+def diff_lines(*switches: Figures) -> list[str]:
     """Return two switches side by side, and the second as a share of the first."""
     one, other = (
-        {**each, "same_node_bytes_max": each["received_bytes_max_by_link"]["same_node"]}
-        for each in (one, other)
+        {**each, "same_node_bytes_max": each["received_bytes_max_by_link"]["same_node"]} for each in switches
     )
-    rows = [
-        [
-            label,
-            cell(name, one[name]),
-            cell(name, other[name]),
-            f"{other[name] / one[name]:.2f}" if one[name] else "-",
-        ]
-        for name, label in DIFFERENCES.items()
-    ]
-    return [
-        *aligned([["", one["layout"], other["layout"], "second / first"], *rows]),
-        f"  seconds are {PREDICTED}; bytes are those of the rank with the most",
-    ]
+    rows = [["", one["layout"], other["layout"], "second / first"]]
+    for name, label in DIFFERENCES.items():
+        ratio = cell("ratio", other[name] / one[name] if one[name] else None)
+        rows.append([label, cell(name, one[name]), cell(name, other[name]), ratio])
+    return [*aligned(rows), f"  seconds are {PREDICTED}; bytes are those of the rank with the most"]
 
 
 SWEPT = {
@@ -186,29 +173,13 @@ SWEPT = {
 """Figure that `sweep_lines` lists -> its heading."""
 
 
-def sweep_lines(
-    cluster: Cluster, switches: Sequence[Figures], num_too_large: int, are_all: bool
-) -> list[str]:
-    """Return every layout on a line, in the order given.
-
-    Args:
-        are_all: also those of engines that nobody would want.
-    """
+def sweep_lines(cluster: Cluster, switches: Sequence[Figures], num_too_large: int) -> list[str]:
+    """Return a line for every layout, in the order given."""
     device_bytes = cluster.device_memory_bytes
     rows = [
         {**figures, "left_bytes": device_bytes - figures["memory_bytes_there"][-1]} for figures in switches
     ]
-    lines = [
-        *table(rows, SWEPT),
-        f"  fastest switch there and back first, {PREDICTED}; how fast the engines then generate is another matter",
-    ]
+    lines = [*table(rows, SWEPT), f"  fastest switch there and back first, {PREDICTED}"]
     if num_too_large:
-        lines.append(
-            f"  {num_too_large} more layout(s) left out: their weights exceed the device's {format_bytes(device_bytes)}"
-        )
-    if not are_all:
-        lines.append(
-            "  listed are engines no larger than a training replica or a node, t_g up to t or a node; --sweep all has the"
-            " others as well"
-        )
+        lines.append(f"  {num_too_large} more layout(s) exceed the device's {format_bytes(device_bytes)}")
     return lines

@@ -9,7 +9,7 @@ Element = TypeVar("Element", bound=Hashable)
 
 
 def components(links: Iterable[Iterable[Element]]) -> list[tuple[Element, ...]]:
-    """Elements that links connect, directly or through others; each link names one element or more.
+    """Return the elements that links connect, directly or through others; each link names one element or more.
 
     Components, and the elements of each, are in the order in which the links first name them.
     """

@@ -21,7 +21,7 @@ Place = tuple[ShardKey | None, ShardKey | None]
 
 @lru_cache(maxsize=4)
 def domains(source: Layout, destination: Layout) -> Groups:
-    """Domains of all ranks of two layouts of one model, each ascending, in the order of their first ranks."""
+    """Return the domains of all ranks of two layouts of one model, each ascending, in the order of their first ranks."""
     choices = {key: _choices(source, destination, key) for key in set(destination.keys.values())}
 
     @cache
@@ -36,9 +36,9 @@ def domains(source: Layout, destination: Layout) -> Groups:
 
 
 def _replicas(source: Layout, destination: Layout) -> Iterable[list[int]]:
-    """Ranks in as many parts as hold a whole model each: the first ranks of every shard, the second ranks, and so on.
+    """Return the ranks in as many parts as hold a whole model: the first ranks of every shard, the second, and so on.
 
-    Ranks without a source shard are dealt out among the parts.
+    Ranks without a source shard are distributed over the parts.
     """
     alike: dict[Place, list[int]] = {}
     for rank in sorted({**source.keys, **destination.keys}):
@@ -55,7 +55,7 @@ def _replicas(source: Layout, destination: Layout) -> Iterable[list[int]]:
 def _links(
     places: tuple[Place, ...], choices: dict[ShardKey, set[frozenset[ShardKey]]]
 ) -> Iterator[list[int]]:
-    """For each of `places`, its index and the indices of those that serve it."""
+    """Yield, for each of `places`, its index and the indices of the places that serve it."""
     holder: dict[ShardKey, int] = {}
     for index, (held, _) in enumerate(places):
         if held is not None:
@@ -66,7 +66,7 @@ def _links(
 
 
 def _servers(held: ShardKey | None, choices: set[frozenset[ShardKey]]) -> set[ShardKey]:
-    """Shards that a rank with the shard `held` reads from, so that it has one of each of `choices`."""
+    """Return shards that a rank with the shard `held` reads from to have one of each of `choices`."""
     lacking = [keys for keys in choices if held not in keys]
     servers = {key for keys in lacking if len(keys) == 1 for key in keys}
     for keys in sorted(map(sorted, lacking)):
@@ -76,7 +76,7 @@ def _servers(held: ShardKey | None, choices: set[frozenset[ShardKey]]) -> set[Sh
 
 
 def _choices(source: Layout, destination: Layout, key: ShardKey) -> set[frozenset[ShardKey]]:
-    """For every part of a destination shard, the source shards that hold it."""
+    """Return, for every part of a destination shard, the source shards that hold it."""
     held = _held(source)
     needed = {
         (held[tensor], piece.box)
@@ -92,7 +92,7 @@ _Holders = tuple[tuple[ShardKey, Box], ...]
 
 @lru_cache(maxsize=4)
 def _held(source: Layout) -> dict[str, _Holders]:
-    """Logical tensor -> the shards that hold a part of it, with the part; tensors held alike share one object."""
+    """Return logical tensor -> shards that hold a part of it, with the part; tensors held alike share one object."""
     alike: dict[_Holders, _Holders] = {}
     found = {}
     for tensor, pieces in source.holders.items():
@@ -102,7 +102,7 @@ def _held(source: Layout) -> dict[str, _Holders]:
 
 
 def _cut(box: Box, holders: _Holders) -> set[frozenset[ShardKey]]:
-    """A box cut along the holders' boxes: the keys of the holders of each part."""
+    """Cut a box along the boxes of its holders, and return the keys of each part's holders."""
     parts: list[tuple[Box, frozenset[ShardKey]]] = [(box, frozenset())]
     for key, held in holders:
         cut = []

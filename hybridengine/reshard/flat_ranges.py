@@ -1,7 +1,7 @@
-"""Ranges of a parameter's elements, counted row by row, as boxes: how sharded optimizers cut what they own.
+"""Ranges of a parameter's elements, counted row by row, as boxes.
 
-A distributed optimizer gives every replica a range [start, stop) of each parameter's elements, which is no box. It is a
-few of them, though: part of a row, whole rows, part of a row, in each dimension anew.
+A distributed optimizer gives every replica a range [start, stop) of each parameter's elements. Such a range consists of
+a few boxes: part of a row, whole rows, part of a row, and the same in each further dimension.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RangePiece:
     tensor: str
     box: Box
     offset: int
-    """Of the box's first element, from the beginning of the range."""
+    """Index of the box's first element in the range."""
     strides: tuple[int, ...]
     """Elements between neighbours in each dimension, in the range as in the whole parameter."""
 
@@ -31,7 +31,7 @@ class RangePiece:
 
 
 def boxes_in_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Disjoint boxes that cover the elements [start, stop) of a tensor of `shape`, counted row by row."""
+    """Return disjoint boxes that cover the elements [start, stop) of a tensor of `shape`, counted row by row."""
     if start >= stop:
         return []
     if not shape:
@@ -54,7 +54,7 @@ def boxes_in_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def pieces_in_range(parameter: LocalParameter, start: int, stop: int) -> Iterator[RangePiece]:
-    """What the elements [start, stop) of a local parameter hold of logical tensors; padding is left out."""
+    """Yield the pieces of logical tensors in the elements [start, stop) of a local parameter, without padding."""
     strides = row_strides(parameter.shape)
     for inside in boxes_in_range(parameter.shape, start, stop):
         for piece in parameter.pieces:
@@ -67,5 +67,5 @@ def pieces_in_range(parameter: LocalParameter, start: int, stop: int) -> Iterato
 
 
 def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements between neighbours in each dimension of a contiguous tensor."""
+    """Return the elements between neighbours in each dimension of a contiguous tensor."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -30,28 +30,28 @@ class Piece:
 
     @property
     def local_box(self) -> Box:
-        """The elements of the local parameter that hold the box."""
+        """Box of the local parameter that holds the piece."""
         return self.in_parameter(self.box)
 
     @property
     def index(self) -> tuple[int | slice, ...]:
-        """Index of the local parameter, an array or a tensor, that gives a view with the box's shape."""
+        """Index that gives a view of the local parameter, an array or a tensor, with the box's shape."""
         return view_index(self.offset, extents(self.box))
 
     def start_in_parameter(self, part: Box) -> tuple[int, ...]:
-        """Index in the local parameter of the first element of `part`, a box inside the piece."""
+        """Return the index in the local parameter of the first element of `part`, a box inside the piece."""
         offset, leading = self.offset, len(self.offset) - len(part)
         inside = zip(part, self.box, offset[leading:], strict=True)
         # Plans ask for every part of every move: a list is made faster than a generator.
         return offset[:leading] + tuple([start - first + index for (start, _), (first, _), index in inside])
 
     def in_parameter(self, part: Box) -> Box:
-        """`part`, a box inside the piece, in indices of the local parameter."""
+        """Return `part`, a box inside the piece, in indices of the local parameter."""
         sizes = (1,) * (len(self.offset) - len(part)) + extents(part)
         return tuple((i, i + size) for i, size in zip(self.start_in_parameter(part), sizes, strict=True))
 
     def in_tensor(self, local: Box) -> Box:
-        """`local`, a box of the local parameter inside the piece, in indices of the logical tensor."""
+        """Return `local`, a box of the local parameter inside the piece, in indices of the logical tensor."""
         leading = len(self.offset) - len(self.box)
         return moved(local[leading:], self.offset[leading:], starts(self.box))
 
@@ -129,7 +129,7 @@ class Layout:
     """Rank -> key of its shard."""
     shards: Mapping[ShardKey, Shard]
     kind: str = ""
-    """What the layout belongs to, for messages: "megatron 2-2-1"."""
+    """Name of the layout in messages: "megatron 2-2-1"."""
 
     @cached_property
     def holders(self) -> dict[str, list[tuple[ShardKey, Piece]]]:
@@ -161,14 +161,14 @@ _EMPTY = Shard(())
 
 
 def whole(name: str, tensor: str, shape: tuple[int, ...]) -> LocalParameter:
-    """A parameter that is a logical tensor, unsharded."""
+    """Return a parameter that is a logical tensor, unsharded."""
     return LocalParameter(name, shape, (Piece(tensor, full_box(shape), (0,) * len(shape)),))
 
 
 def sharded(
     name: str, tensor: str, shape: tuple[int, ...], dim: int, index: int, count: int
 ) -> LocalParameter:
-    """Shard `index` of `count` equal shards of a logical tensor along `dim`."""
+    """Return shard `index` of `count` equal shards of a logical tensor along `dim`."""
     size = shape[dim] // count
     box = list(full_box(shape))
     box[dim] = (index * size, (index + 1) * size)
@@ -177,7 +177,7 @@ def sharded(
 
 
 def row_stack(name: str, parts: list[tuple[str, tuple[int, ...], tuple[int, int]]]) -> LocalParameter:
-    """A parameter made of row ranges of logical tensors, one below the other.
+    """Return a parameter made of row ranges of logical tensors, one below the other.
 
     Each part is (logical tensor, its shape, (first row, last row + 1)); empty ranges are left out.
     """
@@ -192,7 +192,7 @@ def row_stack(name: str, parts: list[tuple[str, tuple[int, ...], tuple[int, int]
 
 
 def stacked(name: str, parameters: Sequence[LocalParameter]) -> LocalParameter:
-    """Parameters of one shape along a new first dim, as engines keep the weights of experts."""
+    """Return parameters of one shape stacked along a new first dim, as engines keep the weights of experts."""
     pieces = tuple(
         Piece(piece.tensor, piece.box, (index, *piece.offset))
         for index, parameter in enumerate(parameters)
@@ -204,7 +204,7 @@ def stacked(name: str, parameters: Sequence[LocalParameter]) -> LocalParameter:
 def vocab_shard(
     name: str, tensor: str, shape: tuple[int, ...], padded_rows: int, index: int, count: int
 ) -> LocalParameter:
-    """Shard `index` of `count` of a vocabulary matrix that is padded to `padded_rows`; padding rows have no piece."""
+    """Return shard `index` of `count` of a vocabulary matrix padded to `padded_rows`; padding rows have no piece."""
     size = padded_rows // count
     start, stop = index * size, min((index + 1) * size, shape[0])
     pieces = (Piece(tensor, ((start, stop), (0, shape[1])), (0, 0)),) if start < stop else ()

@@ -48,7 +48,7 @@ def megatron_layout(shape: ModelShape, grid: Grid, names: NameSet = NameSet.LOCA
 def megatron_shard(
     shape: ModelShape, pp_rank: int, pp_size: int, tp_rank: int, tp_size: int, names: NameSet
 ) -> Shard:
-    """Parameters of the rank at (`pp_rank`, `tp_rank`)."""
+    """Return the parameters of the rank at (`pp_rank`, `tp_rank`)."""
     padded = padded_vocab_size(shape.vocab_size, tp_size)
     vocab_shape = shape.tensors[EMBEDDING]
     parameters: list[LocalParameter] = []

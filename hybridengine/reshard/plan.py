@@ -17,7 +17,7 @@ from hybridengine.reshard.layout import Layout
 
 
 class Place(NamedTuple):
-    """Where a box starts: in which parameter of which rank, at which index."""
+    """The first element of a box: rank, parameter, and index in it."""
 
     rank: int
     parameter: str

@@ -124,7 +124,7 @@ def fused_groups(shards: Iterable[Shard]) -> list[tuple[str, ...]]:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """A plan is many small objects without cycles: looking for cycles among them doubles the time it takes."""
+    """Suspend the search for cycles: plans are many small objects without any, and it doubles their time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -218,12 +218,12 @@ class _Group:
 
     @property
     def in_flight_R(self) -> np.ndarray:
-        """What appears while the group is in flight."""
+        """Elements that appear while the group is in flight."""
         return self.staged_R + self.filled_R
 
     @property
     def held_R(self) -> np.ndarray:
-        """What is held besides the destination while the group is in flight."""
+        """Elements that are held besides the destination while the group is in flight."""
         return self.staged_R + self.released_R
 
     def fits_with(self, other: _Group, in_flight: int, held_R: np.ndarray) -> bool:
@@ -245,7 +245,7 @@ class _Group:
 
 
 def _in_transfer_order(groups: list[_Group]) -> list[_Group]:
-    """Large groups first: little is then in flight when the destination is nearly complete, and the peak is lowest.
+    """Return groups, large ones first: little is then in flight when the destination is nearly complete.
 
     Among groups of one size the senders take turns, so that all stages send all the time.
     """
@@ -260,7 +260,7 @@ def _in_transfer_order(groups: list[_Group]) -> list[_Group]:
 
 
 def _buckets(groups: list[_Group], domain: _Domain, bucket_elements: int) -> Iterator[Bucket]:
-    """Groups in order, cut so that two buckets fit into `bucket_elements` on every rank.
+    """Yield groups in order as buckets, cut so that two buckets fit into `bucket_elements` on every rank.
 
     Towards the end buckets become small: what they hold besides the destination then comes on top of a destination that
     is nearly complete. Before, the destination parameters that are still to come leave room for it.

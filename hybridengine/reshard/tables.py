@@ -1,4 +1,4 @@
-"""Turns the entries of a family's tables into the parameters of one tensor-parallel rank."""
+"""Turn the entries of a family's tables into the parameters of one tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def layer_parameters(
     tp_rank: int,
     tp_size: int,
 ) -> list[LocalParameter]:
-    """Parameters of one decoder layer on the rank `tp_rank` of `tp_size`.
+    """Return the parameters of one decoder layer on the rank `tp_rank` of `tp_size`.
 
     Args:
-        prefixes: what the names of the layer's parameters, and of its logical tensors, begin with.
+        prefixes: of the names of the layer's parameters, and of its logical tensors.
         tensors: logical tensor -> shape, with that prefix.
     """
     parameter_prefix, tensor_prefix = prefixes
@@ -40,7 +40,7 @@ def layer_parameters(
 
 
 def _ranges(stack: Stack, tp_rank: int, tp_size: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(logical tensor, its rows) from top to bottom."""
+    """Yield (logical tensor, its rows) from top to bottom."""
     if stack.groups is None:
         for section in stack.sections:
             yield section.tensor, _share(section, tp_rank, tp_size)
@@ -52,7 +52,7 @@ def _ranges(stack: Stack, tp_rank: int, tp_size: int) -> Iterator[tuple[str, tup
 
 
 def _share(section: Rows, index: int, count: int) -> tuple[int, int]:
-    """Rows of share `index` of `count`; where there are fewer units, consecutive shares are the same unit."""
+    """Return the rows of share `index` of `count`; consecutive shares are the same unit if there are fewer units."""
     shares = min(count, section.units)
     size, index = (section.stop - section.start) // shares, index * shares // count
     return section.start + index * size, section.start + (index + 1) * size

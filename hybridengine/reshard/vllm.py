@@ -27,7 +27,7 @@ from hybridengine.topology.sizes import MODEL_AXES
 
 @lru_cache(maxsize=16)
 def vllm_layout(shape: ModelShape, generation: GenerationGrid) -> Layout:
-    """Layout of the engines over the ranks of a generation grid.
+    """Return the layout of the engines over the ranks of a generation grid.
 
     Raises:
         PlanError: vLLM cannot hold the model, or the sizes nest and the vocabulary's shards do not.
@@ -49,7 +49,7 @@ def vllm_layout(shape: ModelShape, generation: GenerationGrid) -> Layout:
 def vllm_shard(
     shape: ModelShape, stages: tuple[range, ...], pp_rank: int, tp_rank: int, tp_size: int
 ) -> Shard:
-    """Parameters of the engine rank at (`pp_rank`, `tp_rank`)."""
+    """Return the parameters of the engine rank at (`pp_rank`, `tp_rank`)."""
     first, last = pp_rank == 0, pp_rank == len(stages) - 1
     padded = padded_vocab_size(shape.vocab_size, 1)
     vocab_shape = shape.tensors[EMBEDDING]

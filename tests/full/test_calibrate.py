@@ -28,7 +28,7 @@ def test_a_machine_is_measured_fitted_and_planned_for(
     monkeypatch.setattr(calibration, "STEPS_PER_SIZE", 2)
     file, figures = tmp_path / "here.yaml", tmp_path / "fit.json"
     assert main(["calibrate", "--ranks", "2", "--out", str(file), "--json", str(figures)]) == 0
-    text = capsys.readouterr().out
+    text = "".join(capsys.readouterr())  # results and progress
     for part in (
         "measuring 2 ranks",
         "case 1 of 1",

@@ -182,7 +182,6 @@ def test_a_cluster_that_is_not_there_takes_no_finding_away(
     [
         (["none.yaml"], "none.yaml"),
         (["run.steps=3"], "run.steps=3"),
-        (["--folder", "a", "--folder", "b"], "--folder is given twice"),
         (["--json", "/none/figures.json"], "/none"),
     ],
 )

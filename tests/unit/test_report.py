@@ -143,11 +143,10 @@ def test_the_page_needs_nothing_from_elsewhere(made_up: Path) -> None:
         (["RUN/none"], "none is not a folder; name the folder of a run"),
         (["RUN/metrics.jsonl"], "metrics.jsonl is not a folder; name the folder of a run"),
         (["RUN/samples"], "samples has no metrics.jsonl, timeline.json, config.yaml or samples/*.jsonl; name the folder"),
-        (["RUN", "--output", "RUN"], "cannot be written (Is a directory); name a file in a folder that exists"),
+        (["RUN", "--output", "RUN"], "exists and is not a regular file; name another file"),
         (["RUN", "--output", "RUN/none/page.html"], "cannot be written (No such file or directory); name a file"),
         (["RUN", "--output", "RUN/metrics.jsonl"], "metrics.jsonl is what the report reads; name another file"),
         (["RUN", "--output", "RUN/samples/step-0.jsonl"], "step-0.jsonl is what the report reads; name another file"),
-        (["RUN", "--output", "a.html", "--output", "b.html"], "--output is given twice, as a.html and as b.html"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_clear_error(
