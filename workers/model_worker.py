@@ -109,14 +109,14 @@ class TrainedWorker(ModelWorker):
             )
         counters = {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
         try:
-            self._save = BackgroundSave(self.trainer, Path(folder), counters)
+            self._save = BackgroundSave(self.trainer, Path(folder), counters, self.run.timeouts.save_s)
         except CheckpointError as error:
             return error
         return None
 
     @register(ONE_TO_ALL)
     def end_save(self, last: bool) -> bool | CheckpointError:
-        """Whether the folder of the save is whole, or why it will not be, as far as this rank knows; rank 0 does.
+        """Return whether the folder of the save is whole, or why it will not be, as far as this rank knows.
 
         Args:
             last: whoever has not written by now has given up.
