@@ -1,4 +1,4 @@
-"""What every worker with a Megatron model has in common: its place, its model, and running rows through it."""
+"""Base of every worker with a Megatron model: its place, its model, and running rows through it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
 from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.losses.aggregation import LossStats, merge_stats
 from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_checkpoint, load_random
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.model import available_names
+from hybridengine.backends.megatron.outputs import response_log_probs
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer
 from hybridengine.backends.megatron.weights import load_weights
@@ -74,6 +76,13 @@ class ModelWorker:
             for name in results[0]
         }
         return TensorDict(columns, batch_size=[len(batch)])  # pyright: ignore[reportArgumentType]
+
+    def log_probs_of(
+        self, logits: Tensor, columns: MicroBatch, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies of response tokens, [b, r] each; by default at the rollout's temperature."""
+        temperature = self.run.rollout.temperature if temperature is None else temperature
+        return response_log_probs(logits, columns, self.shape.vocab_size, self.model.groups.tp, temperature)
 
 
 class TrainedWorker(ModelWorker):

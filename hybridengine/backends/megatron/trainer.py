@@ -82,7 +82,7 @@ class MegatronModel:
 
 
 def _wanted_positions(module: GPTModel, shape: ModelShape) -> WantedPositions | None:
-    """Of a last stage with a vocabulary; scores cost nothing and are read at any position."""
+    """Return the choice of positions on a last stage with a vocabulary; scores are read at any position."""
     return WantedPositions(module.output_layer) if module.post_process and not shape.num_labels else None
 
 
