@@ -49,11 +49,10 @@ _HOMES = {
     "reshard.planner": "compile_plan",
     "reshard.vllm": "vllm_layout",
     "runtime.executor": "Verify",
-    "runtime.hybrid_engine": "GenerationSide HybridEngine TrainingSide",
+    "runtime.hybrid_engine": "GenerationSide HybridEngine TrainingSide WeightPush",
     "runtime.process_groups": "process_groups",
     "runtime.storage": "WeightStorage",
     "runtime.transport": "PointToPointTransport",
-    "runtime.weight_push": "WeightPush",
     "topology.generation": "GenerationGrid Grouping",
     "topology.grid": "Grid RankOrder group_with",
     "topology.links": "NodeMap",
@@ -134,10 +133,10 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.runtime.hybrid_engine import GenerationSide as GenerationSide
     from hybridengine.runtime.hybrid_engine import HybridEngine as HybridEngine
     from hybridengine.runtime.hybrid_engine import TrainingSide as TrainingSide
+    from hybridengine.runtime.hybrid_engine import WeightPush as WeightPush
     from hybridengine.runtime.process_groups import process_groups as process_groups
     from hybridengine.runtime.storage import WeightStorage as WeightStorage
     from hybridengine.runtime.transport import PointToPointTransport as PointToPointTransport
-    from hybridengine.runtime.weight_push import WeightPush as WeightPush
     from hybridengine.topology.generation import GenerationGrid as GenerationGrid
     from hybridengine.topology.generation import Grouping as Grouping
     from hybridengine.topology.grid import Grid as Grid

@@ -39,7 +39,7 @@ RowRanges = tuple[range, ...]
 
 @dataclass(frozen=True)
 class GroupTopology:
-    """How the ranks of one worker group are arranged."""
+    """Arrangement of the ranks of one worker group."""
 
     grid: Grid
     generation: GenerationGrid | None = None
@@ -91,7 +91,7 @@ class RankContext:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How the rows of one call travel to the ranks of a group and back."""
+    """Way of the rows of one call to the ranks of a group and back."""
 
     name: str
     split: Callable[[int, GroupTopology], RowRanges]
@@ -99,9 +99,9 @@ class Protocol:
     sources: Callable[[GroupTopology], tuple[int, ...]]
     """Ranks whose results are collected, in row order."""
     concatenates: bool
-    """Whether the sources' rows form one batch again; otherwise the result is a list by source rank."""
+    """True if the sources' rows form one batch again; otherwise the result is a list by source rank."""
     takes_items: bool = False
-    """Whether every argument is a list with one item per rank, and not a batch of rows."""
+    """True if every argument is a list with one item per rank, and not a batch of rows."""
 
     def __str__(self) -> str:
         return self.name
@@ -114,17 +114,12 @@ class Protocol:
                 a range outside of the rows, or sources whose ranges do not tile the rows they concatenate.
         """
         ranges = self.split(num_rows, topology)
-        if len(ranges) != topology.num_ranks:
+        are_inside = all(rows.step == 1 and 0 <= rows.start <= rows.stop <= num_rows for rows in ranges)
+        if len(ranges) != topology.num_ranks or not are_inside:
             raise ProtocolError(
-                f"{self.name} splits rows into {len(ranges)} ranges for {topology.num_ranks} ranks ({topology});"
-                " `split` must return one range per rank"
+                f"{self.name} splits {num_rows} rows into {', '.join(map(str, ranges))} for {topology.num_ranks} ranks"
+                f" ({topology}); `split` must return one range per rank, with step 1 and inside of the rows"
             )
-        for rank, rows in enumerate(ranges):
-            if rows.step != 1 or not 0 <= rows.start <= rows.stop <= num_rows:
-                raise ProtocolError(
-                    f"{self.name} gives rank {rank} the rows {rows} of {num_rows};"
-                    " `split` must return ranges with step 1 inside of the rows"
-                )
         if self.concatenates:
             self._check_tiling(num_rows, ranges, topology)
         return ranges
@@ -239,7 +234,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Registration:
-    """What a group knows of a worker method that the controller may call."""
+    """Properties of a worker method that the controller may call."""
 
     protocol: Protocol
     columns: tuple[str, ...] | None = None
@@ -247,7 +242,7 @@ class Registration:
     optional: tuple[str, ...] = ()
     """Columns that it reads besides where its rows have them."""
     returns_rows: bool = False
-    """Whether the method returns rows, which then stay on their ranks; else its results come to the controller."""
+    """True if the method returns rows, which then stay on their ranks; else its results come to the controller."""
 
 
 def register(

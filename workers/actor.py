@@ -13,7 +13,6 @@ from torch import Tensor
 from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
 from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss
 from hybridengine.backends.engine import SamplingSettings, generate
-from hybridengine.backends.megatron.outputs import response_log_probs
 from hybridengine.backends.megatron.weights import save_weights
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
@@ -109,7 +108,7 @@ class ActorWorker(TrainedWorker):
         """One optimizer step on demonstrations: the mean negative log-probability of their response tokens."""
 
         def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
-            log_probs, _ = self._log_probs(logits, columns, temperature=1.0)
+            log_probs, _ = self.log_probs_of(logits, columns, temperature=1.0)
             mask = columns["mask"]
             total = -(log_probs * mask).sum()
             count = mask.sum()
@@ -177,13 +176,11 @@ class ActorWorker(TrainedWorker):
         Raises:
             DriftError: they are further apart than `guards.log_prob_drift`; the rows are kept in the run's folder.
         """
-        temperature = self.run.rollout.temperature
-
-        def output(logits: Tensor, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-            log_probs, entropies = self._log_probs(logits, columns, temperature)
-            return {"log_probs": log_probs, "entropies": entropies}
-
-        result = self.forward_rows(rollout, output)
+        names = ("log_probs", "entropies")
+        result = self.forward_rows(
+            rollout,
+            lambda logits, columns: dict(zip(names, self.log_probs_of(logits, columns), strict=True)),
+        )
         bound = self.run.guards.log_prob_drift
         if result is not None and bound is not None and "rollout_log_probs" in rollout.keys():  # noqa: SIM118
             check_drift(rollout, result["log_probs"], bound, self._save_reproduction)
@@ -219,7 +216,7 @@ class ActorWorker(TrainedWorker):
         Raises:
             ProtocolError: a KL loss without `ref_log_probs`, or fewer rows than mini-batches.
         """
-        section, temperature = self.run.actor, self.run.rollout.temperature
+        section = self.run.actor
         produced = {"weights", "ref_log_probs"} & set(batch.keys())
         if section.kl_loss_coef and "ref_log_probs" not in produced:
             raise ProtocolError(
@@ -232,7 +229,7 @@ class ActorWorker(TrainedWorker):
         columns_of = ["log_probs", "advantages", *produced]
 
         def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
-            log_probs, entropies = self._log_probs(logits, columns, temperature)
+            log_probs, entropies = self.log_probs_of(logits, columns)
             mask = columns["mask"]
             total = _checked(policy_loss(log_probs, columns, algorithm, section, aggregation), algorithm.loss)
             total = total + entropy_bonus(entropies, mask, section.entropy_coef, aggregation)
@@ -261,7 +258,7 @@ class ActorWorker(TrainedWorker):
             ProtocolError: a pair is cut across replicas, or there are fewer pairs than mini-batches.
         """
         self.check_units(len(batch), unit=2)
-        algorithm, temperature = algorithm or self.run.algorithm, self.run.rollout.temperature
+        algorithm = algorithm or self.run.algorithm
         preference_loss = import_object(algorithm.loss)
         aggregation = Aggregation(self.run.actor.loss_aggregation, self._divisor)
         better, worse = batch["scores"][0::2], batch["scores"][1::2]
@@ -269,7 +266,7 @@ class ActorWorker(TrainedWorker):
         batch["told"] = told.repeat_interleave(2)[:, None].expand_as(batch["ref_log_probs"]).clone()
 
         def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
-            log_probs, _ = self._log_probs(logits, columns, temperature)
+            log_probs, _ = self.log_probs_of(logits, columns)
             keep = columns["told"][0::2, 0]
             total = preference_loss(log_probs, columns, algorithm, self.run.actor, aggregation)
             total = _checked(total, algorithm.loss)
@@ -281,11 +278,6 @@ class ActorWorker(TrainedWorker):
     def export_model(self, folder: str, companions: str) -> None:
         """Write the policy as a Hugging Face checkpoint, with the config and tokenizer files of `companions`."""
         save_weights(self.trainer, self.registry, folder, companions)
-
-    def _log_probs(
-        self, logits: Tensor, columns: dict[str, Tensor], temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        return response_log_probs(logits, columns, self.shape.vocab_size, self.model.groups.tp, temperature)
 
 
 def _checked(loss: Any, path: str) -> SummedLoss:

@@ -1,4 +1,4 @@
-"""What every worker with a Megatron model has in common: its place, its model, and running rows through it."""
+"""Base of every worker with a Megatron model: its place, its model, and running rows through it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
 from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.losses.aggregation import LossStats, merge_stats
 from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_checkpoint, load_random
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.model import available_names
+from hybridengine.backends.megatron.outputs import response_log_probs
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer
 from hybridengine.backends.megatron.weights import load_weights
@@ -75,6 +77,13 @@ class ModelWorker:
         }
         return TensorDict(columns, batch_size=[len(batch)])  # pyright: ignore[reportArgumentType]
 
+    def log_probs_of(
+        self, logits: Tensor, columns: MicroBatch, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies of response tokens, [b, r] each; by default at the rollout's temperature."""
+        temperature = self.run.rollout.temperature if temperature is None else temperature
+        return response_log_probs(logits, columns, self.shape.vocab_size, self.model.groups.tp, temperature)
+
 
 class TrainedWorker(ModelWorker):
     """A model that is trained on this rank."""
@@ -109,14 +118,14 @@ class TrainedWorker(ModelWorker):
             )
         counters = {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
         try:
-            self._save = BackgroundSave(self.trainer, Path(folder), counters)
+            self._save = BackgroundSave(self.trainer, Path(folder), counters, self.run.timeouts.save_s)
         except CheckpointError as error:
             return error
         return None
 
     @register(ONE_TO_ALL)
     def end_save(self, last: bool) -> bool | CheckpointError:
-        """Whether the folder of the save is whole, or why it will not be, as far as this rank knows; rank 0 does.
+        """Return whether the folder of the save is whole, or why it will not be, as far as this rank knows.
 
         Args:
             last: whoever has not written by now has given up.

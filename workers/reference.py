@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
 
-from hybridengine.backends.megatron.outputs import response_log_probs
 from hybridengine.config import RunConfig
 from hybridengine.protocols import PROTO_3D, RankContext, register
 from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS
@@ -23,11 +21,6 @@ class ReferenceWorker(ModelWorker):
     @register(PROTO_3D, SEQUENCE_COLUMNS, returns_rows=True)
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
         """`ref_log_probs` [B, R] of the response tokens."""
-
-        def output(logits: Tensor, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-            log_probs, _ = response_log_probs(
-                logits, columns, self.shape.vocab_size, self.model.groups.tp, self.run.rollout.temperature
-            )
-            return {"ref_log_probs": log_probs}
-
-        return self.forward_rows(rollout, output)
+        return self.forward_rows(
+            rollout, lambda logits, columns: {"ref_log_probs": self.log_probs_of(logits, columns)[0]}
+        )

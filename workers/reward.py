@@ -45,8 +45,7 @@ class RewardFunctionWorker:
 
     @register(ONE_TO_ALL)
     def take_metrics(self) -> dict[str, float]:
-        """What the functions of this rank did since the last time, to be summed over the ranks: calls, failures, retries
-        and dropped rows."""
+        """Return counts of this rank's functions since the last time: calls, failures, retries and dropped rows."""
         return self._functions.take_metrics()
 
     def close(self) -> None:

@@ -116,7 +116,7 @@ class Response:
 class Engine(GenerationSide, Protocol):
     """One rank's part of a generation engine.
 
-    Its weights come from a weight sync (`runtime/hybrid_engine.py`, `runtime/weight_push.py`), which writes into their
+    Its weights come from a weight sync (`runtime/hybrid_engine.py`), which writes into their
     storages. Between two calls of `advance` weights may change while requests stay: where the KV cache is released
     (`leave_generation`), unfinished requests are computed anew when it is back.
     """

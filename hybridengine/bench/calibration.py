@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.config import RunConfig, load_config
-from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.calls import call_log
 from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.metrics.measured_run import lengths_of, phase_seconds, prompt_tokens_of
 from hybridengine.metrics.rows import Row
@@ -205,13 +205,13 @@ class _Step:
 
 
 def _step(config: RunConfig, pools: RunPools, roles: Roles, number: int) -> _Step:
-    exchange = row_exchange()
+    log = call_log()
     sampling = Sampling(number, config.data.batch_size, 1, number * 65_537)
-    exchange.take_records()
+    log.take_records()
     begin = time.time()
     metrics = config.algorithm.step(roles, sampling, State())
     pools.wait()
-    seconds, records = time.time() - begin, exchange.take_records()
+    seconds, records = time.time() - begin, log.take_records()
     spans = [
         Span(str(record), "", rank, "", record.role, *span, record.pool)
         for record in records

@@ -138,13 +138,13 @@ def measure_dispatch(spec: DispatchSpec, say: Callable[[str], None]) -> Dispatch
         HybridEngineError: a rank failed or did not answer in time.
     """
     from hybridengine.backends.vllm import environment
-    from hybridengine.controller.exchange import row_exchange
+    from hybridengine.controller.calls import call_log
     from hybridengine.controller.pool import ResourcePool
     from hybridengine.controller.rows import Rows
     from hybridengine.controller.worker_group import WorkerGroup
 
     workers = "hybridengine.bench.dispatch_workers"
-    exchange = row_exchange()
+    log = call_log()
     env = environment.ON_CPU  # as in a run
     with ResourcePool([spec.producer.num_ranks], env=env, timeout_s=spec.timeout_s) as pool:
         say(f"starting {spec.producer.num_ranks} ranks")
@@ -160,23 +160,23 @@ def measure_dispatch(spec: DispatchSpec, say: Callable[[str], None]) -> Dispatch
             return all(consumer.take_rows(rows.get(), checks).get())
 
         say(f"handing them to {spec.consumer} both ways, {1 + spec.repetitions} times; the first is checked")
-        exchange.take_records()
+        log.take_records()
         if not direct(checks=True):
             raise TransferError("rows arrived wrong from rank to rank; look for faulty memory or network")
         pool.wait()
-        received = sum(sum(record.transferred.values()) for record in exchange.take_records())
+        received = sum(sum(record.transferred.values()) for record in log.take_records())
         if not through(checks=True):
             raise TransferError(
                 "rows arrived wrong through the controller; look for faulty memory or network"
             )
         direct_s, through_s, payload, through_payload = [], [], 0, 0
         for repetition in range(spec.repetitions):
-            before = exchange.payload_bytes
+            before = log.payload_bytes
             direct_s.append(_timed(direct))
-            payload += exchange.payload_bytes - before
-            before = exchange.payload_bytes
+            payload += log.payload_bytes - before
+            before = log.payload_bytes
             through_s.append(_timed(through))
-            through_payload = exchange.payload_bytes - before
+            through_payload = log.payload_bytes - before
             say(
                 f"{repetition + 1} of {spec.repetitions}: direct {direct_s[-1]:.2f} s, through the controller"
                 f" {through_s[-1]:.2f} s"

@@ -13,7 +13,7 @@ from hybridengine.backends.vllm import environment
 from hybridengine.bench.step_result import StepTime
 from hybridengine.bench.step_spec import OwnWay, StepSpec
 from hybridengine.config import RunConfig, load_config
-from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.calls import call_log
 from hybridengine.data.datasets import PromptDataset, rows_after
 from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.metrics import keys
@@ -114,19 +114,19 @@ class OwnSteps:
 
     def step(self, number: int) -> StepTime:
         """One iteration, from prompts to updated weights."""
-        rollout, exchange = self._config.rollout, row_exchange()
+        rollout, log = self._config.rollout, call_log()
         sampling = Sampling(
             number,
             self._config.data.batch_size,
             rollout.samples_per_prompt,
             number * self._config.rows_per_step,
         )
-        exchange.take_records()
+        log.take_records()
         begin = time.time()
         metrics = self._config.algorithm.step(self._roles, sampling, self._state)
         self._pools.wait()
         seconds = time.time() - begin
-        took = call_metrics(exchange.take_records(), 0, begin, begin + seconds)
+        took = call_metrics(log.take_records(), 0, begin, begin + seconds)
         overhead = took.pop(keys.OVERHEAD_S)
         phases = {
             name.removeprefix("time/").removesuffix("_s"): value

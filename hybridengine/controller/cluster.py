@@ -1,4 +1,4 @@
-"""The Ray cluster: starting one on this machine, what its nodes offer, and the order of nodes."""
+"""The Ray cluster: starting one on this machine, its nodes in order, and nodes for pools."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from hybridengine.errors import ConfigError, WorkerError
 
@@ -27,24 +30,25 @@ QUIET_RAY = {
 
 
 START_ATTEMPTS = 3
-"""How often to try to start Ray on this machine."""
+"""Attempts to start Ray on this machine."""
 CONNECT_LIMIT_S = 10.0
 """Until the port of a cluster answers."""
+RESERVE_TIMEOUT_S, RESERVE_POLL_S = 60.0, 0.2
+"""Wait for nodes that another job or a pool closed just now still holds, and time between two looks at what is free."""
+PIN_TIMEOUT_S = 5.0
+"""Wait for nodes that seemed free."""
+NODE_LABEL = "ray.io/node-id"
 
 
 @dataclass(frozen=True)
 class NodeOffer:
-    """What one node of the cluster has."""
+    """Resources of one node of the cluster."""
 
     address: str
     num_cpus: int
     num_gpus: int
     node_id: str = ""
     """Ray's."""
-
-    def less(self, num_cpus: int, num_gpus: int) -> NodeOffer:
-        """What is left of it."""
-        return replace(self, num_cpus=self.num_cpus - num_cpus, num_gpus=self.num_gpus - num_gpus)
 
     def num_ranks(self, cpus_per_rank: int, use_gpus: bool) -> int:
         """Ranks that fit on the node."""
@@ -139,25 +143,48 @@ def _connect(address: str) -> None:
         ) from None
 
 
-def node_offers() -> list[NodeOffer]:
-    """What the live nodes of the connected cluster have, in node order."""
+def node_offers(*, free: bool = False) -> list[NodeOffer]:
+    """Return what the live nodes of the connected cluster have, or have free now, in node order."""
+    available = available_resources_per_node() if free else {}
     offers = []
     for node in sorted(_live_nodes(), key=lambda node: node_key(node["NodeManagerAddress"], node["NodeID"])):
-        resources: Mapping[str, float] = node["Resources"]
-        offers.append(
-            NodeOffer(
-                node["NodeManagerAddress"],
-                int(resources.get("CPU", 0)),
-                int(resources.get("GPU", 0)),
-                node["NodeID"],
-            )
-        )
+        resources = available.get(node["NodeID"], {}) if free else node["Resources"]
+        cpus, gpus = (int(resources.get(kind, 0)) for kind in ("CPU", "GPU"))
+        offers.append(NodeOffer(node["NodeManagerAddress"], cpus, gpus, node["NodeID"]))
     return offers
 
 
-def node_addresses() -> dict[str, str]:
-    """Ray's node id -> address of the live nodes."""
-    return {node["NodeID"]: node["NodeManagerAddress"] for node in _live_nodes()}
+def reserve(ranks_per_node: Sequence[int], cpus_per_rank: int, use_gpus: bool) -> PlacementGroup:
+    """Hold a node for each number of ranks: the first ones in node order that have room, bundle by bundle.
+
+    Ray's own choice among nodes may be another one each time.
+
+    Raises:
+        ConfigError: the nodes stay occupied.
+    """
+    bundles = [
+        {"CPU": ranks * cpus_per_rank} | ({"GPU": ranks} if use_gpus else {}) for ranks in ranks_per_node
+    ]
+    deadline = time.monotonic() + RESERVE_TIMEOUT_S
+    while True:
+        offers = node_offers(free=True)
+        nodes = choose_nodes(ranks_per_node, [offer.num_ranks(cpus_per_rank, use_gpus) for offer in offers])
+        if nodes is not None:
+            placement = placement_group(
+                bundles,  # pyright: ignore[reportArgumentType]
+                strategy="STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK",
+                bundle_label_selector=[{NODE_LABEL: offers[node].node_id} for node in nodes],
+            )
+            if placement.wait(timeout_seconds=PIN_TIMEOUT_S):
+                return placement
+            remove_placement_group(placement)  # somebody else was faster
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"ranks_per_node={list(ranks_per_node)} fits in the cluster, but was not free within"
+                f" {RESERVE_TIMEOUT_S:g} s (free now: {'; '.join(map(str, offers))}); close the other pools, or wait for"
+                " other jobs to end"
+            )
+        time.sleep(RESERVE_POLL_S)
 
 
 def capacity_problems(
@@ -221,20 +248,6 @@ def order_pools(pools: Sequence[Sequence[int]], rooms: Sequence[int]) -> list[in
         else:
             return order
     return as_given
-
-
-def order_bundles(ranks_per_node: Sequence[int], bundle_keys: Sequence[tuple[Any, ...]]) -> list[int]:
-    """Bundle for each position of `ranks_per_node`: among bundles of equal size, nodes in ascending order.
-
-    `bundle_keys[b]` is the `node_key` of the node on which Ray placed bundle b, which has ranks_per_node[b] ranks.
-    Ray may place bundles of equal size on nodes in any order; ranks must not depend on it.
-    """
-    chosen = [0] * len(ranks_per_node)
-    for size in set(ranks_per_node):
-        positions = [position for position, ranks in enumerate(ranks_per_node) if ranks == size]
-        for position, bundle in zip(positions, sorted(positions, key=lambda b: bundle_keys[b]), strict=True):
-            chosen[position] = bundle
-    return chosen
 
 
 def _live_nodes() -> list[dict[str, Any]]:

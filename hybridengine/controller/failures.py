@@ -1,4 +1,4 @@
-"""How a failure on a rank reaches the controller: as data, so that no class needs to unpickle to be reported.
+"""Failures of ranks as they reach the controller: as data, so that no class needs to unpickle to be reported.
 
 Every call of a rank process ends in an `Outcome`; an exception becomes the `RankFailure` inside it. The controller
 turns failures into a `RankFailedError` (one rank, with its traceback) and hangs into a `WorkerTimeoutError`.
@@ -66,21 +66,21 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one call ended on one rank."""
+    """End of one call on one rank."""
 
     rank: int
     begin: float
-    """When the rank took the call up, in seconds since the epoch."""
+    """Time when the rank took the call up, in seconds since the epoch."""
     end: float
     failure: RankFailure | None = None
     fetch_seconds: float = 0.0
-    """Of the time between them: until the call's rows were there."""
+    """Part of the time between them until the call's rows were there."""
     transferred: dict[str, int] = field(default_factory=dict)
     """Bytes of rows that other processes had produced, by the call that had."""
     inline_bytes: int = 0
     """Bytes of rows inside the call's arguments and result, which Ray carries through the controller."""
     held_bytes: dict[str, int] = field(default_factory=dict)
-    """What the rank's process held at the end (`runtime.host_memory.held_bytes`)."""
+    """Memory that the rank's process held at the end (`runtime.host_memory.held_bytes`)."""
 
     @property
     def seconds(self) -> float:
@@ -159,7 +159,7 @@ def root_cause(failures: list[RankFailure]) -> tuple[RankFailure, list[RankFailu
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether a failure may be gone when the ranks start again: a process, a link or an engine failed, no rule."""
+    """Return whether a failure may be gone when the ranks start again: a process, a link or an engine failed, no rule."""
     if isinstance(error, RankFailedError):
         if error.failure.died or error.failure.in_collective:
             return True
@@ -169,7 +169,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def failure_signature(error: BaseException) -> str:
-    """What a failure that comes again has in common with itself: not the numbers of processes, ports and bytes."""
+    """Return what repeated failures have in common: their text without numbers of processes, ports and bytes."""
     if isinstance(error, RankFailedError):
         what, text = error.failure.operation, error.failure.error
     else:

@@ -1,83 +1,157 @@
-"""Results of group calls that may not exist yet."""
+"""Calls on the ranks of a pool whose results may not exist yet, and waiting for them.
+
+The first failure ends a wait, and no wait is without an end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, Protocol
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
-from hybridengine.controller.exchange import row_exchange
-from hybridengine.controller.waiting import Operation, wait_for
-from hybridengine.errors import WorkerError, WrongArgumentsError
+from hybridengine.controller.calls import CallObserver, CallRecord, call_log
+from hybridengine.controller.failures import Outcome, RankFailure, rank_failed, root_cause
+from hybridengine.controller.row_requests import traffic_bytes
+from hybridengine.controller.whereabouts import report_lines, words_of
+from hybridengine.errors import WorkerError, WorkerTimeoutError, WrongArgumentsError
+
+ECHO_GRACE_S = 5.0
+"""Time to look for the call and the rank that failed first before blaming those that only saw it."""
+
+
+class Named(Protocol):
+    """A pool of ranks."""
+
+    @property
+    def name(self) -> str: ...
 
 
 class Future:
-    """The results of a group call, a list by source rank; can be passed, as it is, to calls of other groups."""
+    """A group call and its results, a list by source rank; can be passed, as it is, to calls of other groups."""
+
+    _numbers = itertools.count()
 
     def __init__(
         self,
-        operation: Operation,
-        results: Mapping[int, ObjectRef],
-        collect: Callable[[list[Any]], Any],
-        unfinished: Callable[[], Sequence[Future]],
-        inputs: Sequence[Any] = (),
+        pool: Named,
+        role: str,
+        method: str,
+        outcomes: Mapping[int, ObjectRef],
+        *,
+        places: Sequence[str],
+        timeout_s: float,
+        results: Mapping[int, ObjectRef] | None = None,
+        inputs: Sequence[Future] = (),
     ) -> None:
-        """`results` are references to the results of the source ranks, in row order.
+        """Wrap a call that all ranks of a pool have got.
 
-        `unfinished` gives the calls of the pool that ranks have not ended, oldest first: they come first. `inputs` are
-        calls (`Produced`) whose rows the call reads.
+        Args:
+            outcomes: rank -> reference to its `Outcome`.
+            places: text for each rank: coordinate, node.
+            results: source rank -> reference to its result, in row order.
+            inputs: calls whose rows this one reads.
         """
-        self._operation = operation
-        self._results = dict(results)
-        self._collect = collect
-        self._unfinished = unfinished
-        self._inputs = list(inputs)
-        self._is_settled = False
+        self.number = next(self._numbers)
+        self.pool, self.role, self.method, self.timeout_s = pool, role, method, timeout_s
+        self.failures: list[RankFailure] = []
+        """Failures of the ranks that have answered."""
+        self._places = places
+        self._pending, self._outcomes = dict(outcomes), dict[int, Outcome]()
+        self._results = dict(results or {})
+        self._inputs = list(dict.fromkeys(call for one in inputs for call in (one, *one._inputs)))
         self._error: WorkerError | None = None
-        self._collected = False
-        self._value: Any = None
+        self._values: list[Any] | None = None
+        """The results, once they are here."""
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.method}"
 
     @property
-    def operation(self) -> Operation:
-        """The call on the ranks."""
-        return self._operation
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that have not answered."""
+        return tuple(sorted(self._pending))
 
     @property
     def seconds(self) -> float:
         """Time inside the method on the slowest rank; complete once `wait` or `get` has returned."""
-        return self._operation.seconds
+        return max((outcome.seconds for outcome in self._outcomes.values()), default=0.0)
 
     @property
     def reported(self) -> bool:
-        """Whether the call's failure has been raised, or that of a call whose rows it wants."""
-        return self._error is not None or any(
-            produced.future.operation.failed and produced.future.reported for produced in self._inputs
-        )
+        """True if the call's failure has been raised, or that of a call whose rows it wants."""
+        return self._error is not None or any(call.failures and call.reported for call in self._inputs)
 
     @property
     def references(self) -> list[ObjectRef]:
         """References to the results of the source ranks, in row order."""
         return list(self._results.values())
 
-    def settle(self) -> None:
-        """Once the call has ended well: forget the calls whose rows it has read, and write down what it took."""
-        if not self._is_settled and self._operation.poll() and not self._operation.failed:
-            self._is_settled = True
-            self._inputs.clear()
-            row_exchange().records.append(self._operation.record)
+    def observe(self, observer: CallObserver) -> None:
+        """Send the observer this call now, and each rank when it ends: Ray says so, nobody asks or waits."""
+        inputs = [call.number for call in self._inputs]
+        observer.call_made(self.number, self.role, self.method, self.pool.name, len(self._pending), inputs)
+        for rank, outcome in self._pending.items():
+            outcome.future().add_done_callback(
+                lambda _, rank=rank: observer.rank_ended(self.number, self.pool.name, rank)
+            )
+
+    def poll(self) -> bool:
+        """Take what has arrived, and return whether all ranks have answered; a call that has ended well is recorded."""
+        if not self._pending:
+            return True
+        ranks = {ref: rank for rank, ref in self._pending.items()}
+        log = call_log()
+        for ref in ray.wait(list(ranks), num_returns=len(ranks), timeout=0)[0]:
+            rank = ranks[ref]
+            del self._pending[rank]
+            self._outcomes[rank] = outcome = _outcome_of(rank, ref)
+            log.payload_bytes += outcome.inline_bytes
+            if outcome.failure is not None:
+                place = self._places[rank]
+                self.failures.append(
+                    replace(outcome.failure, role=self.role, method=self.method, place=place)
+                )
+        if self._pending or self.failures:
+            return not self._pending
+        self._inputs.clear()
+        if self in log.unfinished:
+            log.unfinished.remove(self)
+            log.records.append(self._record())
+        return True
+
+    def _record(self) -> CallRecord:
+        outcomes = dict(sorted(self._outcomes.items()))
+        transferred: Counter[str] = Counter()
+        for outcome in outcomes.values():
+            transferred.update(outcome.transferred)
+        return CallRecord(
+            self.role,
+            self.method,
+            {rank: (outcome.begin, outcome.end) for rank, outcome in outcomes.items()},
+            {rank: outcome.fetch_seconds for rank, outcome in outcomes.items()},
+            transferred,
+            {rank: outcome.held_bytes for rank, outcome in outcomes.items()},
+            self.pool.name,
+        )
 
     def done(self) -> bool:
-        """Whether every rank has answered or one has failed; `get` then returns or raises at once."""
-        return self._operation.poll() or self._operation.failed
+        """Return whether every rank has answered or one has failed; `get` then returns or raises at once."""
+        return self.poll() or bool(self.failures)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every rank has ended the call; the result stays where it is.
 
-        By default each call that comes first may take the timeout of its group, and then this one; `timeout_s` is for
-        all of them together.
+        A failure of a call that comes first is seen at once, however long others take. By default each call that comes
+        first may take the timeout of its group, from when it is the oldest that has not ended, and then this one;
+        `timeout_s` is for all of them together.
 
         Raises:
             RankFailedError: a rank raised or died, in this call or in one that comes first.
@@ -85,83 +159,140 @@ class Future:
         """
         if self._error is not None:
             raise self._error
-        if self._collected:
-            return
-        ahead = self._ahead()
-        failed = wait_for(self._operation, [call.operation for call in ahead], timeout_s, self._blocked_by)
-        if failed is None:
-            return
-        call = next((call for call in ahead if call.operation is failed), self)
-        if call._error is None:
-            call._error = failed.error()
-        if self._operation.failed:  # where it has not, it may still end, and can be waited for again
-            self._error = call._error
-        raise call._error
+        calls = [*self._ahead(), self]
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        oldest, deadline = None, math.inf
+        while True:
+            pending = [call for call in calls if not call.poll()]
+            if self not in pending and not self.failures:
+                return
+            if any(call.failures for call in calls):
+                cause = _first_failed(calls)
+                cause._error = cause._error or rank_failed(*root_cause(cause.failures))
+                if self.failures:  # else it may still end, and can be waited for again
+                    self._error = cause._error
+                raise cause._error
+            if pending[0] is not oldest:
+                oldest, deadline = pending[0], time.monotonic() + pending[0].timeout_s
+            remaining = (deadline if end is None else end) - time.monotonic()
+            if remaining <= 0:
+                raise self._hang(timeout_s) if timeout_s is not None else pending[0]._hang()
+            references = [ref for call in pending for ref in call._pending.values()]
+            ray.wait(references, num_returns=1, timeout=remaining)
 
     def _ahead(self) -> list[Future]:
-        """Calls that must end before this one can, oldest first, without those that have ended well."""
-        found = {self._operation.number: self}
-        to_visit: list[Future] = [self]
-        while to_visit:
-            call = to_visit.pop()
-            earlier = [
-                other
-                for other in call._unfinished()
-                if other.operation.number < call.operation.number and not other.reported
-            ]
-            for other in [*earlier, *(produced.future for produced in call._inputs)]:
-                if other.operation.number in found or (other.operation.poll() and not other.operation.failed):
-                    continue
-                found[other.operation.number] = other
-                to_visit.append(other)
-        del found[self._operation.number]
-        return [found[number] for number in sorted(found)]
+        """Return the unfinished calls that must end before this one can, oldest first.
 
-    def _blocked_by(self, rank: int) -> str | None:
-        """The first call that the rank has not ended."""
-        missing = (
-            call.operation
-            for call in self._unfinished()
-            if not call.operation.poll() and rank in call.operation.missing
+        These are earlier calls on the same ranks, calls that make rows for this one, and so on for each of them.
+        """
+        ahead, pools, inputs = list[Future](), [self.pool], [*self._inputs]
+        known: set[Future] = {*call_log().unfinished, *inputs}
+        for call in sorted(known, key=lambda call: -call.number):
+            if call.number >= self.number or (call.poll() and not call.failures):
+                continue
+            if call in inputs or (call.pool in pools and not call.reported):
+                ahead.append(call)
+                pools.append(call.pool)
+                inputs += call._inputs
+        return ahead[::-1]
+
+    def _hang(self, timeout_s: float | None = None) -> WorkerTimeoutError:
+        """Return the error of ranks that have not answered within `timeout_s`, or else within the call's own limit."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        places = dict[int, str]()
+        for rank in self.missing:
+            calls = (call for call in call_log().unfinished if call.pool is self.pool)
+            earlier = next((call for call in calls if rank in call.missing), self)
+            places[rank] = self._places[rank] + (f", still in {earlier}" if earlier is not self else "")
+        # Before the call's own limit, ranks have said nothing yet.
+        words = words_of(self._pending) if limit_s >= self.timeout_s else {}
+        return WorkerTimeoutError(
+            f"{self} did not end within {limit_s:g} s: {len(places)} of {len(places) + len(self._outcomes)}"
+            " ranks have not answered; see their stacks in the log, or raise the limit (of a run: timeouts.call_s)\n"
+            + "\n".join(report_lines(places, words))
         )
-        return next(map(str, missing), None)
 
-    def get(self, timeout_s: float | None = None) -> Any:
-        """The collected result.
+    def get(self, timeout_s: float | None = None) -> list[Any]:
+        """Return the results of the source ranks, in row order.
 
         Raises:
             RankFailedError: a rank raised or died.
             WorkerTimeoutError: ranks have not answered in time; limits as for `wait`.
-            ProtocolError: ranks returned results that cannot be concatenated.
         """
         self.wait(timeout_s)
-        if not self._collected:
-            self._value = self._collect(self._fetch(self.references))
-            self._collected = True
+        if self._values is None:
+            self._values = self._fetch(self.references)
             self._results.clear()
-        return self._value
+        return self._values
 
     def answers(self, timeout_s: float) -> list[Any]:
-        """Results of the source ranks that end well within so long, in row order, where others have failed or hang."""
-        ended = self._operation.ended_well(timeout_s)
+        """Return the results of the source ranks that end well within so long, in row order; others may fail or hang."""
+        deadline = time.monotonic() + timeout_s
+        while not self.poll() and (left_s := deadline - time.monotonic()) > 0:
+            ray.wait(list(self._pending.values()), num_returns=len(self._pending), timeout=left_s)
+        ended = {rank for rank, outcome in self._outcomes.items() if outcome.failure is None}
         return self._fetch([result for rank, result in self._results.items() if rank in ended])
 
     def _fetch(self, references: list[ObjectRef]) -> list[Any]:
         try:
-            return ray.get(references, timeout=self._operation.timeout_s)
+            results = ray.get(references, timeout=self.timeout_s)
         except RayError as error:
             raise WorkerError(
-                f"{self._operation} ended, but its results are lost ({type(error).__name__}: {error});"
-                " a rank or its node has died since: start again from the last checkpoint"
+                f"{self} ended, but its results are lost ({type(error).__name__}: {error}); a rank or its node has died"
+                " since: start again from the last checkpoint"
             ) from error
+        call_log().payload_bytes += traffic_bytes(results)
+        return results
 
     def __repr__(self) -> str:
-        missing = self._operation.missing
-        state = f"waiting for ranks {list(missing)}" if missing else "complete"
-        return f"Future({self._operation}, {state})"
+        state = f"waiting for ranks {list(self.missing)}" if self.missing else "complete"
+        return f"Future({self}, {state})"
 
     def __reduce__(self) -> NoReturn:
         raise WrongArgumentsError(
             f"{self!r} cannot be sent to a rank inside another value; pass it as an argument of its own, or call"
             " get() first"
         )
+
+
+def _first_failed(calls: Sequence[Future]) -> Future:
+    """Return the call whose failure caused those of the others; it may still be on its way."""
+    deadline = time.monotonic() + ECHO_GRACE_S
+    while True:
+        failed = [call for call in calls if call.failures]
+        expected = _expected_causes(calls, failed)
+        remaining = deadline - time.monotonic()
+        if not expected or remaining <= 0:
+            return min(failed, key=lambda call: (all(map(_is_echo, call.failures)), call.number))
+        ray.wait(expected, num_returns=1, timeout=remaining)
+        for call in calls:
+            call.poll()
+
+
+def _expected_causes(calls: Sequence[Future], failed: Sequence[Future]) -> list[ObjectRef]:
+    """Return the outcomes that have not arrived and may say what caused the failures so far."""
+    if all(_is_echo(failure) for call in failed for failure in call.failures):
+        return [ref for call in calls for ref in call._pending.values()]
+    # A rank ends its calls in order: what it died in is the first that it has not ended.
+    died = {(id(call.pool), failure.rank) for call in failed for failure in call.failures if failure.died}
+    return [
+        ref
+        for call in calls
+        if call.number < max(other.number for other in failed)
+        for rank, ref in call._pending.items()
+        if (id(call.pool), rank) in died
+    ]
+
+
+def _is_echo(failure: RankFailure) -> bool:
+    return failure.in_collective or failure.lacks_input
+
+
+def _outcome_of(rank: int, ref: ObjectRef) -> Outcome:
+    try:
+        return ray.get(ref)
+    except RayError as error:  # the process died, or Ray could not carry arguments or result
+        died = isinstance(error, RayActorError)
+        text = " ".join(str(error).split())
+        now = time.time()
+        return Outcome(rank, now, now, RankFailure(rank, f"{type(error).__name__}: {text}", died=died))

@@ -24,7 +24,7 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SOURCE_PLACE = re.compile(r"\[[^]]*\.\w+:\d+\] ?|\$\d+$")
 """File and line in gloo's own messages."""
 CONNECT_LIMIT_S = 30.0
-"""Until rank 0's store accepts a connection: it listens before other ranks are told where."""
+"""Wait for a connection to rank 0's store, which listens before other ranks are told where."""
 
 
 def interface_of(address: str) -> str | None:
@@ -88,22 +88,16 @@ def open_store(address: str, timeout: timedelta) -> TCPStore:
 
 
 def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
-    """Return a client of rank 0's store.
+    """Return a client of rank 0's store, which waits so long for keys.
 
     Raises:
-        WorkerError: it cannot be reached.
+        RuntimeError: it cannot be reached.
     """
     from torch.distributed import TCPStore
 
-    try:
-        socket.create_connection((address, port), timeout=CONNECT_LIMIT_S).close()
-    except OSError as error:
-        raise WorkerError(
-            f"host {socket.gethostname()} cannot reach rank 0's store at {address} port {port} ({error}); open the ports"
-            " that the system chooses (net.ipv4.ip_local_port_range) between the nodes, and start Ray with addresses"
-            " that the others reach: `ray start --node-ip-address=...`"
-        ) from None
-    return TCPStore(address, port, is_master=False, timeout=timeout)
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT_LIMIT_S))
+    store.set_timeout(timeout)
+    return store
 
 
 def not_met(rank: int, node: str, error: Exception) -> WorkerError:

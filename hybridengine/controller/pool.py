@@ -9,17 +9,15 @@ from typing import Any
 
 import ray
 from ray import ObjectRef
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridengine.config.reliability_sections import COLLECTIVE_SHARE
 from hybridengine.controller import cluster
-from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.calls import call_log
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.futures import Future
-from hybridengine.controller.observing import observe_call
 from hybridengine.controller.rank_process import RankIdentity, RankProcess, Seat, process_environment
-from hybridengine.controller.reservation import Reservation, reserve
-from hybridengine.controller.waiting import Operation
 from hybridengine.errors import ConfigError, WorkerError, raise_all
 
 logger = logging.getLogger(__name__)
@@ -76,10 +74,9 @@ class ResourcePool:
                 " give at least one node, and positive numbers"
             )
         self._env = dict(env or {})
-        self._reservation: Reservation | None = None
+        self._placement: PlacementGroup | None = None
         self._processes: list[Any] = []
         self._identities: list[RankIdentity] = []
-        self._unfinished: list[Future] = []
         self._roles: set[str] = set()
         self._closed = False
 
@@ -102,7 +99,7 @@ class ResourcePool:
         Raises:
             ConfigError: the cluster is too small, or its nodes stay occupied.
         """
-        if self._reservation is not None:
+        if self._placement is not None:
             return
         cluster.start_ray(num_cpus=self.num_ranks * self.cpus_per_rank)
         raise_all(
@@ -110,7 +107,7 @@ class ResourcePool:
                 self.ranks_per_node, self.cpus_per_rank, self.use_gpus, cluster.node_offers()
             )
         )
-        self._reservation = reserve(self.ranks_per_node, self.cpus_per_rank, self.use_gpus)
+        self._placement = cluster.reserve(self.ranks_per_node, self.cpus_per_rank, self.use_gpus)
 
     def start(self) -> None:
         """Reserve the nodes, start the rank processes and join them to one torch.distributed world; once.
@@ -138,10 +135,9 @@ class ResourcePool:
         calls: Callable[[int, Any], tuple[ObjectRef, ObjectRef]],
         *,
         sources: Sequence[int],
-        collect: Callable[[list[Any]], Any],
         timeout_s: float,
         places: Sequence[str],
-        inputs: Sequence[Any] = (),
+        inputs: Sequence[Future] = (),
     ) -> Future:
         """Make one call on every rank: `calls(rank, process)` returns references to its outcome and its result.
 
@@ -150,13 +146,20 @@ class ResourcePool:
         """
         self.raise_failures()
         references = [calls(rank, process) for rank, process in enumerate(self._processes)]
-        outcomes = {rank: ref for rank, (ref, _) in enumerate(references)}
-        operation = Operation(role, method, outcomes, places, timeout_s, self.name)
-        results = {rank: references[rank][1] for rank in sources}
-        future = Future(operation, results, collect, lambda: self._unfinished, inputs)
-        self._unfinished.append(future)
-        if (observer := row_exchange().observer) is not None:
-            observe_call(observer, operation, outcomes, inputs)
+        future = Future(
+            self,
+            role,
+            method,
+            {rank: outcome for rank, (outcome, _) in enumerate(references)},
+            places=places,
+            timeout_s=timeout_s,
+            results={rank: references[rank][1] for rank in sources},
+            inputs=inputs,
+        )
+        log = call_log()
+        log.unfinished.append(future)
+        if log.observer is not None:
+            future.observe(log.observer)
         return future
 
     def raise_failures(self) -> None:
@@ -165,14 +168,11 @@ class ResourcePool:
         Raises:
             RankFailedError: there is one.
         """
-        failed = [future for future in self._unfinished if future.done() and future.operation.failed]
-        for future in self._unfinished:
-            future.settle()
-        self._unfinished = [future for future in self._unfinished if future.operation.missing]
-        for place, future in enumerate(failed):
-            if not future.reported:
-                self._unfinished[:0] = failed[place + 1 :]  # whose failures the next call raises
-                future.wait()
+        for call in self._unfinished():
+            if call.done() and not call.reported:
+                call.wait()
+            if call.reported and not call.missing:
+                self._forget(call)
 
     def wait(self) -> None:
         """Wait for every call made so far.
@@ -181,17 +181,23 @@ class ResourcePool:
             RankFailedError: one of them failed.
             WorkerTimeoutError: one of them did not end in time.
         """
-        self.raise_failures()
-        for future in list(self._unfinished):
-            if not future.reported:
-                future.wait()
-            future.settle()
-        self._unfinished.clear()
+        for call in self._unfinished():
+            if not call.reported:
+                call.wait()
+        self._forget(*self._unfinished())
 
     def settle(self) -> None:
-        """Write down what the calls took that have ended by now; waits for none, and raises nothing of theirs."""
-        for future in list(self._unfinished):
-            future.settle()
+        """Record the calls that have ended by now; waits for none, and raises nothing of theirs."""
+        self._unfinished()
+
+    def _unfinished(self) -> list[Future]:
+        """Return the pool's calls that ranks have not ended, or that have failed, oldest first."""
+        calls: list[Future] = [call for call in call_log().unfinished if call.pool is self]
+        return [call for call in calls if not call.poll() or call.failures]
+
+    def _forget(self, *calls: Future) -> None:
+        log = call_log()
+        log.unfinished = [call for call in log.unfinished if call not in calls]
 
     def add_role_name(self, role: str) -> None:
         """Take a role's name for a worker group.
@@ -210,7 +216,9 @@ class ResourcePool:
         if self._closed:
             return
         self._closed = True
-        if self.started and all(future.done() and not future.operation.failed for future in self._unfinished):
+        unfinished = self._unfinished()
+        self._forget(*unfinished)
+        if self.started and not unfinished:
             try:
                 self._on_all(
                     "leave_world", lambda rank, process: process.leave_world.remote(), LEAVE_TIMEOUT_S
@@ -221,8 +229,8 @@ class ResourcePool:
             return
         for process in self._processes:
             ray.kill(process)
-        if self._reservation is not None:
-            self._reservation.give_back()
+        if self._placement is not None:
+            remove_placement_group(self._placement)
 
     def __enter__(self) -> ResourcePool:
         return self
@@ -238,12 +246,11 @@ class ResourcePool:
 
     def _start_processes(self) -> None:
         """Start the processes, bundle by bundle in node order, and number them."""
-        assert self._reservation is not None, "reserve comes first"
-        placement = self._reservation.placement
+        assert self._placement is not None, "reserve comes first"
         process_class = ray.remote(RankProcess)
         # Without GPUs, the n-th process becomes rank n; with GPUs, that waits for the GPU that Ray gives it.
         label = "process" if self.use_gpus else "rank"
-        for bundle, num_ranks in zip(self._reservation.bundles, self.ranks_per_node, strict=True):
+        for bundle, num_ranks in enumerate(self.ranks_per_node):
             for _ in range(num_ranks):
                 self._processes.append(
                     process_class.options(
@@ -251,7 +258,7 @@ class ResourcePool:
                         num_gpus=1 if self.use_gpus else 0,
                         runtime_env={"env_vars": process_environment(self.use_gpus, self._env)},
                         scheduling_strategy=PlacementGroupSchedulingStrategy(
-                            placement, placement_group_bundle_index=bundle
+                            self._placement, placement_group_bundle_index=bundle
                         ),
                     ).remote(f"{label} {len(self._processes)}")
                 )
@@ -262,30 +269,41 @@ class ResourcePool:
 
     def _join_world(self) -> None:
         timeout_s = self.start_timeout_s
-        ports = self._on_all(
-            "take_rank",
-            lambda rank, process: process.take_rank.remote(self._identities[rank], timeout_s),
+        (port,) = self._on_all(
+            "open_store",
+            lambda rank, process: process.open_store.remote(self.nodes[0], timeout_s),
             timeout_s,
+            self._processes[:1],
         )
         collective_s = COLLECTIVE_SHARE * self.timeout_s
         try:
             self._on_all(
                 "join_world",
                 lambda rank, process: process.join_world.remote(
-                    self.nodes[0], ports[0], MEETING_SHARE * timeout_s, collective_s
+                    self._identities[rank], self.nodes[0], port, MEETING_SHARE * timeout_s, collective_s
                 ),
                 timeout_s,
             )
         except RankFailedError as error:  # a traceback says nothing of hosts and addresses
             raise (error.__cause__ if isinstance(error.__cause__, WorkerError) else error) from None
 
-    def _on_all(self, method: str, call: Callable[[int, Any], ObjectRef], timeout_s: float) -> list[Any]:
-        """Results of a method of `RankProcess` on all ranks."""
+    def _on_all(
+        self,
+        method: str,
+        call: Callable[[int, Any], ObjectRef],
+        timeout_s: float,
+        processes: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """Return the results of a method of `RankProcess` on all ranks, or on the processes of the first ones."""
         places = [f"node {node}" for node in self.nodes] or ["not started"] * self.num_ranks
-        references: list[Any] = [call(rank, process) for rank, process in enumerate(self._processes)]
-        outcomes = {rank: refs[0] for rank, refs in enumerate(references)}
-        Operation("pool", method, outcomes, places, timeout_s).wait()
-        return ray.get([refs[1] for refs in references], timeout=timeout_s)
+        references: list[Any] = [
+            call(rank, process) for rank, process in enumerate(processes or self._processes)
+        ]
+        outcomes, results = (dict(enumerate(column)) for column in zip(*references, strict=True))
+        call_of_pool = Future(
+            self, "pool", method, outcomes, places=places, timeout_s=timeout_s, results=results
+        )
+        return call_of_pool.get()
 
 
 def _number(

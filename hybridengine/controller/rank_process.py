@@ -29,7 +29,7 @@ from hybridengine.runtime.host_memory import held_bytes
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a process runs, before it has a rank."""
+    """Place of a process before it has a rank."""
 
     node: str
     gpu: int | None
@@ -67,7 +67,7 @@ class RankProcess:
         self._label = label
         self._identity: RankIdentity | None = None
         self._store: Any = None
-        self._rows: Any = None
+        self._timeout_s = 0.0
         self._workers: dict[str, Any] = {}
 
     def __repr__(self) -> str:  # Ray asks once, before the process has a rank
@@ -86,48 +86,45 @@ class RankProcess:
         return self._run(seat, look)
 
     @ray.method(num_returns=2)
-    def take_rank(self, identity: RankIdentity, timeout_s: float) -> tuple[Outcome, int]:
-        """Become a rank; rank 0 opens the world's store and returns its port.
+    def open_store(self, node: str, timeout_s: float) -> tuple[Outcome, int]:
+        """Open the world's store on rank 0, and return its port."""
 
-        The visible GPUs are the pool's on this node, in one order for all its processes.
-        """
-
-        def become() -> int:
-            self._identity = identity
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, identity.node_gpus))
-            if identity.rank != 0:
-                return 0
-            self._store = network.open_store(identity.node, timedelta(seconds=timeout_s))
+        def become_host() -> int:
+            self._store = network.open_store(node, timedelta(seconds=timeout_s))
             return self._store.port
 
-        return self._run(identity.rank, become)
+        return self._run(0, become_host)
 
     @ray.method(num_returns=2)
     def join_world(
-        self, master_addr: str, master_port: int, meeting_s: float, timeout_s: float
+        self, identity: RankIdentity, master_addr: str, master_port: int, meeting_s: float, timeout_s: float
     ) -> tuple[Outcome, None]:
-        """Initialise torch.distributed (gloo, and NCCL for tensors on GPUs), and get ready to give and take rows.
+        """Become a rank: initialise torch.distributed (gloo, and NCCL for tensors on GPUs), and get ready for rows.
+
+        The visible GPUs are the pool's on this node, in one order for all its processes.
 
         Args:
             meeting_s: until the ranks have met.
             timeout_s: of every collective after that.
         """
-        identity = self._taken()
 
         def join() -> None:
+            import torch
+            from torch import distributed
+
+            self._identity = identity
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, identity.node_gpus))
             os.environ.update(identity.environment(master_addr, master_port))
             for name, value in network.socket_environment(identity.node).items():
                 os.environ.setdefault(name, value)
             limit, timeout = timedelta(seconds=meeting_s), timedelta(seconds=timeout_s)
-            torch = importlib.import_module("torch")
-            distributed = importlib.import_module("torch.distributed")
             backend = "gloo"
             if identity.node_gpus:
                 torch.cuda.set_device(identity.local_rank)
                 backend = "cpu:gloo,cuda:nccl"
-            if self._store is None:
-                self._store = network.connect_store(master_addr, master_port, timeout)
             try:
+                if self._store is None:
+                    self._store = network.connect_store(master_addr, master_port, timeout)
                 distributed.init_process_group(
                     backend,
                     store=distributed.PrefixStore("world", self._store),
@@ -140,8 +137,8 @@ class RankProcess:
             except RuntimeError as error:
                 raise network.not_met(identity.rank, identity.node, error) from None
             with nothing_collected():
-                rank_rows = importlib.import_module("hybridengine.controller.rank_rows")
-            self._rows = rank_rows.RankRows(identity.node, identity.rank, timeout_s)
+                importlib.import_module("hybridengine.controller.row_requests")
+            self._timeout_s = timeout_s
 
         return self._run(identity.rank, join)
 
@@ -170,22 +167,26 @@ class RankProcess:
         Args:
             batches: `StoredRows` that the requests among the arguments refer to; None where they were not produced.
         """
-        cost: dict[str, Any] = {}
+        from hybridengine.controller.row_requests import fetch_arguments
+        from hybridengine.controller.stored_rows import Owner, keep_rows
+
+        identity, cost = self._taken(), dict[str, Any]()
+        owner = Owner(identity.node, os.getpid(), identity.rank)
 
         def run() -> Any:
-            (args, kwargs), read = self._rows.fetch(call, arguments, batches)
+            (args, kwargs), read = fetch_arguments(call, arguments, batches, self._timeout_s, owner)
             cost.update(read)
             result = getattr(self._workers[call.role], call.method)(*args, **kwargs)
             if not call.is_source:
                 return None
             if call.num_rows is None:
                 return result
-            stored = self._rows.keep(call, result)
+            stored = keep_rows(call, result, owner)
             cost["inline_bytes"] += stored.inline_bytes
             return stored
 
         with telling(call.timeout_s):
-            outcome, result = self._run(self._taken().rank, run)
+            outcome, result = self._run(identity.rank, run)
         return replace(outcome, **cost), result
 
     @ray.method(num_returns=2)
@@ -197,14 +198,15 @@ class RankProcess:
                 if hasattr(worker, "close"):
                     worker.close()
             self._workers.clear()
-            distributed = importlib.import_module("torch.distributed")
+            from torch import distributed
+
             if distributed.is_initialized():
                 distributed.destroy_process_group()
 
         return self._run(self._taken().rank, leave)
 
     def _taken(self) -> RankIdentity:
-        assert self._identity is not None, "take_rank comes first"
+        assert self._identity is not None, "join_world comes first"
         return self._identity
 
     @staticmethod
@@ -222,6 +224,6 @@ def process_environment(use_gpus: bool, extra: Mapping[str, str]) -> dict[str, s
     # The guard of a reward function outlives its rank, to end the function and to tidy up.
     always = {"RAY_kill_child_processes_on_worker_exit": "0"}
     if use_gpus:
-        # Every process sees all GPUs of the pool on its node, as under torchrun; take_rank narrows them.
+        # Every process sees all GPUs of the pool on its node, as under torchrun; join_world narrows them.
         return always | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} | dict(extra)
     return always | {"OMP_NUM_THREADS": "1"} | dict(extra)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,21 +15,14 @@ import ray
 import torch
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayError
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
+from hybridengine.controller.calls import Arguments, Call, InputFailedError, map_arguments
 from hybridengine.controller.stored_rows import Content, Owner, StoredColumn, StoredRows, as_bytes
 from hybridengine.errors import ProtocolError, TransferError
 from hybridengine.protocols import ROW_NUMBERS
-from hybridengine.runtime.batch import columns_of
-
-
-@dataclass(frozen=True)
-class Block:
-    """Consecutive rows of one batch, at their place among the rows of a call."""
-
-    first: int
-    stored: StoredRows
+from hybridengine.runtime.batch import columns_of, payload_bytes
 
 
 @dataclass(frozen=True)
@@ -38,8 +32,8 @@ class ColumnRows:
     producer: str
     """The call, "role.method"."""
     name: str
-    blocks: Sequence[Block]
-    """Ascending; all that have some of the rows."""
+    blocks: Sequence[tuple[int, StoredRows]]
+    """(first row, batch) of each batch that has some of the rows, ascending."""
     rows: np.ndarray
     """int64, rows of the call in the order in which they are wanted; some may be named more than once."""
 
@@ -50,14 +44,14 @@ class ColumnRows:
         Raises:
             TransferError: a block does not have it, or of another type or shape.
         """
-        found = [block.stored.columns.get(self.name) for block in self.blocks]
+        found = [stored.columns.get(self.name) for _, stored in self.blocks]
         like = found[0]
-        for block, column in zip(self.blocks, found, strict=True):
+        for (_, stored), column in zip(self.blocks, found, strict=True):
             if column is None or str(column) != str(like):
                 raise TransferError(
-                    f"column {self.name!r} of {self.producer} is {like or 'missing'} on {self.blocks[0].stored.owner} and"
-                    f" {column or 'missing'} on {block.stored.owner}; all ranks must return the same columns, with rows"
-                    " of one shape"
+                    f"column {self.name!r} of {self.producer} is {like or 'missing'} on {self.blocks[0][1].owner} and"
+                    f" {column or 'missing'} on {stored.owner}; all ranks must return the same columns, with rows of one"
+                    " shape"
                 )
         return [column for column in found if column is not None]
 
@@ -89,16 +83,14 @@ def read_columns(wanted: Mapping[str, ColumnRows], timeout_s: float, reader: Own
     received = Received()
     for name, column in wanted.items():
         parts = []
-        for block, kept in zip(column.blocks, stored[name], strict=True):
-            places = np.flatnonzero(
-                (column.rows >= block.first) & (column.rows < block.first + block.stored.num_rows)
-            )
-            rows = column.rows[places] - block.first
+        for (first, batch), kept in zip(column.blocks, stored[name], strict=True):
+            places = np.flatnonzero((column.rows >= first) & (column.rows < first + batch.num_rows))
+            rows = column.rows[places] - first
             content = kept.content if kept.is_inline else contents[kept.content]
             parts.append((places, rows, content))
             num_bytes = _bytes_of(content, np.unique(rows))
             received.object_bytes += 0 if kept.is_inline else num_bytes
-            if block.stored.owner != reader and num_bytes:
+            if batch.owner != reader and num_bytes:
                 received.transferred[column.producer] += num_bytes
         received.columns[name] = _assembled(stored[name][0], len(column.rows), parts)
     return received
@@ -109,9 +101,9 @@ def _objects(
 ) -> dict[ObjectRef, Content]:
     """Return every object that is needed, by its reference; all are asked for at once, to arrive side by side."""
     sources = {
-        kept.content: (column, block.stored.owner)
+        kept.content: (column, batch.owner)
         for name, column in wanted.items()
-        for block, kept in zip(column.blocks, stored[name], strict=True)
+        for (_, batch), kept in zip(column.blocks, stored[name], strict=True)
         if not kept.is_inline
     }
     references = list(sources)
@@ -271,11 +263,53 @@ class RowsRequest:
 
 def _columns(origin: RowsOrigin, batches: Sequence[StoredRows]) -> dict[str, ColumnRows]:
     """Return the columns that an origin has, by the names that they shall have."""
-    blocks = [Block(first, batches[place]) for first, place in origin.blocks]
-    kept = dict.fromkeys(name for block in blocks for name in block.stored.columns)
+    blocks = [(first, batches[place]) for first, place in origin.blocks]
+    kept = dict.fromkeys(name for _, batch in blocks for name in batch.columns)
     names = {name: name for name in kept} if origin.names is None else origin.names
     return {
         new: ColumnRows(origin.producer, old, blocks, origin.rows)
         for new, old in names.items()
         if old in kept
     }
+
+
+def fetch_arguments(
+    call: Call, arguments: Arguments, batches: Sequence[StoredRows | None], timeout_s: float, reader: Owner
+) -> tuple[Arguments, dict[str, Any]]:
+    """Return a call's arguments, with rows in place of requests, and the cost of reading them (fields of `Outcome`).
+
+    Raises:
+        InputFailedError: a call that should have produced rows failed.
+        ProtocolError: nobody has produced a column that the method reads.
+        TransferError: rows cannot be fetched.
+    """
+    found = [batch for batch in batches if batch is not None]
+    if len(found) < len(batches):
+        raise InputFailedError(f"rows that {call} was given were never produced")
+    begin, transferred = time.perf_counter(), Counter[str]()
+
+    def value(argument: Any) -> Any:
+        if not isinstance(argument, RowsRequest):
+            return argument
+        rows, received = argument.fetch(found, timeout_s, reader)
+        transferred.update(received.transferred)
+        return rows
+
+    return map_arguments(arguments, value), {
+        "fetch_seconds": time.perf_counter() - begin,
+        "transferred": dict(transferred),
+        "inline_bytes": sum(batch.inline_bytes for batch in found),
+    }
+
+
+def traffic_bytes(value: Any) -> int:
+    """Return the bytes of the batches in a value, in its items, or in a request; other values count nothing."""
+    if isinstance(value, TensorDictBase):
+        return payload_bytes(value)
+    if isinstance(value, RowsRequest):
+        value = value.origins
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(map(traffic_bytes, value))
+    return 0

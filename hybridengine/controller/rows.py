@@ -18,7 +18,7 @@ from ray import ObjectRef
 from ray.exceptions import RayError
 from tensordict import TensorDict, TensorDictBase
 
-from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.calls import call_log
 from hybridengine.controller.futures import Future
 from hybridengine.controller.row_requests import RowsOrigin, RowsRequest
 from hybridengine.errors import ProtocolError, WorkerError, WrongArgumentsError
@@ -37,7 +37,7 @@ class Produced:
     future: Future
     """Its results are the batches' `StoredRows`: Ray keeps their objects as long as somebody has references to these."""
     first_rows: tuple[int, ...]
-    """Of each batch."""
+    """First row of each batch."""
     num_rows: int
 
 
@@ -79,14 +79,14 @@ class Rows:
 
     @classmethod
     def of(cls, batch: TensorDictBase) -> Rows:
-        """Rows that the controller has: a group that gets them receives them from there."""
+        """Return rows that the controller has: a group that gets them receives them from there."""
         return cls(
             [Source(batch if isinstance(batch, TensorDict) else batch.to_tensordict())], num_rows(batch)
         )
 
     @classmethod
     def numbered(cls, num_rows: int) -> Rows:
-        """Rows without columns, for methods that need no more than the rows' numbers (`ROW_NUMBERS`)."""
+        """Return rows without columns, for methods that need no more than the rows' numbers (`ROW_NUMBERS`)."""
         return cls([], num_rows)
 
     def __len__(self) -> int:
@@ -96,20 +96,17 @@ class Rows:
     def sources(self) -> tuple[Source, ...]:
         return self._sources
 
-    def select(self, *names: str) -> Rows:
-        """Only these columns. One that nobody has produced is an error where it is needed.
+    @property
+    def calls(self) -> list[Future]:
+        """Calls that produce the rows."""
+        return [source.origin.future for source in self._sources if isinstance(source.origin, Produced)]
 
-        Raises:
-            ProtocolError: a name that is no text.
-        """
-        if wrong := [name for name in names if not isinstance(name, str)]:
-            raise ProtocolError(
-                f"rows.select({wrong[0]!r}): columns are named by texts; write rows.select('a', 'b')"
-            )
+    def select(self, *names: str) -> Rows:
+        """Return the rows with only these columns. One that nobody has produced is an error where it is needed."""
         return self.select_as(**{name: name for name in names})
 
     def select_as(self, **names: str) -> Rows:
-        """Only these columns, by other names: `rows.select_as(cost_values="values")`."""
+        """Return the rows with only these columns, by other names: `rows.select_as(cost_values="values")`."""
 
         def chosen(source: Source) -> Source:
             if source.names is None:
@@ -120,7 +117,7 @@ class Rows:
         return Rows([chosen(source) for source in self._sources], len(self))
 
     def union(self, *others: Rows | TensorDictBase) -> Rows:
-        """These rows with the columns of others beside them; a column of a later one replaces that of an earlier one.
+        """Return these rows with the columns of others beside them; a later column replaces an earlier one of its name.
 
         Raises:
             ProtocolError: they have another number of rows.
@@ -136,7 +133,7 @@ class Rows:
         return Rows(sources, len(self))
 
     def __getitem__(self, index: Index) -> Rows:
-        """Some rows, in any order, also several times: a slice, row numbers, or one truth value per row.
+        """Return some rows, in any order, also several times: a slice, row numbers, or one truth value per row.
 
         Raises:
             ProtocolError: a row that is not there.
@@ -145,25 +142,11 @@ class Rows:
         return Rows([source.take(rows) for source in self._sources], len(rows))
 
     def repeat(self, times: int) -> Rows:
-        """Every row `times` times, one behind the other: n samples per prompt.
-
-        Raises:
-            ProtocolError: `times` is no whole number from 0 on.
-        """
-        if not _is_whole(times) or times < 0:
-            raise ProtocolError(f"rows cannot be repeated {times} times; choose a whole number from 0 on")
+        """Return every row `times` times, one behind the other: n samples per prompt."""
         return self[np.repeat(np.arange(len(self)), times)]
 
     def pad_to_multiple(self, size: int) -> Rows:
-        """These rows and, behind them, the first ones again until their number is a multiple of `size`.
-
-        Raises:
-            ProtocolError: `size` is no whole number from 1 on.
-        """
-        if not _is_whole(size) or size < 1:
-            raise ProtocolError(
-                f"rows cannot be padded to a multiple of {size}; choose a whole number from 1 on"
-            )
+        """Return these rows and, behind them, the first ones again until their number is a multiple of `size`."""
         return self[np.arange(-(-len(self) // size) * size) % max(1, len(self))]
 
     def request(
@@ -173,7 +156,7 @@ class Rows:
         batches: Batches,
         optional: Sequence[str] = (),
     ) -> RowsRequest:
-        """What a rank is sent in place of a range of these rows.
+        """Return what a rank is sent in place of a range of these rows.
 
         Args:
             columns: what it reads; None for all.
@@ -198,13 +181,12 @@ class Rows:
         Raises:
             WorkerError: one of them failed, or did not end in time.
         """
-        for source in self._sources:
-            if isinstance(source.origin, Produced):
-                source.origin.future.wait()
+        for call in self.calls:
+            call.wait()
         return self
 
     def get(self, *names: str) -> TensorDict:
-        """A copy of the rows, here in the controller: of these columns, or of all.
+        """Return a copy of the rows, here in the controller: of these columns, or of all.
 
         Raises:
             WorkerError: a call that should have produced them failed, or did not end in time.
@@ -222,12 +204,12 @@ class Rows:
                 " its node has died since: start again from the last checkpoint"
             ) from error
         rows, received = request.fetch(stored, READ_TIMEOUT_S)
-        row_exchange().payload_bytes += received.object_bytes  # others were counted when their call ended
+        call_log().payload_bytes += received.object_bytes  # others were counted when their call ended
         return rows.clone()
 
     def __repr__(self) -> str:
         parts = [
-            str(source.origin.future.operation) if isinstance(source.origin, Produced) else "controller"
+            str(source.origin.future) if isinstance(source.origin, Produced) else "controller"
             for source in self._sources
         ]
         return f"Rows({len(self)} rows of {', '.join(parts)})"
@@ -236,10 +218,6 @@ class Rows:
         raise WrongArgumentsError(
             f"{self!r} cannot be sent to a rank inside another value; pass it as an argument of its own"
         )
-
-
-def _is_whole(number: object) -> bool:
-    return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
 def _row_numbers(index: Index, count: int) -> np.ndarray:
@@ -276,7 +254,7 @@ def _origin(
             (origin.first_rows[number], batches.setdefault(references[number], len(batches)))
             for number in numbers
         )
-        return RowsOrigin(str(origin.future.operation), blocks, rows, source.names)
+        return RowsOrigin(str(origin.future), blocks, rows, source.names)
     wanted_names = {new: old for new, old in source.here.items() if columns is None or new in columns}
     # In storage of its own: a view would send the whole batch.
     chosen = origin.select(*set(wanted_names.values()))[torch.from_numpy(rows)]

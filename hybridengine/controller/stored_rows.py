@@ -12,9 +12,10 @@ import numpy as np
 import ray
 import torch
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_non_tensor
 
-from hybridengine.errors import StorageError
+from hybridengine.controller.calls import Call
+from hybridengine.errors import ProtocolError, StorageError
 from hybridengine.runtime.batch import columns_of, is_tensor_column
 
 INLINE_BYTES = 2**16
@@ -65,6 +66,30 @@ class StoredRows:
     def inline_bytes(self) -> int:
         """Bytes of the columns that travel inside the description."""
         return sum(size_of(column.content) for column in self.columns.values() if column.is_inline)
+
+
+def keep_rows(call: Call, result: Any, owner: Owner) -> StoredRows:
+    """Store the rows that a call has returned, and return their description.
+
+    Raises:
+        ProtocolError: it has returned something else, or another number of rows.
+        StorageError: Ray's object store has no room for them.
+    """
+    if not isinstance(result, TensorDictBase) or not result.batch_dims:
+        raise ProtocolError(
+            f"{call} returned a {type(result).__name__} and is registered with returns_rows=True; return a"
+            " TensorDict with batch_size=[rows]"
+        )
+    if result.batch_size[0] != call.num_rows:
+        raise ProtocolError(
+            f"{call} returned {result.batch_size[0]} rows for {call.num_rows}; return one row for each"
+        )
+    for name, column in result.items():
+        if isinstance(column, TensorDictBase) and not is_non_tensor(column):
+            raise ProtocolError(
+                f"{call} returned the column {name!r} as a TensorDict; return its columns by names of their own"
+            )
+    return store_rows(result, owner)
 
 
 def store_rows(batch: TensorDictBase, owner: Owner) -> StoredRows:

@@ -1,4 +1,4 @@
-"""Where the ranks of a call are that does not end: each says so itself, shortly before the call's limit.
+"""Whereabouts of the ranks of a call that does not end: each says them itself, shortly before the call's limit.
 
 They leave it in Ray's key-value store, which belongs to the cluster and to no rank. In a hang most ranks only wait for
 one; that one is elsewhere, or says nothing at all.
@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 
 import ray
@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
 WORD_SHARE = 0.9
-"""Of a call's limit: when a rank says where it is, so that the controller can read it at the limit."""
+"""Share of a call's limit after which a rank says where it is, so that the controller can read it at the limit."""
 MOST_LINES = 16
 """Ranks that a report lists one by one."""
 SILENT = "says nothing: its process is stopped, or in native code that lets no other thread run"
@@ -91,13 +91,12 @@ def report_lines(places: Mapping[int, str], words: Mapping[int, str]) -> list[st
         word = words.get(rank, "")
         return word != SILENT, _COLLECTIVES in word, count[word], rank
 
-    ranks: Sequence[int] = sorted(places, key=order)
     lines = [
         f"  rank {rank} ({places[rank]})" + (f": {words[rank]}" if rank in words else "")
-        for rank in ranks[:MOST_LINES]
+        for rank in sorted(places, key=order)
     ]
-    left = Counter(words.get(rank, "") for rank in ranks[MOST_LINES:])
-    return lines + [f"  and {number} more" + (f": {word}" if word else "") for word, number in left.items()]
+    left = len(lines) - MOST_LINES
+    return lines[:MOST_LINES] + ([f"  and {left} more"] if left > 0 else [])
 
 
 def _key(actor_id: str) -> bytes:

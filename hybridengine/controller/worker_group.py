@@ -11,11 +11,10 @@ from typing import Any
 import ray
 from ray import ObjectRef, cloudpickle
 
-from hybridengine.controller.calls import Call
-from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.calls import Call, call_log
 from hybridengine.controller.futures import Future
 from hybridengine.controller.pool import ResourcePool
-from hybridengine.controller.requests import split_requests, traffic_bytes
+from hybridengine.controller.requests import split_requests
 from hybridengine.controller.rows import Produced, Rows, Source
 from hybridengine.errors import ConfigError, ProtocolError, UnknownNameError, WrongArgumentsError, raise_all
 from hybridengine.importing import import_object
@@ -125,12 +124,12 @@ class WorkerGroup:
         protocol = registration.protocol
         requests = split_requests(registration, self.topology, args, kwargs, operation)
         sources = protocol.source_ranks(self.topology)
-        exchange = row_exchange()
-        exchange.payload_bytes += sum(requests.part_payload_bytes[part] for part in requests.part_of_rank)
-        parts = [
-            ray.put(part) if num_bytes > INLINE_BYTES else part
-            for part, num_bytes in zip(requests.parts, requests.part_payload_bytes, strict=True)
-        ]
+        log = call_log()
+        log.payload_bytes += sum(part.num_bytes for part in requests.parts)
+        arguments = {
+            part: ray.put(part.arguments) if part.num_bytes > INLINE_BYTES else part.arguments
+            for part in dict.fromkeys(requests.parts)
+        }
         if registration.returns_rows and requests.ranges is None:
             raise ProtocolError(
                 f"{operation} returns a row for each that it is given, and was given none; pass rows"
@@ -140,27 +139,22 @@ class WorkerGroup:
         def call(rank: int, process: Any) -> tuple[ObjectRef, ObjectRef]:
             num_rows = None if returned is None else len(returned[rank])
             one = Call(self.role, method, self.timeout_s, rank in sources, num_rows)
-            part = requests.part_of_rank[rank]
+            part = requests.parts[rank]
             try:
-                return process.call.remote(one, parts[part], *requests.batches[part])
+                return process.call.remote(one, arguments[part], *part.batches)
             except TypeError as error:  # Ray's, of what cannot be sent: with all arguments in its text
                 if isinstance(error.__cause__, WrongArgumentsError):
                     raise error.__cause__ from None
                 raise
-
-        def collect(results: list[Any]) -> list[Any]:
-            exchange.payload_bytes += traffic_bytes(results)
-            return results
 
         future = self.pool.submit(
             self.role,
             method,
             call,
             sources=sources,
-            collect=collect,
             timeout_s=self.timeout_s,
             places=self._places,
-            inputs=requests.produced,
+            inputs=requests.inputs,
         )
         if returned is None:
             return future
@@ -181,7 +175,6 @@ class WorkerGroup:
             "__init__",
             make,
             sources=range(self.num_ranks),
-            collect=list,
             timeout_s=max(self.timeout_s, self.pool.start_timeout_s),
             places=self._places,
         ).wait()

@@ -59,7 +59,7 @@ class _Bar(BarColumn):
 class LiveView(Progress):
     """View of one run; a context manager that leaves the terminal as it would be without the view.
 
-    It observes calls, from any thread (`controller.exchange.CallObserver`). A pool's ranks take their calls in the order
+    It observes calls, from any thread (`controller.calls.CallObserver`). A pool's ranks take their calls in the order
     in which they were made, and a call begins when its rows exist: the oldest call of a pool is under way unless a call
     that makes rows for it has not ended; the others wait.
 

@@ -1,1 +1,1 @@
-"""What runs on a rank: batches, storages, the ledger, transports, the plan executor and the HybridEngine."""
+"""Parts of a rank: batches, storages, the ledger, transports, the plan executor and the HybridEngine."""

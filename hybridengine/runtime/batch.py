@@ -38,5 +38,5 @@ def columns_of(batch: TensorDictBase) -> list[str]:
 
 
 def is_tensor_column(batch: TensorDictBase, name: str) -> bool:
-    """Whether a column is a tensor; others hold one Python value per row."""
+    """Return whether a column is a tensor; others hold one Python value per row."""
     return isinstance(batch.get(name), Tensor)

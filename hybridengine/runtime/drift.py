@@ -1,4 +1,4 @@
-"""How far the engine's log-probs are from the trainer's: the same tokens, the same weights, two layouts.
+"""Distance of the engine's log-probs from the trainer's: the same tokens, the same weights, two layouts.
 
 A switch that has gone wrong shows here first, whatever its cause. The rows that show it are kept, so that somebody can
 ask both sides again.

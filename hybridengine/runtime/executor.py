@@ -24,7 +24,7 @@ Of the process, not of an executor: one that is made anew on the same group must
 
 
 class Verify(str, Enum):
-    """When receivers check what they have received."""
+    """Switches in which receivers check what they have received."""
 
     FIRST = "first"
     """In the first switch of each direction: what is wrong with a plan is wrong every time."""
@@ -72,7 +72,7 @@ class PlanExecutor:
         self.num_complete = 0
         """Buckets of the present or last run that have arrived."""
         self._operation = f"{transport.group.group_name}/{plan.digest[:16]}"
-        dtypes = set()
+        dtypes, parameters = set(), ()
         for layout, storage in ((plan.source, source), (plan.destination, destination)):
             parameters = layout.shard(rank).parameters if rank in layout.keys else ()
             _check_storage(layout.kind, rank, parameters, storage)
@@ -82,21 +82,13 @@ class PlanExecutor:
                 f"{plan.source.kind} and {plan.destination.kind} hold weights of types"
                 f" {', '.join(sorted(map(str, dtypes)))}; a switch needs one type on both sides"
             )
-        padded = frozenset(
-            parameter.name
-            for parameter in (
-                plan.destination.shard(rank).parameters if rank in plan.destination.keys else ()
-            )
-            if parameter.has_padding
-        )
+        padded = frozenset(parameter.name for parameter in parameters if parameter.has_padding)
         self._builder = ProgramBuilder(rank, source, destination, padded, transport)
         self._storages: list[tuple[StoragePart, StoragePart]] = [
             self._builder.storages(bucket) for bucket in plan.buckets
         ]
         self._programs: dict[tuple[int, bool], Program] = {}
         self._is_local = not any(bucket.packs for bucket in plan.buckets)
-        self._has_excuse = False
-        """Whether this rank has left a note for the next run without having failed in it."""
 
     def run(
         self,
@@ -122,9 +114,6 @@ class PlanExecutor:
         self.num_complete = first
         in_flight: list[_Open] = []
         try:
-            if self._has_excuse:
-                self._notes.withdraw(self._rank)
-                self._has_excuse = False
             for index in range(first, len(self.plan.buckets)):
                 if in_flight and not self.plan.buckets[index].overlaps:
                     self._finish_oldest(in_flight, after_bucket)
@@ -134,7 +123,7 @@ class PlanExecutor:
             while in_flight:
                 self._finish_oldest(in_flight, after_bucket)
             if not self._is_local:
-                self._transport.meet(self.plan.ranks)
+                self._transport.meet()
         except (HybridEngineError, MemoryError, RuntimeError) as error:
             self._abandon(in_flight)
             raise self._failure(error) from error
@@ -153,17 +142,14 @@ class PlanExecutor:
             PlanError: names what has moved.
         """
         try:
-            changes = self._changes(first)
+            if changes := self._changes(first):
+                raise PlanError(
+                    f"the plan is stale: rank {self._rank}, {', '.join(changes)}, since the plan was bound to the model;"
+                    " make the engine anew, with a process group of its own"
+                )
         except BaseException as error:
             self.refuse("the check before the switch", error)
             raise
-        if changes:
-            error = PlanError(
-                f"the plan is stale: rank {self._rank}, {', '.join(changes)}, since the plan was bound to the model;"
-                " make the engine anew, with a process group of its own"
-            )
-            self.refuse("the check before the switch", error)
-            raise error
 
     def _changes(self, first: int) -> list[str]:
         """Return what is no longer as it was when the plan was bound."""
@@ -190,11 +176,6 @@ class PlanExecutor:
         self._notes.leave(FailureNote(self._rank, where, (), _said(error)))
         _num_runs[self._operation] += 1
         self._give_up()
-
-    def excuse(self, where: str, error: BaseException) -> None:
-        """Say why this rank does not begin the next run yet; the others may have begun it, or none may."""
-        self._notes.leave(FailureNote(self._rank, where, (), _said(error)))
-        self._has_excuse = True
 
     def drop_unfinished(self) -> None:
         """Give up the destination weights of all buckets that have not arrived: after a failure they are undefined."""
@@ -275,7 +256,7 @@ class PlanExecutor:
 
     @property
     def _place(self) -> str:
-        """Where the present run is."""
+        """Place of the present run, for errors."""
         index, buckets = self.num_complete, self.plan.buckets
         place = (
             f"bucket {index} of {len(buckets)} ({buckets[index].tensors[0]} ...)"
@@ -303,7 +284,7 @@ class PlanExecutor:
 
 
 def _said(error: BaseException) -> str:
-    """What an error says, for other ranks; its class where that is more than the text."""
+    """Return the text of an error for other ranks, with the class of one that is not of this project."""
     return str(error) if isinstance(error, HybridEngineError) else f"{type(error).__name__}: {error}"
 
 

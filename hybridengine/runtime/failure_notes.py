@@ -7,20 +7,20 @@ because of it. Each leaves a note with whom it waited for; ranks that were waite
 from __future__ import annotations
 
 import contextlib
-import json
+import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 Answer = TypeVar("Answer")
 
 GRACE_S = 2.0
-"""How long a failing rank waits for the notes of those it waited for: they fail at about the same time."""
+"""Wait of a failing rank for the notes of those it waited for: they fail at about the same time."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,8 @@ class FailureNotes:
 
     def leave(self, note: FailureNote) -> None:
         """Leave a note for the others. Best effort: the store may have died with its rank."""
-        _within(GRACE_S, lambda: _store().set(self._key(note.rank), json.dumps(asdict(note))))
-
-    def withdraw(self, rank: int) -> None:
-        """Take a rank's note back: it takes part after all."""
-        _within(GRACE_S, lambda: _store().delete_key(self._key(rank)))
+        value: Any = pickle.dumps(note)  # any bytes will do, though torch names texts only
+        _within(GRACE_S, lambda: _store().set(self._key(note.rank), value))
 
     def read(self, awaited: Sequence[int], grace_s: float = GRACE_S) -> list[FailureNote] | None:
         """Notes left so far; waits a little for those of `awaited`, and of whom these have waited for.
@@ -65,7 +62,7 @@ class FailureNotes:
         while True:
             for rank in self._ranks:
                 if rank not in found and store.check([self._key(rank)]):
-                    found[rank] = self._parse(store.get(self._key(rank)))
+                    found[rank] = pickle.loads(store.get(self._key(rank)))
                     wanted |= set(found[rank].waited_for)
             if wanted <= set(found) or time.monotonic() >= deadline:
                 return [found[rank] for rank in sorted(found)]
@@ -73,11 +70,6 @@ class FailureNotes:
 
     def _key(self, rank: int) -> str:
         return f"hybridengine/{self._name}/{rank}"
-
-    @staticmethod
-    def _parse(text: bytes) -> FailureNote:
-        fields = json.loads(text)
-        return FailureNote(**fields | {"waited_for": tuple(fields["waited_for"])})
 
 
 def explain(own: FailureNote, notes: Sequence[FailureNote] | None) -> str:
@@ -108,7 +100,7 @@ def explain(own: FailureNote, notes: Sequence[FailureNote] | None) -> str:
 
 
 def _within(limit_s: float, ask: Callable[[], Answer]) -> Answer | None:
-    """What the store answers; None where it fails, or says nothing in time: a frozen process never answers."""
+    """Return the store's answer; None where it fails, or says nothing in time: a frozen process never answers."""
     answers = SimpleQueue[Answer | None]()
 
     def put() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch.distributed as dist
 
 from hybridengine.errors import PlanError, TransferError
@@ -9,26 +12,30 @@ from hybridengine.package_versions import package_versions
 from hybridengine.reshard.plan import Plan
 
 
-def check_agreement(
-    plan: Plan, rank: int, group: dist.ProcessGroup, verify: str = "", problem: str = ""
-) -> None:
-    """Check that all ranks of the plan's domain are in the group and can carry out the same plan alike. Collective.
+@contextlib.contextmanager
+def agreed(plan: Plan, rank: int, group: dist.ProcessGroup, verify: str) -> Iterator[None]:
+    """Check, once the block has bound the plan to this rank's weights, that all ranks of its domain can carry it out
+    alike. Collective: a rank whose block raises PlanError takes part, so that the others can name it.
 
     Args:
-        verify: when this rank checks digests; empty where each run is given it.
-        problem: why this rank cannot carry out the plan; it still takes part, so that the others can name it.
+        verify: when this rank checks digests.
 
     Raises:
         PlanError: names the ranks that differ, and in what.
         TransferError: a rank did not come before the group's timeout.
     """
+    problem = None
+    try:
+        yield
+    except PlanError as error:
+        problem = error
     members = dist.get_process_group_ranks(group)
     if members != sorted(plan.ranks):
         raise PlanError(
             f"rank {rank}: the plan is for ranks {list(plan.ranks)}, its process group has ranks {members}; give the"
             " group of the plan's domain"
         )
-    own = {**package_versions(), "verify": verify, "plan": plan.digest}, problem
+    own = {**package_versions(), "verify": verify, "plan": plan.digest}, str(problem or "")
     found: list[tuple[dict[str, str], str] | None] = [None] * len(members)
     try:
         dist.all_gather_object(found, own, group=group)
@@ -38,7 +45,7 @@ def check_agreement(
             f" {plan.destination.kind}: {error}; look for one that has failed before"
         ) from error
     if problem:
-        raise PlanError(problem)
+        raise problem
     for other, entry in zip(members, found, strict=True):
         assert entry is not None
         facts, reason = entry

@@ -1,4 +1,4 @@
-"""The HybridEngine: one set of ranks, one copy of the weights, two modes.
+"""The weight sync: the HybridEngine, with one copy of the weights on one set of ranks, and pushes to other ranks.
 
     training     the trainer's storages own the weights; the engine's are empty
     generating   the engine's storages own the weights; the trainer's are empty, its gradient buffers released
@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Protocol
 
-from hybridengine.errors import PlanError, StorageError
+from hybridengine.errors import StorageError
 from hybridengine.reshard.plan import Plan
 from hybridengine.reshard.planner import inverse_local
 from hybridengine.runtime.executor import PlanExecutor, Verify
-from hybridengine.runtime.fingerprint import check_agreement
+from hybridengine.runtime.fingerprint import agreed
 from hybridengine.runtime.ledger import StorageLedger, SwitchReport
 from hybridengine.runtime.storage import WeightStorage, return_memory_to_system
 from hybridengine.runtime.transport import PointToPointTransport
@@ -105,17 +105,13 @@ class HybridEngine:
         self._verified: set[str] = set()
         self._cut_buckets = 0
         self._ledger = StorageLedger({Mode.TRAINING: training.weights, Mode.GENERATING: generation.weights})
-        try:
+        with agreed(plan, rank, transport.group, verify.value):
             self._gather = PlanExecutor(
                 plan, rank, training.weights, generation.weights, transport, self._ledger
             )
             self._cut = PlanExecutor(
                 inverse_local(plan), rank, generation.weights, training.weights, transport, self._ledger
             )
-        except PlanError as error:
-            check_agreement(plan, rank, transport.group, verify.value, str(error))
-            raise
-        check_agreement(plan, rank, transport.group, verify.value)
         generation.leave_generation()
         generation.weights.release()
         return_memory_to_system()
@@ -132,13 +128,7 @@ class HybridEngine:
             PlanError: the plan is stale.
             TransferError: a peer failed; this rank's training weights are whole again.
         """
-        try:
-            self._expect(Mode.TRAINING)
-        except (
-            StorageError
-        ) as error:  # the others may have begun; where none has, the engine goes on as before
-            self._gather.excuse("the check of the mode", error)
-            raise
+        self._expect(Mode.TRAINING)
         self._gather.check_fresh()
         self._leave_training()
         self._ledger.begin()
@@ -200,7 +190,7 @@ class HybridEngine:
             raise
 
     def _verifies(self, direction: str) -> bool:
-        """Whether this switch is checked; counts attempts, so that all ranks say the same."""
+        """Return whether this switch is checked; counts attempts, so that all ranks say the same."""
         first = direction not in self._verified
         self._verified.add(direction)
         return self._verify is Verify.ALWAYS or (self._verify is Verify.FIRST and first)
@@ -237,3 +227,48 @@ class HybridEngine:
             raise StorageError(
                 f"the engine is {self.mode.value}, this switch starts from {mode.value}; switch once"
             )
+
+
+class WeightPush:
+    """Carries out a plan between ranks that train and ranks that generate. All ranks of the plan push together.
+
+    Args:
+        source: weights of this rank's policy; empty on a rank that only generates.
+        destination: weights of this rank's engine; empty on a rank that only trains.
+        verify: when receivers check the bits of what they have received.
+
+    Raises:
+        PlanError: the layouts do not describe the two models, or the ranks bring different plans.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        source: WeightStorage,
+        destination: WeightStorage,
+        transport: PointToPointTransport,
+        verify: Verify = Verify.FIRST,
+    ) -> None:
+        self._ledger = StorageLedger({"policy": source, "engine": destination})
+        with agreed(plan, rank, transport.group, verify.value):
+            self._executor = PlanExecutor(
+                plan, rank, source, destination, transport, self._ledger, release_source=False
+            )
+        self._verify, self._has_pushed = verify, False
+
+    def push(self) -> SwitchReport:
+        """Write the policy's present weights into the engines; return what it cost this rank.
+
+        `redundant_bytes` are the policy's weights on this rank, which stay: 0 where a rank only generates.
+
+        Raises:
+            PlanError: the plan is stale.
+            TransferError: a message failed, or arrived changed; the engines' weights are then undefined.
+        """
+        self._executor.check_fresh()
+        self._ledger.begin()
+        checked = self._verify is Verify.ALWAYS or (self._verify is Verify.FIRST and not self._has_pushed)
+        self._executor.run(verify=checked)
+        self._has_pushed = True
+        return self._ledger.finish("push", "engine")

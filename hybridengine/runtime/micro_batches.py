@@ -14,7 +14,7 @@ from hybridengine.planning.packing import balance_rows
 from hybridengine.runtime.batch import columns_of
 
 SEQUENCE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths")
-"""What rows of prompts and responses consist of."""
+"""Columns of rows of prompts and responses."""
 
 
 @dataclass(frozen=True)

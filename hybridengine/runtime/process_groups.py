@@ -11,11 +11,6 @@ from hybridengine.errors import TopologyError
 from hybridengine.topology.grid import Groups
 
 
-def world_store(about: str) -> dist.Store:
-    """What this world's ranks tell each other without meeting, under keys of their own; any thread may use it."""
-    return dist.PrefixStore(about, dist.distributed_c10d._get_default_store())
-
-
 class ProcessGroups:
     """Registry of `torch.distributed` groups of one process.
 

@@ -139,7 +139,7 @@ class WeightStorage:
 
 
 def _binding(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies and how it is read."""
+    """Return the place of a tensor and how it is read."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 

@@ -49,11 +49,8 @@ class Messages:
     peers: tuple[int, ...]
     """Peer of each operation."""
     received_bytes: int
-
-    @property
-    def are_on_device(self) -> bool:
-        """Whether requests only order a device's stream: then a wait for them returns before anything has come."""
-        return any(operation.tensor.is_cuda for operation in self.operations)
+    are_on_device: bool
+    """True if requests only order a device's stream: a wait for them returns before anything has come."""
 
 
 class Pending:
@@ -70,7 +67,7 @@ class Pending:
             PeerError: a peer failed or did not take part before the group's timeout.
         """
         failed: dict[int, RuntimeError] = {}
-        one_each = len(self._requests) == len(self._messages.peers)  # NCCL has one request for all
+        one_each = len(self._requests) == len(self._messages.peers)  # NCCL and meetings have one for all
         for index, request in enumerate(self._requests):
             try:
                 if self._messages.are_on_device:
@@ -109,17 +106,16 @@ class PointToPointTransport:
         self.received_bytes = 0
         """Weight bytes received since the transport was made."""
         self.has_given_up = False
-        """Whether something has failed, after which messages may have been lost."""
+        """True if something has failed, after which messages may have been lost."""
         kinds = {device.type for device in group._device_types}
         self._meets_on = torch.device("cpu" if "cpu" in kinds else "cuda")
         self.timeout_s = group._get_backend(self._meets_on).options._timeout.total_seconds()
-        """How long the group waits for a rank."""
+        """Longest wait of the group for a rank."""
         self._is_on_device = False
-        self._rounds: dict[tuple[int, ...], list[Messages]] = {}
 
     @property
     def is_closed(self) -> bool:
-        """Whether the group has been destroyed."""
+        """True if the group has been destroyed."""
         try:
             dist.get_process_group_ranks(self.group)
         except (KeyError, ValueError):  # the group, or all of them
@@ -145,6 +141,7 @@ class PointToPointTransport:
             tuple(operations),
             tuple(peer for messages in (receives, sends) for peer, _ in messages),
             sum(tensor.nbytes for _, tensor in receives) if are_weights else 0,
+            any(operation.tensor.is_cuda for operation in operations),
         )
 
     def post(self, messages: Messages) -> Pending:
@@ -158,26 +155,21 @@ class PointToPointTransport:
             raise PeerError(tuple(sorted(set(messages.peers))), str(error)) from error
         return Pending(self, messages, requests)
 
-    def meet(self, ranks: tuple[int, ...]) -> None:
-        """Wait until all of `ranks`, of which this is one, have come here.
-
-        In rounds, as many as the logarithm of the ranks: in the k-th, a rank tells the one 2^k places behind it what it
-        has heard (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988).
+    def meet(self) -> None:
+        """Wait until all ranks of the group have come here.
 
         Raises:
-            PeerError: a peer failed, or did not come before the group's timeout.
+            PeerError: a rank failed, or did not come before the group's timeout; names all others, any of which it may
+                be.
         """
-        if ranks not in self._rounds:
-            self._rounds[ranks] = [
-                self.prepare(
-                    [(following, torch.ones(1, dtype=torch.uint8, device=self._meets_on))],
-                    [(leading, torch.zeros(1, dtype=torch.uint8, device=self._meets_on))],
-                    are_weights=False,
-                )
-                for leading, following in meeting_rounds(ranks, dist.get_rank())
-            ]
-        for messages in self._rounds[ranks]:
-            self.post(messages).wait()
+        others = tuple(rank for rank in dist.get_process_group_ranks(self.group) if rank != dist.get_rank())
+        token = torch.zeros(1, device=self._meets_on)
+        self._is_on_device |= token.is_cuda
+        try:
+            request = dist.all_reduce(token, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise PeerError(others, str(error)) from error
+        Pending(self, Messages((), (), (), others, 0, token.is_cuda), [request]).wait()
 
     def give_up(self) -> None:
         """Nothing more is sent or received: where they can be told at once, peers that wait need not wait longer.
@@ -187,10 +179,3 @@ class PointToPointTransport:
         if self._is_on_device and not self.has_given_up and not self.is_closed:
             self.group.abort()
         self.has_given_up = True
-
-
-def meeting_rounds(ranks: Sequence[int], rank: int) -> list[tuple[int, int]]:
-    """For each round of a meeting of `ranks`: (rank to hear, rank to tell)."""
-    place, size = ranks.index(rank), len(ranks)
-    distances = (2**number for number in range((size - 1).bit_length()))
-    return [(ranks[(place - distance) % size], ranks[(place + distance) % size]) for distance in distances]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from tensordict import TensorDict
 
 from hybridengine.config import RunConfig
-from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.calls import call_log
 from hybridengine.controller.rows import Rows
 from hybridengine.drivers.roles import Roles, Sampling
 from hybridengine.errors import ConfigError, DataError, HybridEngineError, shown
@@ -46,7 +46,7 @@ def iterate(
     Args:
         progress: state of the run; kept up to date.
     """
-    steps, exchange = config.run.steps, row_exchange()
+    steps, log = config.run.steps, call_log()
 
     def measure(step: int) -> dict[str, float]:
         if files.held_out is None:
@@ -55,7 +55,7 @@ def iterate(
         metrics, samples = evaluate(roles, len(files.held_out))
         output.show_samples(step, samples)
         pools.wait()
-        output.draw(step, exchange.take_records())
+        output.draw(step, log.take_records())
         return metrics
 
     @contextlib.contextmanager
@@ -79,10 +79,10 @@ def iterate(
                 elif counts:
                     output.record_failure(step, counts)
                 pools.settle()
-                output.draw(step, exchange.take_records())
+                output.draw(step, log.take_records())
             raise
 
-    exchange.take_records()  # of the start
+    log.take_records()  # of the start
     if progress.step == 0:
         with failures_kept(0):
             metrics = measure(0)
@@ -90,9 +90,9 @@ def iterate(
         output.record(0, metrics | counts)
     for step in range(progress.step + 1, steps + 1):
         pools.wait()
-        exchange.take_records()  # what was asked between two steps is part of neither
+        log.take_records()  # what was asked between two steps is part of neither
         output.begin_step(step)
-        begin, payload_bytes = time.time(), exchange.payload_bytes
+        begin, payload_bytes = time.time(), log.payload_bytes
         with failures_kept(step):
             returned = config.algorithm.step(roles, _sampling(config, step), progress.state)
             who = f"step {step} of algorithm.name={config.algorithm.name}"
@@ -102,8 +102,8 @@ def iterate(
                 progress.state, f"{who} keeps in its state", f"keep {names}, which a checkpoint can have"
             )
             pools.wait()
-        seconds, records = time.time() - begin, exchange.take_records()
-        payload_bytes = exchange.payload_bytes - payload_bytes
+        seconds, records = time.time() - begin, log.take_records()
+        payload_bytes = log.payload_bytes - payload_bytes
         metrics |= call_metrics(records, payload_bytes, begin, begin + seconds)
         metrics[keys.STEP_S] = seconds
         if keys.TOKENS in metrics:

@@ -14,8 +14,8 @@ from hybridengine.config.algorithm import Role
 from hybridengine.config.reward_sections import RewardSection
 from hybridengine.config.run_config import SCORERS
 from hybridengine.config.sections import MAIN_POOL
+from hybridengine.controller.calls import call_log
 from hybridengine.controller.cluster import node_offers, order_pools, start_ray
-from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.rewards import score_column
@@ -45,7 +45,7 @@ class RunPools:
             ConfigError: there is no such cluster, or it cannot do what the configuration says.
         """
         self._config = config
-        row_exchange()  # one for all pools, which start at the same time
+        call_log()  # one for all pools, which start at the same time
         if config.cluster.address is not None:
             os.environ["RAY_ADDRESS"] = config.cluster.address
         start_ray(num_cpus=config.num_ranks)

@@ -13,7 +13,7 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from hybridengine.config import RunConfig
-from hybridengine.controller.exchange import CallRecord, row_exchange
+from hybridengine.controller.calls import CallRecord, call_log
 from hybridengine.data.rewards import Decoder, reward_texts
 from hybridengine.metrics import keys
 from hybridengine.metrics.console import step_line
@@ -148,7 +148,7 @@ class RunOutput:
     def __enter__(self) -> RunOutput:
         if self._view is not None:
             self._view.__enter__()
-            row_exchange().observer = self._view
+            call_log().observer = self._view
         return self
 
     def __exit__(
@@ -158,5 +158,5 @@ class RunOutput:
             ends.callback(self._timeline.close)
             ends.callback(self._recorder.close)
             if self._view is not None:
-                row_exchange().observer = None
+                call_log().observer = None
                 ends.push(self._view)

@@ -19,7 +19,7 @@ from hybridengine.checkpoints.run_lock import run_lock
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import ranks_key
 from hybridengine.config.sections import WarmupSection
-from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.calls import call_log
 from hybridengine.controller.failures import failure_signature, is_passing
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.datasets import DemonstrationDataset
@@ -198,7 +198,7 @@ class _Run:
             load_roles(checkpoint, config, roles)
             say(f"state of step {checkpoint.step} loaded")
         say(f"{', '.join(role for role in config.algorithm.roles if role != 'actor')} ready")
-        row_exchange().take_records()  # of an attempt that has failed
+        call_log().take_records()  # of an attempt that has failed
         with RunOutput(config, pools.nodes, self.files.tokenizer, self.console, self.trackers) as output:
             saver = RunSaver(config, roles, progress, say)
             keep_config(config)

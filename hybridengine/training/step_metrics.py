@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from hybridengine.controller.exchange import CallRecord
+from hybridengine.controller.calls import CallRecord
 from hybridengine.metrics import keys
 from hybridengine.planning.dataflows import phase_of_call
 

@@ -21,7 +21,7 @@ import ray
 
 from hybridengine.config import load_config
 from hybridengine.controller import cluster
-from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.calls import call_log
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rows import Rows
 from hybridengine.controller.worker_group import WorkerGroup
@@ -67,7 +67,7 @@ def see_light_ranks() -> dict[str, Any]:
         rows = actor.wide(Rows.numbered(NUM_ROWS))
         narrowed = critic.narrowed(rows)
         pool.wait()
-        exchange = row_exchange()
+        exchange = call_log()
         records = {str(record): record for record in exchange.take_records()}
         before = exchange.payload_bytes
         return {

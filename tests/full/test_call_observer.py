@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.calls import call_log
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rows import Rows
@@ -23,9 +23,9 @@ LIMIT_S = 20.0
 @pytest.fixture
 def view() -> Iterator[LiveView]:
     shown = LiveView(Console(file=io.StringIO()), 1, lambda role, method: method)
-    row_exchange().observer = shown
+    call_log().observer = shown
     yield shown
-    row_exchange().observer = None
+    call_log().observer = None
 
 
 def _wait_for(view: LiveView, role: str, note: str) -> None:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.controller.failures import Outcome, RankFailedError, failure_of
+from hybridengine.controller.futures import Future
 from hybridengine.controller.pool import ResourcePool
-from hybridengine.controller.waiting import Operation
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import ConfigError, ProtocolError, TopologyError, TransferError, WorkerTimeoutError
 from hybridengine.runtime.transport import PeerError
@@ -57,7 +57,7 @@ def test_a_failure_that_nobody_fetched_is_raised_by_the_next_call(
     actor: WorkerGroup, critic: WorkerGroup
 ) -> None:
     forgotten = actor.fail(1)
-    while forgotten.operation.missing:
+    while forgotten.missing:
         forgotten.done()
         time.sleep(0.01)
     with pytest.raises(RankFailedError, match=r"actor\.fail failed on rank 1"):
@@ -190,7 +190,7 @@ def test_the_cause_is_blamed_and_not_its_echo_in_a_collective(ray_cluster: int) 
     with pytest.raises(
         RankFailedError, match=r"probe\.step failed on rank 1 .*the cause\nalso failed: rank 0 "
     ):
-        Operation("probe", "step", arriving, ["here", "there"], timeout_s=10).wait()
+        Future(ResourcePool([2]), "probe", "step", arriving, places=["here", "there"], timeout_s=10).wait()
 
 
 def test_a_later_wait_sees_what_failed_first_and_each_call_has_its_own_limit(ray_cluster: int) -> None:

@@ -13,7 +13,7 @@ import ray
 from ray._private.worker import global_worker
 
 from hybridengine.config import load_config
-from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.calls import call_log
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rows import Produced, Rows
@@ -24,7 +24,7 @@ from tests.full.probe_workers import WIDE_BYTES, ProbeWorker, batch_of
 
 
 def test_rows_go_from_group_to_group_without_the_controller(actor: WorkerGroup, critic: WorkerGroup) -> None:
-    exchange = row_exchange()
+    exchange = call_log()
     first = actor.wide(Rows.numbered(9))  # 2-2-1: all rows on rank 2
     actor.pool.wait()
     assert exchange.take_records()
@@ -47,21 +47,21 @@ def test_rows_go_from_group_to_group_without_the_controller(actor: WorkerGroup, 
 
 def test_small_rows_inside_messages_are_counted(actor: WorkerGroup, critic: WorkerGroup) -> None:
     actor.pool.wait()
-    payload = row_exchange().payload_bytes
+    payload = call_log().payload_bytes
     doubled = critic.doubled(actor.numbers(Rows.numbered(9)))
     doubled.wait()
     # From rank 2 to the controller, from there to each rank that has some of its rows, and what they return.
-    assert row_exchange().payload_bytes - payload == 8 * 9 * (1 + 4 + 1)
+    assert call_log().payload_bytes - payload == 8 * 9 * (1 + 4 + 1)
     assert doubled.get()["doubled"].tolist() == [2 * row for row in range(9)]
-    assert row_exchange().payload_bytes - payload == 8 * 9 * (1 + 4 + 1)
+    assert call_log().payload_bytes - payload == 8 * 9 * (1 + 4 + 1)
 
 
 def test_the_algebra_of_references_moves_nothing(actor: WorkerGroup, critic: WorkerGroup) -> None:
     rollout = actor.over_replicas(batch_of(5))
     ranks = critic.over_dp(rollout).select("ranks").wait()
-    payload = row_exchange().payload_bytes
+    payload = call_log().payload_bytes
     rows = rollout.union(ranks).repeat(3)[1:].pad_to_multiple(4)[::-1]
-    assert row_exchange().payload_bytes == payload
+    assert call_log().payload_bytes == payload
     numbers = [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 0, 0][::-1]
     assert len(rows) == 16
     assert rows.get("row_ids")["row_ids"].tolist() == numbers

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import SavePlan
 
-from hybridengine.backends.megatron import checkpoint, compat
-from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_checkpoint
+from hybridengine.backends.megatron import checkpoint
+from hybridengine.backends.megatron.checkpoint import BackgroundSave, BoxPlanner, load_checkpoint
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.checkpoints.digests import digests_json, digests_of
 from hybridengine.checkpoints.folders import ROLE_FILES
@@ -140,7 +141,7 @@ def save_where_the_disk_fills(
     shape = ModelShape.from_folder(source)
     trainer = make_trainer(shape, Grid(TrainSizes(1, 1, 2)), rank, ProcessGroups(), source)
     errors, limits = list[str](), resource.getrlimit(resource.RLIMIT_FSIZE)
-    owner = compat if hasattr(compat, before) else checkpoint
+    owner: Any = checkpoint if hasattr(checkpoint, before) else checkpoint._RankWriter
     function = getattr(owner, before)
 
     def limited(*arguments: object) -> None:
@@ -165,20 +166,16 @@ def save_where_a_rank_is_refused(rank: int, source: Path, folder: Path) -> tuple
     trainer = make_trainer(
         ModelShape.from_folder(source), Grid(TrainSizes(1, 1, 2)), rank, ProcessGroups(), source
     )
-    write, limits = compat.write_save, resource.getrlimit(resource.RLIMIT_FSIZE)
+    write, limits = checkpoint._RankWriter.write_data, resource.getrlimit(resource.RLIMIT_FSIZE)
     copies, errors = list[weakref.ref[Tensor]](), list[str]()
 
-    def note(planned: compat.PlannedSave) -> None:
-        _, buckets, _ = planned.request.async_fn_args
-        copies.extend(weakref.ref(tensor) for _, _, (_, items) in buckets for _, tensor in items)
-
-    def write_in_own_time(planned: compat.PlannedSave) -> Any:
-        note(planned)
+    def write_in_own_time(writer: Any, plan: SavePlan, planner: BoxPlanner) -> Any:
+        copies.extend(weakref.ref(tensor) for _, tensor in planner.boxes.values())
         if rank == 0:
             time.sleep(1)
-        return write(planned)
+        return write(writer, plan, planner)
 
-    compat.write_save = write_in_own_time
+    checkpoint._RankWriter.write_data = write_in_own_time  # type: ignore[method-assign,assignment]
     gc.disable()
     for name in ("refused", "next"):
         if rank == 1 and name == "refused":
@@ -195,23 +192,6 @@ def save_where_a_rank_is_refused(rank: int, source: Path, folder: Path) -> tuple
     gc.enable()
     assert copies, "this rank saves nothing"
     return errors[0], writes, left, errors[1]
-
-
-def save_telling_much(rank: int, source: Path, folder: Path) -> int:
-    """What ranks tell rank 0 goes in pieces of 1 KB; how many bytes this one tells."""
-    trainer = make_trainer(
-        ModelShape.from_folder(source), Grid(TrainSizes(1, 1, 2)), rank, ProcessGroups(), source
-    )
-    checkpoint.MOST_BYTES = 1000
-    tell, sizes = BackgroundSave._tell, list[int]()
-
-    def tell_noting(self: BackgroundSave, told: bytes) -> None:
-        sizes.append(len(told))
-        tell(self, told)
-
-    BackgroundSave._tell = tell_noting
-    ended(BackgroundSave(trainer, empty_folder(folder), {}))
-    return sizes[0]
 
 
 def save_at_once(rank: int, source: Path, folder: Path) -> None:

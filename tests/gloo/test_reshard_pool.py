@@ -25,9 +25,9 @@ from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.runtime.executor import Verify
+from hybridengine.runtime.hybrid_engine import WeightPush
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import WeightStorage
-from hybridengine.runtime.weight_push import WeightPush
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid, Groups
 from hybridengine.topology.links import NodeMap

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from datetime import timedelta
-from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,9 +24,9 @@ def transport_over(*kinds: str) -> PointToPointTransport:
     return PointToPointTransport(group)
 
 
-def pending_of(transport: PointToPointTransport, request: object) -> Pending:
-    operation = SimpleNamespace(tensor=SimpleNamespace(is_cuda=True))
-    messages = Messages((), (), (operation, operation), (1, 2), received_bytes=8)  # type: ignore[arg-type]
+def pending_of(transport: PointToPointTransport, request: object, is_on_device: bool = True) -> Pending:
+    operations: tuple[Any, ...] = (mock.Mock(), mock.Mock())
+    messages = Messages((), (), operations, (1, 2), received_bytes=8, are_on_device=is_on_device)
     return Pending(transport, messages, [request])  # NCCL has one request for all
 
 
@@ -53,8 +53,7 @@ def test_what_does_not_come_ends_before_the_watchdog():
 @pytest.mark.parametrize("is_on_device", [True, False])
 def test_who_gives_up_ends_what_a_device_still_writes(is_on_device: bool):
     transport = transport_over("cpu", "cuda")
-    messages = pending_of(transport, mock.Mock())._messages
-    messages.operations[0].tensor.is_cuda = is_on_device
+    messages = pending_of(transport, mock.Mock(), is_on_device)._messages
     with (
         mock.patch.object(PointToPointTransport, "is_closed", False),
         mock.patch.object(dist, "batch_isend_irecv", return_value=[mock.Mock()]),

@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from hybridengine.controller.calls import CallLog, call_log
 from hybridengine.controller.failures import RankFailure, rank_failed
 from hybridengine.controller.futures import Future
 from hybridengine.controller.pool import ResourcePool
-from hybridengine.controller.waiting import Operation
 from hybridengine.errors import WorkerError
 
 
-class Failed(Operation):
-    """An operation that has ended with a failure on rank 0."""
+def failed(pool: ResourcePool, role: str, inputs: tuple[Future, ...] = ()) -> Future:
+    """A call that has ended with a failure on rank 0."""
+    call = Future(pool, role, "fail", {}, places=["here"], timeout_s=1.0, inputs=inputs)
+    why = RankFailure(0, "ValueError: bad luck", role=role, method="fail", place="here")
+    call.failures.append(replace(why, lacks_input=bool(inputs)))
+    return call
 
-    def __init__(self, role: str) -> None:
-        super().__init__(role, "fail", {}, ["here"], timeout_s=1.0)
-        self._failures = [RankFailure(0, "ValueError: bad luck", role=role, method="fail", place="here")]
+
+@pytest.fixture(autouse=True)
+def log(monkeypatch: pytest.MonkeyPatch) -> CallLog:
+    log = call_log()
+    monkeypatch.setattr(log, "unfinished", [])
+    return log
 
 
-def test_two_calls_that_have_failed_are_told_one_after_the_other() -> None:
+def test_two_calls_that_have_failed_are_told_one_after_the_other(log: CallLog) -> None:
     pool = ResourcePool([1])
-    for role in ("first", "second"):
-        pool._unfinished.append(Future(Failed(role), {}, list, lambda: pool._unfinished))
+    calls = [failed(pool, role) for role in ("first", "second")]
+    log.unfinished += calls
     told = []
-    for _ in range(2):
+    for _ in calls:
         with pytest.raises(WorkerError) as caught:
             pool.raise_failures()
         told.append(str(caught.value))
-    assert told == [str(rank_failed(Failed(role).failures[0], [])) for role in ("first", "second")]
+    assert told == [str(rank_failed(call.failures[0], [])) for call in calls]
     pool.raise_failures()
+    assert not log.unfinished
+
+
+def test_a_call_whose_rows_were_never_produced_says_why(log: CallLog) -> None:
+    """Through calls of several pools, also where the failure was raised before; and it is not raised again."""
+    pools = [ResourcePool([1]) for _ in range(3)]
+    cause = failed(pools[0], "cause")
+    log.unfinished.append(cause)
+    with pytest.raises(WorkerError, match=r"cause\.fail failed on rank 0"):
+        pools[0].raise_failures()
+    pools[0].raise_failures()
+    middle = failed(pools[1], "middle", (cause,))
+    last = failed(pools[2], "last", (middle,))
+    log.unfinished += [middle, last]
+    with pytest.raises(WorkerError, match=r"cause\.fail failed on rank 0"):
+        last.wait()
+    for pool in pools:
+        pool.raise_failures()
+    assert not log.unfinished

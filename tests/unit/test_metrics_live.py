@@ -26,8 +26,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import Task
 
-from hybridengine.controller.exchange import CallObserver
-from hybridengine.controller.observing import observe_call
+from hybridengine.controller.calls import CallObserver
+from hybridengine.controller.futures import Future as GroupCall
 from hybridengine.metrics.live import LiveView, can_show_live
 
 LONG = "reward_of_a_term_whose_name_is_longer_than_any_terminal_is_wide_" * 3
@@ -270,17 +270,21 @@ def test_the_controller_tells_of_a_call_and_of_each_rank_as_its_answer_arrives()
     references: dict[int, Any] = {
         rank: SimpleNamespace(future=lambda one=one: one) for rank, one in enumerate(answers)
     }
-    operation: Any = SimpleNamespace(number=5, role="actor", method="update", pool="main")
-    produced = SimpleNamespace(future=SimpleNamespace(operation=SimpleNamespace(number=3)))
+    pool: Any = SimpleNamespace(name="main")
+    produced, call = (
+        GroupCall(pool, "actor", "update", outcomes, places=["", ""], timeout_s=1.0)
+        for outcomes in ({}, references)
+    )
+    call._inputs.append(produced)
     observer = _Observer()
     checked: CallObserver = observer
-    observe_call(checked, operation, references, [produced])
-    assert observer.seen == [(5, "actor", "update", "main", 2, (3,))]
+    call.observe(checked)
+    assert observer.seen == [(call.number, "actor", "update", "main", 2, (produced.number,))]
     thread = threading.Thread(target=lambda: answers[1].set_exception(RuntimeError("died")))
     thread.start()
     thread.join()
     answers[0].set_result(None)
-    assert observer.seen[1:] == [(5, "main", 1), (5, "main", 0)]
+    assert observer.seen[1:] == [(call.number, "main", rank) for rank in (1, 0)]
 
 
 def test_only_a_real_terminal_gets_a_view(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from types import SimpleNamespace
 
@@ -57,11 +58,13 @@ def test_an_address_that_the_host_does_not_have_is_one_error() -> None:
         network.open_store("203.0.113.1", timeout=network.timedelta(seconds=1))
 
 
-def test_a_store_that_does_not_answer_is_one_error() -> None:
+def test_a_store_that_does_not_answer_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "CONNECT_LIMIT_S", 1.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # and never listens: the port refuses, and nobody else can take it
         port = silent.getsockname()[1]
-        with pytest.raises(
-            WorkerError, match=rf"cannot reach rank 0's store at 127\.0\.0\.1 port {port} \(.*refused\)"
-        ):
+        with pytest.raises(RuntimeError) as caught:
             network.connect_store("127.0.0.1", port, network.timedelta(seconds=1))
+    error = network.not_met(1, "10.0.0.9", caught.value)
+    assert f"rank 1 on host {socket.gethostname()}" in str(error)
+    assert re.search(rf"127\.0\.0\.1.*{port}.*; the nodes must reach each other's ports", str(error))

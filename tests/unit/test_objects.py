@@ -9,7 +9,7 @@ import pytest
 import torch
 from ray.exceptions import GetTimeoutError, OwnerDiedError, RayError
 
-from hybridengine.controller.row_requests import Block, ColumnRows, read_columns
+from hybridengine.controller.row_requests import ColumnRows, read_columns
 from hybridengine.controller.stored_rows import Owner, StoredColumn, StoredRows
 from hybridengine.errors import TransferError
 
@@ -38,7 +38,7 @@ def test_the_object_that_is_lost_is_named(
             raise error_of(wanted[1])
 
     blocks = [
-        Block(
+        (
             rank,
             StoredRows(
                 Owner("10.0.0.1", 100 + rank, rank),

@@ -196,8 +196,8 @@ def test_even_split_covers_all_rows_with_sizes_that_differ_by_one() -> None:
 @pytest.mark.parametrize(
     ("split", "sources", "message"),
     [
-        (lambda n, topology: (range(n),), lambda topology: (0,), "into 1 ranges for 2 ranks"),
-        (lambda n, topology: (range(n), range(n + 1)), lambda topology: (0,), "rank 1 the rows"),
+        (lambda n, topology: (range(n),), lambda topology: (0,), r"into range\(0, 4\) for 2 ranks"),
+        (lambda n, topology: (range(n), range(n + 1)), lambda topology: (0,), r"range\(0, 5\) for 2 ranks"),
         (lambda n, topology: (range(0, n, 2), range(n)), lambda topology: (1,), "step 1"),
         (
             lambda n, topology: (range(n), range(n)),

@@ -22,7 +22,7 @@ from tensordict import NonTensorStack, TensorDict
 from hybridengine.cli.main import main
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import RunSection
-from hybridengine.controller.exchange import CallRecord, row_exchange
+from hybridengine.controller.calls import CallRecord, call_log
 from hybridengine.metrics import trackers as trackers_module
 from hybridengine.metrics.console import step_line
 from hybridengine.metrics.rows import Row, read_rows
@@ -110,7 +110,7 @@ def test_output_that_goes_to_a_file_is_a_line_per_step(tmp_path: Path, force_col
     stream, config = io.StringIO(), _config(tmp_path)
     console = Console(file=stream, width=80, _environ={"FORCE_COLOR": force_color, "TERM": "xterm"})
     with RunOutput(config, NODES, Letters(), console) as output:
-        assert row_exchange().observer is None, "nobody is told of calls"
+        assert call_log().observer is None, "nobody is told of calls"
         rows = _play(output)
     assert stream.getvalue() == "".join(step_line(row, 3) + "\n" for row in rows)
     assert read_rows(config.run_folder) == rows
@@ -155,14 +155,14 @@ def test_samples_are_kept_whole_and_as_a_table(tmp_path: Path) -> None:
 def test_a_terminal_gets_the_view_the_lines_and_some_samples(tmp_path: Path) -> None:
     config = _config(tmp_path)
     with _terminal() as (console, written), RunOutput(config, NODES, Letters(), console) as output:
-        observer = row_exchange().observer
+        observer = call_log().observer
         assert observer is not None
         observer.call_made(1, "actor", "generate_sequences", "main", 2, [])
         rows = _play(output)
         output.begin_step(2)
         assert output._view is not None
         output._view.refresh()
-    assert row_exchange().observer is None
+    assert call_log().observer is None
     text = written[0]
     assert "step 2/3" in text
     assert "now generate" in text, "phases have the names that they have in metrics"
@@ -186,7 +186,7 @@ def test_a_failure_takes_the_view_away_and_keeps_what_was_written(tmp_path: Path
     rows = list[Row]()
     with _terminal() as (console, written), pytest.raises(ZeroDivisionError):
         fail(console)
-    assert row_exchange().observer is None
+    assert call_log().observer is None
     assert written[0].count("\x1b[?25l") == written[0].count("\x1b[?25h") == 1
     assert read_rows(config.run_folder) == rows
 

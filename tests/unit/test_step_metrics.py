@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.controller.exchange import CallRecord
+from hybridengine.controller.calls import CallRecord
 from hybridengine.training.step_metrics import call_metrics
 
 EPOCH_S, STEP_MS = 1_700_000_000.0, 60

@@ -1,4 +1,4 @@
-"""Checkpoints of a trainer with Megatron-core's dist_checkpointing, under the names and shapes of logical tensors.
+"""Checkpoints of a trainer in PyTorch's distributed format, under the names and shapes of logical tensors.
 
     weights.NAME        in the model's type
     master.NAME         float32 weights of the optimizer, where the model's type is another one
@@ -12,191 +12,189 @@ depends on the sizes it was written with, and any others can read it.
 from __future__ import annotations
 
 import json
-import pickle
 import threading
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingException
+import torch.distributed.checkpoint as dcp
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.futures import Future
 
 from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.backends.megatron.trainer import MegatronTrainer
-from hybridengine.checkpoints.conversion import ROLE_FILE, WEIGHTS, read_role
+from hybridengine.checkpoints.conversion import MEGATRON_FORMAT, ROLE_FILE, WEIGHTS, read_role
 from hybridengine.checkpoints.digests import FileDigest, settled_digests
 from hybridengine.checkpoints.making import end_role
 from hybridengine.checkpoints.random_states import RandomStates, load_random_states
-from hybridengine.checkpoints.tensors import read_metadata
+from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError
 from hybridengine.reshard.boxes import Box, extents, starts
 from hybridengine.reshard.flat_ranges import RangePiece, pieces_in_range
 from hybridengine.reshard.layout import Piece
-from hybridengine.runtime.process_groups import world_store
 
 T = TypeVar("T")
 
 MASTER = "master"
 PROBE_BYTES = 65_536
 """More than the files that a save writes before all ranks have met."""
-POLL_S, LONGEST_POLL_S = 0.05, 1.0
-"""Between two looks of rank 0 for what the others have written: at first, and after a while."""
-MOST_BYTES = 4 * 2**20
-"""Under one key of a store: TCPStore closes the connection at twice as many."""
 
 
 class BackgroundSave:
-    """One save of a trainer, of which a copy in host memory is written while training goes on.
+    """One save of a trainer: a copy in host memory is written by a thread of each rank while training goes on.
 
-    A thread of each rank writes its files, and one of rank 0 completes the folder as soon as all have: nothing waits for
-    the ranks themselves, which may be in the middle of a step then.
+    The threads have a process group of their own, so that they wait for each other and never for the ranks, which may
+    be in the middle of a step.
 
     Args:
         folder: an empty one that all ranks see.
-        more: what else role.json keeps.
+        more: further entries of role.json.
+        timeout_s: longest time that the save may take.
 
     Raises:
         StorageError: the generation engine has the weights.
         CheckpointError: on all ranks: one cannot write to the folder, or has no memory for the copy.
     """
 
-    def __init__(self, trainer: MegatronTrainer, folder: Path, more: dict[str, Any]) -> None:
+    def __init__(
+        self, trainer: MegatronTrainer, folder: Path, more: dict[str, Any], timeout_s: float = 600.0
+    ) -> None:
         trainer.expect_weights()
         self._rank, self._folder = trainer.rank, folder
-        tensors, refused = dict[str, ShardedTensor](), _probe(folder, self._rank)
+        planner, refused = BoxPlanner(), _probe(folder, self._rank)
         try:
-            for place, name, box, whole, part in _saved(trainer):
-                tensors[place] = _sharded(name, box, whole, part.detach().to("cpu", copy=True).contiguous())
+            for name, box, whole, part in _saved(trainer):
+                planner.add(name, box, whole, part.detach().to("cpu", copy=True).contiguous())
         except (MemoryError, RuntimeError) as error:  # torch's, where there is no memory for it
             refused = refused or error.with_traceback(None)  # whose frame would hold the copies
-            tensors.clear()
+            planner.boxes.clear()
         self._role = {"shape": _shape_json(trainer), "dtype": trainer.dtype, **trainer.counters(), **more}
         with device_shim():
             tracker: Any = get_cuda_rng_tracker()
             tracked = {name: state.cpu() for name, state in tracker.get_states().items()}
         self._random = RandomStates.now(tracked)
-        self._group = trainer.groups.intra_dist_opt
+        self._ranks = trainer.groups.intra_dist_opt
         self._agree_on(refused)
-        with device_shim():
-            planned = compat.begin_save(tensors, folder)
-        self._store = world_store(f"save into {folder}")
-        self._late = set(range(self._group.size()))
-        self._refused = list[str]()
+        # Longer than the run waits, which names who is late.
+        made = dist.new_group(timeout=timedelta(seconds=2 * timeout_s), backend="gloo")
+        self._own_group = cast(dist.ProcessGroup, made)
         self._given_up = threading.Event()
         self._outcome: bool | CheckpointError = False
-        self._thread = threading.Thread(target=self._write, args=(planned,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(planner,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def _agree_on(self, refused: Exception | None) -> None:
         """Have all ranks raise where one of them is refused: none waits for another that has given up."""
-        for rank, why in enumerate(_gathered(_text_of(refused), self._group)):
+        for rank, why in enumerate(_gathered(_text_of(refused), self._ranks)):
             if why:
                 raise CheckpointError(f"{self._folder} cannot be written to by rank {rank}: {why}")
 
-    def _write(self, planned: compat.PlannedSave) -> None:
+    def _write(self, planner: BoxPlanner) -> None:
         try:
-            told: _Written | str = self._write_own(planned)
+            writer = _RankWriter(self._folder, self._rank, self._random)
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=self._own_group)
+            _DistWrapper(self._own_group, True, 0).all_reduce("digests", self._own_digests, self._complete)
+            self._outcome = True
         except Exception as error:
-            told = _text_of(error)
-        try:
-            self._tell(pickle.dumps(told))
-            if self._rank == 0:
-                self._complete(planned)
-                self._outcome = True
-        except Exception as error:
-            if not isinstance(error, CheckpointError):
-                error = CheckpointError(f"{self._folder} could not be completed by rank 0: {_text_of(error)}")
-            self._outcome = error.with_traceback(None)  # whose frames would hold the copy
+            failures = error.failures if isinstance(error, CheckpointException) else {}
+            rank, (why, _) = min(failures.items()) if failures else (self._rank, (error, None))
+            traceback.clear_frames(error.__traceback__)  # which hold copies
+            reason = f"could not be written by rank {rank}: {type(why).__name__}: {why}"
+            self._outcome = CheckpointError(f"{self._folder} {reason}")
+        finally:
+            planner.boxes.clear()
+            dist.destroy_process_group(self._own_group)
 
-    def _write_own(self, planned: compat.PlannedSave) -> _Written:
-        """What this rank is to write; where it is, and its digests, once it is on disk."""
-        results = compat.write_save(planned)
-        own = [one.name for one in self._folder.glob(f"__{self._rank}_*.distcp")]
-        own.append(_random_file(self._rank))
-        self._random.save(self._folder / own[-1])
+    def _own_digests(self) -> dict[str, FileDigest]:
+        """Return the digests of what this rank has written, once it is on disk."""
+        own = [one.name for one in self._folder.glob(f"__{self._rank}_*.distcp")] + [_random_file(self._rank)]
         if self._rank == 0:
-            own.append(ROLE_FILE)
             (self._folder / ROLE_FILE).write_text(json.dumps(self._role, indent=1) + "\n")
-        return results, settled_digests(self._folder, own)
+            (self._folder / "metadata.json").write_text(json.dumps(MEGATRON_FORMAT))
+            torch.save({}, self._folder / "common.pt")
+            own += [ROLE_FILE, "metadata.json", "common.pt", ".metadata"]
+        return settled_digests(self._folder, own)
 
-    def _tell(self, told: bytes) -> None:
-        """Have rank 0 find what this rank has to say: in pieces that a store takes, then how many there are."""
-        pieces = [told[at : at + MOST_BYTES] for at in range(0, len(told), MOST_BYTES)]
-        for number, piece in enumerate(pieces):
-            self._store.set(f"{self._rank}/{number}", piece)  # pyright: ignore[reportArgumentType]
-        self._store.set(str(self._rank), str(len(pieces)))
-
-    def _taken_from(self, rank: int) -> bytes:
-        """What a rank has told."""
-        told = b""
-        for number in range(int(self._store.get(str(rank)))):
-            told += self._store.get(key := f"{rank}/{number}")
-            self._store.delete_key(key)
-        self._store.delete_key(str(rank))
-        return told
-
-    def _complete(self, planned: compat.PlannedSave) -> None:
-        """On rank 0: wait for all ranks, and write what says that the folder is whole.
-
-        Raises:
-            CheckpointError: a rank could not write.
-            OSError: this one cannot.
-        """
-        results, digests, pause = dict[int, list[WriteResult]](), dict[str, FileDigest](), POLL_S
-        while self._late and not self._given_up.is_set():
-            for rank in sorted(self._late):
-                if self._store.check([str(rank)]):
-                    told: _Written | str = pickle.loads(self._taken_from(rank))
-                    self._late.discard(rank)
-                    if isinstance(told, str):  # the others are still waited for: they write into the folder
-                        self._refused.append(f"by rank {rank}: {told}")
-                    else:
-                        results[rank] = told[0]
-                        digests |= told[1]
-            if self._late:
-                self._given_up.wait(pause)
-                pause = min(2 * pause, LONGEST_POLL_S)
-        if self._refused or self._given_up.is_set():
-            raise self._unwritten()
-        compat.end_save(planned, [results[rank] for rank in sorted(results)], self._folder)
-        others = [one.name for one in self._folder.iterdir() if one.name not in digests]
-        end_role(self._folder, digests | settled_digests(self._folder, others))
+    def _complete(self, digests: list[dict[str, FileDigest]]) -> None:
+        """Write, on rank 0, what says that the folder is whole."""
+        if self._given_up.is_set():
+            raise self._late()
+        end_role(self._folder, {name: digest for part in digests for name, digest in part.items()})
 
     def end(self, last: bool) -> bool | CheckpointError:
-        """Whether the folder is whole, or why it will not be. Rank 0 knows; others, what keeps them from telling it.
+        """Return whether the folder is whole, or why it will not be.
 
         Args:
-            last: whoever has not written by now has given up.
+            last: ranks that have not written by now have given up.
         """
         if last and self._outcome is False and self._rank == 0:
             self._given_up.set()
-            return self._unwritten()
+            return self._late()
         return self._outcome
 
-    def _unwritten(self) -> CheckpointError:
-        """Why there will be no folder: what a rank was refused, or who has not ended."""
-        late = ", ".join(map(str, sorted(self._late) or [0]))
-        late = f"by rank {late}: it has not ended in time; raise timeouts.save_s"
-        return CheckpointError(f"{self._folder} could not be written {next(iter(self._refused), late)}")
+    def _late(self) -> CheckpointError:
+        ranks = range(self._ranks.size())
+        late = [rank for rank in ranks if not (self._folder / _random_file(rank)).exists()] or [0]
+        return CheckpointError(
+            f"{self._folder} could not be written by rank {', '.join(map(str, late))}: it has not ended in time; raise"
+            " timeouts.save_s"
+        )
 
     def some_rank_writes(self) -> bool:
-        """Whether a rank is still at it, also where it has been given up. Collective."""
-        return any(_gathered(self._thread.is_alive(), self._group))
+        """Return whether a rank still writes, also where it has been given up. Collective."""
+        return any(_gathered(self._thread.is_alive(), self._ranks))
 
 
-_Written = tuple[list[WriteResult], dict[str, FileDigest]]
-"""Where a rank has written what, and its files."""
+class BoxPlanner(DefaultSavePlanner):
+    """Plans to write boxes of logical tensors, and lets go of each when it is written."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.boxes: dict[MetadataIndex, tuple[WriteItem, Tensor]] = {}
+
+    def add(self, name: str, box: Box, whole: tuple[int, ...], part: Tensor) -> None:
+        """Take the elements of one box of a tensor."""
+        index = MetadataIndex(name, starts(box))
+        chunk = ChunkStorageMetadata(torch.Size(starts(box)), torch.Size(extents(box)))
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), torch.Size(whole))
+        self.boxes[index] = WriteItem(index, WriteItemType.SHARD, tensor_data=data), part
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([item for item, _ in self.boxes.values()])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self.boxes.pop(write_item.index)[1]
+
+
+class _RankWriter(FileSystemWriter):
+    """Writes a rank's tensors, and then the states of its random generators."""
+
+    def __init__(self, folder: Path, rank: int, random: RandomStates) -> None:
+        super().__init__(folder)
+        self._random_file, self._random = folder / _random_file(rank), random
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        self._random.save(self._random_file)
+        return written
 
 
 def _probe(folder: Path, rank: int) -> Exception | None:
-    """Why this rank cannot write there; None where it can."""
+    """Return why this rank cannot write there; None where it can."""
     file = folder / f"probe-{rank}"
     try:
         file.write_bytes(bytes(PROBE_BYTES))
@@ -211,7 +209,7 @@ def _text_of(error: Exception | None) -> str:
 
 
 def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:
-    """What each rank of the group has. Collective."""
+    """Return the value of each rank of the group. Collective."""
     values: list[Any] = [None] * group.size()
     with device_shim():
         dist.all_gather_object(values, value, group=group)
@@ -230,25 +228,16 @@ def load_checkpoint(trainer: MegatronTrainer, folder: Path) -> dict[str, Any]:
     problems = shape_problems(role, trainer)
     if problems:
         raise CheckpointError(f"{folder} is the checkpoint of another model: {'; '.join(problems)}")
-    names = read_metadata(folder).state_dict_metadata
-    has_optimizer = any(name.startswith(f"{compat.MOMENTS[0]}.") for name in names)
-    wanted = {
-        place: _sharded(name, box, whole, part)
-        for place, name, box, whole, part in _loaded(trainer, has_optimizer)
-    }
-    missing = sorted({one.key for one in wanted.values()} - set(names))
+    saved = TensorFolder(folder)
+    has_optimizer = any(name.startswith(f"{compat.MOMENTS[0]}.") for name in saved.shapes)
+    wanted = list(_loaded(trainer, has_optimizer))
+    missing = sorted({name for name, *_ in wanted} - set(saved.shapes))
     if missing:
         raise CheckpointError(
             f"{folder} has no {missing[0]}, and lacks {len(missing)} tensors; use a complete checkpoint"
         )
-    try:
-        with device_shim():
-            compat.load_tensors(wanted, folder)
-    except CheckpointException as error:  # of several ranks, each with torch's advice to trust the file
-        kinds = sorted({type(failure).__name__ for failure, _ in error.failures.values()})
-        raise CheckpointError(f"{folder} cannot be read ({', '.join(kinds)})") from None
-    except (OSError, CheckpointingException) as error:
-        raise CheckpointError(f"{folder} cannot be read ({error})") from None
+    for name, box, _, part in wanted:
+        part.copy_(saved.read(name, box))
     if has_optimizer:
         trainer.set_counters(role)
     else:
@@ -287,12 +276,12 @@ def _random_file(rank: int) -> str:
     return f"rng-{rank:05d}.safetensors"
 
 
-_Part = tuple[str, str, Box, tuple[int, ...], Tensor]
-"""Name in the dictionary, tensor's name, box, whole shape, and a view of the elements."""
+_Part = tuple[str, Box, tuple[int, ...], Tensor]
+"""A tensor's name, a box of it, its whole shape, and a view of the box's elements."""
 
 
 def _saved(trainer: MegatronTrainer) -> Iterator[_Part]:
-    """What this rank writes."""
+    """Yield the parts that this rank writes."""
     shard, key = trainer.layout.shard(trainer.rank), trainer.layout.keys[trainer.rank]
     for name, part in trainer.optimizer_parts().items():
         parameter = shard.by_name[name]
@@ -303,7 +292,7 @@ def _saved(trainer: MegatronTrainer) -> Iterator[_Part]:
 
 
 def _loaded(trainer: MegatronTrainer, with_optimizer: bool) -> Iterator[_Part]:
-    """What this rank reads: all its weights, and its part of the optimizer's state."""
+    """Yield the parts that this rank reads: all its weights, and its part of the optimizer's state."""
     shard = trainer.layout.shard(trainer.rank)
     for parameter in shard.parameters:
         for piece in parameter.pieces:
@@ -326,13 +315,7 @@ def _parts_of(trainer: MegatronTrainer, piece: RangePiece, flats: dict[str, Tens
 
 
 def _part(trainer: MegatronTrainer, kind: str, tensor: str, box: Box, view: Tensor) -> _Part:
-    name = f"{kind}.{tensor}"
-    return f"{name} {box}", name, box, trainer.shape.tensors[tensor], view
-
-
-def _sharded(name: str, box: Box, whole: tuple[int, ...], data: Tensor) -> ShardedTensor:
-    """For dist_checkpointing: a box of a logical tensor, to be written or to be filled in place."""
-    return ShardedTensor(name, data, data.dtype, extents(box), whole, starts(box), axis_fragmentations=None)
+    return f"{kind}.{tensor}", box, trainer.shape.tensors[tensor], view
 
 
 def _first_holder(trainer: MegatronTrainer, tensor: str, box: Box) -> tuple[int, ...]:

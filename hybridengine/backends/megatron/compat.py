@@ -6,31 +6,17 @@ uneven stages                  a stage's layers are handed in as a list: the pip
                                the global parallel state's stage instead of the stage of the groups
 buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
 optimizer state by parameter   a distributed optimizer's ranges and moments are read where it keeps them
-saves in the background        files are written by a thread of the rank, where Megatron-core forks processes; another one
-                               of rank 0 completes the folder, where Megatron-core has all ranks meet between two steps
 one replica                    reduce-scatter and all-gather among one rank, which copy everything, are left out
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 from collections.abc import Iterator
 from dataclasses import dataclass
-from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-)
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -39,7 +25,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
-from torch.distributed.checkpoint.storage import WriteResult
 
 from hybridengine.families.tables import NameSet
 
@@ -122,7 +107,7 @@ def plain_optimizers(optimizer: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """What a rank's distributed optimizer keeps of one parameter: of a range of its elements, row by row."""
+    """State of a rank's distributed optimizer for one parameter: for a range of its elements, row by row."""
 
     start: int
     stop: int
@@ -177,97 +162,5 @@ def set_adam_steps(optimizer: Any, steps: int) -> None:
 
 
 def _counts_by_parameter(optimizer: Any) -> bool:
-    """Whether an Adam is torch's, which keeps a count of steps for each parameter; other packages' have one a group."""
+    """Return whether an Adam is torch's, which counts steps for each parameter; others count them for each group."""
     return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
-
-
-class _KeptPlan(TorchDistSaveShardedStrategy):
-    """Keeps what completes the folder, which Megatron-core would have all ranks do together, between two steps."""
-
-    writer: Any = None
-    metadata: Any = None
-    """On rank 0."""
-
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *more: Any) -> Any:
-        self.writer, (_, self.metadata, _) = writer, save_state_dict_ret
-        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *more)
-
-
-@dataclass(frozen=True)
-class PlannedSave:
-    """Which rank writes what; holds the tensors until they are written."""
-
-    request: AsyncRequest
-    plan: _KeptPlan
-
-
-def begin_save(tensors: dict[str, ShardedTensor], folder: Path) -> PlannedSave:
-    """The part of a save that all ranks do together; `write_save` and on rank 0 `end_save` follow, in the background."""
-    # Otherwise Megatron-core would start a process, through which others would hand it their results.
-    filesystem_async._results_queue = queue.Queue()
-    save: Any = dist_checkpointing.save
-    options = {"async_strategy": "mcore"} if "async_strategy" in signature(save).parameters else {}
-    plan = _KeptPlan("torch_dist", 1)
-    request = save(tensors, str(folder), plan, async_sharded_save=True, **options)
-    assert request is not None, "async_sharded_save returns a request"
-    return PlannedSave(request, plan)
-
-
-def write_save(planned: PlannedSave) -> list[WriteResult]:
-    """Write this rank's files: in the calling thread, where Megatron-core would fork a process with all its threads.
-
-    Returns:
-        Where everything is.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    request = planned.request
-    if request.async_fn is None:
-        return []
-    _, buckets, _ = request.async_fn_args
-    transforms, *_ = request.async_fn.args  # type: ignore[attr-defined]
-    written: Any = queue.Queue()
-    counts: Any = queue.Queue()
-    results = list[WriteResult]()
-    for number in range(len(buckets)):
-        counts.put(number)
-        # A bucket has tensors: each is let go of when it is written, also where that failed.
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-            transforms, number, buckets[number], written, counts, True
-        )
-        buckets[number] = None
-        _, outcome = written.get_nowait()
-        if isinstance(outcome, Exception):
-            buckets.clear()
-            raise _without_frames(outcome)
-        results += outcome
-    return results
-
-
-def _without_frames(error: Exception) -> Exception:
-    """The error, and those that it came of, without their frames, which would keep what they were writing."""
-    one: BaseException | None = error
-    while one is not None:
-        one.__traceback__ = None
-        one = one.__context__
-    return error
-
-
-def end_save(planned: PlannedSave, results: list[list[WriteResult]], folder: Path) -> None:
-    """Complete the folder on rank 0, with what all ranks have written.
-
-    Raises:
-        OSError: the disk does not take it.
-    """
-    planned.plan.writer.finish(planned.plan.metadata, results)
-    save_config(CheckpointingConfig(planned.plan.backend, planned.plan.version), str(folder))
-
-
-def load_tensors(tensors: dict[str, ShardedTensor], folder: Path) -> None:
-    """Fill tensors from a checkpoint, in place, and read nothing else of it. Collective.
-
-    `dist_checkpointing.load` would also read what is common to all ranks, which 0.19 keeps beside the tensors and
-    unpickles, whatever it names.
-    """
-    TorchDistLoadShardedStrategy().load(tensors, folder)

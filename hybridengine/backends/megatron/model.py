@@ -28,7 +28,7 @@ from hybridengine.topology.sizes import TrainSizes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core's rotary scaling has built in; only `factor` can be chosen."""
+"""Values that megatron-core's rotary scaling has built in; only `factor` can be chosen."""
 
 
 def available_names() -> NameSet:

@@ -1,4 +1,4 @@
-"""What a model's output says about the response tokens of a micro-batch.
+"""Log-probs, values and scores of a micro-batch's responses, from a model's output.
 
 Shapes: b rows, t positions, r response tokens, W = padded vocabulary / t.
 """

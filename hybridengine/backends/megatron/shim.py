@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,20 +49,23 @@ def _names_cuda(device: Any) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
-class _NoStream:
-    """Stands for a CUDA stream where everything is in order anyway."""
-
-    def wait_stream(self, other: object) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    wait_event = record_event = wait_stream
-
-
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
+
+
+def _no_stream(*args: Any, **kwargs: Any) -> Any:
+    """Stand for a CUDA stream where everything is in order anyway."""
+    return SimpleNamespace(
+        wait_stream=_nothing, wait_event=_nothing, record_event=_nothing, synchronize=_nothing
+    )
+
+
+def _random_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_random_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(state)
 
 
 _ANSWERS: dict[str, Any] = {
@@ -69,17 +73,17 @@ _ANSWERS: dict[str, Any] = {
     "set_device": _nothing,
     "synchronize": _nothing,
     "empty_cache": _nothing,
-    "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
-    "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+    "get_rng_state": _random_state,
+    "set_rng_state": _set_random_state,
     "manual_seed": torch.manual_seed,
-    "current_stream": lambda *args, **kwargs: _NoStream(),
-    "default_stream": lambda *args, **kwargs: _NoStream(),
-    "Stream": lambda *args, **kwargs: _NoStream(),
+    "current_stream": _no_stream,
+    "default_stream": _no_stream,
+    "Stream": _no_stream,
     "stream": lambda *args, **kwargs: contextlib.nullcontext(),
     "nvtx.range_push": _nothing,
     "nvtx.range_pop": _nothing,
-    "random.get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
-    "random.set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+    "random.get_rng_state": _random_state,
+    "random.set_rng_state": _set_random_state,
 }
 
 _depth = 0

@@ -54,8 +54,12 @@ class MegatronModel:
         self.groups: ProcessGroupCollection = build_groups(grid, registry)
         self.layout: Layout = megatron_layout(shape, grid, names)
         self._module = build_model(shape, grid.sizes, self.groups, dtype, names, recompute)
-        self.weights = WeightStorage(self._parameters(), current=self._parameters)
         self._wanted = _wanted_positions(self._module, shape)
+        self._wrap()
+
+    def _wrap(self) -> None:
+        """Make what holds the weights and what runs the model."""
+        self.weights = WeightStorage(self._parameters(), current=self._parameters)
         self._runner = PipelineRunner(self._module, self.groups, self._wanted)
 
     def _parameters(self) -> dict[str, Parameter]:
@@ -82,24 +86,14 @@ class MegatronModel:
 
 
 def _wanted_positions(module: GPTModel, shape: ModelShape) -> WantedPositions | None:
-    """Of a last stage with a vocabulary; scores cost nothing and are read at any position."""
+    """Return the choice of positions on a last stage with a vocabulary; scores are read at any position."""
     return WantedPositions(module.output_layer) if module.post_process and not shape.num_labels else None
 
 
 class MegatronTrainer(MegatronModel):
     """One rank's part of a model that is trained."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        grid: Grid,
-        rank: int,
-        registry: ProcessGroups,
-        dtype: str = "float32",
-        names: NameSet = NameSet.LOCAL,
-        recompute: bool = False,
-    ) -> None:
-        super().__init__(shape, grid, rank, registry, dtype, names, recompute)
+    def _wrap(self) -> None:
         self._settings: tuple[OptimizerSection, int, str] | None = None
         self._optimizer: Any = None
         self.version = 0

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BLOCK_ENTRIES = 2**19
-"""Of a block on a CPU: 2 MiB in float32."""
+"""Entries of a block on a CPU: 2 MiB in float32."""
 
 
 def vocab_parallel_log_probs(

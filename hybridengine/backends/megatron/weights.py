@@ -69,6 +69,7 @@ def save_weights(
     """
     model.expect_weights()
     world, fault = registry.of(model.grid.groups("pp", "dp", "tp")), None
+    replicas = registry.of(model.grid.groups("pp", "tp"))
     replica = model.grid.group_of(0, "pp", "tp")
     if model.rank in replica:
         whole = _empty_checkpoint(model)
@@ -77,7 +78,7 @@ def save_weights(
             model.rank,
             model.weights,
             whole,
-            PointToPointTransport(world),
+            PointToPointTransport(replicas),
             StorageLedger({"model": model.weights, "checkpoint": whole}),
             release_source=False,
         )
@@ -105,28 +106,26 @@ def _receive(executor: PlanExecutor, files: HfWriter, whole: WeightStorage) -> O
     After a fault the others are still received: who sends would fail otherwise, and take the process group along.
     """
     faults: list[OSError] = []
-    with contextlib.ExitStack() as ends:
 
-        def write(names: tuple[str, ...]) -> None:
-            try:
-                for name in () if faults else names:
-                    files.write(name, whole[name].clone())  # a copy: the storage is emptied
-            except OSError as error:
-                faults.append(error)
-            whole.release(names)
-
+    def write(names: tuple[str, ...]) -> None:
         try:
-            ends.enter_context(files)
+            for name in () if faults else names:
+                files.write(name, whole[name].clone())  # a copy: the storage is emptied
         except OSError as error:
             faults.append(error)
-        executor.run(after_bucket=write)
-        try:
+        whole.release(names)
+
+    try:
+        with contextlib.ExitStack() as ends:
+            try:
+                ends.enter_context(files)
+            except OSError as error:
+                faults.append(error)
+            executor.run(after_bucket=write)
             if faults:
                 raise faults[0]
-            ends.close()
-        except OSError as error:
-            ends.__exit__(type(error), error, error.__traceback__)
-            return error
+    except OSError as error:
+        return error
     return None
 
 

@@ -107,11 +107,7 @@ class VllmEngine:
         self.version, self._is_ready = version, True
 
     def weights_changed(self, version: int, keep_kv: bool) -> None:
-        """Go on with weights of `version` that were written while the engine had them.
-
-        Args:
-            keep_kv: keep keys and values that older weights have computed; otherwise compute unfinished requests anew.
-        """
+        """Continue with weights of `version` that were written while the engine had them (`Engine`)."""
         if not keep_kv:
             self._forget_kv()
         self.version = version
@@ -157,11 +153,7 @@ class VllmEngine:
             )
 
     def advance(self, num_steps: int = 1) -> list[Response]:
-        """Take `num_steps` engine steps, fewer where nothing is left to do; return the responses that have ended.
-
-        Raises:
-            StorageError: the engine has no weights in training mode.
-        """
+        """Take `num_steps` engine steps, fewer where nothing is left to do; return the responses that have ended."""
         self._expect_weights()
         ended: list[Response] = []
         for _ in range(num_steps):

@@ -28,8 +28,7 @@ def install_groups(generation: GenerationGrid, identity: str) -> None:
         identity: names the job in shared memory; must differ between jobs on one node.
 
     Raises:
-        TopologyError: another generation grid is installed already, this rank is not in it, or torch cannot order its
-            groups.
+        TopologyError: another generation grid is installed already, or torch cannot order its groups.
     """
     tensor, pipeline = wanted = generation.groups("tp"), generation.groups("pp")
     if parallel_state.model_parallel_is_initialized():
@@ -40,11 +39,6 @@ def install_groups(generation: GenerationGrid, identity: str) -> None:
             )
         return
     world = tuple(range(generation.train.num_ranks))
-    if dist.get_rank() not in world:
-        raise TopologyError(
-            f"rank {dist.get_rank()} is not among the {len(world)} ranks of the generation grid {generation.sizes} over"
-            f" {generation.train.sizes}; a vLLM engine runs on all ranks of its world: start a world of its own"
-        )
     os.environ["VLLM_DIST_IDENT"] = identity
     singles: Groups = tuple((rank,) for rank in world)
     parallel_state._WORLD = _group((world,), "world", communicates=False)
@@ -58,7 +52,7 @@ def install_groups(generation: GenerationGrid, identity: str) -> None:
 
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where Linux shows it by name."""
+"""Folder in which Linux shows shared memory by name."""
 
 _installed: list[tuple[Groups, Groups]] = []
 

@@ -9,7 +9,7 @@ import pytest
 
 from hybridengine.config import load_config
 from hybridengine.config.algorithm import ALGORITHMS, CorrectionSection, algorithm_class
-from hybridengine.controller.exchange import row_exchange
+from hybridengine.controller.calls import call_log
 from hybridengine.drivers.roles import Sampling, State
 from hybridengine.metrics import keys
 from tests.full.dataflows.shared import COST_LIMIT, MULTIPLIER_LR, Started
@@ -47,7 +47,7 @@ def test_a_runs_configuration_lies_beside_it_and_can_be_run_again(started: Start
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_iteration(started: Started, name: str) -> None:
-    exchange = row_exchange()
+    exchange = call_log()
     started.pools.wait()
     exchange.take_records()
     state = State()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hybridengine.backends.megatron import compat
+from hybridengine.backends.megatron import checkpoint
 from hybridengine.checkpoints.folders import checkpoints_in
 from hybridengine.data.datasets import rows_after
 from hybridengine.drivers.roles import Roles, Sampling, State
@@ -81,20 +81,20 @@ def writers(started: Started, change: str) -> Iterator[None]:
         started.roles.compute.measure(rows, f"{__name__}.write_as_ever").get()
 
 
-WRITE = compat.write_save
+WRITE = checkpoint._RankWriter.write_data
 
 
 def write_slowly(rows: object, across: object) -> dict[str, float]:
-    def slowly(planned: compat.PlannedSave) -> Any:
+    def slowly(*arguments: Any) -> Any:
         time.sleep(8)
-        return WRITE(planned)
+        return WRITE(*arguments)
 
-    compat.write_save = slowly
+    checkpoint._RankWriter.write_data = slowly  # type: ignore[method-assign]
     return {}
 
 
 def write_as_ever(rows: object, across: object) -> dict[str, float]:
-    compat.write_save = WRITE
+    checkpoint._RankWriter.write_data = WRITE  # type: ignore[method-assign]
     return {}
 
 
