@@ -28,12 +28,12 @@ from hybridengine.training.dry_run import RANK_BYTES, cost_of, phase_bytes
 DESCRIPTION = """Examine this machine's installation, then every node of the cluster, and print what to fix.
 
 versions       packages: there, new enough, importable; they and Python the same on all nodes
-devices        GPUs, their drivers and what else runs on them; without GPUs, the processor
-memory         of hosts, shared memory, and how many files a process may open
+devices        GPUs, their drivers and what else runs on them
+memory         of hosts, and shared memory
 shared files   whether all nodes write to the same run.folder and see its locks; its speed and space; with CONFIG, whether
                they read its models and data
 clock          of every node, against this machine's
-ports, links   every node to every other one; bytes from node to node; a world of ranks that sums a tensor
+ports, links   every node to every other one; a world of ranks that sums a tensor
 
 With CONFIG, also whether the run fits: ranks, memory, checkpoints. The cluster is that of cluster.address or RAY_ADDRESS;
 without either, a local Ray is started. Takes about a minute, writes nothing that stays, and ends with status 1 where a

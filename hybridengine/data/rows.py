@@ -3,24 +3,68 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow
 import pyarrow.parquet
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+from typing_extensions import TypedDict
 
-from hybridengine.errors import DataError, UnreadableError, raise_all
-from hybridengine.reading import check_regular, parse_json
+from hybridengine.config.wording import rule
+from hybridengine.errors import DataError, UnreadableError, raise_all, shown
+from hybridengine.reading import check_regular
 
 MAX_LISTED_PROBLEMS = 10
 """Malformed rows listed in one error; the rest are counted."""
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line of a JSONL file; a longer one is refused before it is read into memory."""
 
-Conversation = str | list[dict[str, str]]
-"""A user's text, or chat messages with `role` and `content`."""
+
+class Message(TypedDict):
+    """A chat message; further keys are kept for the chat template."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+    role: str
+    content: str
+
+
+def _ends_with_a_request(messages: list[Message]) -> list[Message]:
+    if not messages or messages[-1]["role"] == "assistant":
+        raise PydanticCustomError(
+            "answered", "messages that end with one to be answered, not of role 'assistant'"
+        )
+    return messages
+
+
+def _not_null(value: Any) -> Any:
+    if value is None:
+        raise PydanticCustomError("null", "a value other than null")
+    return value
+
+
+Text = Annotated[str, Field(min_length=1), Tag("text")]
+Messages = Annotated[list[Message], AfterValidator(_ends_with_a_request), Tag("messages")]
+
+
+class PromptRow(BaseModel):
+    """Keys of a row; others are ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+    prompt: Annotated[
+        Text | Messages, Discriminator(lambda value: "messages" if isinstance(value, list) else "text")
+    ]
+    answer: Annotated[Any, AfterValidator(_not_null)]
+
+
+class DemonstrationRow(PromptRow):
+    """Keys of a demonstration."""
+
+    response: str
 
 
 @dataclass(frozen=True)
@@ -29,20 +73,20 @@ class Row:
 
     place: str
     """Where it stands, for messages: "train.jsonl, line 3"."""
-    prompt: Conversation
+    prompt: str | list[Message]
     answer: str
     """What the reward needs: the row's string, or the JSON text of any other value."""
     response: str | None = None
     """A demonstration's response; None where the file need not have one."""
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[Message]:
         """The prompt as chat messages: a plain text is one message of the user."""
         return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
 
 
 def read_rows(path: str | Path, needs_response: bool = False) -> list[Row]:
-    """All rows of a JSONL or parquet file with the keys prompt, answer and, for demonstrations, response.
+    """Return all rows of a JSONL or parquet file with the keys prompt, answer and, for demonstrations, response.
 
     Blank lines of a JSONL file are skipped. Further keys are ignored.
 
@@ -61,119 +105,69 @@ def read_rows(path: str | Path, needs_response: bool = False) -> list[Row]:
         raise DataError(f"data file {path} does not exist; correct the path or write the file") from None
     except UnreadableError as error:
         raise DataError(f"data file {error}; name a .jsonl or .parquet file") from None
-    keys = ("prompt", "answer", "response") if needs_response else ("prompt", "answer")
-    rows: list[Row] = []
-    problems: list[str] = []
-    for place, value, unreadable in readers[path.suffix](path):
-        found = [unreadable] if unreadable else _row_problems(value, keys)
-        problems += [f"{place}: {problem}" for problem in found]
-        if not found:
-            response = value["response"] if needs_response else None
-            rows.append(Row(place, value["prompt"], _as_text(value["answer"]), response))
+    model = DemonstrationRow if needs_response else PromptRow
+    rows, problems = list[Row](), list[str]()
+    for place, content in readers[path.suffix](path):
+        if isinstance(content, bytes) and len(content) > MAX_LINE_BYTES:
+            problems.append(f"{place}: the line has more than {MAX_LINE_BYTES} bytes; shorten it")
+            continue
+        try:
+            if isinstance(content, bytes):
+                found = model.model_validate_json(content)
+            else:
+                found = model.model_validate(content)
+        except ValidationError as error:
+            problems += [
+                f"{place}: {_problem(fault, content, model)}" for fault in error.errors(include_url=False)
+            ]
+            continue
+        answer = found.answer
+        if not isinstance(answer, str):
+            answer = json.dumps(answer, ensure_ascii=False, default=str)
+        rows.append(Row(place, found.prompt, answer, getattr(found, "response", None)))
     raise_listed(problems)
     if not rows:
-        raise DataError(f"data file {path} has no rows; write at least one with the keys {', '.join(keys)}")
+        raise DataError(
+            f"data file {path} has no rows; write at least one with the keys {', '.join(model.model_fields)}"
+        )
     return rows
 
 
 def raise_listed(problems: Sequence[str]) -> None:
-    """Raise one DataError with the first problems and the number of the others; do nothing where there is none."""
+    """Raise one DataError with the first problems and the number of the others; do nothing if there is none."""
     listed = list(problems[:MAX_LISTED_PROBLEMS])
     if len(problems) > MAX_LISTED_PROBLEMS:
         listed.append(f"and {len(problems) - MAX_LISTED_PROBLEMS} more malformed rows; correct them alike")
     raise_all(listed, DataError)
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Place and value of each line, and the problem of a line that is no JSON object."""
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
-        place = f"{path.name}, line {number}"
-        if len(line) > MAX_LINE_BYTES:
-            yield place, {}, f"the line has more than {MAX_LINE_BYTES} bytes, the most of a row; shorten it"
-            continue
-        try:
-            value = parse_json(line)
-        except UnreadableError as error:
-            yield place, {}, f"{_shortened(line)} is not JSON ({error}); write one JSON object per line"
-            continue
-        if isinstance(value, dict):
-            yield place, value, ""
-        else:
-            kind = type(value).__name__
-            rule = 'each line must be an object like {"prompt": ..., "answer": ...}'
-            yield place, {}, f"{_shortened(line)} is a JSON {kind}; {rule}"
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """Lines without their ends; of one that is too long, one byte more than is allowed."""
+def _read_jsonl(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield place and text of each line; of one that is too long, one byte more than is allowed."""
     with path.open("rb") as file:
+        number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
-            rest = line
+            rest, number = line, number + 1
             while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
                 rest = file.readline(MAX_LINE_BYTES + 1)
-            yield line.removesuffix(b"\n")
+            if line.strip():
+                yield f"{path.name}, line {number}", line.removesuffix(b"\n")
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         records = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path} is not a readable parquet file ({error}); write it again") from None
     for number, record in enumerate(records, start=1):
-        yield f"{path.name}, row {number}", record, ""
+        yield f"{path.name}, row {number}", record
 
 
-def _row_problems(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    missing = [key for key in keys if row.get(key) is None]
-    if missing:
-        return [
-            f"keys {sorted(row)} lack {', '.join(map(repr, missing))}; each row needs {', '.join(keys)}, not null"
-        ]
-    problems = []
-    prompt = row["prompt"]
-    if isinstance(prompt, list):
-        problems += _message_problems(prompt)
-    elif not isinstance(prompt, str) or not prompt:
-        problems.append(
-            f"prompt={_shortened(prompt)} must be a text that is not empty, or a list of chat messages"
-        )
-    if "response" in keys and not isinstance(row["response"], str):
-        problems.append(f"response={_shortened(row['response'])} must be a text")
-    return problems or [problem for key in keys for problem in _text_problems(key, row[key])]
-
-
-def _text_problems(key: str, value: Any) -> list[str]:
-    """Return the reasons why a value cannot be written as text."""
-    try:
-        _as_text(value).encode()
-    except UnicodeEncodeError as error:
-        found = ascii(error.object[error.start])
-        return [f"{key} has half of a surrogate pair, {found}, which is no character; write the whole one"]
-    except RecursionError:
-        return [f"{key} is nested too deeply; write it as a text"]
-    return []
-
-
-def _message_problems(messages: list[Any]) -> list[str]:
-    if not messages:
-        return ["prompt=[] has no chat message; write at least one of the role 'user'"]
-    for message in messages:
-        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
-            return [
-                f"prompt message {_shortened(message)} must be an object with the texts 'role' and 'content'"
-            ]
-    if messages[-1]["role"] == "assistant":
-        return ["the prompt's last message has role='assistant'; end it with the message to be answered"]
-    return []
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _shortened(value: Any, limit: int = 60) -> str:
-    text = repr(value) if not isinstance(value, bytes) else repr(value.decode("utf-8", "replace"))
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+def _problem(fault: ErrorDetails, content: object, model: type[PromptRow]) -> str:
+    """Return the message of one fault of a row."""
+    name = ".".join(str(part) for part in fault["loc"] if part not in ("text", "messages"))
+    if isinstance(content, bytes) and fault["type"] == "json_invalid":
+        text, reason = content.decode(errors="replace"), fault["msg"].removeprefix("Invalid JSON: ")
+        return f"{shown(text)} is not JSON ({reason}); write one JSON object per line"
+    if fault["type"] == "missing":
+        return f"{name} is missing; each row needs {', '.join(model.model_fields)}"
+    return f"{name or 'the line'}={shown(fault['input'])} must be {rule(fault['msg'])}"

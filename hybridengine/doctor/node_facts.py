@@ -12,14 +12,13 @@ import json
 import os
 import platform
 import re
-import resource
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -31,10 +30,11 @@ IMPORT_LIMIT_S = 240.0
 """Time limit for torch, Megatron-core and vLLM together, on a machine that has never read their files."""
 TRIAL_BYTES = 32 * 2**20
 """Bytes written to measure the speed of the run's folder."""
+CONNECT_LIMIT_S = 5.0
 
 IMPORTED = ("torch", "megatron.core", "ray", "vllm", "transformers", "transformer_engine")
 ASK = """
-import importlib, json, platform, sys, warnings
+import importlib, json, sys, warnings
 warnings.simplefilter("ignore")
 found = {"import_errors": {}, "gpus": []}
 for name in %(names)r:
@@ -45,17 +45,12 @@ for name in %(names)r:
 torch = sys.modules.get("torch")
 if torch is not None and "torch" not in found["import_errors"]:
     found["cuda"] = torch.version.cuda
-    capability = torch.backends.cpu.get_cpu_capability()
-    found["lacks_avx2"] = platform.machine() == "x86_64" and capability in ("DEFAULT", "NO AVX")
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if count else None
         for one in range(count):
             free, total = torch.cuda.mem_get_info(one)
-            peers = [other for other in range(count) if other != one and torch.cuda.can_device_access_peer(one, other)]
-            found["gpus"].append(
-                {"name": torch.cuda.get_device_name(one), "free_bytes": free, "total_bytes": total, "peers": peers}
-            )
+            found["gpus"].append({"name": torch.cuda.get_device_name(one), "free_bytes": free, "total_bytes": total})
     except Exception as error:
         found["gpu_error"] = f"{type(error).__name__}: {error}".splitlines()[0]
 print("\\n" + json.dumps(found))
@@ -69,8 +64,6 @@ class Gpu:
     name: str
     free_bytes: int
     total_bytes: int
-    peers: Sequence[int] = ()
-    """Other GPUs of the node whose memory it reads directly."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +83,6 @@ class NodeFacts:
     cuda: str | None = None
     """CUDA version that torch was built for; None for a CPU build."""
     nccl: str | None = None
-    lacks_avx2: bool = False
-    """The processor is an x86 one without AVX2, as far as torch says."""
     node: str = THIS_MACHINE
     """Address in the cluster."""
     num_cpus: int = 0
@@ -100,8 +91,6 @@ class NodeFacts:
     total_bytes: int = 0
     shared_memory_bytes: int | None = None
     """Free space in /dev/shm; None if there is no such folder."""
-    open_files: int = 0
-    """Limit of open files per process."""
 
 
 def node_facts() -> NodeFacts:
@@ -119,7 +108,6 @@ def node_facts() -> NodeFacts:
         available_bytes=available_bytes(),
         total_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         **ask_libraries([name for name in IMPORTED if is_there(name, packages)]),
     )
 
@@ -207,58 +195,93 @@ def unreadable(paths: list[str]) -> dict[str, str]:
     return reasons
 
 
-def leave_mark(folder: str) -> str:
-    """Make a file in a folder, for other nodes to find; return its name."""
-    name = f".doctor-{uuid.uuid4().hex}"
-    with (Path(folder) / name).open("w") as file:
-        file.write(name)
-        file.flush()
-        os.fsync(file.fileno())
-    return name
-
-
-def remove_marks(folder: str, names: Collection[str]) -> None:
-    """Remove those of the files that this node has."""
-    for name in names:
-        (Path(folder) / name).unlink(missing_ok=True)
-
-
-def marks_seen(folder: str, names: Collection[str], limit_s: float = 10.0) -> list[str]:
-    """Return those of the files that this node can read; network file systems may take a while to show them."""
-    end = time.monotonic() + limit_s
-    while True:
-        seen = []
-        for name in names:
-            with contextlib.suppress(OSError):
-                if (Path(folder) / name).read_text() == name:
-                    seen.append(name)
-        if len(seen) == len(names) or time.monotonic() >= end:
-            return seen
-        with contextlib.suppress(OSError):
-            os.listdir(folder)  # has NFS ask again
-        time.sleep(0.2)
+@contextlib.contextmanager
+def made(folder: str) -> Iterator[str]:
+    """Make a folder, and remove it at the end if it was not there before; yields why it cannot be made, or ""."""
+    missing = [one for one in (Path(folder), *Path(folder).parents) if not one.exists()]
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        yield f"{type(error).__name__}: {error.strerror}"
+        return
+    try:
+        yield ""
+    finally:
+        for one in missing:
+            with contextlib.suppress(OSError):  # another process has put something there
+                one.rmdir()
 
 
 @contextlib.contextmanager
 def locked_mark(folder: str) -> Iterator[str]:
-    """Make a file in a folder, for other nodes to find, that is locked while the context is open; yields its name."""
-    name = leave_mark(folder)
-    try:
-        with (Path(folder) / name).open("a") as file:
-            with contextlib.suppress(OSError):  # then no node sees a lock, which is reported
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield name
-    finally:
-        remove_marks(folder, [name])
+    """Make a file in a folder that is locked while the context is open; yields its path."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+        with contextlib.suppress(OSError):  # then no node sees a lock, which is reported
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.name
 
 
-def lock_is_seen(folder: str, name: str) -> bool:
+def is_seen(mark: str, limit_s: float = 10.0) -> bool:
+    """True if this node sees the file; network file systems may take a while to show it."""
+    end = time.monotonic() + limit_s
+    while not (seen := os.path.exists(mark)) and time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            os.listdir(os.path.dirname(mark))  # has NFS ask again
+        time.sleep(0.2)
+    return seen
+
+
+def lock_is_seen(mark: str) -> bool:
     """True if this node notices that another one has locked a file, as runs lock their folders."""
     try:
-        with (Path(folder) / name).open("a") as file:
+        with open(mark, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:  # only its owner may write it, or the file system knows no locks
         return False
     return False
+
+
+_listeners = list[socket.socket]()
+
+
+def open_port() -> int:
+    """Listen at a port that the system chooses, as the store of a run does, until this process ends; return the port."""
+    _listeners.append(socket.create_server(("0.0.0.0", 0), backlog=4096))
+    return int(_listeners[-1].getsockname()[1])
+
+
+def unreachable(ports: Mapping[str, int]) -> dict[str, str]:
+    """Return the hosts to whose port no connection is possible -> why."""
+    reasons = dict[str, str]()
+    for host, port in ports.items():
+        try:
+            socket.create_connection((host, port), timeout=CONNECT_LIMIT_S).close()
+        except OSError as error:
+            reasons[host] = f"{type(error).__name__}: {error.strerror or error}"
+    return reasons
+
+
+def clock_offset(ask: Callable[[], float], times: int = 5) -> tuple[float, float]:
+    """Return the seconds by which another clock is ahead of this one, and the largest error of that figure.
+
+    The answer that took the shortest counts: its clock was read somewhere between question and arrival.
+    Source: RFC 5905, section 8.
+    """
+    best = (0.0, float("inf"))
+    for _ in range(times):
+        begin = time.time()
+        there = ask()
+        end = time.time()
+        if (doubt := (end - begin) / 2) < best[1]:
+            best = there - (begin + end) / 2, doubt
+    return best
+
+
+class NodePost:
+    """Carries out what an examination asks of a node."""
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of this project or of the standard library on the node; return its result."""
+        return function(*arguments)
