@@ -175,6 +175,7 @@ def test_a_rank_that_is_refused_waits_for_the_others_and_keeps_nothing(
         2, save_where_a_rank_is_refused, tmp_path / "source", tmp_path / "saved"
     ):
         assert refused.startswith(f"{tmp_path / 'saved' / 'refused'} could not be written by rank 1: ")
+        assert "has not ended in time" not in refused
         assert (writes, left, again) == (False, 0, "none")
 
 

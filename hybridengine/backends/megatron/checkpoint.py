@@ -108,7 +108,7 @@ class BackgroundSave:
             dcp.save({}, storage_writer=writer, planner=planner, process_group=self._own_group)
             _DistWrapper(self._own_group, True, 0).all_reduce("digests", self._own_digests, self._complete)
             self._outcome = True
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
             failures = error.failures if isinstance(error, CheckpointException) else {}
             rank, (why, _) = min(failures.items()) if failures else (self._rank, (error, None))
             traceback.clear_frames(error.__traceback__)  # which hold copies
