@@ -16,7 +16,7 @@ from hybridengine.errors import ConfigError
 
 
 def import_object(path: str) -> Any:
-    """The object at "package.module.Name", or at "package.module:name".
+    """Return the object at "package.module.Name", or at "package.module:name".
 
     Raises:
         ConfigError: there is no such module or name.
@@ -51,9 +51,9 @@ def import_module(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Around imports: no search for garbage meanwhile, nor later among what is there by then.
+    """Keep the garbage collector from searching during imports, and later among the objects that exist by then.
 
-    What torch, Megatron-core and vLLM import are a million objects that stay. Python searches them again and again while
+    torch, Megatron-core and vLLM create a million objects that stay. Python searches them again and again while
     they grow, and vLLM five times as it starts: a third of the CPU time in which an actor starts.
     """
     atexit.register(gc.unfreeze)  # modules count what they leave behind, and say so

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -21,11 +22,9 @@ PACKAGES = (
 
 @functools.cache
 def package_versions() -> Mapping[str, str]:
-    """Package -> version, of those that are installed; read once, as that takes a tenth of a second."""
+    """Return package -> version of the installed ones; read once, as that takes a tenth of a second."""
     found = {}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return MappingProxyType(found)

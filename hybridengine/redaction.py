@@ -15,7 +15,7 @@ HIDDEN = "(hidden)"
 SHORTEST = 6
 """Characters of a secret in the environment; shorter values would be found everywhere."""
 IN_ENVIRONMENT = ("_KEY", "_PASS", "_PWD", "_PAT", "_DSN")
-"""How names of secrets end in the environment, but not in a configuration, where passes are counted."""
+"""Ends of names of secrets in the environment, but not in a configuration, where passes are counted."""
 
 _NAME = re.compile(
     r"((^|[_\-.])(auth|authorization|bearer|dsn|tokens?|(access|private|secret|encryption|auth)[_\-]?keys?)"
@@ -33,29 +33,29 @@ _IN_HEADER = re.compile(
     r"""((?:x-api-key|authorization)(?:[\\"']*\s*[:=]\s*|["']\s*,\s*)b?[\\"']*)(?!\(hidden)[^\\"'\n]+""",
     re.IGNORECASE,
 )
-"""As it is sent, in JSON, in JSON within JSON, and as a pair of byte strings; all up to the quote or the line's end."""
+"""A header as sent, in JSON, in JSON within JSON, and as a pair of byte strings; each up to the quote or line's end."""
 _MARKER = re.compile(r"(^|_)(eos|bos|pad|stop|unk|sep|mask|end|start)_tokens?$", re.IGNORECASE)
 """Names of tokens of a text."""
 
 
 def is_secret(name: str) -> bool:
-    """Whether what has this name is nobody's business."""
+    """Return True if the value under this name is a secret."""
     name = _CAMEL.sub("_", name)
     return _NAME.search(name) is not None and _MARKER.search(name) is None
 
 
 def _may_count(name: str) -> bool:
-    """Whether a number of this name may be how many there are, and a mapping what a term of that name consists of."""
+    """Return True if a number of this name may be a count, and a mapping the settings of a term of that name."""
     return name.lower().endswith(("token", "tokens"))
 
 
 def _beneath(name: str, key: str) -> str:
-    """Whose name decides over the value of `key` beneath `name`: credentials may be a mapping, tokens may be a term."""
+    """Return the name that decides over the value of `key` under `name`: credentials may be a mapping, tokens a term."""
     return name if is_secret(name) and not _may_count(name) else key
 
 
 def _is_secret_value(value: Any, name: str) -> bool:
-    """Whether `value`, of a configuration, is a secret by its name; a password may be a number in YAML."""
+    """Return True if a value of a configuration is a secret by its name; a password may be a number in YAML."""
     if isinstance(value, str):
         return bool(value) and is_secret(name)
     return isinstance(value, int) and not isinstance(value, bool) and is_secret(name) and not _may_count(name)
@@ -82,7 +82,7 @@ def remember_secrets(value: Any, name: str = "") -> None:
 
 
 def without_secrets(text: str) -> str:
-    """`text` with the names of the environment's secrets in place of their values."""
+    """Return `text` with the names of the environment's secrets in place of their values."""
     secrets = {
         name: value
         for name, value in os.environ.items()
@@ -98,7 +98,7 @@ def without_secrets(text: str) -> str:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """A configuration, or a part of it, without its secrets.
+    """Return a configuration, or a part of it, without its secrets.
 
     Args:
         name: under which `value` stands.

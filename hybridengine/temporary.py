@@ -18,7 +18,7 @@ def make_folder(kind: str) -> Path:
     """Make a temporary folder of this process, after removing those whose processes have ended.
 
     Args:
-        kind: a word that says what it is for.
+        kind: a word for its purpose.
     """
     remove_leftovers()
     return Path(tempfile.mkdtemp(prefix=f"hybridengine-{kind}-{_machine()}-{_owner(os.getpid())}-"))
@@ -26,7 +26,7 @@ def make_folder(kind: str) -> Path:
 
 @contextlib.contextmanager
 def temporary_folder(kind: str) -> Iterator[Path]:
-    """A folder as of `make_folder`, which is removed at the end."""
+    """Make a folder as `make_folder` does, and remove it at the end."""
     folder = make_folder(kind)
     try:
         yield folder
@@ -47,13 +47,13 @@ def remove_leftovers() -> None:
 
 @functools.cache
 def _machine() -> str:
-    """Return what tells this boot and this container's process numbers from others: folders may be shared."""
+    """Return a name of this boot and this container's process numbers: folders may be shared."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _owner(pid: int) -> str | None:
-    """Return a process's number and when it started, since numbers come again; None where it has ended."""
+    """Return a process's number and when it started, since numbers come again; None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

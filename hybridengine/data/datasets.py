@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from hybridengine.data.chat_template import length_problem, rendered_prompts
 from hybridengine.data.rows import Row, raise_listed, read_rows
 from hybridengine.data.tokenizer import token_id
 
 TOKENIZED_AT_ONCE = 4096
+MAX_CHARACTERS_PER_TOKEN = 256
+"""Twice the longest tokens of known vocabularies, runs of spaces: a longer text on average has too many tokens."""
 
 
 def rows_after(num_rows: int, batch_size: int, seed: int, num_drawn: int) -> list[int]:
@@ -54,7 +57,8 @@ class PromptDataset:
         """
         rows = read_rows(path)
         self.max_prompt_tokens = max_prompt_tokens
-        self.tokens = _tokenize_prompts(rows, tokenizer, max_prompt_tokens)
+        texts = _prompt_texts(rows, tokenizer)
+        self.tokens = _tokenized(rows, texts, tokenizer, "prompt", max_prompt_tokens)
         self.answers = [row.answer for row in rows]
         self._pad_id = token_id(tokenizer, "pad")
 
@@ -100,8 +104,10 @@ class DemonstrationDataset:
         rows = read_rows(path, needs_response=True)
         self.width = max_prompt_tokens + max_response_tokens
         self.seed = seed
-        self.prompts = _tokenize_prompts(rows, tokenizer, max_prompt_tokens)
-        self.responses = _tokenize_responses(rows, tokenizer, max_response_tokens)
+        texts, responses = _prompt_texts(rows, tokenizer), [row.response or "" for row in rows]
+        self.prompts = _tokenized(rows, texts, tokenizer, "prompt", max_prompt_tokens)
+        end = [token_id(tokenizer, "eos")]
+        self.responses = _tokenized(rows, responses, tokenizer, "response", max_response_tokens, end)
         self._pad_id = token_id(tokenizer, "pad")
 
     def __len__(self) -> int:
@@ -128,63 +134,72 @@ class DemonstrationDataset:
         )
 
 
-def _tokenize_prompts(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_tokens: int
-) -> list[list[int]]:
-    """Return the tokens of each row's prompt through the chat template, with the start of the assistant's turn.
+def _prompt_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return each row's prompt through the chat template, with the start of the assistant's turn.
 
     Raises:
-        DataError: rows that the template refuses, that are too long, or that hold characters unknown to the
-            tokenizer.
+        DataError: the template fails; it is a program of whoever made the tokenizer, which jinja's sandbox keeps from
+            this machine.
     """
-    tokens: list[list[int]] = []
-    problems: list[str] = []
-    for first in range(0, len(rows), TOKENIZED_AT_ONCE):
-        texts, found = rendered_prompts(rows[first : first + TOKENIZED_AT_ONCE], tokenizer, max_tokens)
-        problems += found
-        tokens += tokenizer(texts, add_special_tokens=False)["input_ids"]
-    raise_listed([*problems, *_token_problems(rows, tokens, tokenizer, "prompt", max_tokens)])
-    return tokens
+    texts, problems = list[str](), list[str]()
+    for row in rows:
+        try:
+            text: Any = tokenizer.apply_chat_template(
+                row.messages, tokenize=False, add_generation_prompt=True
+            )
+            text.encode()
+            texts.append(text)
+        except jinja2.TemplateError as error:
+            problems.append(f"{row.place}: the chat template refuses the prompt ({error}); correct its roles")
+        except Exception as error:  # arithmetic, types, the sandbox's own limits
+            template = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+            reason = f"{type(error).__name__}: {error}"
+            problems.append(f"{row.place}: {template} fails ({reason}); correct it in the tokenizer's folder")
+    raise_listed(problems)
+    return texts
 
 
-def _tokenize_responses(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_tokens: int
-) -> list[list[int]]:
-    """Return the tokens of each row's response, with the end-of-sequence token."""
-    texts = [row.response or "" for row in rows]
-    problems = [
-        length_problem(row, "response", len(text), max_tokens) for row, text in zip(rows, texts, strict=True)
-    ]
-    raise_listed(list(filter(None, problems)))
-    end = token_id(tokenizer, "eos")
-    tokens = [[*found, end] for found in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    raise_listed(list(_token_problems(rows, tokens, tokenizer, "response", max_tokens)))
-    return tokens
-
-
-def _token_problems(
+def _tokenized(
     rows: Sequence[Row],
-    tokens: Sequence[Sequence[int]],
+    texts: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     key: str,
     max_tokens: int,
-) -> Iterator[str]:
-    """Yield texts that are too long, and texts with characters that the tokenizer replaced by its unknown token."""
-    counted = "tokens with the end-of-sequence token" if key == "response" else "tokens"
-    unknown = tokenizer.unk_token_id
-    has_unknown = unknown not in (None, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    end: Sequence[int] = (),
+) -> list[list[int]]:
+    """Return the tokens of each row's text under `key`, followed by those of `end`.
+
+    Raises:
+        DataError: texts that are too long, or have characters that the tokenizer replaces by its unknown token.
+    """
+    limit = f"max_{key}_tokens={max_tokens}"
+    remedy = f"raise the limit or shorten the {key}"
+    most = max_tokens * MAX_CHARACTERS_PER_TOKEN
+    raise_listed(
+        [
+            f"{row.place}: the {key} has {len(text)} characters, {limit} holds at most {most}; {remedy}"
+            for row, text in zip(rows, texts, strict=True)
+            if len(text) > most
+        ]
+    )
+    tokens, problems = list[list[int]](), list[str]()
+    for first in range(0, len(texts), TOKENIZED_AT_ONCE):
+        found = tokenizer(list(texts[first : first + TOKENIZED_AT_ONCE]), add_special_tokens=False)
+        tokens += [[*one, *end] for one in found["input_ids"]]
+    counted = "tokens with the end-of-sequence token" if end else "tokens"
+    unknown: Any = tokenizer.unk_token_id
+    if unknown in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+        unknown = None
     for row, found in zip(rows, tokens, strict=True):
         if len(found) > max_tokens:
-            yield (
-                f"{row.place}: the {key} has {len(found)} {counted}, max_{key}_tokens={max_tokens}; raise the limit or"
-                f" shorten the {key}"
+            problems.append(f"{row.place}: the {key} has {len(found)} {counted}, {limit}; {remedy}")
+        if num_unknown := found.count(unknown):
+            problems.append(
+                f"{row.place}: parts of the {key} unknown to the tokenizer: {num_unknown}; remove those characters or use"
+                " another tokenizer"
             )
-        if has_unknown and unknown in found:
-            num_unknown = sum(token == unknown for token in found)
-            yield (
-                f"{row.place}: {num_unknown} {'part' if num_unknown == 1 else 'parts'} of the {key} unknown to the"
-                " tokenizer; remove those characters or use another tokenizer"
-            )
+    raise_listed(problems)
+    return tokens
 
 
 def _right_padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> torch.Tensor:

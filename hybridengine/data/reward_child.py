@@ -17,7 +17,6 @@ import importlib
 import inspect
 import io
 import json
-import math
 import os
 import reprlib
 import resource
@@ -118,7 +117,6 @@ def serve(channel: socket.socket) -> None:
     side ends the process.
     Replies: ["loaded", columns that the function wants], ["scores", numbers], or a `Reply`.
     """
-    own_pid = os.getpid()
     requests = channel.makefile("rb")
     function, extra = None, []
     while True:
@@ -135,8 +133,6 @@ def serve(channel: socket.socket) -> None:
         else:
             assert function is not None, "load comes first"
             reply = call_function(function, content[0], extra)
-        if os.getpid() != own_pid:  # a fork that the function made, and that has come back with it
-            os._exit(0)
         faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(Exception):  # the function may have put anything in its place
             sys.stdout.flush()
@@ -246,22 +242,20 @@ def _load(
 
 
 def _iterator(result: Any) -> Iterable[Any]:
-    unordered = (str, bytes, Mapping, Set)
-    if isinstance(result, unordered) or not hasattr(type(result), "__iter__"):
+    if isinstance(result, str | bytes | Mapping | Set) or not hasattr(type(result), "__iter__"):
+        kind = type(result).__name__
         raise WrongScores(
-            f"returned {shown(result)}, a {type(result).__name__}; return a list with one number for each response"
+            f"returned {shown(result)}, a {kind}; return a list with one number for each response"
         )
     return iter(result)
 
 
 def _number(value: Any) -> float:
-    if hasattr(type(value), "__float__"):
-        with contextlib.suppress(Exception):  # arrays and tensors of several numbers, integers beyond floats
-            number = float(value)
-            if abs(number) <= LARGEST_SCORE:
-                return number
-    what = "" if isinstance(value, float) and not math.isfinite(value) else f", a {type(value).__name__}"
-    raise WrongScores(f"returned {shown(value)}{what}; return a finite number that a float32 can hold")
+    with contextlib.suppress(Exception):  # arrays and tensors of several numbers, integers beyond floats
+        if hasattr(type(value), "__float__") and abs(number := float(value)) <= LARGEST_SCORE:
+            return number
+    kind = type(value).__name__
+    raise WrongScores(f"returned {shown(value)}, a {kind}; return a finite number that a float32 can hold")
 
 
 def _raised(error: BaseException, row: int | None) -> Reply:
@@ -273,12 +267,10 @@ def _raised(error: BaseException, row: int | None) -> Reply:
 
 def _trace(error: BaseException | None, even_without_frames: bool = True) -> str:
     """Return the traceback from the function or its module on, without the frames that lead there."""
-    if error is None:
-        return ""
-    frames = error.__traceback__
+    frames = error.__traceback__ if error else None
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(LEADING_FILES):
         frames = frames.tb_next
-    if frames is None and not even_without_frames:
+    if error is None or (frames is None and not even_without_frames):
         return ""
     return _shortened("".join(traceback.format_exception(type(error), error, frames)).rstrip())
 

@@ -10,15 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hybridengine.data import reward_child
@@ -75,14 +72,10 @@ class RewardProcess:
         memory_bytes: int | None = None,
     ) -> None:
         self.path, self.key, self.timeout_s = path, key, timeout_s
-        self._offered, self._start_timeout_s, self._memory_bytes = (
-            tuple(offered),
-            start_timeout_s,
-            memory_bytes,
-        )
+        self._offered = tuple(offered)
+        self._start_timeout_s, self._memory_bytes = start_timeout_s, memory_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self._columns: tuple[str, ...] = ()
-        self._group: int | None = None
 
     def start(self) -> tuple[str, ...]:
         """Start the process and load the function, unless that is done; return the columns that each call must give.
@@ -97,9 +90,8 @@ class RewardProcess:
         try:
             kind, *content = self._exchange(load, self._start_timeout_s, offered=self._offered)
         except _NoReply as error:
-            remedy = f"{error.remedy} or raise timeouts.start_s" if error.timed_out else error.remedy
-            text = f"{self.key}={self.path}, while it was loaded: {error.text}; {remedy}"
-            raise DataError(text) from None
+            remedy = "correct the function" + (" or raise timeouts.start_s" if error.timed_out else "")
+            raise DataError(f"{self.key}={self.path}, while it was loaded: {error.text}; {remedy}") from None
         if kind != "loaded":
             self.close()
             text, _, trace = content
@@ -107,8 +99,6 @@ class RewardProcess:
                 text = f"{self.key}={self.path} {text} when it was imported; correct the module"
             raise DataError(_with_trace(text, trace))
         self._columns = ("responses", "answers", *content[0])
-        assert self._process is not None, "it has just answered"
-        self._group = _only_child(self._process.pid)
         return self._columns
 
     def call(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int] | None = None) -> list[float]:
@@ -124,9 +114,8 @@ class RewardProcess:
         """
         wanted = {name: list(columns[name]) for name in self.start()}
         rows = range(len(wanted["responses"])) if rows is None else rows
-        where = (
-            f"row {rows[0]}" if len(rows) == 1 else f"rows {min(rows, default=0)} to {max(rows, default=0)}"
-        )
+        first, last = min(rows, default=0), max(rows, default=0)
+        where = f"row {first}" if len(rows) == 1 else f"rows {first} to {last}"
         section = self.key.partition(".")[0]
         remedy, failure = "correct the function", DataError
         try:
@@ -135,7 +124,7 @@ class RewardProcess:
             kind, content = "none", [error.text, None, ""]
             if error.timed_out:
                 failure = RewardTimeoutError
-                remedy = f"raise {section}.timeout_s, lower {section}.rows_per_call, {error.remedy}"
+                remedy = f"raise {section}.timeout_s, lower {section}.rows_per_call, {remedy}"
         if kind == "scores":
             return content[0]
         text, row, trace = content
@@ -152,9 +141,7 @@ class RewardProcess:
     def __enter__(self) -> RewardProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self) -> None:
@@ -181,12 +168,13 @@ class RewardProcess:
         limit = time.monotonic() + timeout_s
         deadline = limit + STACKS_S
         try:
-            self._send(json.dumps((*request, limit)).encode() + b"\n", deadline)
+            self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
+            self._channel.sendall(json.dumps((*request, limit)).encode() + b"\n")
             line = self._receive(REPLY_BYTES + SCORE_BYTES * num_rows, deadline)
             return checked_reply(line, offered, num_rows)
         except ValueError as error:
             self._end()
-            raise _NoReply(f"its process sent what is no reply ({error})", "correct the function") from None
+            raise _NoReply(f"its process sent what is no reply ({error})") from None
         except (TimeoutError, EOFError, ConnectionError):
             # After the limit it may also end while it writes its stacks, which other threads change meanwhile.
             if time.monotonic() >= limit:
@@ -194,20 +182,13 @@ class RewardProcess:
                 text = (
                     f"did not return within {timeout_s:g} s, and was ended (its stacks are in the log above)"
                 )
-                raise _NoReply(text, "correct the function", timed_out=True) from None
-            ended = self._has_ended()
-            code = self._end()
-            text = (
-                f"its process ended, {_exit_text(code)}" if ended else "it closed its process's connections"
-            )
-            raise _NoReply(text, "correct the function") from None
+                raise _NoReply(text, timed_out=True) from None
+            ended, code = self._has_ended(), self._end()
+            text = f"ended, {_exit_text(code)}" if ended else "closed its connections"
+            raise _NoReply(f"its process {text}") from None
         except BaseException:  # KeyboardInterrupt: the reply, whenever it comes, is nobody's any more
             self._end()
             raise
-
-    def _send(self, data: bytes, deadline: float) -> None:
-        self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
-        self._channel.sendall(data)
 
     def _receive(self, most_bytes: int, deadline: float) -> bytearray:
         """Receive one line; raises ValueError if it is longer than `most_bytes`."""
@@ -242,12 +223,6 @@ class RewardProcess:
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
-        if code < 0:  # somebody has ended the guard
-            if self._group is not None:
-                with contextlib.suppress(OSError):
-                    os.killpg(self._group, signal.SIGKILL)
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._group = None
         self._channel.close()
         return code
 
@@ -282,20 +257,12 @@ def _is_score(value: object) -> bool:
     return isinstance(value, float) and abs(value) <= reward_child.LARGEST_SCORE
 
 
-def _only_child(pid: int) -> int | None:
-    """Return the process that a guard has forked, which leads a group of its own; None if it has ended."""
-    with contextlib.suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(children[0]) if children else None
-    return None
-
-
 class _NoReply(Exception):
     """There is no reply, for the reason in `text`."""
 
-    def __init__(self, text: str, remedy: str, timed_out: bool = False) -> None:
-        super().__init__(text, remedy, timed_out)
-        self.text, self.remedy, self.timed_out = text, remedy, timed_out
+    def __init__(self, text: str, timed_out: bool = False) -> None:
+        super().__init__(text, timed_out)
+        self.text, self.timed_out = text, timed_out
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:

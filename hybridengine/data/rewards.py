@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -138,7 +139,7 @@ class _Function:
             )
             for _ in range(section.num_processes)
         ]
-        self._counts = {process: Counter[str]() for process in self._processes}
+        self._counts, self._lock = Counter[str](), threading.Lock()
 
     def start(self) -> tuple[str, ...]:
         with ThreadPoolExecutor(len(self._processes)) as executor:
@@ -164,22 +165,16 @@ class _Function:
             finally:
                 idle.put(process)
 
-        if len(self._processes) == 1:
-            results = [score(part) for part in parts]
-        else:
-            with ThreadPoolExecutor(len(self._processes)) as executor:
-                calls = [executor.submit(score, part) for part in parts]
-                wait(calls, return_when=FIRST_EXCEPTION)
-                executor.shutdown(cancel_futures=True)
-            results = [call.result() for call in calls]  # a failed one comes before those that have not begun
-        return [value for values in results for value in values]
+        with ThreadPoolExecutor(len(self._processes)) as executor:
+            calls = [executor.submit(score, part) for part in parts]
+            wait(calls, return_when=FIRST_EXCEPTION)
+            executor.shutdown(cancel_futures=True)
+        # A failed one comes before those that have not begun.
+        return [value for call in calls for value in call.result()]
 
     def take_counts(self) -> Counter[str]:
         """Return the counts since the last call."""
-        counts = Counter[str]()
-        for process, found in self._counts.items():
-            counts.update(found)
-            self._counts[process] = Counter()
+        counts, self._counts = self._counts, Counter()
         return counts
 
     def close(self) -> None:
@@ -189,16 +184,14 @@ class _Function:
     def _score_part(
         self, process: RewardProcess, columns: Mapping[str, Sequence[Any]], rows: Sequence[int]
     ) -> list[float]:
-        section, counts = self._section, self._counts[process]
+        section = self._section
         for retries_left in reversed(range(section.num_retries + 1)):
             began = time.monotonic()
-            counts["calls"] += 1
             try:
                 return process.call(columns, rows)
             except DataError as error:
-                counts["failures"] += 1
-                counts["timeouts"] += isinstance(error, RewardTimeoutError)
-                counts["retries"] += retries_left > 0
+                timeouts = int(isinstance(error, RewardTimeoutError))
+                self._count(failures=1, timeouts=timeouts, retries=int(retries_left > 0))
                 if retries_left:
                     _logger.warning("called again, %d more at most: %s", retries_left, error)
                 elif section.on_failure == "drop":
@@ -206,9 +199,13 @@ class _Function:
                 else:
                     raise
             finally:
-                counts["call_s"] += time.monotonic() - began  # type: ignore[assignment]  # seconds are no int
-        counts["dropped_rows"] += len(rows)
+                self._count(calls=1, call_s=time.monotonic() - began)
+        self._count(dropped_rows=len(rows))
         return [DROPPED] * len(rows)
+
+    def _count(self, **numbers: float) -> None:
+        with self._lock:
+            self._counts.update(numbers)  # type: ignore[arg-type]  # seconds are no int
 
 
 def check_reward_functions(name: str, section: RewardSection, timeout_s: float = 60.0) -> None:

@@ -72,16 +72,16 @@ class Row:
     """One checked row of a data file."""
 
     place: str
-    """Where it stands, for messages: "train.jsonl, line 3"."""
+    """Place in the file, for messages: "train.jsonl, line 3"."""
     prompt: str | list[Message]
     answer: str
-    """What the reward needs: the row's string, or the JSON text of any other value."""
+    """Answer for the reward: the row's string, or the JSON text of any other value."""
     response: str | None = None
     """A demonstration's response; None where the file need not have one."""
 
     @property
     def messages(self) -> list[Message]:
-        """The prompt as chat messages: a plain text is one message of the user."""
+        """Return the prompt as chat messages: a plain text is one message of the user."""
         return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
 
 

@@ -36,7 +36,7 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """The user's message."""
+        """Message of the user."""
         return f"{self.expression} ="
 
     @property
@@ -112,10 +112,6 @@ def arithmetic_reward(responses: Sequence[str], answers: Sequence[str]) -> list[
 
     The scorer's partial credit for texts that contain the answer is not used: a policy learns to collect it.
     """
-    if len(responses) != len(answers):
-        raise DataError(
-            f"{len(responses)} responses and {len(answers)} answers; a reward needs one answer each"
-        )
     scorer = _chain_sum(size=1)
     return [
         float(scorer.score_answer(final_answer(response), {"answer": answer}) == 1.0)

@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def load_tokenizer(folder: str | Path, pad_with_eos: bool = False) -> PreTrainedTokenizerBase:
-    """The Hugging Face tokenizer of a local folder, with an end-of-sequence token, a padding token and a chat template.
+    """Return the Hugging Face tokenizer of a local folder, with end-of-sequence and padding token and chat template.
 
     `pad_with_eos` uses the end-of-sequence token for padding where the folder names no padding token. It is harmless
     here, because sequence lengths decide what is padding; it must be asked for, because other programs read the token.
@@ -65,7 +65,7 @@ def load_tokenizer(folder: str | Path, pad_with_eos: bool = False) -> PreTrained
 
 
 def _loader(folder: Path) -> type[AutoTokenizer] | type[PreTrainedTokenizerFast]:
-    """AutoTokenizer, or the generic class where the folder names that one.
+    """Return AutoTokenizer, or the generic class where the folder names that one.
 
     Beside a model's config.json, AutoTokenizer prefers the model family's own tokenizer class to a generic one, and
     that class brings its own rules for splitting text in place of those in tokenizer.json.
@@ -97,14 +97,14 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
-    """Number of the special token `name` ("eos", "pad"), which `check_tokenizer` has found to be there."""
+    """Return the number of the special token `name` ("eos", "pad"), which `check_tokenizer` has found to be there."""
     number = getattr(tokenizer, f"{name}_token_id")
     assert isinstance(number, int), f"{name}_token_id={number!r}; load tokenizers with load_tokenizer"
     return number
 
 
 def build_arithmetic_tokenizer() -> PreTrainedTokenizerFast:
-    """The demo's tokenizer: one token per character, role and special token; 57 tokens, an odd number on purpose.
+    """Return the demo's tokenizer: one token per character, role and special token; 57 tokens, an odd number on purpose.
 
     Byte-level BPE without merges, so that the tokenizer class of the Qwen family, which AutoTokenizer picks beside a
     Qwen model, reads it alike. An odd vocabulary makes every even tensor-parallel degree pad it, as with real models.

@@ -11,7 +11,7 @@ THIS_MACHINE = "this machine"
 
 
 class Level(StrEnum):
-    """How bad a finding is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -39,7 +39,7 @@ class Finding:
     subject: Subject
     level: Level
     text: str
-    """What was seen, with its value."""
+    """Observation, with its value."""
     remedy: str = ""
     """Remedy; empty if nothing needs to be done."""
     nodes: tuple[str, ...] = ()

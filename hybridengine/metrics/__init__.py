@@ -4,7 +4,6 @@ keys.py              the names of the metrics that others rely on
 recorder.py          rows to metrics.jsonl and TensorBoard
 rows.py              rows and other lines of JSON, read back
 trackers.py          rows to Weights & Biases and MLflow, in the background
-tracker_packages.py  how these packages are spoken to
 samples.py           responses of an evaluation as lines of JSON and as tables
 summary.py           the rows of a whole run in a few numbers
 console.py           rows and summary as text

@@ -8,7 +8,7 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Bytes in binary units with one decimal: 1536 -> "1.5 KiB", 0 -> "0 B"."""
+    """Return bytes in binary units with one decimal: 1536 -> "1.5 KiB", 0 -> "0 B"."""
     if not math.isfinite(num_bytes):
         return str(num_bytes)
     sign, size = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
@@ -24,7 +24,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration with about three digits: "4 ms", "1.25 s", "48.3 s", "2 min 05 s", "1 h 02 min"."""
+    """Return a duration with about three digits: "4 ms", "1.25 s", "48.3 s", "2 min 05 s", "1 h 02 min"."""
     if not math.isfinite(seconds):
         return str(seconds)
     if seconds < 0:

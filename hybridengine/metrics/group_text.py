@@ -16,13 +16,13 @@ def named_groups(mesh: Mesh) -> list[tuple[str, Groups]]:
 
 
 def format_groups(groups: Groups, shown: int = SHOWN_GROUPS) -> str:
-    """The first `shown` groups, and how many there are: "[0,1] [2,3] ... 64 groups"."""
+    """Return the first `shown` groups, and the number of all: "[0,1] [2,3] ... 64 groups"."""
     text = " ".join(format_ranks(group) for group in groups[:shown])
     return text + (f" ... {len(groups)} groups" if len(groups) > shown else "")
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks of one group: "[0,1,2,3]"; a long one by its first two and its last."""
+    """Return the ranks of one group: "[0,1,2,3]"; of a long one its first two and its last."""
     if len(ranks) > SHOWN_RANKS:
         return f"[{ranks[0]},{ranks[1]},...,{ranks[-1]}]"
     return "[" + ",".join(map(str, ranks)) + "]"

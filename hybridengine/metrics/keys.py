@@ -13,11 +13,6 @@ evaluated."""
 SCORE_MEAN = "eval/score_mean"
 """Mean score of the held-out responses; only in rows of steps that were evaluated."""
 
-GENERATE_S = "time/generate_s"
-SWITCH_TO_GENERATE_S = "time/switch_to_generate_s"
-SWITCH_TO_TRAIN_S = "time/switch_to_train_s"
-UPDATE_ACTOR_S = "time/update_actor_s"
-UPDATE_CRITIC_S = "time/update_critic_s"
 STEP_S = "time/step_s"
 """The whole step, from prompts to updated models."""
 

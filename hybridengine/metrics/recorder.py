@@ -6,10 +6,10 @@ import json
 import logging
 import math
 import operator
+import os
 from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
-from types import TracebackType
 from typing import Any, SupportsFloat, SupportsIndex
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from hybridengine.errors import DataError
 from hybridengine.metrics.keys import STEP
-from hybridengine.metrics.rows import METRICS_FILE, Row, json_lines
+from hybridengine.metrics.rows import METRICS_FILE, Row
 from hybridengine.writing import writing
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -41,7 +41,7 @@ class MetricsRecorder:
         self.folder = Path(folder)
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            _end_last_line(self.folder / METRICS_FILE)
+            _cut_last_line(self.folder / METRICS_FILE)
             self._file = (self.folder / METRICS_FILE).open("a", encoding="utf-8")
             self._tensorboard = SummaryWriter(str(self.folder / TENSORBOARD_FOLDER))
 
@@ -61,8 +61,7 @@ class MetricsRecorder:
             raise DataError(f"metric {STEP!r}={metrics[STEP]!r} is the row's own key; pass it as `step`")
         number = operator.index(step)
         row: Row = {STEP: number}
-        for key, value in metrics.items():
-            row[key] = _finite_number(key, value, number)
+        row |= {key: _finite_number(key, value, number) for key, value in metrics.items()}
         with writing(self.folder / METRICS_FILE):
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
@@ -83,9 +82,7 @@ class MetricsRecorder:
     def __enter__(self) -> MetricsRecorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -104,19 +101,10 @@ def _finite_number(key: str, value: Any, step: int) -> float | int | None:
     return number
 
 
-def _end_last_line(path: Path) -> None:
-    """Make metrics.jsonl end with a newline: an unfinished last line, whose step a resumed run repeats, is cut off."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    tail = content[content.rfind(b"\n") + 1 :]
-    if not tail:
-        return
-    is_whole = len(list(json_lines(path))) > content.count(b"\n")
-    with path.open("r+b") as file:
-        if is_whole:
-            file.seek(len(content))
-            file.write(b"\n")
-        else:
-            file.truncate(len(content) - len(tail))
-            _logger.warning("%s ended in an unfinished line of %d bytes; cut it off", path, len(tail))
+def _cut_last_line(path: Path) -> None:
+    """Cut off an unfinished last line of metrics.jsonl, whose step a resumed run repeats."""
+    content = path.read_bytes() if path.exists() else b""
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        os.truncate(path, end)
+        _logger.warning("%s ended in an unfinished line of %d bytes; cut it off", path, len(content) - end)

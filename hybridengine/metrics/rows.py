@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 from hybridengine.errors import DataError, UnreadableError
 from hybridengine.metrics.keys import STEP
 from hybridengine.reading import check_regular, parse_json
 
 METRICS_FILE = "metrics.jsonl"
-LARGEST = 2**63
-"""Beyond every step and count; an integer of hundreds of digits is no float."""
+LARGEST = 2**127
+"""Values of metrics are smaller, whether they are bytes or losses."""
 
 Row = dict[str, float | int | None]
 """Metric -> value; None where the value was not finite. `step` is always there."""
@@ -48,13 +49,12 @@ def read_rows(folder: str | Path) -> list[Row]:
     rows: list[Row] = []
     try:
         for number, (line, value) in enumerate(json_lines(path), start=1):
-            row = _row(value)
-            if row is None:
+            if not _is_row(value):
                 raise DataError(
-                    f"{path}:{number}: {line[:80]!r} is not a row, a JSON object with a {STEP!r} from 0 on;"
-                    " remove or repair the line"
+                    f"{path}:{number}: {line[:80]!r} is not a row, a JSON object of finite numbers with a {STEP!r}"
+                    " from 0 on; remove or repair the line"
                 )
-            rows.append(row)
+            rows.append(value)
     except FileNotFoundError:
         return []
     except UnreadableError as error:
@@ -72,24 +72,15 @@ def latest_rows(rows: list[Row]) -> list[Row]:
     return latest
 
 
-def _row(value: object) -> Row | None:
+def _is_row(value: object) -> TypeGuard[Row]:
     if not isinstance(value, dict) or not is_step(value.get(STEP)):
-        return None
-    return {key: None if type(one) is int and abs(one) > LARGEST else one for key, one in value.items()}
+        return False
+    return all(one is None or (isinstance(one, int | float) and abs(one) < LARGEST) for one in value.values())
 
 
 def is_step(value: object) -> bool:
     """Return True if `value` can be the number of an iteration."""
     return type(value) is int and 0 <= value < LARGEST
-
-
-def finite(value: object) -> float | None:
-    """Return `value` as a finite float; None if it is none."""
-    try:
-        number = float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def number(value: float | None) -> float:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hybridengine.metrics.rows import finite, is_step, json_lines
+from hybridengine.metrics.rows import is_step, json_lines
 from hybridengine.writing import writing
 
 SAMPLES_FOLDER = "samples"
 MAX_CHARACTERS = 500
-"""Of a text in a table; the lines of JSON have it whole."""
-HEADINGS = ("prompt", "response", "answer", "score")
+"""Characters of a text in a table; the lines of JSON have it whole."""
+WIDTH = 20_000
+"""Width of a table in a file: more than its texts take."""
+HEADINGS = ("prompt", "response", "answer")
 NEWLINE = "\u21b5"
 
 
@@ -57,8 +62,8 @@ def read_samples(file: Path) -> tuple[list[Sample], int]:
     samples = [
         Sample(
             value["step"],
-            *(_text(value.get(name)) for name in ("prompt", "response", "answer")),
-            score=finite(value.get("score")),
+            *(str(value.get(name) or "") for name in ("prompt", "response", "answer")),
+            score=_finite(value.get("score")),
         )
         for value in values
         if isinstance(value, dict) and is_step(value.get("step")) and "response" in value
@@ -66,45 +71,41 @@ def read_samples(file: Path) -> tuple[list[Sample], int]:
     return samples, len(values) - len(samples)
 
 
-def _text(value: object) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value)
+def _finite(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def markdown_table(step: int, samples: Sequence[Sample]) -> str:
-    """The samples as Markdown: texts word for word in code spans, columns aligned for those who read it as it is."""
-    rows = [
-        [str(number), *(_code(_cut(text)) for text in _texts(sample)), _score(sample)]
-        for number, sample in enumerate(samples, start=1)
-    ]
-    headings = ["", *HEADINGS]
-    widths = [max(3, *(len(row[place]) for row in [headings, *rows])) for place in range(len(headings))]
-    lines = [headings, ["-" * (width - 1) + ":" for width in widths], *rows]
-    lines[1][1:4] = ["-" * width for width in widths[1:4]]
+    """Return the samples as Markdown: texts word for word in code spans, columns aligned as plain text."""
+    file = io.StringIO()
+    Console(file=file, width=WIDTH, color_system=None).print(_table(samples, box.MARKDOWN, _code))
     scores = [sample.score for sample in samples if sample.score is not None]
     mean = f", mean score {sum(scores) / len(scores):.3f}" if scores else ""
-    table = "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    )
+    table = "\n".join(line.strip() for line in file.getvalue().splitlines() if line.strip())
     return f"# Evaluation after step {step}\n\n{len(samples)} responses{mean}.\n\n{table}\n"
 
 
 def terminal_table(step: int, samples: Sequence[Sample]) -> Table:
-    """The samples, a line each, cut where the terminal ends."""
-    table = Table(title=f"after step {step}", box=box.SIMPLE, title_justify="left", pad_edge=False)
-    for heading in HEADINGS[:-1]:
+    """Return the samples, a line each, cut where the terminal ends."""
+    table = _table(samples, box.SIMPLE, str)
+    table.title = f"after step {step}"
+    return table
+
+
+def _table(samples: Sequence[Sample], border: box.Box, form: Callable[[str], str]) -> Table:
+    table = Table(box=border, title_justify="left", pad_edge=border is box.MARKDOWN)
+    for heading in HEADINGS:
         table.add_column(heading)
-    table.add_column(HEADINGS[-1], no_wrap=True, justify="right")
+    table.add_column("score", no_wrap=True, justify="right")
     for sample in samples:
-        texts = (Text(_cut(text), no_wrap=True, overflow="ellipsis") for text in _texts(sample))
-        table.add_row(*texts, Text(_score(sample)))
+        texts = (form(_cut(text)) for text in (sample.prompt, sample.response, sample.answer))
+        cells = (Text(text, no_wrap=True, overflow="ellipsis") for text in texts)
+        table.add_row(*cells, "-" if sample.score is None else f"{sample.score:.3f}")
     return table
 
 
 def printable(text: str) -> str:
-    """The text in one line: line ends as an arrow, and no character that a terminal would obey."""
+    """Return the text in one line: line ends as an arrow, and no character that a terminal would obey."""
     lines = text.replace("\r\n", "\n").replace("\n", NEWLINE)
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
@@ -112,22 +113,14 @@ def printable(text: str) -> str:
     )
 
 
-def _texts(sample: Sample) -> tuple[str, str, str]:
-    return sample.prompt, sample.response, sample.answer
-
-
-def _score(sample: Sample) -> str:
-    return "-" if sample.score is None else f"{sample.score:.3f}"
-
-
 def _cut(text: str) -> str:
-    """Printable, with the number of the characters that were left out."""
+    """Return the text printable, with the number of the characters that were left out."""
     rest = len(text) - MAX_CHARACTERS
     return printable(text) if rest <= 0 else f"{printable(text[:MAX_CHARACTERS])}... ({rest} more)"
 
 
 def _code(text: str) -> str:
-    """A code span in a cell: fenced by more backticks than it has in a row, bars escaped for the table."""
+    """Return a code span in a cell: fenced by more backticks than it has in a row, bars escaped for the table."""
     if not text.strip():
         return ""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))

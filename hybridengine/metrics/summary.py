@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from hybridengine.metrics import keys
 from hybridengine.metrics.rows import Row, latest_rows, number
@@ -74,33 +75,25 @@ class RunSummary:
 def summarise(rows: Sequence[Row]) -> RunSummary:
     """Return the totals of `rows` (as recorded; see `latest_rows` for steps that come again)."""
     ordered = latest_rows(list(rows))
+    values: dict[str, list[float]] = {}
+    for row in ordered:
+        for key, value in row.items():
+            values.setdefault(key, []).append(number(value))
     evaluations = [found for row in ordered if (found := HeldOutResult.of(row))]
-    phases = {}
-    for key in dict.fromkeys(key for row in ordered for key in row):
-        phase = keys.phase_of(key)
-        if phase is not None:
-            seconds = _values(ordered, key)
-            phases[phase] = PhaseTime(sum(seconds), sum(seconds) / len(seconds))
-    received = _values(ordered, keys.RECEIVED_BYTES)
+    times = {phase: values[key] for key in values if (phase := keys.phase_of(key)) is not None}
+    received = values.get(keys.RECEIVED_BYTES)
+
+    def largest(key: str) -> float | None:
+        return float(np.max(values[key])) if key in values else None  # NaN if any is
+
     return RunSummary(
-        num_steps=sum(1 for row in ordered if (row[keys.STEP] or 0) >= 1),
+        num_steps=sum(step >= 1 for step in values.get(keys.STEP, ())),
         held_out_before=evaluations[0] if evaluations else None,
         held_out_after=evaluations[-1] if len(evaluations) > 1 else None,
-        phases=phases,
+        phases={phase: PhaseTime(sum(some), sum(some) / len(some)) for phase, some in times.items()},
         received_bytes=sum(received) if received else None,
         received_bytes_per_step=sum(received) / len(received) if received else None,
-        peak_weight_bytes=_largest(_values(ordered, keys.PEAK_WEIGHT_BYTES)),
-        redundant_bytes=_largest(_values(ordered, keys.REDUNDANT_BYTES)),
-        log_prob_abs_diff_max=_largest(_values(ordered, keys.LOG_PROB_ABS_DIFF_MAX)),
+        peak_weight_bytes=largest(keys.PEAK_WEIGHT_BYTES),
+        redundant_bytes=largest(keys.REDUNDANT_BYTES),
+        log_prob_abs_diff_max=largest(keys.LOG_PROB_ABS_DIFF_MAX),
     )
-
-
-def _values(rows: Iterable[Row], key: str) -> list[float]:
-    return [number(row[key]) for row in rows if key in row]
-
-
-def _largest(values: list[float]) -> float | None:
-    """Return the maximum, NaN if any value is NaN (Python's max would depend on the order), None of no values."""
-    if any(math.isnan(value) for value in values):
-        return math.nan
-    return max(values, default=None)

@@ -1,4 +1,4 @@
-"""What every rank did when: timeline.json, which Perfetto and chrome://tracing open.
+"""Work of every rank over time: timeline.json, which Perfetto and chrome://tracing open.
 
 A process per node, a thread per rank, a bar per span, a counter per kind of reading; one event per line.
 Source: the document "Trace Event Format" of the Chromium project.
@@ -6,14 +6,12 @@ Source: the document "Trace Event Format" of the Chromium project.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hybridengine.errors import DataError, UnreadableError, shown
@@ -23,9 +21,6 @@ from hybridengine.writing import writing
 TIMELINE_FILE = "timeline.json"
 FIRST_PID = 1_000_000_001
 """Process number of the first node. Viewers put a thread that has its process's number above all others: none has."""
-STRIDE = 100_000
-"""Distance of the thread numbers of equal ranks: rank 3 is thread 100003, or 200003 if that is taken, and so on."""
-
 Event = dict[str, Any]
 """Fields of one event, as in JSON."""
 Place = tuple[str, str, int]
@@ -36,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Span:
-    """What a rank did from one moment to another: a bar of the timeline."""
+    """Work of a rank from one moment to another: a bar of the timeline."""
 
     name: str
     """Text of the bar, such as "actor.update"."""
@@ -81,8 +76,32 @@ class Reading:
 class Timeline:
     """Contents of a timeline file, in the order written."""
 
-    spans: list[Span]
-    readings: list[Reading]
+    spans: list[Span] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+    nodes: dict[int, str] = field(default_factory=dict, compare=False)
+    """Number of a process -> its node."""
+    places: dict[int, Place] = field(default_factory=dict, compare=False)
+    """Number of a thread -> its rank; no rank of another node has the same number."""
+
+    def add(self, event: Event) -> None:
+        """Add an event; raises KeyError, TypeError, ValueError or OverflowError if no run writes such a one."""
+        args, pid, tid = event["args"], event["pid"], event["tid"]
+        if event["name"] == "process_name":
+            self.nodes[pid] = args["name"]
+        elif event["name"] == "thread_name":
+            self.places[tid] = self.nodes[pid], args["pool"], args["rank"]
+        elif event["ph"] in "XC":
+            node, pool, rank = self.places[tid]
+            name, start_s = str(event["name"]), _seconds(event["ts"])
+            if event["ph"] == "C":
+                self.readings.append(Reading(name, rank, node, start_s, float(args["value"]), pool))
+                return
+            step = args.get("step")
+            if not (step is None or isinstance(step, int)):
+                raise TypeError(f"step {step!r} is not an integer")
+            end_s = _seconds(event["ts"] + event["dur"])
+            place = rank, node, str(args["role"])
+            self.spans.append(Span(name, str(event["cat"]), *place, start_s, end_s, pool, step))
 
 
 class TimelineWriter:
@@ -104,11 +123,9 @@ class TimelineWriter:
         self._path = Path(file)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         content = _content(self._path)
-        self._places = _Places()
-        self._end = 0
-        for event, end in _events(self._path, content):
-            self._places.learn(self._path, event)
-            self._end = end
+        written, self._end = _parsed(self._path, content)
+        self._pids = {node: pid for pid, node in written.nodes.items()}
+        self._tids = {place: tid for tid, place in written.places.items()}
         if cut := content[self._end :].strip(b"[],\r\n "):
             _logger.warning("%s ended in an unfinished event of %d bytes; cut it off", self._path, len(cut))
         # Unbuffered: what a full disk has refused must not be written once more when the file is closed.
@@ -124,16 +141,15 @@ class TimelineWriter:
         spans = sorted(spans, key=lambda span: (span.start_s, -span.end_s))
         readings = list(readings)
         events = list[Event]()
-        for node, pool, rank in sorted(
-            {(one.node, one.pool, one.rank) for one in [*spans, *readings]}, key=lambda place: place[1:]
-        ):
-            self._places.add((node, pool, rank), events)
+        places = {(one.node, one.pool, one.rank) for one in [*spans, *readings]}
+        for place in sorted(places - self._tids.keys(), key=lambda place: place[1:]):
+            self._number(place, events)
         for span in spans:
             start_us, end_us = round(span.start_s * 1e6), round(span.end_s * 1e6)
             args = {"role": span.role} | ({} if span.step is None else {"step": span.step})
             kind = {"ph": "X", "name": span.name, "cat": span.phase}
             time = {"ts": start_us, "dur": max(0, end_us - start_us)}
-            events.append(kind | self._places.numbers(span) | time | {"args": args})
+            events.append(kind | self._numbers(span) | time | {"args": args})
         for one in readings:
             kind = {
                 "ph": "C",
@@ -141,7 +157,7 @@ class TimelineWriter:
                 "id": one.row,
             }  # the id tells the counters of a process apart
             time = {"ts": round(one.time_s * 1e6)}
-            events.append(kind | self._places.numbers(one) | time | {"args": {"value": one.value}})
+            events.append(kind | self._numbers(one) | time | {"args": {"value": one.value}})
         self._append(events)
 
     def close(self) -> None:
@@ -151,10 +167,24 @@ class TimelineWriter:
     def __enter__(self) -> TimelineWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _number(self, place: Place, events: list[Event]) -> None:
+        """Number a rank, and its node if it is new; the metadata that name them are appended to `events`."""
+        node, pool, rank = place
+        names: dict[str, dict[str, str | int]] = {}
+        if node not in self._pids:
+            self._pids[node] = FIRST_PID + len(self._pids)
+            names["process_name"] = {"name": node}
+        self._tids[place] = max(self._tids.values(), default=0) + 1
+        names["thread_name"] = {"name": _row_name(pool, rank), "pool": pool, "rank": rank}
+        numbers = {"pid": self._pids[node], "tid": self._tids[place], "ts": 0}
+        events += [{"ph": "M", "name": name} | numbers | {"args": args} for name, args in names.items()]
+
+    def _numbers(self, one: Span | Reading) -> dict[str, int]:
+        """Return the process and the thread of a rank as fields of an event."""
+        return {"pid": self._pids[one.node], "tid": self._tids[one.node, one.pool, one.rank]}
 
     def _append(self, events: list[Event]) -> None:
         lines = b",\n".join(json.dumps(event, allow_nan=False).encode() for event in events)
@@ -168,59 +198,6 @@ class TimelineWriter:
         self._end += len(before + lines) if lines else 0
 
 
-class _Places:
-    """Process and thread numbers of the ranks of a file: those that its metadata name, and new ones."""
-
-    def __init__(self) -> None:
-        self._pids: dict[str, int] = {}
-        self._tids: dict[Place, int] = {}
-        self._place_of: dict[int, Place] = {}
-
-    def learn(self, path: Path, event: Event) -> None:
-        """Take over the numbers that a metadata event names.
-
-        Raises:
-            DataError: a run writes no such event.
-        """
-        try:
-            if (event["ph"], event["name"]) == ("M", "process_name"):
-                self._pids[event["args"]["name"]] = event["pid"]
-            elif (event["ph"], event["name"]) == ("M", "thread_name"):
-                args, nodes = event["args"], {pid: node for node, pid in self._pids.items()}
-                self._set((nodes[event["pid"]], args["pool"], args["rank"]), event["tid"])
-        except (KeyError, TypeError) as error:
-            raise _foreign(path, event, error) from None
-
-    def add(self, place: Place, events: list[Event]) -> None:
-        """Number a rank that has no numbers yet; the metadata that name it are appended to `events`."""
-        if place in self._tids:
-            return
-        node, pool, rank = place
-        is_new_node = node not in self._pids
-        pid = self._pids.setdefault(node, FIRST_PID + len(self._pids))
-        tid = next(tid for tid in itertools.count(rank + STRIDE, STRIDE) if tid not in self._place_of)
-        self._set(place, tid)
-        pools = list(dict.fromkeys(pool for _, pool, _ in self._tids))
-        metadata: dict[str, dict[str, str | int]] = {}
-        if is_new_node:
-            metadata |= {"process_name": {"name": node}, "process_sort_index": {"sort_index": pid}}
-        metadata["thread_name"] = {"name": _row_name(pool, rank), "pool": pool, "rank": rank}
-        metadata["thread_sort_index"] = {"sort_index": pools.index(pool) * STRIDE + rank}
-        numbers = {"pid": pid, "tid": tid, "ts": 0}
-        events += [{"ph": "M", "name": name} | numbers | {"args": args} for name, args in metadata.items()]
-
-    def numbers(self, one: Span | Reading) -> dict[str, int]:
-        """Return the process and the thread of a rank as fields of an event."""
-        return {"pid": self._pids[one.node], "tid": self._tids[one.node, one.pool, one.rank]}
-
-    def of(self, event: Event) -> Place:
-        """Return the rank that an event belongs to; KeyError if no metadata named it before."""
-        return self._place_of[event["tid"]]
-
-    def _set(self, place: Place, tid: int) -> None:
-        self._tids[place], self._place_of[tid] = tid, place
-
-
 def read_timeline(file: str | Path) -> Timeline:
     """Return the spans and readings of a timeline file in the order written; none if there is no file.
 
@@ -229,30 +206,8 @@ def read_timeline(file: str | Path) -> Timeline:
     Raises:
         DataError: the file is not a timeline; names the line or event.
     """
-    path, places, timeline = Path(file), _Places(), Timeline([], [])
-    for event, _ in _events(path, _content(path)):
-        places.learn(path, event)
-        try:
-            if event["ph"] == "X":
-                timeline.spans.append(_span(event, *places.of(event)))
-            elif event["ph"] == "C":
-                timeline.readings.append(_reading(event, *places.of(event)))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise _foreign(path, event, error) from None
-    return timeline
-
-
-def _span(event: Event, node: str, pool: str, rank: int) -> Span:
-    start_s, end_s = _seconds(event["ts"]), _seconds(event["ts"] + event["dur"])
-    role, step = event["args"]["role"], event["args"].get("step")
-    if not (step is None or isinstance(step, int)):
-        raise TypeError(f"step {step!r} is not an integer")
-    return Span(str(event["name"]), str(event["cat"]), rank, node, str(role), start_s, end_s, pool, step)
-
-
-def _reading(event: Event, node: str, pool: str, rank: int) -> Reading:
-    value = float(event["args"]["value"])
-    return Reading(str(event["name"]), rank, node, _seconds(event["ts"]), value, pool)
+    path = Path(file)
+    return _parsed(path, _content(path))[0]
 
 
 def _seconds(time_us: float) -> float:
@@ -273,38 +228,28 @@ def _content(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _events(path: Path, content: bytes) -> Iterator[tuple[Event, int]]:
-    """Yield every event of a file with the offset at which its text ends; an unfinished last line is skipped.
+def _parsed(path: Path, content: bytes) -> tuple[Timeline, int]:
+    """Return what a file contains, and the offset at which its last event ends; an unfinished last line is skipped.
 
     Raises:
-        DataError: the content is not an array, or a line other than the last is not an event.
+        DataError: the content is not an array, a line other than the last is not JSON, or no run writes such an event.
     """
     if content.strip() and not content.lstrip().startswith(b"["):
         raise DataError(f"{path} begins with {content[:40]!r}, a timeline with '['; move the file away")
-    offset, lines = 0, content.splitlines(keepends=True)
+    timeline, offset, end = Timeline(), 0, 0
+    lines = content.splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         text = line.strip(b"\r\n ,")
         if text not in (b"", b"[", b"]"):
-            event = _parsed(text)
-            if event is not None:
-                yield event, offset + line.index(text) + len(text)
-            elif number < len(lines):
+            try:
+                timeline.add(parse_json(text))
+                end = offset + line.index(text) + len(text)
+            except (UnreadableError, KeyError, TypeError, ValueError, OverflowError) as error:
+                if isinstance(error, UnreadableError) and number == len(lines):
+                    break
                 raise DataError(
-                    f"{path}:{number}: {line[:80]!r} is not an event, a JSON object on one line; remove the line"
-                )
+                    f"{path}:{number}: {shown(text.decode(errors='replace'))} is not an event that a run writes"
+                    f" ({error!r}); name the timeline of a run, or move the file away"
+                ) from None
         offset += len(line)
-
-
-def _parsed(text: bytes) -> Event | None:
-    try:
-        event = parse_json(text)
-    except UnreadableError:
-        return None
-    return event if isinstance(event, dict) else None
-
-
-def _foreign(path: Path, event: Event, error: Exception) -> DataError:
-    return DataError(
-        f"{path}: {shown(event)} is not an event that a run writes ({error!r}); name the timeline of a run, or move the"
-        " file away"
-    )
+    return timeline, end

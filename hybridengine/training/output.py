@@ -22,8 +22,7 @@ from hybridengine.metrics.recorder import TENSORBOARD_FOLDER, MetricsRecorder
 from hybridengine.metrics.rows import METRICS_FILE, Row
 from hybridengine.metrics.samples import SAMPLES_FOLDER, Sample, terminal_table, write_samples
 from hybridengine.metrics.timeline import TIMELINE_FILE, Reading, Span, TimelineWriter
-from hybridengine.metrics.tracker_packages import TrackedRun
-from hybridengine.metrics.trackers import Trackers
+from hybridengine.metrics.trackers import TrackedRun, Trackers
 from hybridengine.planning.dataflows import phase_of_call
 
 BARS = {

@@ -120,7 +120,7 @@ def test_the_timeline_has_a_row_per_rank_and_a_bar_per_phase(run: Run):
             calls = sorted((span.start_s, span.end_s) for span in bars if span.phase != "transfers")
             assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(calls))  # in turn
     total = sum(span.end_s - span.start_s for span in spans if span.rank == 0 and span.name == "actor.update")
-    slowest = sum(value(row, keys.UPDATE_ACTOR_S) for row in run.steps)
+    slowest = sum(value(row, keys.time_key("update_actor")) for row in run.steps)
     assert 0.5 * slowest < total <= slowest + 1e-3
 
 

@@ -225,14 +225,6 @@ def numbers(responses: Texts, answers: Texts) -> list[float]:
     return [float.fromhex(response) for response in responses]
 
 
-def comes_back_twice(responses: Texts, answers: Texts) -> list[float]:
-    """Returns here and in a fork, whose number is in the file that the answer names."""
-    forked = os.fork()
-    if forked:
-        Path(answers[0]).write_text(str(forked))
-    return [float(forked == 0)] * len(responses)
-
-
 def prints_a_lot(responses: Texts, answers: Texts) -> list[float]:
     for number in range(20_000):
         print(f"line {number} of the function's own output, which goes to the log and nowhere else")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
-import resource
-import signal
 from collections import Counter
 
 import pytest
 
-from hybridengine.data import chat_template
+from hybridengine.data import datasets
 from hybridengine.data.datasets import DemonstrationDataset, PromptDataset, rows_after
-from hybridengine.data.rows import Row
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import DataError
 
@@ -102,7 +98,7 @@ def test_long_prompts_are_all_named(tmp_path, tokenizer):
 
 
 def test_characters_that_the_tokenizer_lacks_are_named(tmp_path, tokenizer):
-    with pytest.raises(DataError, match="line 1: 4 parts of the prompt unknown to the tokenizer"):
+    with pytest.raises(DataError, match="line 1: parts of the prompt unknown to the tokenizer: 4;"):
         PromptDataset(write(tmp_path, [{"prompt": "1 € 2 $", "answer": "1"}]), tokenizer, 20)
 
 
@@ -113,38 +109,26 @@ def test_a_template_that_refuses_a_prompt_is_reported(path):
         PromptDataset(path, strict, 20)
 
 
-LOOP = "{% for i in range(100000) %}"
-
-
 @pytest.mark.parametrize(
     ("template", "said"),
     [
         ("{{ messages[0].content|length / 0 }}", r"fails \(ZeroDivisionError: division by zero\)"),
         ("{{ range(10 ** 9)|list }}", r"fails \(OverflowError: Range too big"),
         ("{{ '\ud800' }}", r"fails \(UnicodeEncodeError: "),
-        (
-            LOOP * 4 + "{% endfor %}" * 4,
-            r"did not end in 0\.2 s; correct its loops in the tokenizer's folder",
-        ),
-        ("{{ 'a' * 10 ** 11 }}", "takes more than 2 GiB of memory"),
         ("{{ 'a' * 10 ** 6 }}", "has 1000000 characters, max_prompt_tokens=20 holds at most 5120"),
     ],
 )
-def test_a_template_that_fails_or_never_ends_is_told_with_its_row(path, template, said, monkeypatch):
-    monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.2)
-    limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+def test_a_template_that_fails_is_told_with_its_row(path, template, said):
     broken = build_arithmetic_tokenizer()
     broken.chat_template = template
     with pytest.raises(DataError, match=f"rows.jsonl, line 1: .*{said}"):
         PromptDataset(path, broken, 20)
-    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)) == limits
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
-def test_a_text_that_cannot_fit_is_neither_rendered_nor_tokenised(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat_template, "MAX_CHARACTERS_PER_TOKEN", 2)
+def test_a_text_that_cannot_fit_is_not_tokenised(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "MAX_CHARACTERS_PER_TOKEN", 2)
     strict = build_arithmetic_tokenizer()
-    strict.chat_template = "{% if messages[0].content|length > 40 %}{{ raise_exception('seen') }}{% endif %}1"
+    strict.chat_template = "{{ messages[0].content }}"
     rows = [{"prompt": "1" * n, "answer": "1", "response": "2" * n} for n in (40, 41)]
     with pytest.raises(DataError) as caught:
         PromptDataset(write(tmp_path, rows), strict, 20)
@@ -175,19 +159,3 @@ def test_demonstrations_follow_their_prompts(path, tokenizer):
 def test_long_responses_are_named(path, tokenizer):
     with pytest.raises(DataError, match=r"line 7: the response has 4 tokens .* max_response_tokens=3"):
         DemonstrationDataset(path, tokenizer, 12, 3)
-
-
-def test_a_template_that_fails_for_every_row_is_tried_for_as_many_as_are_listed(tokenizer, monkeypatch):
-    rendered, tried = chat_template._rendered, []
-
-    def counted(row, *rest):
-        tried.append(row.place)
-        return rendered(row, *rest)
-
-    monkeypatch.setattr(chat_template, "_rendered", counted)
-    broken = copy.deepcopy(tokenizer)
-    broken.chat_template = "{{ 1 / 0 }}"
-    rows = [Row(f"line {number}", "1 + 1 =", "2") for number in range(1000)]
-    with pytest.raises(DataError, match="and 1 more malformed rows"):
-        chat_template.rendered_prompts(rows, broken, 16)
-    assert tried == [f"line {number}" for number in range(11)]

@@ -107,5 +107,3 @@ def test_the_reward_is_full_or_nothing():
     ]
     responses, answers, wanted = zip(*cases, strict=True)
     assert arithmetic_reward(responses, answers) == list(wanted)
-    with pytest.raises(DataError, match="2 responses and 1 answers"):
-        arithmetic_reward(["1", "2"], ["1"])

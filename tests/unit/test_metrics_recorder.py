@@ -149,13 +149,6 @@ def test_an_unfinished_last_line_is_cut_off(tmp_path: Path, caplog: pytest.LogCa
     assert f"ended in an unfinished line of {len(torn)} bytes; cut it off" in caplog.text
 
 
-def test_a_whole_last_line_without_newline_is_completed(tmp_path: Path) -> None:
-    (tmp_path / METRICS_FILE).write_text('{"step": 1}')
-    with MetricsRecorder(tmp_path) as recorder:
-        recorder.record(2, {})
-    assert _lines(tmp_path) == ['{"step": 1}', '{"step": 2}']
-
-
 @pytest.mark.parametrize("bad", ["not json", "[1]", '{"reward/mean": 1.0}', '{"step": "1"}', ""])
 def test_reading_names_the_line_that_is_not_a_row(tmp_path: Path, bad: str) -> None:
     (tmp_path / METRICS_FILE).write_text(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n')

@@ -51,8 +51,7 @@ def _cells(markdown: str) -> list[list[str]]:
 def test_a_markdown_reader_sees_every_text_word_for_word(texts: list[tuple[str, str, str]]) -> None:
     table = markdown_table(7, [_sample(*three, score=0.5) for three in texts])
     expected = [
-        [str(number), *(shown if (shown := printable(text)).strip() else "" for text in three), "0.500"]
-        for number, three in enumerate(texts, start=1)
+        [*(shown if (shown := printable(text)).strip() else "" for text in three), "0.500"] for three in texts
     ]
     assert _cells(table) == expected
 
@@ -73,13 +72,13 @@ def test_the_table_reads_well_as_it_is() -> None:
     assert lines[0] == "# Evaluation after step 20"
     assert lines[2] == "2 responses, mean score 1.000."
     assert len({len(line) for line in lines[4:]}) == 1, "columns are aligned"
-    assert re.sub(" +", " ", lines[6]) == "| 1 | `3 + 4 =` | `7` | `7` | 1.000 |"
-    assert re.sub(" +", " ", lines[7]) == "| 2 | `1 - 9 =\u21b5` | `8 \\| 9` | `-8` | - |"
+    assert re.sub(" +", " ", lines[6]) == "| `3 + 4 =` | `7` | `7` | 1.000 |"
+    assert re.sub(" +", " ", lines[7]) == "| `1 - 9 =\u21b5` | `8 \\| 9` | `-8` | - |"
 
 
 def test_a_long_text_is_cut_and_says_by_how_much() -> None:
     (row,) = _cells(markdown_table(1, [_sample("x" * (MAX_CHARACTERS + 17))]))
-    assert row[1] == "x" * MAX_CHARACTERS + "... (17 more)"
+    assert row[0] == "x" * MAX_CHARACTERS + "... (17 more)"
 
 
 def test_files_of_two_evaluations(tmp_path: Path) -> None:
@@ -91,8 +90,8 @@ def test_files_of_two_evaluations(tmp_path: Path) -> None:
         {"step": 10, "prompt": "p" * 900, "response": "right", "answer": "a", "score": 1.0},
     ]
     assert [sample.score for sample in read_run(tmp_path).samples] == [None, 1.0], "the report reads them"
-    assert [row[1:3] for row in _cells((folder / "evaluation-0.md").read_text())] == [["p\\x1b[2J", "wrong"]]
-    assert [row[2] for row in _cells((folder / "evaluation-10.md").read_text())] == ["right"]
+    assert [row[:2] for row in _cells((folder / "evaluation-0.md").read_text())] == [["p\\x1b[2J", "wrong"]]
+    assert [row[1] for row in _cells((folder / "evaluation-10.md").read_text())] == ["right"]
 
 
 def test_the_terminal_gets_a_line_each_at_any_width() -> None:

@@ -15,8 +15,14 @@ import pytest
 from hybridengine.errors import ConfigError
 from hybridengine.metrics import trackers as trackers_module
 from hybridengine.metrics.recorder import MetricsRecorder
-from hybridengine.metrics.tracker_packages import OPENERS, TrackedRun, flat_config, mlflow_name
-from hybridengine.metrics.trackers import Trackers, missing_trackers
+from hybridengine.metrics.trackers import (
+    OPENERS,
+    TrackedRun,
+    Trackers,
+    flat_config,
+    missing_trackers,
+    mlflow_name,
+)
 from tests.unit.tracker_packages import MlflowServer, Wandb
 
 CONFIG = {

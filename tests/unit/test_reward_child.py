@@ -51,7 +51,7 @@ def test_every_iterable_of_real_numbers_is_a_list_of_scores(result):
 @pytest.mark.parametrize(
     ("result", "row", "text"),
     [
-        (np.array([1.0, np.nan, 0.0]), 1, "(nan); return a finite number"),
+        (np.array([1.0, np.nan, 0.0]), 1, "(nan), a float64; return a finite number"),
         (torch.tensor([1.0, 0.0, torch.inf]), 2, "returned tensor(inf), a Tensor; return a finite number"),
         ([1.0, 2j, 0.0], 1, "returned 2j, a complex;"),
         ([[1.0, 2.0], 1.0, 0.0], 0, "returned [1.0, 2.0], a list;"),

@@ -42,8 +42,7 @@ def _parse(content: bytes) -> list[dict[str, Any]]:
 def _named(events: list[dict[str, Any]], name: str) -> dict[int, Any]:
     """Value of a metadata event by process or thread."""
     number = "pid" if name.startswith("process") else "tid"
-    value = "sort_index" if name.endswith("sort_index") else "name"
-    return {event[number]: event["args"][value] for event in events if event["name"] == name}
+    return {event[number]: event["args"]["name"] for event in events if event["name"] == name}
 
 
 def _bars(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -63,8 +62,7 @@ def test_every_event_has_the_fields_of_its_kind(tmp_path: Path) -> None:
         assert isinstance(event["name"], str)
         assert all(isinstance(event[key], int) for key in ("pid", "tid", "ts"))
         if event["ph"] == "M":
-            field = "sort_index" if event["name"].endswith("sort_index") else "name"
-            assert isinstance(event["args"][field], int if field == "sort_index" else str)
+            assert isinstance(event["args"]["name"], str)
     bar, nested = _bars(events)
     assert (bar["name"], bar["cat"], bar["args"]) == (
         "actor.update",
@@ -79,18 +77,13 @@ def test_every_event_has_the_fields_of_its_kind(tmp_path: Path) -> None:
 
 
 def test_rows_are_named_and_sorted_by_rank_and_grouped_by_node(tmp_path: Path) -> None:
-    """More than ten ranks in the order of their numbers, whatever order they arrive in, by thread number and by index."""
+    """More than ten ranks in the order of their numbers, whatever order they arrive in."""
     spans = [_span(0, 1, rank=rank, node=f"node-{'ab'[rank // 8]}") for rank in reversed(range(12))]
     events = _write(tmp_path / "timeline.json", *spans)
-    threads, order = _named(events, "thread_name"), _named(events, "thread_sort_index")
+    threads, nodes = _named(events, "thread_name"), _named(events, "process_name")
     assert [threads[tid] for tid in sorted(threads)] == [f"rank {rank}" for rank in range(12)]
-    assert [threads[tid] for tid in sorted(threads, key=order.__getitem__)] == [
-        f"rank {rank}" for rank in range(12)
-    ]
-    assert all(tid % 100_000 == int(name.split()[1]) for tid, name in threads.items())
     assert 0 not in threads
-    nodes, node_order = _named(events, "process_name"), _named(events, "process_sort_index")
-    assert [nodes[pid] for pid in sorted(nodes, key=node_order.__getitem__)] == ["node-a", "node-b"]
+    assert [nodes[pid] for pid in sorted(nodes)] == ["node-a", "node-b"]
     assert nodes.keys().isdisjoint(threads)
     for bar in _bars(events):
         assert nodes[bar["pid"]] == ("node-a" if int(threads[bar["tid"]].split()[1]) < 8 else "node-b")
@@ -101,17 +94,6 @@ def test_the_ranks_of_pools_have_rows_of_their_own(tmp_path: Path) -> None:
     events = _write(tmp_path / "timeline.json", *spans)
     assert sorted(_named(events, "thread_name").values()) == ["rank 0", "rank 1", "reward rank 0"]
     assert {bar["tid"] for bar in _bars(events)} == _named(events, "thread_name").keys()
-
-
-def test_pools_are_in_the_order_of_their_first_bars_and_each_by_rank(tmp_path: Path) -> None:
-    ranks = [("main", 1), ("values", 2), ("values", 0), ("main", 0), ("a", 0), ("values", 1)]
-    spans = [_span(0, 2, rank=rank, pool=pool) for pool, rank in ranks]
-    _write(tmp_path / "timeline.json", *spans[:4])
-    events = _write(tmp_path / "timeline.json", *spans[4:])  # a run that goes on
-    threads, order = _named(events, "thread_name"), _named(events, "thread_sort_index")
-    values = [f"values rank {rank}" for rank in range(3)]
-    found = [threads[tid] for tid in sorted(threads, key=order.__getitem__)]
-    assert found == ["main rank 0", "main rank 1", *values, "a rank 0"]
 
 
 WIDTHS = st.tuples(st.integers(0, 3), st.integers(1, 12), st.integers(0, 12), st.integers(0, 2))
@@ -179,7 +161,7 @@ def test_a_resumed_run_appends_to_the_same_rows(tmp_path: Path) -> None:
     second = _write(file, _span(5, 6, rank=1, node="node-b"), _span(5, 6, rank=2, node="node-b"))
     assert second[: len(first)] == first
     assert [(event["ph"], event["name"]) for event in second[len(first) :]] == [
-        ("M", "thread_name"), ("M", "thread_sort_index"), ("X", "actor.update"), ("X", "actor.update"),
+        ("M", "thread_name"), ("X", "actor.update"), ("X", "actor.update"),
     ]  # fmt: skip
     assert list(_named(second, "thread_name").values()) == ["rank 0", "rank 1", "rank 2"]
     assert len({event["tid"] for event in _bars(second)}) == 3
@@ -233,7 +215,7 @@ for step in itertools.count():
     [
         (b"hello", r"timeline.json begins with b'hello', a timeline with '\['; move the file away"),
         (b'{"traceEvents": []}', "begins with"),
-        (b'[\n{"ph": "M", \n{"ph": "X"}\n]\n', r"timeline.json:2: .* is not an event, a JSON object on one line"),
+        (b'[\n{"ph": "M", \n{"ph": "X"}\n]\n', r"timeline.json:2: .* is not an event that a run writes"),
         (b'[\n{"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": "x"}}\n]', "is not an event that"),
         (b'[\n{"name": "x"}\n]\n', "is not an event that a run writes"),
     ],

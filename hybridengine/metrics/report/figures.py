@@ -81,7 +81,7 @@ class Drawing:
     image: str
     """Address that holds the image itself."""
     description: str
-    """What the image shows, in words."""
+    """Contents of the image in words."""
     note: str = ""
     is_wide: bool = False
     """True if it takes the page's width."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from jinja2 import Environment, StrictUndefined
 
 from hybridengine.metrics import keys
@@ -98,8 +99,5 @@ def _evaluations(samples: Sequence[Sample]) -> list[Evaluation]:
 
 def spread(steps: Sequence[int]) -> list[int]:
     """Return at most `MAX_EVALUATIONS` of the steps: the first, the last, and some evenly between."""
-    if len(steps) <= MAX_EVALUATIONS:
-        return list(steps)
-    return [
-        steps[round(index * (len(steps) - 1) / (MAX_EVALUATIONS - 1))] for index in range(MAX_EVALUATIONS)
-    ]
+    count = min(len(steps), MAX_EVALUATIONS)
+    return [steps[index] for index in np.linspace(0, len(steps) - 1, count).round().astype(int)]

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from hybridengine.errors import DataError, shown
-from hybridengine.metrics.keys import STEP
-from hybridengine.metrics.rows import METRICS_FILE, Row, finite, latest_rows, read_rows
+from hybridengine.errors import DataError
+from hybridengine.metrics.rows import METRICS_FILE, Row, latest_rows, read_rows
 from hybridengine.metrics.samples import SAMPLES_FOLDER, Sample, read_samples
 from hybridengine.metrics.timeline import TIMELINE_FILE, Timeline, read_timeline
 from hybridengine.reading import check_regular
@@ -21,7 +20,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What could be read of a run."""
+    """Contents of a run's folder, as far as they could be read."""
 
     name: str
     rows: list[Row]
@@ -73,7 +72,6 @@ def read_run(folder: Path) -> RunRecord:
                 f"{name}: {num_damaged} lines left out, which are no JSON objects with a step and a response."
             ]
     samples.sort(key=lambda sample: sample.step)
-    rows = [_numbers_only(row, notes) for row in rows]
     return RunRecord(folder.resolve().name, rows, timeline, samples, config, notes, sources)
 
 
@@ -93,16 +91,3 @@ def _text(file: Path) -> str:
         return ""
     check_regular(file)
     return file.read_text(encoding="utf-8", errors="replace")
-
-
-def _numbers_only(row: Row, notes: dict[str, list[str]]) -> Row:
-    """Return the row without values that are neither a number nor null."""
-    numbers: Row = {}
-    for key, value in row.items():
-        if value is None or isinstance(value, int | float):
-            numbers[key] = row[STEP] if key == STEP else finite(value)
-        else:
-            notes.setdefault(METRICS_FILE, []).append(
-                f"{METRICS_FILE}: {key} of step {row[STEP]} is {shown(value)}, which is not a number, and left out."
-            )
-    return numbers
