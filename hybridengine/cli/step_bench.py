@@ -3,53 +3,54 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import time
 import warnings
-from importlib.metadata import version
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from hybridengine.bench.machine import num_gpus
-from hybridengine.bench.step_environment import make_environment, requirements
-from hybridengine.bench.step_result import CONTROLLER, Side, StepResult
-from hybridengine.bench.step_spec import DTYPES, PRECISIONS, OwnWay, StepSpec, TrlWay, own_ways, trl_ways
-from hybridengine.cli.options import once
-from hybridengine.cli.output_files import check_output_files, write_output
+from hybridengine.bench.step_environment import make_environment
+from hybridengine.bench.step_spec import (
+    PRECISIONS,
+    OwnWay,
+    StepSpec,
+    TrlWay,
+    own_ways,
+    step_figures,
+    trl_ways,
+)
+from hybridengine.cli.figure_tables import cell, table
+from hybridengine.cli.options import DTYPES, add_json_option, between, gen_sizes, train_sizes
+from hybridengine.cli.outputs import check_outputs, emit, progress_printer
 from hybridengine.errors import ConfigError, raise_all
-from hybridengine.metrics.formatting import format_seconds
 from hybridengine.temporary import temporary_folder
-from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.topology.sizes import GenSizes
 
 if TYPE_CHECKING:
     from hybridengine.bench.step_own import StepFiles
 
 DEFAULT_ENVIRONMENT = Path("~/.cache/hybridengine")
-SIDES = ("both", "hybridengine")
+COLUMNS = {
+    "side": "",
+    "tokens_per_s": "tokens/s",
+    "step_s": "step",
+    "step_s_min": "fastest",
+    "step_s_max": "slowest",
+    "way": "way",
+}
 
-DESCRIPTION = """Measure steps of GRPO on this machine: responses to every prompt, rewards, the reference's log-probs, one
-update.
+DESCRIPTION = """Measure steps of GRPO on this machine, this project's and TRL's in turn: responses to every prompt,
+rewards, the reference's log-probs, one update. Each side does them the way that is fastest here.
 
-  ours    this project's dataflow on real ranks, the way that is fastest here: how many ranks, how large micro-batches
-  TRL     GRPOTrainer in an environment of its own, which the command makes once; with all cores, and the batches that are
-          fastest here
-
-Both start from the same weights and take the same prompts, samples per prompt, lengths, precision, optimizer and reward,
-step by step in turn; while one works, the other waits. Every response has all its tokens."""
+Both start from the same weights and take the same prompts, samples per prompt, lengths, precision, optimizer and reward.
+Every response has all its tokens. Of the configuration, the model and the prompts count. The environment for TRL, which
+the command makes once, needs 3 GB and pip. docs/explanation/performance.md has results."""
 
 EPILOG = """examples:
   hybridengine bench step configs/bench-small.yaml                                    128 responses of 32 tokens
   hybridengine bench step configs/smollm2.yaml --prompts 2 --response-tokens 64 --dtype bfloat16 --repetitions 5
-  hybridengine bench step configs/bench-small.yaml --only hybridengine --parallel 1-1-2 --json step.json
-
-Of the configuration, the model and the prompts count. Tokens per second are prompt and response tokens over the seconds
-of a step; "ratio" is ours over TRL's, medians. "controller" is the part of our step in which no rank was in a call.
-The environment for TRL needs 3 GB and pip; PIP_EXTRA_INDEX_URL and pip's other variables count."""
+  hybridengine bench step configs/bench-small.yaml --only hybridengine --parallel 1-1-2 --json step.json"""
 
 
 def add_step_command(subparsers: Any) -> None:
@@ -59,60 +60,55 @@ def add_step_command(subparsers: Any) -> None:
         help="a step of GRPO, and one of TRL's in turn",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
-    option = once(parser)
-
-    parser.add_argument("config", metavar="CONFIG", help="configuration with the model and the prompts")
-    option("--prompts", type=int, default=16, metavar="N", help="prompts of a step (default 16)")
-    option("--samples", type=int, default=8, metavar="N", help="responses to each prompt (default 8)")
-    option("--response-tokens", type=int, default=32, metavar="N", help="of every response (default 32)")
-    option("--dtype", default="float32", metavar="TYPE", help=f"{' or '.join(DTYPES)} (default float32)")
-    option("--repetitions", type=int, default=9, metavar="N", help="counted steps of each (default 9)")
-    option("--only", default="both", metavar="SIDE", help="hybridengine measures without TRL")
-    option("--parallel", metavar="P-T-D", help="our training sizes, in place of the fastest")
-    option("--generate", metavar="P_G-T_G", help="our generation sizes (with --parallel; default 1-1)")
+    parser.set_defaults(run=run_step)
+    option, many = parser.add_argument, between(1, 65_536)
+    option("config", metavar="CONFIG", help="configuration with the model and the prompts")
+    option("--prompts", type=many, default=16, metavar="N", help="prompts of a step (default 16)")
+    option("--samples", type=between(2, 1024), default=8, metavar="N", help="of each prompt (default 8)")
+    option("--response-tokens", type=many, default=32, metavar="N", help="of every response (default 32)")
+    option("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of the weights (default {DTYPES[0]})")
+    option("--repetitions", type=between(1, 1000), default=9, metavar="N", help="counted ones (default 9)")
+    option("--only", choices=["hybridengine"], help="measure without TRL")
+    option("--parallel", type=train_sizes, metavar="P-T-D", help="our training sizes (default: the fastest)")
     option(
-        "--micro-rows", type=int, metavar="N", help="our rows per micro-batch (with --parallel; default all)"
+        "--generate", type=gen_sizes, metavar="P_G-T_G",
+        help="our generation sizes (with --parallel; default 1-1)",
+    )  # fmt: skip
+    option(
+        "--micro-rows", type=many, metavar="N", help="our rows per micro-batch (with --parallel; default all)"
     )
-    option("--trl-rows", type=int, metavar="N", help="TRL's rows per batch, in place of the fastest")
+    option("--trl-rows", type=many, metavar="N", help="TRL's rows per batch (default: the fastest)")
     option(
-        "--trl-precision",
-        metavar="KIND",
+        "--trl-precision", choices=tuple(PRECISIONS),
         help="TRL's: float32, autocast (to bfloat16), or weights (in bfloat16, which is other training);"
         " by default float32, or with --dtype bfloat16 the faster of the first two",
-    )
+    )  # fmt: skip
     option(
-        "--environment",
-        type=Path,
-        default=DEFAULT_ENVIRONMENT,
-        metavar="FOLDER",
+        "--environment", type=Path, default=DEFAULT_ENVIRONMENT, metavar="FOLDER",
         help=f"where TRL's environment is, or is made (default {DEFAULT_ENVIRONMENT})",
-    )
+    )  # fmt: skip
     option(
-        "--timeout",
-        type=float,
-        default=900.0,
-        metavar="SECONDS",
+        "--timeout", type=between(10, 86400, float), default=900.0, metavar="SECONDS",
         help="longest that a step or a start may take (default 900)",
-    )
-    option("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
-    parser.set_defaults(run=run_step)
+    )  # fmt: skip
+    add_json_option(parser)
 
 
 def run_step(options: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
-    spec = spec_of(options)
+    """Carry out the command; return the exit status."""
+    spec = StepSpec(
+        options.prompts,
+        options.samples,
+        options.response_tokens,
+        options.dtype,
+        options.repetitions,
+        options.timeout,
+    )
     num_cores = len(os.sched_getaffinity(0))
     ours, theirs = chosen_own_ways(options, spec, num_cores), chosen_trl_ways(options, spec)
-    check_output_files({"--json": options.json}, {"CONFIG": options.config})
-    console, started = Console(), time.perf_counter()
-
-    def say(text: str) -> None:
-        seconds = time.perf_counter() - started
-        console.print(f"[{seconds:6.1f}s] {text}", markup=False, highlight=False, soft_wrap=True)
-
+    check_outputs({"--json": options.json}, {"CONFIG": options.config})
+    say = progress_printer()
     with temporary_folder("step") as folder:
         # Megatron-core warns for every GPU package that is not installed.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
@@ -120,55 +116,27 @@ def run_step(options: argparse.Namespace) -> int:
         from hybridengine.bench.step_measure import StepBench
 
         python = None
-        if options.only == "both":
+        if options.only is None:
             python = make_environment(options.environment.expanduser().absolute(), say)
-        result = StepBench(spec, files, folder, num_cores, python, say).measure(ours, theirs)
-    print_result(console, spec, result)
-    if options.json:
-        report = result.as_dict(spec, options.config, _machine(num_cores))
-        write_output("--json", options.json, json.dumps(report, indent=2) + "\n")
-        say(f"written: {options.json}")
+        own, trl = StepBench(spec, files, folder, num_cores, python, say).measure(ours, theirs)
+    figures = step_figures(spec, options.config, own, trl)
+    emit(options, figures, result_lines(spec, figures))
     return 0
 
 
-def spec_of(options: argparse.Namespace) -> StepSpec:
-    """The work that the options describe.
-
-    Raises:
-        ConfigError: values that cannot be.
-    """
-    if options.only not in SIDES:
-        raise ConfigError(f"--only {options.only} is not known; write --only hybridengine, or leave it out")
-    unread = [name for name in ("trl_rows", "trl_precision") if getattr(options, name) is not None]
-    if options.only != "both" and unread:
-        named = " and ".join(f"--{name.replace('_', '-')}" for name in unread)
-        raise ConfigError(
-            f"{named} is not read with --only {options.only}, which leaves TRL out; leave one of them out"
-        )
-    return StepSpec(
-        num_prompts=options.prompts,
-        samples_per_prompt=options.samples,
-        response_tokens=options.response_tokens,
-        dtype=options.dtype,
-        repetitions=options.repetitions,
-        timeout_s=options.timeout,
-    )
-
-
 def chosen_own_ways(options: argparse.Namespace, spec: StepSpec, num_cores: int) -> list[OwnWay]:
-    """Our ways to try; the one that the options name.
+    """Return our ways to try; the one that the options name.
 
     Raises:
-        ConfigError, TopologyError: sizes that cannot be.
+        ConfigError: sizes that cannot be.
     """
-    if options.parallel is None:
-        for name in ("generate", "micro_rows"):
-            if getattr(options, name) is not None:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} belongs to a way that --parallel names; add --parallel"
-                )
+    train, gen = options.parallel, options.generate or GenSizes(1, 1)
+    if train is None:
+        if options.generate or options.micro_rows:
+            raise ConfigError(
+                "--generate and --micro-rows belong to a way that --parallel names; add --parallel"
+            )
         return own_ways(spec, num_cores, num_gpus())
-    train, gen = TrainSizes.parse(options.parallel), GenSizes.parse(options.generate or "1-1")
     raise_all([f"--generate {gen}: {problem}" for problem in gen.problems_over(train)])
     if spec.num_prompts < train.num_ranks or spec.num_rows * gen.num_ranks % train.num_ranks:
         raise ConfigError(
@@ -176,33 +144,25 @@ def chosen_own_ways(options: argparse.Namespace, spec: StepSpec, num_cores: int)
             f" {train.num_ranks} ranks; choose more --prompts, a multiple of {train.num_ranks}, or fewer ranks"
         )
     rows = spec.num_rows // train.dp_size
-    micro_rows = rows if options.micro_rows is None else options.micro_rows
-    if not 1 <= micro_rows <= rows:
-        raise ConfigError(
-            f"--micro-rows {micro_rows} is out of range; a replica has {rows} rows, choose 1 to {rows}"
-        )
-    return [OwnWay(train, gen, max(1, num_cores // train.num_ranks), micro_rows)]
+    return [OwnWay(train, gen, max(1, num_cores // train.num_ranks), min(rows, options.micro_rows or rows))]
 
 
 def chosen_trl_ways(options: argparse.Namespace, spec: StepSpec) -> list[TrlWay]:
-    """TRL's ways to try; the one that the options name.
+    """Return TRL's ways to try; the one that the options name.
 
     Raises:
         ConfigError: rows that TRL cannot cut so.
     """
     rows = options.trl_rows
-    if rows is not None and (rows < 1 or spec.num_rows % rows):
+    if rows is not None and spec.num_rows % rows:
         raise ConfigError(
             f"--trl-rows {rows} must divide the {spec.num_rows} rows of a step; choose a divisor"
         )
-    precision = options.trl_precision
-    if precision is not None and precision not in PRECISIONS:
-        raise ConfigError(f"--trl-precision {precision} is not known; choose {', '.join(PRECISIONS)}")
-    return trl_ways(spec, rows, precision)
+    return trl_ways(spec, rows, options.trl_precision)
 
 
 def prepare_step(config_file: str, spec: StepSpec, folder: Path) -> StepFiles:
-    """Model and prompts of a configuration, written or found.
+    """Return the model and the prompts of a configuration, which are made where it says so.
 
     Raises:
         ConfigError, CheckpointError, DataError: they cannot be had.
@@ -226,40 +186,22 @@ def prepare_step(config_file: str, spec: StepSpec, folder: Path) -> StepFiles:
     )
 
 
-def print_result(console: Console, spec: StepSpec, result: StepResult) -> None:
-    """Print the table and what belongs to it."""
-    sides: dict[str, Side] = {"ours": result.own} | ({"TRL": result.trl} if result.trl else {})
-    table = Table(
-        title=f"{spec.num_rows} responses of {spec.response_tokens} tokens in {spec.dtype}, medians of"
-        f" {spec.repetitions} steps",
-        title_justify="left",
-    )
-    table.add_column("")
-    for heading in ("tokens/s", "step", "spread"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("way")
-    for name, side in sides.items():
-        seconds = [step.seconds for step in side.steps]
-        spread = f"{format_seconds(min(seconds))} to {format_seconds(max(seconds))}"
-        table.add_row(name, f"{side.tokens_per_s:.0f}", format_seconds(side.step_s), spread, str(side.way))
-    console.print(table)
-    lines = [
-        f"{name}: " + ", ".join(f"{phase} {format_seconds(s)}" for phase, s in side.phases_s.items())
-        for name, side in sides.items()
+def result_lines(spec: StepSpec, figures: Mapping[str, Any]) -> list[str]:
+    """Return the table of both sides, and the notes beneath it."""
+    sides = [
+        {"side": name, **figures[key]}
+        for name, key in (("ours", "hybridengine"), ("TRL", "trl"))
+        if figures[key]
     ]
-    lines.append(f"{CONTROLLER}: {100 * result.controller_share:.1f}% of our step")
-    if result.ratio is not None:
-        lines.append(f"ratio: {result.ratio:.2f} of TRL's tokens per second")
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _machine(num_cores: int) -> dict[str, Any]:
-    return {
-        "cores": num_cores,
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "megatron-core": version("megatron-core"),
-        "trl_environment": list(requirements()),
-    }
+    lines = [
+        f"{spec.num_rows} responses of {spec.response_tokens} tokens in {spec.dtype}, medians of {spec.repetitions}"
+        " steps",
+        *table(sides, COLUMNS),
+    ]
+    for side in sides:
+        phases = (f"{phase} {cell('phase_s', seconds)}" for phase, seconds in side["phases_s"].items())
+        lines.append(f"{side['side']}: {', '.join(phases)}")
+    lines.append(f"controller: {figures['controller_overhead_share']:.1%} of our step")
+    if figures["ratio"] is not None:
+        lines.append(f"ratio: {figures['ratio']:.2f} of TRL's tokens per second")
+    return lines

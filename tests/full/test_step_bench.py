@@ -36,7 +36,7 @@ def test_our_side_alone_measures_whole_steps(
     }
     work = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     code = main(["bench", "step", str(config), "--only", "hybridengine", *work, "--json", str(report)])
-    out, err = capsys.readouterr()
+    _, err = capsys.readouterr()
     assert code == 0, err
     found = json.loads(report.read_text())
     seconds = found["hybridengine"]["samples_step_s"]
@@ -53,4 +53,4 @@ def test_our_side_alone_measures_whole_steps(
     assert "log_probs" not in phases  # the engine's are taken
     assert 0 < sum(phases.values()) < 2 * max(seconds)
     assert found["trl"] is None
-    assert "2 of 2: ours" in out
+    assert "2 of 2: ours" in err
