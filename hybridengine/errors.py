@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from typing import ClassVar
 
 
 class HybridEngineError(Exception):
     """Root of all errors that this project raises on purpose."""
 
+    exit_status: ClassVar[int] = 1
+    """Exit status of a command that ends with this error: 1 if the run failed, 2 for bad input."""
+
 
 class ConfigError(HybridEngineError):
     """A run configuration, or a file it names, breaks a rule."""
+
+    exit_status = 2
 
 
 class UnknownNameError(ConfigError, AttributeError):
@@ -24,6 +30,8 @@ class UnknownNameError(ConfigError, AttributeError):
 
 class TopologyError(HybridEngineError):
     """Parallel sizes, ranks or coordinates do not fit together."""
+
+    exit_status = 2
 
 
 class PlanError(HybridEngineError):
@@ -41,9 +49,13 @@ class StorageError(HybridEngineError):
 class CheckpointError(HybridEngineError):
     """A checkpoint is missing, truncated, or disagrees with its own configuration."""
 
+    exit_status = 2
+
 
 class DataError(HybridEngineError):
     """A prompt file, tokenizer or reward function cannot be used."""
+
+    exit_status = 2
 
 
 class UnreadableError(DataError):

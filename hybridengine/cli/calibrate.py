@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import platform
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
 from hybridengine.bench.machine import num_gpus
 from hybridengine.cli.figure_tables import aligned
-from hybridengine.cli.options import once
-from hybridengine.cli.output_files import check_output_files, write_output
+from hybridengine.cli.options import DTYPES, add_json_option, between, byte_size
+from hybridengine.cli.outputs import check_outputs, emit, progress_printer
 from hybridengine.cli.run_request import CALIBRATED
-from hybridengine.config.values import parse_bytes
 from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_seconds
 from hybridengine.metrics.measured_run import read_run
@@ -35,7 +31,6 @@ DEFAULT_RANKS = 4
 """On a CPU."""
 MOST_RANKS = 64
 DIGITS = 4
-DTYPES = ("float32", "bfloat16")
 
 DESCRIPTION = """Measure the machine that this runs on, and write it as a cluster file for `plan` and `simulate`.
 
@@ -59,10 +54,9 @@ def add_calibrate_command(subparsers: Any) -> None:
         help="measure this machine and fit the planner's cost model to it",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    option = once(parser)
+    option = parser.add_argument
 
     option(
         "--out",
@@ -73,19 +67,20 @@ def add_calibrate_command(subparsers: Any) -> None:
     )
     option(
         "--ranks",
-        type=int,
+        type=between(1, MOST_RANKS),
         metavar="N",
         help=f"ranks (default: {DEFAULT_RANKS}, or as many as there are GPUs)",
     )
-    option("--dtype", metavar="TYPE", help="of the weights (default: float32 on a CPU, bfloat16 on GPUs)")
+    option("--dtype", choices=DTYPES, help="of the weights (default: float32 on a CPU, bfloat16 on GPUs)")
     option(
         "--memory",
+        type=byte_size,
         metavar="BYTES",
         help="memory of a device (default: the host's over its ranks, or the GPU's)",
     )
     option("--name", metavar="TEXT", help="what people call the machine")
     option("--runs", nargs="+", metavar="FOLDER", help="fit to these runs instead of measuring steps")
-    option("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    add_json_option(parser)
     parser.set_defaults(run=run_calibrate)
 
 
@@ -93,34 +88,19 @@ def run_calibrate(options: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status."""
     gpus = num_gpus()
     ranks = options.ranks if options.ranks is not None else gpus or DEFAULT_RANKS
-    if not 1 <= ranks <= (gpus or MOST_RANKS):
-        what = f"the {gpus} GPUs" if gpus else MOST_RANKS
-        raise ConfigError(f"--ranks {ranks} must be from 1 to {what}; choose another number")
+    if gpus and ranks > gpus:
+        raise ConfigError(f"--ranks {ranks} is more than the {gpus} GPUs; choose another number")
     dtype = options.dtype or ("bfloat16" if gpus else "float32")
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype!r} does not exist; choose from {', '.join(DTYPES)}")
-    memory = parse_bytes("--memory", options.memory) if options.memory else None
-    check_output_files({"--out": options.out, "--json": options.json}, {})
+    check_outputs({"--out": options.out, "--json": options.json}, {})
     runs = [_observed(folder) for folder in options.runs or ()]
     # Megatron-core warns for every GPU package that is not installed; on a machine without a GPU that is expected.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    console, started = Console(), time.perf_counter()
-
-    def say(text: str) -> None:
-        seconds = time.perf_counter() - started
-        console.print(f"[{seconds:6.1f}s] {text}", markup=False, highlight=False, soft_wrap=True)
-
-    machine = _measured_cluster(ranks, dtype, memory, options.name, bool(gpus), say)
+    say = progress_printer()
+    machine = _measured_cluster(ranks, dtype, options.memory, options.name, bool(gpus), say)
     observations = runs or list(_steps(ranks, dtype, bool(gpus), say))
     say(f"fitting {len(RANGES)} coefficients to {sum(len(one.phases_s) for one in observations)} phases")
     found = fit(machine, observations, lambda deviation: None)
-    for line in fit_lines(found):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    write_output("--out", options.out, cluster_text(found.cluster))
-    say(f"written: {options.out}")
-    if options.json:
-        write_output("--json", options.json, json.dumps(fit_json(found), indent=2) + "\n")
-        say(f"written: {options.json}")
+    emit(options, fit_json(found), fit_lines(found), {"--out": (options.out, cluster_text(found.cluster))})
     return 0
 
 

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from hybridengine.cli.options import once
+from hybridengine.cli.options import DTYPES, byte_size
 from hybridengine.config.run_config import TRAINED
-from hybridengine.config.values import parse_bytes
 from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.writing import writing
 
-DTYPES = ("float32", "bfloat16")
 VALUE_ROLES = tuple(role for role in TRAINED if role != "actor")
-"""Those with a score head in place of the language model's."""
-EXPORT_OPTIONS = {"max_file": "--max-file", "companions": "--companions"}
+"""Roles with a score head in place of the language model's."""
+MAX_FILE_BYTES = 4 * 2**30
+"""Size of a safetensors file unless --max-file names another."""
 DESCRIPTION = """Convert a checkpoint of a run to a Hugging Face checkpoint, or the other way round.
 
 SOURCE says which: a folder with manifest.json (runs/NAME/checkpoints/step-00000020) becomes safetensors with an index,
@@ -40,40 +41,28 @@ def add_convert_command(subparsers: Any) -> None:
         help="turn a run's checkpoint into Hugging Face safetensors, or the other way round",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="SOURCE", type=Path, help="checkpoint of a run, or of Hugging Face")
-    parser.add_argument(
-        "destination", metavar="DESTINATION", type=Path, help="folder to write; must not exist"
-    )
-    option = once(parser)
-    option(
-        "--role", default="actor", metavar="ROLE", help=f"whose weights: {', '.join(TRAINED)} (default actor)"
-    )
-    option("--dtype", metavar="TYPE", help=f"of the weights: {' or '.join(DTYPES)} (default: that of SOURCE)")
-    option("--max-file", default="4GiB", metavar="BYTES", help="size of a safetensors file (default 4GiB)")
-    option("--companions", type=Path, metavar="FOLDER", help="where config.json and the tokenizer are")
     parser.set_defaults(run=run_convert)
+    option = parser.add_argument
+    option("source", metavar="SOURCE", type=Path, help="checkpoint of a run, or of Hugging Face")
+    option("destination", metavar="DESTINATION", type=Path, help="folder to write; must not exist")
+    option("--role", choices=TRAINED, default="actor", help="whose weights (default actor)")
+    option("--dtype", choices=DTYPES, help="of the weights (default: that of SOURCE)")
+    option("--max-file", type=byte_size, metavar="BYTES", help="size of a safetensors file (default 4GiB)")
+    option("--companions", type=Path, metavar="FOLDER", help="where config.json and the tokenizer are")
 
 
 def run_convert(options: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
+    """Carry out the command; return the exit status."""
     source, out = options.source, options.destination
     if os.path.lexists(out):  # also a link to nothing
         raise ConfigError(f"DESTINATION {out} exists; name a folder that does not, so that nothing is lost")
     if not out.resolve().parent.is_dir():
         raise ConfigError(f"DESTINATION {out}: there is no folder {out.resolve().parent}; make it first")
-    if options.dtype is not None and options.dtype not in DTYPES:
-        raise ConfigError(f"--dtype {options.dtype!r} does not exist; choose from {', '.join(DTYPES)}")
-    if options.role not in TRAINED:
-        raise ConfigError(
-            f"--role {options.role!r} is none that is trained; choose from {', '.join(TRAINED)}"
-        )
-    most = parse_bytes("--max-file", options.max_file)
     from hybridengine.checkpoints.folders import MANIFEST
 
     if (source / MANIFEST).is_file():
-        return _export(options, most)
+        return _export(options)
     if (source / "config.json").is_file():
         return _import(options)
     raise ConfigError(
@@ -82,7 +71,7 @@ def run_convert(options: argparse.Namespace) -> int:
     )
 
 
-def _export(options: argparse.Namespace, most: int) -> int:
+def _export(options: argparse.Namespace) -> int:
     from hybridengine.checkpoints.conversion import default_companions, export_role
     from hybridengine.checkpoints.folders import checkpoint_at
 
@@ -98,29 +87,26 @@ def _export(options: argparse.Namespace, most: int) -> int:
         raise ConfigError(
             f"{where} has no config.json; give --companions with the model's configuration and tokenizer"
         )
-    with _bar() as bar, writing(options.destination):
-        task = bar.add_task(f"{options.role} of step {checkpoint.step}", total=None)
+    with _writing(options.destination, f"{options.role} of step {checkpoint.step}") as progress:
         export_role(
             checkpoint,
             options.role,
             options.destination,
             dtype=options.dtype,
-            max_file_bytes=most,
+            max_file_bytes=options.max_file or MAX_FILE_BYTES,
             companions=companions,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=progress,
         )
     _tell(options.destination, f"Hugging Face checkpoint, companions from {companions}")
     return 0
 
 
 def _import(options: argparse.Namespace) -> int:
-    given = vars(options).get("given_options", set())
-    for name, option in EXPORT_OPTIONS.items():
-        if name in given:
-            raise ConfigError(
-                f"{option} is for checkpoints of runs, and SOURCE {options.source} is a Hugging Face checkpoint; leave it"
-                " out"
-            )
+    if options.max_file or options.companions:
+        raise ConfigError(
+            f"--max-file and --companions are for checkpoints of runs, and SOURCE {options.source} is a Hugging Face"
+            " checkpoint; leave them out"
+        )
     from hybridengine.checkpoint_files import check_checkpoint, tensors_of
     from hybridengine.checkpoints.conversion import import_model
 
@@ -133,29 +119,21 @@ def _import(options: argparse.Namespace) -> int:
         )
     stored = {tensor.dtype for tensor in tensors_of(options.source).values()}
     dtype = options.dtype or ("float32" if stored == {"F32"} else "bfloat16")
-    with _bar() as bar, writing(options.destination):
-        task = bar.add_task("weights", total=None)
-        import_model(
-            options.source,
-            options.destination,
-            dtype=dtype,
-            role=options.role,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with _writing(options.destination, "weights") as progress:
+        import_model(options.source, options.destination, dtype=dtype, role=options.role, progress=progress)
     _tell(
         options.destination, f"checkpoint in {dtype}; begin a run from it with resume={options.destination}"
     )
     return 0
 
 
-def _bar() -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+@contextmanager
+def _writing(folder: Path, what: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows how many of how many bytes are written; errors of the disk name the folder."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar, writing(folder):
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _tell(folder: Path, what: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from hybridengine.cli.options import STDOUT, add_json_option, json_file, once
-from hybridengine.cli.output_files import check_output_files, write_output
+from hybridengine.cli.options import STDOUT, add_json_option
+from hybridengine.cli.outputs import check_outputs, progress_printer, write_outputs
 from hybridengine.config import RunConfig, load_config
 from hybridengine.doctor.findings import THIS_MACHINE, Finding, Level, Subject, failure, merged
 from hybridengine.doctor.judging import RunNeeds
@@ -54,13 +53,12 @@ def add_doctor_command(subparsers: Any) -> None:
         help="examine an installation and a cluster, and print what to fix",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file of a run that shall fit")
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="values that replace those of the file"
     )
-    option = once(parser)
+    option = parser.add_argument
     option("--here", action="store_true", help="this machine's installation only; starts nothing")
     option("--folder", metavar="FOLDER", help="of runs, in place of run.folder (default runs)")
     add_json_option(parser)
@@ -69,15 +67,10 @@ def add_doctor_command(subparsers: Any) -> None:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Carry out the command; return the exit status."""
-    check_output_files({"--json": json_file(options)}, {"CONFIG": options.config})
+    check_outputs({"--json": options.json}, {"CONFIG": options.config})
     config = load_config(options.config, options.overrides, dry_run=True) if options.config else None
     needs = _needs(config, options.folder)
-    started, progress = time.perf_counter(), Console(stderr=True)
-
-    def say(text: str) -> None:
-        taken = f"[{time.perf_counter() - started:6.1f}s]"
-        progress.print(f"{taken} {text}", markup=False, highlight=False, soft_wrap=True)
-
+    say = progress_printer()
     say("importing torch, Megatron-core and vLLM")
     own = node_facts()
     findings = examine_machine(needs, own)
@@ -104,8 +97,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         _print(findings)
         if broken and not options.here:
             print("the cluster was not examined: fix this machine's versions first")
-        if (file := json_file(options)) is not None:
-            write_output("--json", file, figures)
+        write_outputs({"--json": (options.json, figures)})
     return 1 if any(found.level == Level.PROBLEM for found in findings) else 0
 
 

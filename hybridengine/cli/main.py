@@ -18,110 +18,77 @@ from hybridengine.cli.calibrate import add_calibrate_command
 from hybridengine.cli.convert import add_convert_command
 from hybridengine.cli.dispatch_bench import add_dispatch_command
 from hybridengine.cli.doctor import add_doctor_command
+from hybridengine.cli.options import Parser
 from hybridengine.cli.plan import add_planner_command
 from hybridengine.cli.report import add_report_command
 from hybridengine.cli.reshard_bench import add_bench_command
 from hybridengine.cli.reshard_plan import add_plan_command
 from hybridengine.cli.simulate import add_simulate_command
 from hybridengine.cli.step_bench import add_step_command
-from hybridengine.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    HybridEngineError,
-    OutputError,
-    TopologyError,
-)
+from hybridengine.errors import CheckpointError, ConfigError, HybridEngineError, OutputError
 from hybridengine.redaction import without_secrets
 
 EXAMPLES = """examples:
   hybridengine train configs/arithmetic.yaml                       the demo: four ranks on a CPU
-  hybridengine train configs/arithmetic.yaml run.steps=5           any key of the file can be overridden
-  hybridengine train configs/arithmetic.yaml actor.generate=1-2    another generation layout, p_g-t_g
+  hybridengine train configs/arithmetic.yaml actor.generate=1-2    any key of the file can be overridden
   hybridengine train configs/llama3-70b-16nodes.yaml --dry-run     groups, plan and memory; starts nothing
-  hybridengine train configs/arithmetic.yaml resume=auto           go on from the newest whole checkpoint
-  hybridengine doctor configs/arithmetic.yaml                      what is wrong here, and how to mend it
-  hybridengine convert --help                                      checkpoints of runs from and to safetensors
-  hybridengine report runs/arithmetic                              curves, timeline and samples as one HTML page
-  hybridengine plan --help                                         where models go, with which sizes; starts nothing
-  hybridengine calibrate --help                                    measure this machine for plan and simulate
-  hybridengine simulate --help                                     synchronous beside asynchronous; starts nothing
-  hybridengine reshard plan --help                                 what a switch costs on a cluster; starts nothing
-  hybridengine reshard bench --help                                what a switch costs here, measured on real ranks
-  hybridengine bench dispatch --help                               what handing rows from group to group costs
-  hybridengine bench step --help                                   what a step of GRPO costs, and one of TRL's
+  hybridengine train configs/arithmetic.yaml resume=auto           resume from the newest complete checkpoint
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
+    """Run a command and return the exit status.
 
-    141 is what a shell says of a program whose reader went away, as in `| head -1`.
+    0 done, 1 the run failed, 2 bad input, 130 interrupted, 141 the reader of stdout is gone, as in `| head -1`.
     """
-    _prepare_streams()
-    with contextlib.suppress(ValueError):  # signals are a main thread's business
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # which pytest replaces
+            stream.reconfigure(errors="replace")
+    with contextlib.suppress(ValueError):  # only the main thread may handle signals
         signal.signal(signal.SIGTERM, _terminate)
-    with contextlib.suppress(FileNotFoundError):  # the folder in which the command is run is gone
+    with contextlib.suppress(FileNotFoundError):  # the working directory has been removed
         if (
-            os.getcwd() not in sys.path
-        ):  # as `python -m` has it: algorithms and rewards of one's own lie there
-            sys.path.append(os.getcwd())
+            here := os.getcwd()
+        ) not in sys.path:  # for the user's own algorithms and rewards, as `python -m` does
+            sys.path.append(here)
     try:
-        options = parse(arguments)
-        status = _run(options)
-        sys.stdout.flush()
-        return status
-    except OSError:
-        fault = _stdout_fault()
-        if fault is None:
-            return _unexpected()
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # Python writes what is left as it ends
-        if isinstance(fault, BrokenPipeError):
-            return 141
-        print(
-            f"hybridengine: stdout cannot be written ({fault.strerror}); direct it to where there is space",
-            file=sys.stderr,
-        )
-        return 2
-    except (ConfigError, TopologyError, CheckpointError, DataError) as error:
-        print(without_secrets(f"hybridengine: {error}"), file=sys.stderr)
-        return 2
+        return _run(parse(arguments))
     except HybridEngineError as error:
-        if isinstance(error.__cause__, CheckpointError):  # a rank has read it: the fault is the file's
-            print(without_secrets(f"hybridengine: {error.__cause__}"), file=sys.stderr)
-            return 2
-        if isinstance(error.__cause__, OutputError):  # a rank's disk is full: where it wrote says enough
-            error = error.__cause__
-        print(without_secrets(f"hybridengine: {type(error).__name__}: {error}"), file=sys.stderr)
-        return 1
+        if error.exit_status == 1 and isinstance(error.__cause__, CheckpointError | OutputError):
+            error = error.__cause__  # a rank's error about a file needs no rank
+        kind = f"{type(error).__name__}: " if error.exit_status == 1 else ""
+        print(without_secrets(f"hybridengine: {kind}{error}"), file=sys.stderr)
+        return error.exit_status
     except Exception:
-        return _unexpected()
-    except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # how Rich says it
-            return 141
-        if end.code == 128 + signal.SIGTERM:
-            print("hybridengine: SIGTERM; what has been written so far is kept", file=sys.stderr)
-        raise
+        print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("hybridengine: interrupted; what has been written so far is kept", file=sys.stderr)
         return 130
     finally:
-        # Libraries still tidy up: whoever cannot wait for that ends the process, without a traceback.
-        atexit.register(_signals_end_at_once)
+        # Libraries still clean up; a signal then ends the process, without a traceback.
+        atexit.register(_end_at_signals)
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Carry out a command; returns the exit status.
+    """Carry out a command and return its exit status.
 
     Raises:
-        ConfigError: a module of somebody's own has called sys.exit, whose status would be taken for the command's.
+        ConfigError: the user's own code has called sys.exit, whose status would be taken for the command's.
     """
     try:
-        return options.run(options)
+        status = options.run(options)
+        print(end="", flush=True)
+        return status
+    except BrokenPipeError:
+        if _is_stdout_closed():
+            return 141
+        raise
     except SystemExit as end:
-        if end.code == 128 + signal.SIGTERM or isinstance(end.__context__, BrokenPipeError):
+        if isinstance(end.__context__, BrokenPipeError):  # raised by Rich
+            return 141
+        if end.code == 128 + signal.SIGTERM:
+            print("hybridengine: SIGTERM; what has been written so far is kept", file=sys.stderr)
             raise
         place = traceback.extract_tb(end.__traceback__)[-1]
         raise ConfigError(
@@ -130,27 +97,29 @@ def _run(options: argparse.Namespace) -> int:
         ) from None
 
 
-def _signals_end_at_once() -> None:
+def _is_stdout_closed() -> bool:
+    """Return True if the reader of stdout is gone; what is left to print is then discarded."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def _end_at_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
 
-def _unexpected() -> int:
-    """Show the traceback of the exception at hand, as Python does, without secrets; the exit status."""
-    print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
-    return 1
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of a command; `key=value` overrides may stand anywhere among them."""
+    """Return the options of a command; `key=value` overrides may stand anywhere among them."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     overrides = getattr(options, "overrides", None)
     if rest and (overrides is None or any(word.startswith("-") or "=" not in word for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if (
-        rest and overrides is not None
-    ):  # argparse gives a command its positional arguments only up to the first option
+    if rest and overrides is not None:  # argparse takes positional arguments only up to the first option
         options.overrides = [*overrides, *rest]
     return options
 
@@ -160,32 +129,8 @@ def _terminate(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _prepare_streams() -> None:
-    """Where an output was closed (`>&-`), drop what it would get; where it lacks a character, show `?` instead."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # opened before any other file, it takes the number of the closed one
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-def _stdout_fault() -> OSError | None:
-    """Why nothing can be printed; None where it can."""
-    try:
-        print(flush=True)  # an empty flush says nothing where a long text was refused
-    except OSError as error:
-        return error
-    return None
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hybridengine",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="hybridengine", description=__doc__, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"hybridengine {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser(
@@ -194,7 +139,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a model as a configuration file says. Writes runs/NAME/: metrics.jsonl (a row per step),"
         " tensorboard/, and the trained model as a Hugging Face checkpoint.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("config", metavar="CONFIG", help="YAML file, e.g. configs/arithmetic.yaml")
     train.add_argument(

@@ -1,4 +1,4 @@
-"""Kinds of command-line options."""
+"""Command lines: the parser, and types of options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -16,61 +16,25 @@ from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 STDOUT = Path("-")
 """Value of `--json` without a file: figures alone on stdout."""
-
-
 DTYPES = ("float32", "bfloat16")
 """Types of weights that this machine can train or generate with."""
 
 Value = TypeVar("Value")
 
 
-class Once(argparse.Action):
-    """Stores an option's value, and refuses the option where it is given again: `action=Once`.
+class Parser(argparse.ArgumentParser):
+    """A parser that raises its errors, and prints descriptions and examples as they are written."""
 
-    Raises:
-        ConfigError: the option is given twice.
-    """
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        """Store `values`, as argparse calls it."""
-        given: set[str] = vars(namespace).setdefault("given_options", set())
-        if self.dest in given:
-            both = [getattr(namespace, self.dest), values]
-            first, second = (
-                " ".join(map(str, value)) if isinstance(value, list) else str(value) for value in both
-            )
-            raise ConfigError(
-                f"{option_string} is given twice, as {first} and as {second}; leave one of them out"
-            )
-        given.add(self.dest)
-        setattr(namespace, self.dest, values)
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line.
 
-
-def once(parser: argparse.ArgumentParser) -> Callable[..., None]:
-    """`parser.add_argument` for options that may be given once."""
-
-    def option(*names: str, **settings: Any) -> None:
-        settings.setdefault("action", Once)
-        parser.add_argument(*names, **settings)
-
-    return option
-
-
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--json` with a file, or with none for stdout."""
-    help_text = "figures as JSON: to FILE, or alone on stdout"
-    once(parser)("--json", nargs="?", type=Path, const=STDOUT, metavar="FILE", help=help_text)
-
-
-def json_file(options: argparse.Namespace) -> Path | None:
-    """The file that `--json` names, if it names one."""
-    return None if options.json in (None, STDOUT) else options.json
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def parsed(parse: Callable[[str], Value]) -> Callable[[str], Value]:
@@ -112,3 +76,9 @@ def byte_size(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text[:60]!r} is no size in bytes; write an integer or a unit such as 64MiB"
         ) from error
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--json` with a file, or with none for stdout."""
+    help_text = "figures as JSON: to FILE.json, or alone on stdout"
+    parser.add_argument("--json", nargs="?", type=Path, const=STDOUT, metavar="FILE", help=help_text)

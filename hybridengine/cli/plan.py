@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
-from hybridengine.cli.options import STDOUT, add_json_option, json_file, once
-from hybridengine.cli.output_files import check_output_files, check_picture, write_outputs
+from hybridengine.cli.options import STDOUT, add_json_option, between
+from hybridengine.cli.outputs import check_outputs, emit
 from hybridengine.cli.plan_tables import plan_lines
-from hybridengine.cli.run_request import Request, add_run_options, cluster_of, request_of
+from hybridengine.cli.run_request import RunRequest, add_run_options, cluster_of, request_of
 from hybridengine.errors import ConfigError
 from hybridengine.planning.comparison import idle_shares
 from hybridengine.planning.options import Options
@@ -24,8 +22,6 @@ from hybridengine.planning.plan import Plan
 from hybridengine.planning.run_settings import run_settings
 from hybridengine.planning.search import Found, Search
 from hybridengine.planning.shortage import shortage
-
-MOST_PLANS = 1000
 
 DESCRIPTION = """Choose placement and parallel sizes for a run: which models share devices, how many devices each pool
 has, (p, t, d) of every model and (p_g, t_g) of generation. Searches all placements (15 for PPO's four models), all
@@ -38,18 +34,12 @@ Nothing is started and no GPU is needed. Seconds and bytes are predicted from th
 EPILOG = """examples:
   # the best plans for PPO of a 70B model on 128 A100s, and a configuration for `hybridengine train`
   hybridengine plan configs/llama3-70b-16nodes.yaml --cluster configs/clusters/a100-80gb-16x8.yaml --out planned.yaml
-  # another number of nodes, and responses with a long tail
-  hybridengine plan configs/llama3-70b-16nodes.yaml --cluster configs/clusters/h100-80gb.yaml --nodes 32 \\
-      --lengths lognormal:mean=400,cv=0.8 --plot plans.svg
   # the best with everything on the same devices, and with sizes that are given
   hybridengine plan CONFIG --cluster FILE --placement colocate --fix actor=4-8-4 --fix generate=1-8
   # how well the model predicts runs of this machine
   hybridengine calibrate && hybridengine plan --check runs/arithmetic
-  # one figure for a program: JSON alone on stdout
-  hybridengine plan CONFIG --cluster FILE --json | jq '.plans[0].step_s'
 
-reading it: every plan is the best one of its placement. Time goes where pools wait for each other (idle) or where a
-model has too few devices; "memory left" is of the fullest device at any moment. The sizes in CONFIG are not used."""
+The sizes in CONFIG are not used. docs/how-to/plan.md has more."""
 
 
 def add_planner_command(subparsers: Any) -> None:
@@ -59,43 +49,32 @@ def add_planner_command(subparsers: Any) -> None:
         help="choose placement and parallel sizes for a run on a cluster; starts nothing",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
-    option = once(parser)
-
+    parser.set_defaults(run=run_planner)
     add_run_options(parser)
+    option = parser.add_argument
     option(
-        "--placement",
-        metavar="POOLS",
+        "--placement", metavar="POOLS",
         help="only this placement: colocate, standalone, split (actor and reference apart from the others), or pools"
         " such as 'actor,reference | critic,reward'",
-    )
-    option(
-        "--top", type=int, default=5, metavar="N", help="plans to show, of different placements (default 5)"
-    )
+    )  # fmt: skip
+    option("--top", type=between(1, 1000), default=5, metavar="N", help="placements to show (default 5)")
     add_json_option(parser)
     option("--out", type=Path, metavar="FILE", help="write the best plan as a configuration for train")
     option("--plot", type=Path, metavar="FILE", help="draw the timelines (.png, .svg, .pdf)")
-    parser.add_argument(
-        "--check",
-        nargs="+",
-        metavar="FOLDER",
+    option(
+        "--check", nargs="+", metavar="FOLDER",
         help="no search: compare what the model says of these runs with what they have taken",
-    )
-    parser.set_defaults(run=run_planner)
+    )  # fmt: skip
 
 
 def run_planner(options: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
-    if not 1 <= options.top <= MOST_PLANS:
-        raise ConfigError(f"--top {options.top} must be from 1 to {MOST_PLANS}; choose another number")
+    """Carry out the command; return the exit status."""
     if options.check:
         return _check(options)
     request = request_of(options)
-    check_picture("--plot", options.plot)
-    check_output_files(
-        {"--json": json_file(options), "--out": options.out, "--plot": options.plot},
+    check_outputs(
+        {"--json": options.json, "--out": options.out, "--plot": options.plot},
         {"CONFIG": options.config, "--cluster": options.cluster},
     )
     begin = time.perf_counter()
@@ -110,53 +89,34 @@ def run_planner(options: argparse.Namespace) -> int:
     search_s = time.perf_counter() - begin
     if not found.plans:
         raise ConfigError(shortage(search))
-    text = json.dumps(as_json(request, found, search_s), indent=2)
-    try:
-        _write(request, found.plans, text, options)
-    finally:
-        if options.json == STDOUT:
-            print(text)
-        else:
-            _print(request, found, search_s)
+
+    def draw(place: Path) -> None:
+        from hybridengine.cli.plan_chart import draw_plans
+
+        title = f"{request.workload.algorithm} on {request.num_devices} devices of {request.cluster.name}"
+        draw_plans(title, found.plans, place)
+
+    planned = train_config(request, found.plans[0]) if options.out else ""
+    files = {"--out": (options.out, planned), "--plot": (options.plot, draw)}
+    emit(options, as_json(request, found, search_s), _lines(request, found, search_s), files)
     if options.out is not None and options.json != STDOUT:
         print(f"plan 1 is written: hybridengine train {options.out}")
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
-    """Compare runs with their predictions; 1 where one is beyond its tolerance."""
+    """Compare runs with their predictions; return 1 if one is beyond its tolerance."""
     from hybridengine.cli.plan_check import check_lines, check_run
     from hybridengine.metrics.measured_run import read_run
 
-    unread = {
-        "CONFIG": options.config,
-        "--nodes": options.nodes,
-        "--devices": options.devices,
-        "--lengths": options.lengths,
-        "--prompt-tokens": options.prompt_tokens,
-        "--fix": options.fix or None,
-        "--placement": options.placement,
-        "--out": options.out,
-        "--plot": options.plot,
-    }
-    given = [name for name, value in unread.items() if value is not None]
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)} and --check exclude each other: a run is checked as it was; leave the one or the other"
-            " out"
-        )
+    names = ("config", "nodes", "devices", "lengths", "prompt_tokens", "fix", "placement", "out", "plot")
+    if given := [name.replace("_", "-") for name in names if getattr(options, name)]:
+        raise ConfigError(f"--check takes runs as they were; leave out {', '.join(given)}")
     runs = [read_run(folder) for folder in options.check]
     cluster = cluster_of(options, runs[0].config.model.dtype)
-    check_output_files({"--json": json_file(options)}, {"--cluster": options.cluster})
+    check_outputs({"--json": options.json}, {"--cluster": options.cluster})
     checks = [check_run(run, cluster) for run in runs]
-    text = json.dumps({"cluster": cluster.name, "runs": checks}, indent=2)
-    write_outputs({"--json": (json_file(options), text + "\n")})
-    if options.json == STDOUT:
-        print(text)
-    else:
-        console = Console(highlight=False)
-        for line in check_lines(runs, checks, cluster):
-            console.print(line, markup=False, soft_wrap=True)
+    emit(options, {"cluster": cluster.name, "runs": checks}, check_lines(runs, checks, cluster))
     return 0 if all(check["within"] for check in checks) else 1
 
 
@@ -169,8 +129,7 @@ def _say_progress(done: int, total: int) -> None:
     )
 
 
-def _print(request: Request, found: Found, search_s: float) -> None:
-    console = Console(highlight=False)
+def _lines(request: RunRequest, found: Found, search_s: float) -> list[str]:
     workload = request.workload
     models = ", ".join(f"{model.name} {model.shape.num_parameters / 1e9:.3g}B" for model in workload.models)
     exact = (
@@ -178,39 +137,22 @@ def _print(request: Request, found: Found, search_s: float) -> None:
         if found.exact
         else "NOT exact: too many allocations to enumerate, so pools have round sizes, or what those leave"
     )
-    for line in (
+    return [
         f"run: {workload.algorithm} of {models}; {workload.num_prompts} prompts x {workload.samples_per_prompt},"
         f" {workload.prompt_tokens:g} tokens each, responses {workload.lengths}",
         f"cluster: {request.num_devices} devices of {request.cluster.name}",
         f"search: {_counted(found.num_placements, 'placement')}, {_counted(found.num_allocations, 'allocation')} bounded,"
         f" {found.num_solved:,} looked into, {search_s:.1f} s; {exact}",
         *plan_lines(found.plans, request.num_devices),
-    ):
-        console.print(line, markup=False, soft_wrap=True)
+    ]
 
 
 def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _write(request: Request, plans: tuple[Plan, ...], text: str, options: argparse.Namespace) -> None:
-    def draw(place: Path) -> None:
-        from hybridengine.cli.plan_chart import draw_plans
-
-        title = f"{request.workload.algorithm} on {request.num_devices} devices of {request.cluster.name}"
-        draw_plans(title, plans, place)
-
-    write_outputs(
-        {
-            "--json": (json_file(options), text + "\n"),
-            "--out": (options.out, train_config(request, plans[0]) if options.out else ""),
-            "--plot": (options.plot, draw),
-        }
-    )
-
-
-def train_config(request: Request, plan: Plan) -> str:
-    """The plan as a configuration file for train."""
+def train_config(request: RunRequest, plan: Plan) -> str:
+    """Return the plan as a configuration file for train."""
     values = run_settings(request.config, plan, request.workload, request.cluster)
     head = (
         f"# Planned by `hybridengine plan` for {request.num_devices} devices of {request.cluster.name}: predicted\n"
@@ -221,8 +163,8 @@ def train_config(request: Request, plan: Plan) -> str:
     return head + yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110)
 
 
-def as_json(request: Request, found: Found, search_s: float) -> dict[str, Any]:
-    """Figures for programs. Units: bytes and seconds."""
+def as_json(request: RunRequest, found: Found, search_s: float) -> dict[str, Any]:
+    """Return figures for programs. Units: bytes and seconds."""
     workload = request.workload
     return {
         "algorithm": workload.algorithm,
@@ -239,7 +181,7 @@ def as_json(request: Request, found: Found, search_s: float) -> dict[str, Any]:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """One plan. Phases are sums of their calls' seconds, which may overlap."""
+    """Return the figures of a plan. Phases are sums of their calls' seconds, which may overlap."""
     shares = idle_shares(plan)
     roles: dict[str, Any] = {}
     for place, pool in enumerate(plan.pools):

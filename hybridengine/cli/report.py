@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybridengine.cli.options import Once
-from hybridengine.cli.output_files import check_output_files, output
+from hybridengine.cli.outputs import check_outputs, write_outputs
 from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_bytes
 
@@ -26,11 +25,7 @@ def add_report_command(subparsers: Any) -> None:
     )
     parser.add_argument("folder", type=Path, metavar="RUN", help="folder of the run, e.g. runs/arithmetic")
     parser.add_argument(
-        "--output",
-        action=Once,
-        type=Path,
-        metavar="FILE",
-        help=f"the page (default: {REPORT_FILE} in the run's folder)",
+        "--output", type=Path, metavar="FILE", help=f"the page (default: {REPORT_FILE} in the run's folder)"
     )
     parser.set_defaults(run=run_report)
 
@@ -44,10 +39,7 @@ def run_report(options: argparse.Namespace) -> int:
 
     run = read_run(options.folder)
     file = options.output or options.folder / REPORT_FILE
-    for source in run.sources:
-        check_output_files({"--output": file}, {"the report": str(source)})
-    page = render_page(run).encode(errors="replace")
-    with output("--output", file) as place:
-        place.write_bytes(page)
-    print(f"written: {file} ({format_bytes(len(page))}); open it in a browser")
+    check_outputs({"--output": file}, {f"the report ({source.name})": source for source in run.sources})
+    write_outputs({"--output": (file, render_page(run))})
+    print(f"written: {file} ({format_bytes(file.stat().st_size)}); open it in a browser")
     return 0

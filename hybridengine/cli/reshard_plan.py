@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridengine.cli.options import STDOUT, add_json_option, json_file, once
-from hybridengine.cli.output_files import check_output_files, check_picture, write_outputs
+from hybridengine.cli.options import add_json_option, byte_size, train_sizes
+from hybridengine.cli.outputs import check_outputs, emit
 from hybridengine.cli.switch_tables import diff_lines, plan_lines, sweep_lines
-from hybridengine.config.values import parse_bytes
 from hybridengine.errors import ConfigError, TopologyError
 from hybridengine.families.registry import FAMILIES
 from hybridengine.model_presets import PRESETS, resolve_model
@@ -45,27 +42,17 @@ or any Hugging Face config.json of a supported family ({", ".join(FAMILIES)}), o
 EPILOG = """examples:
   # what a switch costs
   hybridengine reshard plan --model llama3-70b --train 8-8-16 --gen 1-8 --cluster configs/clusters/h100-80gb.yaml
-  # the same as a picture and as figures, beside the text
-  hybridengine reshard plan --model llama2-7b --train 1-8-16 --gen 1-2 --cluster configs/clusters/a100-80gb-16x8.yaml \\
-      --plot switch.png --json switch.json
   # every generation layout that fits, best first
   hybridengine reshard plan --model qwen2.5-32b --train 4-8-4 --sweep --cluster configs/clusters/h100-80gb.yaml
   # two layouts side by side
   hybridengine reshard plan --model llama3-70b --diff 8-8-16:1-8 4-8-32:1-8 --cluster configs/clusters/h100-80gb.yaml
-  # one figure for a program: JSON alone on stdout
-  hybridengine reshard plan --model llama3-405b --train 16-8-128 --gen 2-8 --order megatron \\
-      --cluster configs/clusters/h100-80gb.yaml --json | jq .inter_node_bytes_max
 
-reading it: bytes are those of the rank with the most. "between nodes" is what the network carries, and usually what a
-switch waits for. Where the time is far above that of the busiest link, few ranks send at a time: larger buckets
-(--bucket-bytes) keep more of them busy, and add little to the peak, because the last buckets are small. "redundant" is
-what is held twice while generating: 0 where shards nest (p_g | p, t_g | t, interval grouping). The way back copies
-inside each device."""
+docs/explanation/resharding.md explains the output."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the options ask for, checked."""
+class SwitchRequest:
+    """A model, a cluster, and layouts of both sides."""
 
     model_name: str
     shape: ModelShape
@@ -171,49 +158,49 @@ def add_plan_command(subparsers: Any) -> None:
         help="plan the switch for a cluster: bytes, memory, predicted seconds; starts nothing",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
-    option = once(parser)
-
+    parser.set_defaults(run=run_plan)
+    option = parser.add_argument
     option(
         "--model", required=True, metavar="PRESET_OR_HF_CONFIG", help="a preset, a config.json, or its folder"
     )
-    option("--train", metavar="P-T-D", help="training sizes, e.g. 8-8-16")
-    option("--gen", metavar="PG-TG", help="generation sizes, e.g. 1-8")
+    option("--train", type=train_sizes, metavar="P-T-D", help="training sizes, e.g. 8-8-16")
     option("--cluster", required=True, metavar="FILE", help="YAML file of nodes, devices and links")
     option("--nodes", type=int, metavar="N", help="number of nodes, instead of the cluster file's")
     option(
-        "--order",
-        default="paper",
-        metavar="ORDER",
+        "--order", choices=[order.name.lower() for order in RankOrder], default="paper",
         help="rank order: paper (tp, pp, dp; default) or megatron",
-    )
-    option("--grouping", default="interval", metavar="NAME", help="engines: interval (default) or vanilla")
-    option("--dtype", default="bfloat16", metavar="TYPE", help="of the weights (default bfloat16)")
-    option("--bucket-bytes", default="1GiB", metavar="BYTES", help="weights in flight at once (default 1GiB)")
+    )  # fmt: skip
+    option(
+        "--grouping", choices=[grouping.value for grouping in Grouping], default="interval",
+        help="engines: interval (default) or vanilla",
+    )  # fmt: skip
+    option("--dtype", choices=DTYPE_BYTES, default="bfloat16", help="of the weights (default bfloat16)")
+    option(
+        "--bucket-bytes", type=byte_size, default="1GiB", metavar="BYTES",
+        help="weights in flight at once (default 1GiB)",
+    )  # fmt: skip
     add_json_option(parser)
     option(
         "--plot", type=Path, metavar="FILE", help="draw bytes by link and memory over time (.png, .svg, .pdf)"
     )
-    option("--diff", nargs=2, metavar=("A", "B"), help="two layouts, each TRAIN:GEN; or GEN, with --train")
-    option(
-        "--sweep",
-        nargs="?",
-        const=PRACTICAL,
-        metavar="WHICH",
-        help="every generation layout that fits, best first: `practical` (default), engines no larger than a training"
-        " replica or a node, t_g up to t or a node; `all`, engines of any size",
+    layouts = parser.add_mutually_exclusive_group(required=True)
+    layouts.add_argument("--gen", metavar="PG-TG", help="generation sizes, e.g. 1-8")
+    layouts.add_argument(
+        "--diff", nargs=2, metavar=("A", "B"), help="two layouts, each TRAIN:GEN; or GEN, with --train"
     )
-    parser.set_defaults(run=run_plan)
+    layouts.add_argument(
+        "--sweep", nargs="?", choices=[PRACTICAL, ALL], const=PRACTICAL,
+        help="every generation layout that fits, best first: practical (default), engines no larger than a training"
+        " replica or a node, t_g up to t or a node; all, engines of any size",
+    )  # fmt: skip
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
+    """Carry out the command; return the exit status."""
     request = request_of(options)
-    check_picture("--plot", options.plot)
-    check_output_files(
-        {"--json": json_file(options), "--plot": options.plot},
+    check_outputs(
+        {"--json": options.json, "--plot": options.plot},
         {"--model": options.model, "--cluster": options.cluster},
     )
     if options.sweep is not None:
@@ -230,25 +217,21 @@ def run_plan(options: argparse.Namespace) -> int:
         cost, figures = request.price(train, gen)
         switches = [figures]
         lines = plan_lines(request.shape, request.cluster, cost, figures)
-    text = json.dumps(figures, indent=2)
 
     def draw(place: Path) -> None:
         from hybridengine.cli.switch_chart import draw_switches
 
         draw_switches(request.cluster, switches, place)
 
-    try:
-        write_outputs({"--json": (json_file(options), text + "\n"), "--plot": (options.plot, draw)})
-    finally:
-        print(text if options.json == STDOUT else "\n".join(lines))
+    emit(options, figures, lines, {"--plot": (options.plot, draw)})
     return 0
 
 
-def request_of(options: argparse.Namespace) -> Request:
-    """What the options ask for.
+def request_of(options: argparse.Namespace) -> SwitchRequest:
+    """Return what the options name.
 
     Raises:
-        ConfigError, TopologyError: options, files or layouts that cannot be.
+        ConfigError, TopologyError: options, files or layouts that break a rule.
     """
     shape = resolve_model(options.model)
     check_generates(shape)
@@ -259,36 +242,24 @@ def request_of(options: argparse.Namespace) -> Request:
     for train, gen in layouts:
         check_layouts(shape, train, gen)
         cluster.node_map(train.num_ranks)
-    return Request(
+    return SwitchRequest(
         model_name=options.model,
         shape=shape,
         cluster=cluster,
-        dtype=_choice("--dtype", options.dtype, DTYPE_BYTES),
-        bucket_bytes=parse_bytes("--bucket-bytes", options.bucket_bytes),
-        order=RankOrder[_choice("--order", options.order, [one.name.lower() for one in RankOrder]).upper()],
-        grouping=Grouping(_choice("--grouping", options.grouping, [one.value for one in Grouping])),
+        dtype=options.dtype,
+        bucket_bytes=options.bucket_bytes,
+        order=RankOrder[options.order.upper()],
+        grouping=Grouping(options.grouping),
         layouts=tuple(layouts),
     )
 
 
 def _layouts(options: argparse.Namespace) -> list[tuple[TrainSizes, GenSizes | None]]:
-    """The layouts to plan, before anything is known about the model."""
-    given = {
-        "gen": options.gen is not None,
-        "diff": options.diff is not None,
-        "sweep": options.sweep is not None,
-    }
-    kinds = [name for name, is_given in given.items() if is_given]
-    if len(kinds) != 1:
-        found = " and ".join(f"--{kind}" for kind in kinds) or "none of them"
-        raise ConfigError(
-            f"give one of --gen (a layout), --diff A B (two) and --sweep (all that fit), found {found}"
-        )
-    train = None if options.train is None else TrainSizes.parse(options.train)
+    """Return the layouts to plan, before anything is known about the model."""
+    train: TrainSizes | None = options.train
     if options.sweep is not None:
-        _choice("--sweep", options.sweep, [PRACTICAL, ALL])
         return [(_needed(train), None)]
-    texts = [options.gen] if options.diff is None else options.diff
+    texts = options.diff or [options.gen]
     if train is not None and all(":" in text for text in texts):
         raise ConfigError(
             f"--train {train} is not used, since {' and '.join(texts)} name their own training sizes; leave it out"
@@ -307,7 +278,7 @@ def _needed(train: TrainSizes | None) -> TrainSizes:
     return train
 
 
-def _sweep(request: Request, are_all: bool) -> tuple[list[dict[str, Any]], int]:
+def _sweep(request: SwitchRequest, are_all: bool) -> tuple[list[dict[str, Any]], int]:
     """Return every generation layout whose weights fit, fastest switch first, and how many do not fit."""
     ((train, _),) = request.layouts
     limit = request.cluster.device_memory_bytes
@@ -333,9 +304,3 @@ def _sweep(request: Request, are_all: bool) -> tuple[list[dict[str, Any]], int]:
         key=lambda found: (found["seconds_there"] + found["seconds_back"], found["peak_weight_bytes_max"])
     )
     return switches, num_too_large
-
-
-def _choice(option: str, value: str, choices: Sequence[str] | dict[str, int]) -> str:
-    if value not in choices:
-        raise ConfigError(f"{option} {value!r} does not exist; choose from {', '.join(choices)}")
-    return value

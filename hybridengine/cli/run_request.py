@@ -1,4 +1,4 @@
-"""Which run is planned or simulated, and on what: the options that both commands have, checked."""
+"""Options of `plan` and `simulate`: the run, the cluster, lengths of responses and sizes, checked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridengine.cli.options import once
 from hybridengine.config import RunConfig, load_config
 from hybridengine.errors import ConfigError
 from hybridengine.planning.clusters import Cluster, load_planned_cluster
@@ -23,8 +22,8 @@ MOST_ROWS = 2**17
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the options ask for, checked."""
+class RunRequest:
+    """A run, and the devices that it is planned or simulated for."""
 
     config: RunConfig
     cluster: Cluster
@@ -34,7 +33,7 @@ class Request:
 
 
 def add_run_options(parser: Any) -> None:
-    """Options that say which run is planned or simulated, and on what."""
+    """Add the options that name the run and the cluster."""
     parser.add_argument(
         "config",
         metavar="CONFIG",
@@ -44,9 +43,7 @@ def add_run_options(parser: Any) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="values that replace those of the file"
     )
-
-    option = once(parser)
-
+    option = parser.add_argument
     option(
         "--cluster",
         metavar="FILE",
@@ -74,11 +71,11 @@ def add_run_options(parser: Any) -> None:
     )
 
 
-def request_of(options: argparse.Namespace) -> Request:
-    """What the options ask for.
+def request_of(options: argparse.Namespace) -> RunRequest:
+    """Return the run and the devices that the options name.
 
     Raises:
-        ConfigError: everything about them that cannot be.
+        ConfigError: files, overrides or options that break a rule.
     """
     if options.config is None:
         raise ConfigError(
@@ -102,11 +99,11 @@ def request_of(options: argparse.Namespace) -> Request:
         )
     workload = workload_of(config, lengths, prompt_tokens)
     constraints = Constraints.of(options.fix, options.placement, workload, num_devices)
-    return Request(config, cluster, num_devices, workload, constraints)
+    return RunRequest(config, cluster, num_devices, workload, constraints)
 
 
 def _lengths(text: str, limit: int) -> Lengths:
-    """Lengths as they are written, or those of a run."""
+    """Return the lengths that are written, or those of a run."""
     if text and Path(text).is_dir():
         from hybridengine.metrics.measured_run import run_lengths
 
@@ -115,10 +112,10 @@ def _lengths(text: str, limit: int) -> Lengths:
 
 
 def cluster_of(options: argparse.Namespace, dtype: str) -> Cluster:
-    """The cluster that the options name, or the calibrated one.
+    """Return the cluster that the options name, or the calibrated one.
 
     Raises:
-        ConfigError: there is none, or something is wrong with it.
+        ConfigError: its file is missing or breaks a rule.
     """
     file = options.cluster or CALIBRATED
     if options.cluster is None and not Path(CALIBRATED).exists():
@@ -131,10 +128,10 @@ def cluster_of(options: argparse.Namespace, dtype: str) -> Cluster:
 
 
 def devices_of(cluster: Cluster, wanted: int | None) -> int:
-    """Devices to use: all, or as many as are wanted.
+    """Return the number of devices to use: all, or as many as are wanted.
 
     Raises:
-        ConfigError: there are not so many, or they are neither a part of a node nor whole nodes.
+        ConfigError: more than there are, or neither part of a node nor whole nodes.
     """
     if wanted is None:
         if cluster.num_devices > MOST_DEVICES:

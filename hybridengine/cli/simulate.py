@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from hybridengine.cli.figure_tables import cell, table
-from hybridengine.cli.options import STDOUT, add_json_option, json_file, once
-from hybridengine.cli.output_files import check_output_files, check_picture, write_outputs
-from hybridengine.cli.run_request import Request, add_run_options, request_of
+from hybridengine.cli.options import add_json_option, between
+from hybridengine.cli.outputs import check_outputs, emit
+from hybridengine.cli.run_request import RunRequest, add_run_options, request_of
 from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_seconds
 from hybridengine.planning.scenarios import Run, Scenarios, Split, role_idle_shares
@@ -25,7 +23,6 @@ from hybridengine.planning.simulation import Outcome, Setting, simulate
 
 MOST_SIMULATED = 16
 """Divisions of a sweep; of more, evenly spaced ones."""
-MOST_STEPS = 100_000
 
 Divided = tuple[Split, Run, Outcome]
 
@@ -57,16 +54,21 @@ def add_simulate_command(subparsers: Any) -> None:
         help="simulate synchronous and asynchronous training on a cluster; starts nothing",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    option = once(parser)
+    option = parser.add_argument
 
     add_run_options(parser)
-    option("--steps", type=int, default=100, metavar="N", help="training steps to simulate (default 100)")
+    option(
+        "--steps",
+        type=between(1, 100_000),
+        default=100,
+        metavar="N",
+        help="training steps to simulate (default 100)",
+    )
     option(
         "--staleness",
-        type=float,
+        type=between(0, math.inf, float),
         default=4.0,
         metavar="ETA",
         help="batches that may be begun ahead of the trainer (default 4; inf for no bound)",
@@ -81,7 +83,7 @@ def add_simulate_command(subparsers: Any) -> None:
     parser.add_argument(
         "--drain", action="store_true", help="engines take new weights only between responses"
     )
-    option("--seed", type=int, default=0, metavar="N", help="of the lengths (default 0)")
+    option("--seed", type=between(0, 2**63), default=0, metavar="N", help="of the lengths (default 0)")
     add_json_option(parser)
     option("--plot", type=Path, metavar="FILE", help="draw the runs (.png, .svg, .pdf)")
     parser.set_defaults(run=run_simulate, placement=None)
@@ -91,9 +93,8 @@ def run_simulate(options: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status."""
     request = request_of(options)
     scenarios = _scenarios(request, options)
-    check_picture("--plot", options.plot)
-    check_output_files(
-        {"--json": json_file(options), "--plot": options.plot},
+    check_outputs(
+        {"--json": options.json, "--plot": options.plot},
         {"CONFIG": options.config, "--cluster": options.cluster},
     )
     begin = time.perf_counter()
@@ -114,7 +115,6 @@ def run_simulate(options: argparse.Namespace) -> int:
         "asynchronous": _division_figures(*best),
         "sweep": [_division_figures(*one) for one in sweep],
     }
-    text = json.dumps(figures, indent=2)
 
     def draw(place: Path) -> None:
         from hybridengine.cli.simulate_chart import draw_runs
@@ -123,27 +123,12 @@ def run_simulate(options: argparse.Namespace) -> int:
         outcomes = {"synchronous": outcome, "asynchronous": best[2]}
         draw_runs(title, outcomes, sweep, options.staleness, place)
 
-    try:
-        write_outputs({"--json": (json_file(options), text + "\n"), "--plot": (options.plot, draw)})
-    finally:
-        if options.json == STDOUT:
-            print(text)
-        else:
-            console = Console(highlight=False)
-            for line in _lines(request, figures, best[1].setting, options):
-                console.print(line, markup=False, soft_wrap=True)
+    lines = _lines(request, figures, best[1].setting, options)
+    emit(options, figures, lines, {"--plot": (options.plot, draw)})
     return 0
 
 
-def _scenarios(request: Request, options: argparse.Namespace) -> Scenarios:
-    if not 1 <= options.steps <= MOST_STEPS:
-        raise ConfigError(f"--steps {options.steps} must be from 1 to {MOST_STEPS:,}; choose another number")
-    if not options.staleness >= 0:
-        raise ConfigError(
-            f"--staleness {options.staleness:g} must be 0 or more batches; write for instance 4, or inf for no bound"
-        )
-    if options.seed < 0:
-        raise ConfigError(f"--seed {options.seed} must be 0 or more; choose another number")
+def _scenarios(request: RunRequest, options: argparse.Namespace) -> Scenarios:
     if options.sweep and options.train_devices is not None:
         raise ConfigError("--sweep simulates every division and --train-devices one; leave one of them out")
     if request.num_devices < 2:
@@ -240,7 +225,7 @@ SWEEP_COLUMNS = {
 
 
 def _lines(
-    request: Request, figures: dict[str, Any], setting: Setting, options: argparse.Namespace
+    request: RunRequest, figures: dict[str, Any], setting: Setting, options: argparse.Namespace
 ) -> Iterator[str]:
     workload = request.workload
     one, other = figures["synchronous"], figures["asynchronous"]

@@ -133,9 +133,7 @@ def chosen_own_ways(options: argparse.Namespace, spec: StepSpec, num_cores: int)
     train, gen = options.parallel, options.generate or GenSizes(1, 1)
     if train is None:
         if options.generate or options.micro_rows:
-            raise ConfigError(
-                "--generate and --micro-rows belong to a way that --parallel names; add --parallel"
-            )
+            raise ConfigError("--generate and --micro-rows need the training sizes; add --parallel")
         return own_ways(spec, num_cores, num_gpus())
     raise_all([f"--generate {gen}: {problem}" for problem in gen.problems_over(train)])
     if spec.num_prompts < train.num_ranks or spec.num_rows * gen.num_ranks % train.num_ranks:
@@ -144,7 +142,10 @@ def chosen_own_ways(options: argparse.Namespace, spec: StepSpec, num_cores: int)
             f" {train.num_ranks} ranks; choose more --prompts, a multiple of {train.num_ranks}, or fewer ranks"
         )
     rows = spec.num_rows // train.dp_size
-    return [OwnWay(train, gen, max(1, num_cores // train.num_ranks), min(rows, options.micro_rows or rows))]
+    micro_rows = options.micro_rows or rows
+    if micro_rows > rows:
+        raise ConfigError(f"--micro-rows {micro_rows}: a replica has {rows} rows; choose 1 to {rows}")
+    return [OwnWay(train, gen, max(1, num_cores // train.num_ranks), micro_rows)]
 
 
 def chosen_trl_ways(options: argparse.Namespace, spec: StepSpec) -> list[TrlWay]:
@@ -154,6 +155,11 @@ def chosen_trl_ways(options: argparse.Namespace, spec: StepSpec) -> list[TrlWay]
         ConfigError: rows that TRL cannot cut so.
     """
     rows = options.trl_rows
+    if options.only and (rows or options.trl_precision):
+        raise ConfigError(
+            f"--only {options.only} measures without TRL, and --trl-rows and --trl-precision set TRL's way; leave out"
+            " the one or the other"
+        )
     if rows is not None and spec.num_rows % rows:
         raise ConfigError(
             f"--trl-rows {rows} must divide the {spec.num_rows} rows of a step; choose a divisor"

@@ -12,11 +12,9 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    TypeAdapter,
-    ValidationError,
 )
 
-from hybridengine.errors import ConfigError, TopologyError
+from hybridengine.errors import TopologyError
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -108,19 +106,3 @@ PathText = Annotated[
     str, like(r"(?s).*\S.*", "is an empty path; name a file or folder, or leave the key out")
 ]
 """A path; a relative one starts at the folder in which the command is run."""
-
-
-def parse_bytes(option: str, text: str) -> int:
-    """Return the bytes that a command's option gives as an integer or with a unit, e.g. "16MiB".
-
-    Raises:
-        ConfigError: another form.
-    """
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
-    try:
-        return TypeAdapter(Bytes).validate_python(f"{text}B" if re.fullmatch("[0-9]+", text) else text)
-    except ValidationError:
-        raise ConfigError(
-            f"{option} {shown!r} is not a size in bytes; write an integer or a unit such as 64MiB, at most"
-            f" {MAX_BYTES // BYTE_UNITS['GiB']}GiB"
-        ) from None

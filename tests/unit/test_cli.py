@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_examples_of_the_help_are_accepted(
     examples = [
         line.split("  ") for line in command_line.EXAMPLES.splitlines() if "hybridengine train" in line
     ]
-    assert len(examples) == 5
+    assert len(examples) == 4
     for words in examples:
         _, *arguments = next(word for word in words if word).split()
         assert main([*dict.fromkeys([*arguments, "--dry-run"])]) == 0, arguments
@@ -67,10 +68,8 @@ def test_examples_of_the_help_are_accepted(
 
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["train", "a.yaml", "--fast"]])
 def test_unknown_arguments_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as exit_info:
-        main(arguments)
-    assert exit_info.value.code == 2
-    assert "usage: hybridengine" in capsys.readouterr().err
+    assert main(arguments) == 2
+    assert re.fullmatch(r"hybridengine: .*; see hybridengine.* --help\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)

@@ -95,7 +95,7 @@ REFUSED = {
     "nothing there": (["nowhere", "out"], "SOURCE nowhere has neither manifest.json nor config.json"),
     "exists": (["{source}", "{source}"], "exists; name a folder that does not"),
     "no parent": (["{source}", "{tmp}/a/b"], "there is no folder"),
-    "type": (["{source}", "{tmp}/out", "--dtype", "int8"], "--dtype 'int8' does not exist; choose from"),
+    "type": (["{source}", "{tmp}/out", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
     "size": (["{source}", "{tmp}/out", "--max-file", "much"], "--max-file"),
     "role": (
         ["{start}", "{tmp}/out", "--role", "critic", "--companions", "{source}"],
@@ -104,7 +104,7 @@ REFUSED = {
     "companions": (["{start}", "{tmp}/out"], "has no config.json; give --companions"),
     "no role": (
         ["{source}", "{tmp}/out", "--role", "../../actr"],
-        "--role '../../actr' is none that is trained",
+        "--role: invalid choice: '../../actr'",
     ),
     "damaged": (["{damaged}", "{tmp}/out", "--companions", "{source}"], "is damaged: its SHA-256"),
 }

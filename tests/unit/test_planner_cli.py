@@ -302,7 +302,7 @@ def test_no_setting_is_named_that_would_not_do(planned: Planned) -> None:
         (["--devices", "12"], ["--devices 12 must be a divisor of the 8 devices of a node or whole nodes"]),
         (["--devices", "0"], ["--devices 0"]),
         (["--nodes", "-1"], ["nodes=-1"]),
-        (["--top", "0"], ["--top 0"]),
+        (["--top", "0"], ["--top: '0' must be an integer from 1 to 1000"]),
         (["--lengths", "constant:0"], ["must have N and LOW from 1 on"]),
         (["--lengths", "lognormal:mean=-4,cv=1"], ["M from 1 to 1e9"]),
         (["--lengths", "nowhere.jsonl"], ["neither one of the forms nor a file"]),
@@ -367,6 +367,7 @@ def test_without_a_cluster_file(
 
 def test_files_that_cannot_be_written_are_refused_first(planned: Planned, tmp_path: Path) -> None:
     assert "--out" in refuse(planned, *SMALL, "--out", str(tmp_path / "none" / "a.yaml"))
-    assert "same file" in refuse(planned, *SMALL, "--out", str(tmp_path / "a"), "--json", str(tmp_path / "a"))
+    same = str(tmp_path / "a.json")
+    assert "same file" in refuse(planned, *SMALL, "--out", same, "--json", same)
     assert "what CONFIG reads" in refuse(planned, *SMALL, "--out", CONFIG)
     assert ".png" in refuse(planned, *SMALL, "--plot", str(tmp_path / "a.txt"))

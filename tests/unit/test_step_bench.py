@@ -45,10 +45,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     monkeypatch.setattr(step_bench, "prepare_step", nothing)
 
     def run(*arguments: str) -> str:
-        try:
-            code = main(["bench", "step", CONFIG, *arguments])
-        except SystemExit as end:  # of argparse
-            code = end.code
+        code = main(["bench", "step", CONFIG, *arguments])
         out, err = capsys.readouterr()
         assert (code, out) == (2, "")
         assert "Traceback" not in err
@@ -71,9 +68,11 @@ def parsed(*arguments: str) -> argparse.Namespace:
         (["--dtype", "float16"], "--dtype: invalid choice: 'float16'"),
         (["--timeout", "nan"], "--timeout: 'nan' must be a number from 10 to 86400"),
         (["--only", "trl"], "--only: invalid choice: 'trl'"),
-        (["--generate", "1-1"], "--generate and --micro-rows belong to a way that --parallel names"),
-        (["--micro-rows", "4"], "--generate and --micro-rows belong to a way that --parallel names"),
+        (["--generate", "1-1"], "--generate and --micro-rows need the training sizes; add --parallel"),
+        (["--micro-rows", "4"], "--generate and --micro-rows need the training sizes; add --parallel"),
         (["--parallel", "1-1"], "1-1"),
+        (["--only", "hybridengine", "--trl-rows", "8"], "--only hybridengine measures without TRL"),
+        (["--parallel", "1-1-2", "--micro-rows", "65"], "--micro-rows 65: a replica has 64 rows"),
         (["--parallel", "1-1-2", "--micro-rows", "-1"], "--micro-rows: '-1' must be an integer from 1"),
         (["--parallel", "1-1-3"], "--parallel 1-1-3: 16 prompts and 128 rows do not split over its 3 ranks"),
         (["--trl-rows", "24"], "--trl-rows 24 must divide the 128 rows of a step; choose a divisor"),
