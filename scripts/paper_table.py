@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hybridengine.bench.formulas import Formula, formula
+from hybridengine.bench.formulas import formula
 from hybridengine.bench.spec import LayoutPair, MethodName
 from hybridengine.metrics.formatting import format_bytes, format_seconds
 from hybridengine.model_presets import PRESETS
@@ -82,7 +82,7 @@ class Row:
         """Device memory beside the generation shard: for the KV cache and all else."""
         return self.cluster.device_memory_bytes - self.cost.gen_shard_bytes_max
 
-    def by_formula(self, method: MethodName) -> Formula:
+    def by_formula(self, method: MethodName) -> dict[str, float | None]:
         """Bytes of a method by table 2."""
         return formula(method, LayoutPair(self.train, self.gen), self.weight_bytes)
 
@@ -162,7 +162,7 @@ def method_table(found: Sequence[Row]) -> str:
                 row.model,
                 f"{row.train} -> {row.gen}",
                 format_bytes(row.cost.received_bytes_max),
-                *(format_bytes(int(other.received_bytes or 0)) for other in others),
+                *(format_bytes(int(other["received_bytes"] or 0)) for other in others),
                 format_bytes(row.cost.peak_weight_bytes_max),
                 format_bytes(row.weight_bytes),
                 format_seconds(row.line_rate_seconds),
@@ -236,8 +236,8 @@ def figures(row: Row) -> dict[str, Any]:
         "line_rate_seconds": row.line_rate_seconds,
         "seconds_back": row.seconds_back,
         "left_bytes": row.left_bytes,
-        "model_parallel_received_bytes": row.by_formula(MethodName.MODEL_PARALLEL).received_bytes,
-        "full_received_bytes": row.by_formula(MethodName.FULL).received_bytes,
+        "model_parallel_received_bytes": row.by_formula(MethodName.MODEL_PARALLEL)["received_bytes"],
+        "full_received_bytes": row.by_formula(MethodName.FULL)["received_bytes"],
         "model_parallel_seconds": row.model_parallel_seconds,
         "full_seconds": row.full_seconds,
     }

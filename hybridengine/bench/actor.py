@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-
 from hybridengine.backends.megatron.groups import build_groups
 from hybridengine.backends.megatron.model import DTYPES, available_names, build_model
 from hybridengine.bench.values import differing_parameters, fill
 from hybridengine.errors import TransferError
 from hybridengine.model_shapes import ModelShape
-from hybridengine.reshard.layout import Layout, Shard
+from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.runtime.storage import WeightStorage
@@ -30,23 +27,14 @@ class Actor:
         self.module = build_model(shape, grid.sizes, self.groups, dtype, names)
         self.module.requires_grad_(False)
         self.layout: Layout = megatron_layout(shape, grid, names)
-        self.weights = WeightStorage(self._parameters(), current=self._parameters)
+        parameters = dict(self.module.named_parameters())
+        self.weights = WeightStorage(parameters, current=lambda: dict(self.module.named_parameters()))
+        self.dtype, self.device = DTYPES[dtype], next(self.module.parameters()).device
         self.version, self.gradient_bytes = 0, 0
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.named_parameters())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype_name]
-
-    @property
-    def shard(self) -> Shard:
-        return self.layout.shard(self.rank)
 
     def fill(self, version: int) -> None:
         """Take the values of `version`."""
-        fill(self.shard, self.weights, version)
+        fill(self.layout.shard(self.rank), self.weights, version)
         self.version = version
 
     def check(self, after: str) -> None:

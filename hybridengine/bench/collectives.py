@@ -12,17 +12,9 @@ class CollectiveTransport:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.size, self.rank = len(self.ranks), dist.get_rank(group)
         self.received_bytes = 0
         """Bytes received since the transport was made."""
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the group."""
-        return dist.get_rank(self._group)
 
     def all_gather(self, gathered: Tensor) -> None:
         """Fill `gathered`, [ranks of the group, elements], of which this rank has written its own row.
@@ -34,7 +26,7 @@ class CollectiveTransport:
             return
         own = gathered[self.rank]
         dist.all_gather_into_tensor(gathered.view(-1), own, group=self._group)
-        self.received_bytes += (self.size - 1) * own.numel() * own.element_size()
+        self.received_bytes += (self.size - 1) * own.nbytes
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Fill `tensor` on all ranks with what it is on the global rank `root`.
@@ -46,4 +38,4 @@ class CollectiveTransport:
             return
         dist.broadcast(tensor, root, group=self._group)
         if dist.get_rank() != root:
-            self.received_bytes += tensor.numel() * tensor.element_size()
+            self.received_bytes += tensor.nbytes

@@ -1,23 +1,20 @@
-"""What it takes to hand rows from one worker group to another: straight from rank to rank, and through the controller."""
+"""Handing rows from one worker group to another: straight from rank to rank, and through the controller."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hybridengine.errors import ConfigError, TopologyError, TransferError, raise_all
-from hybridengine.metrics.formatting import format_bytes
+from hybridengine.bench.machine import PROCESS_BYTES
+from hybridengine.errors import ConfigError, TopologyError, TransferError
 from hybridengine.topology.sizes import TrainSizes
 
 NUM_TOKENS = 1024
-"""Of a row."""
+"""Tokens of a row."""
 ROW_BYTES = 8 * NUM_TOKENS
-MAX_REPETITIONS = 1_000
-PROCESS_BYTES = 450 * 2**20
-"""What a rank's process takes by itself, roughly."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class DispatchSpec:
     """One measurement.
 
     Raises:
-        ConfigError, TopologyError: values that cannot be.
+        ConfigError, TopologyError: values that do not fit together.
     """
 
     producer: TrainSizes
@@ -36,7 +33,12 @@ class DispatchSpec:
     timeout_s: float
 
     def __post_init__(self) -> None:
-        raise_all(self._problems())
+        replicas = max(self.producer.dp_size, self.consumer.dp_size)
+        if self.num_rows < replicas:
+            raise ConfigError(
+                f"--bytes {self.batch_bytes} is less than a row of {ROW_BYTES} bytes for each of {replicas} replicas;"
+                f" choose at least {replicas * ROW_BYTES}"
+            )
         if self.producer.num_ranks != self.consumer.num_ranks:
             raise TopologyError(
                 f"{self.producer} has {self.producer.num_ranks} ranks and {self.consumer} has"
@@ -58,79 +60,33 @@ class DispatchSpec:
         consumed = self.batch_bytes * self.consumer.model_parallel_size
         return 3 * self.batch_bytes + 2 * consumed + self.producer.num_ranks * PROCESS_BYTES
 
-    def check_memory(self, available: int | None) -> None:
-        """Check that this machine can hold the batch as often as it is there at once.
 
-        Args:
-            available: bytes; None is enough for anything.
-
-        Raises:
-            ConfigError: it cannot.
-        """
-        if available is not None and self.needed_bytes > available:
-            raise ConfigError(
-                f"--bytes {self.batch_bytes}: a batch of {format_bytes(self.batch_bytes)} for {self.consumer} takes about"
-                f" {format_bytes(self.needed_bytes)}, this machine has {format_bytes(available)} available; choose a"
-                " smaller batch or more data-parallel replicas"
-            )
-
-    def _problems(self) -> Iterable[str]:
-        replicas = max(self.producer.dp_size, self.consumer.dp_size)
-        if self.num_rows < replicas:
-            yield (
-                f"--bytes {self.batch_bytes} is less than a row of {ROW_BYTES} bytes for each of {replicas} replicas;"
-                f" choose at least {replicas * ROW_BYTES}"
-            )
-        for option, value, limit in (
-            ("--repetitions", self.repetitions, MAX_REPETITIONS),
-            ("--empty-calls", self.num_empty_calls, 100 * MAX_REPETITIONS),
-        ):
-            if not 1 <= value <= limit:
-                yield f"{option} {value} is out of range; choose 1 to {limit}"
-        if not 1 <= self.timeout_s <= 86400:
-            yield f"--timeout {self.timeout_s:g} is out of range; choose 1 to 86400 seconds"
+def dispatch_figures(
+    spec: DispatchSpec,
+    direct_s: list[float],
+    through_s: list[float],
+    empty_call_s: list[float],
+    payload_bytes: dict[str, int],
+) -> dict[str, Any]:
+    """Return the figures of a measurement: medians and samples in seconds, and bytes."""
+    direct, through = statistics.median(direct_s), statistics.median(through_s)
+    return {
+        "from": str(spec.producer),
+        "to": str(spec.consumer),
+        "num_rows": spec.num_rows,
+        "batch_bytes": spec.num_rows * ROW_BYTES,
+        "repetitions": spec.repetitions,
+        "seconds_direct": direct,
+        "seconds_through_controller": through,
+        "advantage": through / direct,
+        **payload_bytes,
+        "empty_call_s": statistics.median(empty_call_s),
+        "samples_direct_s": direct_s,
+        "samples_through_controller_s": through_s,
+    }
 
 
-@dataclass(frozen=True)
-class DispatchResult:
-    """Seconds of the counted repetitions, in order."""
-
-    direct_s: tuple[float, ...]
-    through_controller_s: tuple[float, ...]
-    empty_call_s: tuple[float, ...]
-    controller_payload_bytes: int
-    """Bytes of rows that passed through the controller in all direct repetitions."""
-    through_payload_bytes: int
-    """The same in one repetition through the controller."""
-    received_bytes: int
-    """Bytes that came from other processes in one direct repetition, all ranks together."""
-
-    def as_dict(self, spec: DispatchSpec) -> dict[str, Any]:
-        """Figures for programs. Units: seconds (medians, and all samples) and bytes."""
-        return {
-            "from": str(spec.producer),
-            "to": str(spec.consumer),
-            "num_rows": spec.num_rows,
-            "batch_bytes": spec.num_rows * ROW_BYTES,
-            "repetitions": spec.repetitions,
-            "seconds_direct": statistics.median(self.direct_s),
-            "seconds_through_controller": statistics.median(self.through_controller_s),
-            "advantage": self.advantage,
-            "controller_payload_bytes": self.controller_payload_bytes,
-            "through_controller_payload_bytes": self.through_payload_bytes,
-            "received_bytes": self.received_bytes,
-            "empty_call_s": statistics.median(self.empty_call_s),
-            "samples_direct_s": self.direct_s,
-            "samples_through_controller_s": self.through_controller_s,
-        }
-
-    @property
-    def advantage(self) -> float:
-        """Seconds through the controller over those of the direct way, medians."""
-        return statistics.median(self.through_controller_s) / statistics.median(self.direct_s)
-
-
-def measure_dispatch(spec: DispatchSpec, say: Callable[[str], None]) -> DispatchResult:
+def measure_dispatch(spec: DispatchSpec, say: Callable[[str], None]) -> dict[str, Any]:
     """Hand the same rows over both ways in turn; a first repetition, which is not counted, is checked.
 
     Raises:
@@ -153,40 +109,40 @@ def measure_dispatch(spec: DispatchSpec, say: Callable[[str], None]) -> Dispatch
         say(f"making {spec.num_rows} rows of {ROW_BYTES} bytes on {spec.producer}")
         rows = producer.make_rows(Rows.numbered(spec.num_rows), NUM_TOKENS).wait()
 
-        def direct(checks: bool = False) -> bool:
-            return all(consumer.take_rows(rows, checks).get())
-
-        def through(checks: bool = False) -> bool:
-            return all(consumer.take_rows(rows.get(), checks).get())
+        def hand_over(through_controller: bool, checks: bool = False) -> tuple[float, int]:
+            """Return seconds, and bytes that passed through the controller."""
+            before, started = log.payload_bytes, time.perf_counter()
+            right = consumer.take_rows(rows.get() if through_controller else rows, checks).get()
+            seconds = time.perf_counter() - started
+            if not all(right):
+                way = "through the controller" if through_controller else "from rank to rank"
+                raise TransferError(f"rows arrived wrong {way}; look for faulty memory or network")
+            return seconds, log.payload_bytes - before
 
         say(f"handing them to {spec.consumer} both ways, {1 + spec.repetitions} times; the first is checked")
         log.take_records()
-        if not direct(checks=True):
-            raise TransferError("rows arrived wrong from rank to rank; look for faulty memory or network")
+        hand_over(False, checks=True)
         pool.wait()
         received = sum(sum(record.transferred.values()) for record in log.take_records())
-        if not through(checks=True):
-            raise TransferError(
-                "rows arrived wrong through the controller; look for faulty memory or network"
-            )
-        direct_s, through_s, payload, through_payload = [], [], 0, 0
+        hand_over(True, checks=True)
+        direct, through = [], []
         for repetition in range(spec.repetitions):
-            before = log.payload_bytes
-            direct_s.append(_timed(direct))
-            payload += log.payload_bytes - before
-            before = log.payload_bytes
-            through_s.append(_timed(through))
-            through_payload = log.payload_bytes - before
+            direct.append(hand_over(False))
+            through.append(hand_over(True))
             say(
-                f"{repetition + 1} of {spec.repetitions}: direct {direct_s[-1]:.2f} s, through the controller"
-                f" {through_s[-1]:.2f} s"
+                f"{repetition + 1} of {spec.repetitions}: direct {direct[-1][0]:.2f} s, through the controller"
+                f" {through[-1][0]:.2f} s"
             )
         say(f"{spec.num_empty_calls} empty calls")
-        empty = [_timed(lambda: producer.answer().get()) for _ in range(spec.num_empty_calls)]
-    return DispatchResult(tuple(direct_s), tuple(through_s), tuple(empty), payload, through_payload, received)
-
-
-def _timed(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+        empty_call_s = []
+        for _ in range(spec.num_empty_calls):
+            started = time.perf_counter()
+            producer.answer().get()
+            empty_call_s.append(time.perf_counter() - started)
+    payload_bytes = {
+        "controller_payload_bytes": sum(num_bytes for _, num_bytes in direct),
+        "through_controller_payload_bytes": through[-1][1],
+        "received_bytes": received,
+    }
+    direct_s, through_s = ([seconds for seconds, _ in samples] for samples in (direct, through))
+    return dispatch_figures(spec, direct_s, through_s, empty_call_s, payload_bytes)

@@ -21,12 +21,12 @@ class MakeRowsWorker:
 
     @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
     def make_rows(self, rows: TensorDictBase, num_tokens: int) -> TensorDict:
-        """`tokens` [B, T] int64."""
+        """Return the rows: `tokens` [B, T] int64."""
         return TensorDict({COLUMN: expected_tokens(rows[ROW_NUMBERS], num_tokens)}, batch_size=[len(rows)])
 
     @register(ONE_TO_ALL)
     def answer(self) -> None:
-        """Nothing: an empty call."""
+        """Do nothing: an empty call."""
 
 
 class TakeRowsWorker:
@@ -37,12 +37,12 @@ class TakeRowsWorker:
 
     @register(PROTO_3D, [COLUMN, ROW_NUMBERS])
     def take_rows(self, rows: TensorDictBase, checks: bool) -> bool:
-        """Whether the rows are what they should be, where `checks`; else they are read, as any worker would."""
+        """Read the rows; with `checks`, return True if they are what they should be."""
         if not checks:
             return bool(rows[COLUMN].max() > 0)
         return torch.equal(rows[COLUMN], expected_tokens(rows[ROW_NUMBERS], rows[COLUMN].size(1)))
 
 
 def expected_tokens(numbers_B: Tensor, num_tokens: int) -> Tensor:
-    """Rows of `tokens` by their numbers. Shapes: [B] -> [B, T]."""
+    """Return rows of `tokens` by their numbers. Shapes: [B] -> [B, T]."""
     return numbers_B[:, None] * STRIDE + torch.arange(num_tokens)

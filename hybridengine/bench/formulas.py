@@ -1,4 +1,4 @@
-"""What each method should cost a rank by formula, in bytes, for weights that divide evenly.
+"""Bytes that each method should cost a rank by formula, for weights that divide evenly.
 
 Source: HybridFlow, arXiv 2409.19256, table 2, for micro-dp, model-parallel and full. per-tensor receives what
 model-parallel receives; that per-tensor and megatron-core hold training and generation weights at once follows from
@@ -7,25 +7,17 @@ what they do, and no formula covers their buffers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 
 from hybridengine.bench.spec import LayoutPair, MethodName
 
-
-@dataclass(frozen=True)
-class Formula:
-    """Bytes of one rank; None where there is no formula."""
-
-    received_bytes: float | None
-    peak_weight_bytes: float | None
-    redundant_bytes: float | None
+FIGURES = ("received_bytes", "peak_weight_bytes", "redundant_bytes")
 
 
-def formula(method: MethodName, pair: LayoutPair, weight_bytes: int) -> Formula:
-    """The formula's bytes for a method, for a model of `weight_bytes` (M)."""
+def formula(method: MethodName, pair: LayoutPair, weight_bytes: int) -> dict[str, float | None]:
+    """Return the formula's bytes of one rank for a model of `weight_bytes` (M); None where there is no formula."""
     if method is MethodName.MICRO_DP and not pair.gen.nests_in(pair.train):
-        return Formula(None, None, None)
+        return dict.fromkeys(FIGURES)
     model_parallel, ranks = pair.train.model_parallel_size, pair.train.num_ranks
     shard = Fraction(1, model_parallel)
     gen_shard = Fraction(1, pair.gen.num_ranks)
@@ -37,11 +29,12 @@ def formula(method: MethodName, pair: LayoutPair, weight_bytes: int) -> Formula:
         MethodName.PER_TENSOR: (rest_of_model, shard + gen_shard, shard),
         MethodName.MEGATRON_CORE: (None, shard + gen_shard, shard),
     }
-    return Formula(*(None if part is None else float(part * weight_bytes) for part in fractions[method]))
+    values = (None if part is None else float(part * weight_bytes) for part in fractions[method])
+    return dict(zip(FIGURES, values, strict=True))
 
 
 def ratio(measured: float, expected: float | None) -> float | None:
-    """measured / expected; 1 where both are 0, None where there is nothing to compare with."""
+    """Return measured / expected; 1 where both are 0, None where there is nothing to compare with."""
     if expected is None:
         return None
     if expected == 0:

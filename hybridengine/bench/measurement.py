@@ -1,216 +1,160 @@
-"""One rank's part of a benchmark: all methods in turn on the same weights, repetition by repetition."""
+"""Switches on real ranks: all methods in turn on the same weights, repetition by repetition."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hybridengine.backends.megatron.groups import initialize_globals
+from hybridengine.backends.vllm.environment import rank_environment
 from hybridengine.bench.actor import Actor
+from hybridengine.bench.machine import num_gpus
 from hybridengine.bench.methods import METHODS
-from hybridengine.bench.methods.method import Method, Setting
-from hybridengine.bench.results import PairResult, RankSamples, RawAllGather, Timing, summarise
-from hybridengine.bench.spec import BenchSpec, LayoutPair, MethodName
-from hybridengine.errors import TransferError
+from hybridengine.bench.methods.method import Setting
+from hybridengine.bench.results import PairResult, Sample, summarise
+from hybridengine.bench.spec import BenchSpec, LayoutPair
+from hybridengine.controller.cluster import start_ray
+from hybridengine.controller.pool import ResourcePool
+from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.metrics.formatting import format_seconds
+from hybridengine.protocols import ONE_TO_ALL, RankContext, register
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.vllm import vllm_layout
-from hybridengine.runtime.ledger import SwitchReport
 from hybridengine.runtime.process_groups import ProcessGroups
-from hybridengine.topology.generation import GenerationGrid
-from hybridengine.topology.grid import Grid, group_with
-from hybridengine.topology.links import NodeMap
+from hybridengine.topology.grid import group_with
 
 Say = Callable[[str], None]
-
-VERIFY_PRICES = ("always", "never")
 Result = TypeVar("Result")
 
 
-@dataclass
-class _Contestant:
-    """A method in the running, and what this rank has measured of it."""
+def measure_switches(spec: BenchSpec, say: Say) -> Iterator[PairResult]:
+    """Yield the results of each pair; its ranks start for it, and end afterwards.
 
-    label: str
-    method: Method
-    there: list[tuple[float, SwitchReport]] = field(default_factory=list)
-    back: list[tuple[float, SwitchReport]] = field(default_factory=list)
+    Raises:
+        ConfigError: the cluster is too small.
+        RankFailedError: a method has delivered wrong weights, or a rank failed.
+        WorkerTimeoutError: a call took longer than `spec.timeout_s`.
+    """
+    on_gpus = num_gpus() > 0
+    start_ray(num_cpus=max(pair.train.num_ranks for pair in spec.pairs))
+    for pair in spec.pairs:
+        say(f"{spec.describe(pair)}; starting ranks")
+        with ResourcePool(
+            spec.nodes(pair).ranks_per_node,
+            use_gpus=on_gpus,
+            env=rank_environment(use_gpus=on_gpus),
+            timeout_s=spec.timeout_s,
+        ) as pool:
+            ranks = WorkerGroup(
+                pool,
+                SwitchBenchWorker,
+                parallel=pair.train,
+                generate=pair.gen,
+                config={"spec": spec, "pair": pair},
+            )
+            result = measure_pair(spec, pair, ranks, say)
+        yield result
 
-    def samples(self) -> RankSamples:
-        """Everything but the first repetition, which warms up."""
-        there, back = self.there[1:], self.back[1:]
-        return RankSamples(
-            seconds_there=tuple(seconds for seconds, _ in there),
-            seconds_back=tuple(seconds for seconds, _ in back),
-            received_bytes=max(report.received_bytes for _, report in there),
-            received_back_bytes=max(report.received_bytes for _, report in back),
-            peak_weight_bytes=max(report.peak_weight_bytes for _, report in (*there, *back)),
-            redundant_bytes=max(report.redundant_bytes for _, report in there),
+
+def measure_pair(spec: BenchSpec, pair: LayoutPair, ranks: Any, say: Say) -> PairResult:
+    """Return the results of one pair.
+
+    Args:
+        ranks: group of `SwitchBenchWorker`.
+    """
+    for version, label in enumerate(spec.contestants, start=1):
+        say(f"warming up and checking {label}")
+        ranks.check(label, version).wait()
+    say("weights of every method are right")
+    samples: dict[str, list[list[Sample]]] = {label: [] for label in spec.contestants}
+    for repetition in range(spec.repetitions):
+        for label, measured in samples.items():
+            measured.append(ranks.repeat(label).get())
+        shown = (
+            f"{label} {format_seconds(max(sample.seconds_there for sample in measured[-1]))}"
+            for label, measured in samples.items()
         )
+        say(f"repetition {repetition + 1}/{spec.repetitions}: {', '.join(shown)}")
+    return summarise(spec, pair, samples)
 
 
-class Measurement:
-    """All methods of a benchmark on one pair of layouts, on this rank. Every call is collective over all ranks."""
+class SwitchBenchWorker:
+    """All methods of a benchmark on one pair of layouts, on one rank. Every call is collective over all ranks."""
 
-    def __init__(
-        self,
-        spec: BenchSpec,
-        pair: LayoutPair,
-        registry: ProcessGroups,
-        say: Say,
-        nodes: NodeMap | None = None,
-    ) -> None:
-        self._spec, self._pair, self._say = spec, pair, say
+    def __init__(self, context: RankContext, spec: BenchSpec, pair: LayoutPair) -> None:
         initialize_globals(seed=0)
-        grid = Grid(pair.train)
-        self._actor = Actor(spec.shape, grid, dist.get_rank(), registry, spec.dtype)
-        setting = Setting(self._actor, pair.gen, spec.bucket_bytes, spec.verify, spec.timeout_s, nodes)
-        self._contestants: dict[str, _Contestant] = {}
-        for name in spec.methods:
-            self._add(name.value, name, setting)
-        if MethodName.MICRO_DP in spec.methods:
-            for verify in VERIFY_PRICES:
-                self._add(
-                    f"micro-dp (verify: {verify})", MethodName.MICRO_DP, replace(setting, verify=verify)
-                )
-        self._raw = _RawGather(self._actor, GenerationGrid(grid, pair.gen))
+        grid, generation = context.topology.grid, context.topology.generation
+        assert generation is not None, "the group is made with generation sizes"
+        registry = ProcessGroups(spec.timeout_s)
+        self._actor = actor = Actor(spec.shape, grid, context.rank, registry, spec.dtype)
+        setting = Setting(actor, pair.gen, spec.bucket_bytes, spec.verify, spec.timeout_s, spec.nodes(pair))
+        self._methods = {
+            label: METHODS[name](replace(setting, verify=verify))
+            for label, (name, verify) in spec.contestants.items()
+        }
+        for method in self._methods.values():
+            method.prepare()
+        # The yardstick: a bare all-gather of training shards where micro-dp gathers, into memory that was touched.
+        groups = domains(actor.layout, vllm_layout(spec.shape, generation))
+        self._domain, self._group = group_with(actor.rank, groups), registry.of(groups)
+        size = max(actor.layout.shard(rank).num_elements for rank in self._domain)
+        self._own = torch.zeros(size, dtype=actor.dtype, device=actor.device)
+        self._gathered = torch.zeros(size * len(self._domain), dtype=actor.dtype, device=actor.device)
 
-    def _add(self, label: str, name: MethodName, setting: Setting) -> None:
-        method = METHODS[name](setting)
-        method.prepare()
-        self._contestants[label] = _Contestant(label, method)
-
-    def run(self) -> PairResult:
-        """Results over all ranks, the same on each.
+    @register(ONE_TO_ALL)
+    def check(self, label: str, version: int) -> None:
+        """Warm a method up with the weights of `version`, and check all that it delivers.
 
         Raises:
-            TransferError: a method has delivered wrong weights, or a peer failed.
+            TransferError: it delivered wrong weights, or changed those of training.
         """
-        started = time.perf_counter()
-        self._warm_up()
-        self._say(
-            f"warm-up took {format_seconds(time.perf_counter() - started)}; weights of every method are right"
+        self._actor.fill(version)
+        self._repeat(label, checks=True)
+
+    @register(ONE_TO_ALL)
+    def repeat(self, label: str) -> Sample:
+        """Switch there and back by one method, and then gather the bare shards."""
+        return self._repeat(label)
+
+    def _repeat(self, label: str, checks: bool = False) -> Sample:
+        method = self._methods[label]
+        seconds_there, there = timed(method.there)
+        if checks:
+            method.check(label)
+        seconds_back, back = timed(method.back)
+        if checks:
+            self._actor.check(f"method {label}, on the way back,")
+        seconds_raw, _ = timed(
+            lambda: dist.all_gather_into_tensor(self._gathered, self._own, group=self._group)
         )
-        with _without_garbage_collection():
-            for repetition in range(self._spec.repetitions):
-                self._repeat(repetition)
-        result = self._summarise()
-        for contestant in self._contestants.values():
-            contestant.method.close()
-        return result
-
-    def _repeat(self, repetition: int) -> None:
-        shown = []
-        for contestant in self._contestants.values():
-            self._there(contestant)
-            self._back(contestant)
-            shown.append(f"{contestant.label} {format_seconds(contestant.there[-1][0])}")
-            self._raw.run()  # after each, so that what one leaves behind weighs no more than the others'
-        self._say(f"repetition {repetition + 1}/{self._spec.repetitions}: {', '.join(shown)}")
-
-    def _warm_up(self) -> None:
-        """One repetition that is not counted, in which everything that has been delivered is checked."""
-        for version, contestant in enumerate(self._contestants.values(), start=1):
-            self._say(f"warming up and checking {contestant.label}")
-            self._actor.fill(version)
-            self._there(contestant)
-            contestant.method.check(contestant.label)
-            self._back(contestant)
-            self._actor.check(f"method {contestant.label}, on the way back,")
-        self._raw.run()
-
-    def _there(self, contestant: _Contestant) -> None:
-        contestant.there.append(timed(contestant.method.there))
-
-    def _back(self, contestant: _Contestant) -> None:
-        contestant.back.append(timed(contestant.method.back))
-
-    def _summarise(self) -> PairResult:
-        own = {label: contestant.samples() for label, contestant in self._contestants.items()}
-        everything: list[tuple[dict[str, RankSamples], list[float]]] = [({}, [])] * dist.get_world_size()
-        dist.all_gather_object(everything, (own, self._raw.seconds[1:]))
-        by_label = {label: [ranks[label] for ranks, _ in everything] for label in own}
-        raw = None
-        if self._raw.received_bytes:
-            raw = RawAllGather(self._raw.received_bytes, Timing.of([seconds for _, seconds in everything]))
-
-        def ratio(label: str, other: str) -> float | None:
-            if not {label, other} <= set(by_label):
-                return None
-            above, below = (
-                Timing.of([s.seconds_there for s in by_label[key]]).median for key in (label, other)
-            )
-            return above / below
-
-        always, never = (f"micro-dp (verify: {verify})" for verify in VERIFY_PRICES)
-        return summarise(
-            self._spec,
-            self._pair,
-            {name: by_label[name.value] for name in self._spec.methods},
-            raw,
-            verify_always_over_never=ratio(always, never),
+        return Sample(
+            seconds_there,
+            seconds_back,
+            seconds_raw,
+            there.received_bytes,
+            back.received_bytes,
+            max(there.peak_weight_bytes, back.peak_weight_bytes),
+            there.redundant_bytes,
+            (len(self._domain) - 1) * self._own.nbytes,
         )
-
-
-class _RawGather:
-    """The yardstick: a bare all-gather of training shards where micro-dp gathers, into memory that was touched."""
-
-    def __init__(self, actor: Actor, generation: GenerationGrid) -> None:
-        groups = domains(actor.layout, vllm_layout(actor.shape, generation))
-        self._group = actor.registry.of(groups)
-        domain = group_with(actor.rank, groups)
-        size = max(actor.layout.shard(rank).num_elements for rank in domain)
-        device = next(actor.module.parameters()).device
-        self._own = torch.zeros(size, dtype=actor.dtype, device=device)
-        self._gathered = torch.zeros(size * len(domain), dtype=actor.dtype, device=device)
-        self.received_bytes = (len(domain) - 1) * self._own.nbytes
-        """Of the group of this rank; the same in all groups but for uneven stages."""
-        largest = torch.tensor([self.received_bytes], device=device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        self.received_bytes = int(largest.item())
-        self.seconds: list[float] = []
-
-    def run(self) -> None:
-        """Gather once and note the seconds, where there is anything to gather."""
-        if not self.received_bytes:
-            return
-        seconds, _ = timed(lambda: dist.all_gather_into_tensor(self._gathered, self._own, group=self._group))
-        self.seconds.append(seconds)
 
 
 def timed(call: Callable[[], Result]) -> tuple[float, Result]:
-    """(seconds on this rank from a common start, what `call` returns).
-
-    Raises:
-        TransferError: a peer failed before or in the call.
-    """
+    """Return the seconds on this rank from a common start, without garbage collection, and what `call` returns."""
+    dist.barrier()
+    gc.disable()
     try:
-        dist.barrier()
         _wait_for_device()
         started = time.perf_counter()
         result = call()
         _wait_for_device()
         return time.perf_counter() - started, result
-    except RuntimeError as error:
-        raise TransferError(
-            f"rank {dist.get_rank()}: a collective failed: {error}; look for the first error among the ranks"
-        ) from error
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Python collects nothing while this is open: it would do so in the middle of any method."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
     finally:
         gc.enable()
 

@@ -9,8 +9,16 @@ from matplotlib.axes import Axes
 
 from hybridengine.bench.results import PairResult
 from hybridengine.bench.spec import BenchSpec
-from hybridengine.charts import drawing, grouped_bars
+from hybridengine.charts import Bars, drawing, grouped_bars
 from hybridengine.metrics.formatting import format_bytes, format_seconds
+
+SECONDS = {"there": ("seconds_there", "#0072B2"), "back": ("seconds_back", "#E69F00")}
+BYTES = {
+    "received": ("received_bytes_max", "#56B4E9"),
+    "peak weights": ("peak_weight_bytes_max", "#BBBBBB"),
+    "redundant": ("redundant_bytes_max", "#D55E00"),
+}
+"""Label of a figure -> its name and colour."""
 
 
 def draw(spec: BenchSpec, pairs: Sequence[PairResult], file: Path) -> None:
@@ -27,38 +35,30 @@ def draw(spec: BenchSpec, pairs: Sequence[PairResult], file: Path) -> None:
 
 
 def _draw_seconds(axes: Axes, pair: PairResult) -> None:
-    """Medians as bars, lowest to highest as lines."""
-    timings = {
-        "there": ("#0072B2", [result.there for result in pair.results]),
-        "back": ("#E69F00", [result.back for result in pair.results]),
-    }
-    series = {
-        name: (
-            colour,
-            [one.median for one in found],
-            [[one.median - one.lowest for one in found], [one.highest - one.median for one in found]],
+    """Draw medians as bars, fastest to slowest as lines."""
+    series: dict[str, Bars] = {}
+    for label, (name, colour) in SECONDS.items():
+        medians, fastest, slowest = (
+            [result[key] for result in pair.results] for key in (name, f"{name}_min", f"{name}_max")
         )
-        for name, (colour, found) in timings.items()
-    }
-    drawn = grouped_bars(axes, [result.method.value for result in pair.results], series)
-    for bars, (_, found) in zip(drawn, timings.values(), strict=True):
-        axes.bar_label(bars, [format_seconds(one.median) for one in found], padding=4, fontsize=7)
-    axes.set_xlim(0, 1.25 * max(result.there.highest for result in pair.results))
-    axes.set_title(f"{pair.pair} on {pair.pair.train.num_ranks} ranks", loc="center")
-    axes.set_xlabel("seconds: median, lowest to highest", fontsize=8)
+        below = [median - one for median, one in zip(medians, fastest, strict=True)]
+        above = [one - median for median, one in zip(medians, slowest, strict=True)]
+        series[label] = colour, medians, [below, above]
+    drawn = grouped_bars(axes, [result["method"] for result in pair.results], series)
+    for bars, (_, medians, _) in zip(drawn, series.values(), strict=True):
+        axes.bar_label(bars, list(map(format_seconds, medians)), padding=4, fontsize=7)
+    axes.set_xlim(0, 1.25 * max(result["seconds_there_max"] for result in pair.results))
+    figures = pair.figures
+    axes.set_title(f"{figures['train']} -> {figures['gen']} on {figures['num_ranks']} ranks", loc="center")
+    axes.set_xlabel("seconds: median, fastest to slowest", fontsize=8)
 
 
 def _draw_bytes(axes: Axes, pair: PairResult, weight_bytes: int) -> None:
-    figures = {
-        "received": ("#56B4E9", [result.received_bytes_max for result in pair.results]),
-        "peak weights": ("#BBBBBB", [result.peak_weight_bytes_max for result in pair.results]),
-        "redundant": ("#D55E00", [result.redundant_bytes_max for result in pair.results]),
+    series: dict[str, Bars] = {
+        label: (colour, [result[name] / weight_bytes for result in pair.results], None)
+        for label, (name, colour) in BYTES.items()
     }
-    series = {
-        name: (colour, [one / weight_bytes for one in found], None)
-        for name, (colour, found) in figures.items()
-    }
-    drawn = grouped_bars(axes, [result.method.value for result in pair.results], series)
-    for bars, (_, found) in zip(drawn, figures.values(), strict=True):
-        axes.bar_label(bars, list(map(format_bytes, found)), padding=4, fontsize=7)
+    drawn = grouped_bars(axes, [result["method"] for result in pair.results], series)
+    for bars, (name, _) in zip(drawn, BYTES.values(), strict=True):
+        axes.bar_label(bars, [format_bytes(result[name]) for result in pair.results], padding=4, fontsize=7)
     axes.set_xlabel("of all weights, rank with the most", fontsize=8)

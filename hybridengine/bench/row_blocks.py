@@ -7,18 +7,22 @@ contribution is an interval of that, rounded to rows; and what arrives is cut af
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hybridengine.errors import PlanError
-from hybridengine.reshard.boxes import Box, intersect, moved, subtract
+from hybridengine.reshard.boxes import Box, cover, intersect, moved, starts
 from hybridengine.reshard.layout import LocalParameter, Piece, Shard
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Consecutive rows of one local parameter, at an offset inside a contribution."""
+    """Consecutive rows of one local parameter, as part of a member's contribution to a bucket."""
 
+    bucket: int
+    member: int
+    """Place in the gather's group."""
     parameter: LocalParameter
     start: int
     stop: int
@@ -26,20 +30,24 @@ class RowBlock:
     """Elements of the contribution before this block."""
 
     @property
+    def box(self) -> Box:
+        """Elements of the local parameter."""
+        return ((self.start, self.stop), *((0, size) for size in self.parameter.shape[1:]))
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return (self.stop - self.start, *self.parameter.shape[1:])
 
     @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
+    def end(self) -> int:
+        """Elements of the contribution up to the end of this block."""
+        return self.offset + math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A box of a contribution that fills a box of a destination parameter."""
+    """A box of a block that fills a box of a destination parameter."""
 
-    member: int
-    """Whose contribution: place in the gather's group."""
     block: RowBlock
     source: Box
     """In indices of the block."""
@@ -48,71 +56,47 @@ class Cut:
     """In indices of the destination parameter."""
 
 
-def contribution(shard: Shard, part: int, num_parts: int) -> tuple[RowBlock, ...]:
-    """Part `part` of `num_parts` nearly equal parts of a shard; together they have every row once."""
-    total = shard.num_elements
-    low, high = total * part // num_parts, total * (part + 1) // num_parts
-    blocks, before, offset = [], 0, 0
-    for parameter in shard.parameters:
-        rows, row = parameter.shape[0], parameter.num_elements // parameter.shape[0]
-        # A row belongs to the part in which it starts.
-        start, stop = (min(max(-(-(bound - before) // row), 0), rows) for bound in (low, high))
-        if start < stop:
-            blocks.append(RowBlock(parameter, start, stop, offset))
-            offset += blocks[-1].num_elements
-        before += parameter.num_elements
-    return tuple(blocks)
+def row_blocks(shard: Shard, member: int, part: int, num_parts: int, num_buckets: int) -> Iterator[RowBlock]:
+    """Yield the blocks of part `part` of `num_parts` nearly equal parts of a shard, in nearly equal buckets.
+
+    Together, the parts have every row once.
+    """
+    total, num_pieces = shard.num_elements, num_parts * num_buckets
+    for bucket in range(num_buckets):
+        piece = part * num_buckets + bucket
+        bounds = total * piece // num_pieces, total * (piece + 1) // num_pieces
+        before, offset = 0, 0
+        for parameter in shard.parameters:
+            rows, row = parameter.shape[0], parameter.num_elements // parameter.shape[0]
+            # A row belongs to the piece in which it starts.
+            start, stop = (min(max(-(-(bound - before) // row), 0), rows) for bound in bounds)
+            if start < stop:
+                block = RowBlock(bucket, member, parameter, start, stop, offset)
+                offset = block.end
+                yield block
+            before += parameter.num_elements
 
 
-def contribution_size(blocks: Sequence[RowBlock]) -> int:
-    """Elements of a contribution."""
-    return blocks[-1].offset + blocks[-1].num_elements if blocks else 0
+def cuts(destination: Shard, blocks: Iterable[RowBlock]) -> Iterator[Cut]:
+    """Yield the cuts that fill a shard; an element that comes twice is taken once.
 
-
-class Cutter:
-    """Cuts contributions to what a destination shard still lacks; an element that comes twice is taken once."""
-
-    def __init__(self, destination: Shard) -> None:
-        self._missing: dict[str, list[tuple[str, Piece, list[Box]]]] = {}
-        for parameter in destination.parameters:
-            for piece in parameter.pieces:
-                self._missing.setdefault(piece.tensor, []).append((parameter.name, piece, [piece.box]))
-
-    def cut(self, members: Sequence[Sequence[RowBlock]]) -> tuple[Cut, ...]:
-        """Cuts of one gather, to which member i contributes `members[i]`."""
-        return tuple(
-            found
-            for member, blocks in enumerate(members)
-            for block in blocks
-            for piece in block.parameter.pieces
-            for found in self._cut_piece(member, block, piece)
-        )
-
-    def check_complete(self) -> None:
-        """Check that the destination lacks nothing any more.
-
-        Raises:
-            PlanError: a box that no contribution held.
-        """
-        for tensor, needs in self._missing.items():
-            for name, _, boxes in needs:
-                if boxes:
-                    raise PlanError(
-                        f"{tensor}{list(boxes[0])}, which {name} needs, is in no contribution; the group that gathers"
-                        " must hold a whole model"
-                    )
-
-    def _cut_piece(self, member: int, block: RowBlock, piece: Piece) -> Iterator[Cut]:
-        rows = ((block.start, block.stop), *((0, size) for size in block.parameter.shape[1:]))
-        local = intersect(piece.local_box, rows)
-        if local is None:
-            return
-        held = piece.in_tensor(local)
-        first_row = (block.start, *(0 for _ in block.parameter.shape[1:]))
-        origin = tuple(0 for _ in first_row)
-        for name, need, missing in self._missing.get(piece.tensor, ()):
-            parts = [part for box in missing if (part := intersect(box, held)) is not None]
-            missing[:] = [rest for box in missing for rest in subtract(box, held)]
-            for part in parts:
-                source = moved(piece.in_parameter(part), first_row, origin)
-                yield Cut(member, block, source, name, need.in_parameter(part))
+    Raises:
+        PlanError: a box is in no block.
+    """
+    held: dict[str, list[tuple[tuple[RowBlock, Piece], Box]]] = defaultdict(list)
+    for block in blocks:
+        for piece in block.parameter.pieces:
+            if (local := intersect(piece.local_box, block.box)) is not None:
+                held[piece.tensor].append(((block, piece), piece.in_tensor(local)))
+    for parameter in destination.parameters:
+        for need in parameter.pieces:
+            found, missing = cover(need.box, held[need.tensor])
+            if missing:
+                raise PlanError(
+                    f"{need.tensor}{list(missing[0])}, which {parameter.name} needs, is in no contribution; the group"
+                    " that gathers must hold a whole model"
+                )
+            for (block, piece), box in found:
+                origin = (0,) * len(block.shape)
+                source = moved(piece.in_parameter(box), starts(block.box), origin)
+                yield Cut(block, source, parameter.name, need.in_parameter(box))

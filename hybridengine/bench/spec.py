@@ -1,17 +1,17 @@
-"""What a benchmark compares: one model, pairs of layouts, methods. Checked whole, before anything starts."""
+"""Specification of `hybridengine reshard bench`: one model, pairs of layouts, methods."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
 
+from hybridengine.bench.machine import PROCESS_BYTES
 from hybridengine.errors import TopologyError, raise_all
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.model_shapes import ModelShape
 from hybridengine.planning.layouts import check_generates, check_layouts
+from hybridengine.topology.links import NodeMap
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 
@@ -27,12 +27,8 @@ class MethodName(str, Enum):
 
 VERIFY_TIMES = ("first", "always", "never")
 """When micro-dp's receivers check what they have received; values of `runtime.executor.Verify`, which needs torch."""
-
-MAX_REPETITIONS = 10_000
-
-MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1.0, 86400.0
-
-DTYPES = ("float32", "bfloat16")
+VERIFYING = "micro-dp (verify: {})"
+"""Label of micro-dp where it runs only to price verification."""
 
 DEFAULT_MODEL = ModelShape(
     family="llama",
@@ -60,7 +56,7 @@ class LayoutPair:
 
     @classmethod
     def parse(cls, text: str) -> LayoutPair:
-        """A pair written as TRAIN:GEN, e.g. "2-4-1:1-2".
+        """Return a pair that is written as TRAIN:GEN, e.g. "2-4-1:1-2".
 
         Raises:
             TopologyError: another form.
@@ -79,7 +75,7 @@ class BenchSpec:
     """One benchmark.
 
     Raises:
-        ConfigError: a number out of range, or a model that generates nothing.
+        ConfigError: a model that generates nothing.
         TopologyError: layouts that cannot be, with the nearest that can.
     """
 
@@ -92,11 +88,11 @@ class BenchSpec:
     bucket_bytes: int = 16 * 2**20
     verify: str = "first"
     timeout_s: float = 120.0
-    """Longest that any wait may take."""
+    """Longest that a method may take there and back."""
+    num_nodes: int = 1
 
     def __post_init__(self) -> None:
         check_generates(self.shape)
-        raise_all(self._problems())
         raise_all(self._layout_problems(), TopologyError)
 
     @property
@@ -104,25 +100,40 @@ class BenchSpec:
         """M: bytes of all weights."""
         return self.shape.weight_bytes(self.dtype)
 
+    @property
+    def contestants(self) -> dict[str, tuple[MethodName, str]]:
+        """Label -> method and when it verifies, in the order of each repetition."""
+        named = {method.value: (method, self.verify) for method in self.methods}
+        if MethodName.MICRO_DP in self.methods:
+            named |= {
+                VERIFYING.format(verify): (MethodName.MICRO_DP, verify) for verify in ("always", "never")
+            }
+        return named
+
+    def nodes(self, pair: LayoutPair) -> NodeMap:
+        """Return the nodes of a pair's ranks."""
+        return NodeMap.uniform(pair.train.num_ranks, -(-pair.train.num_ranks // self.num_nodes))
+
     def describe(self, pair: LayoutPair) -> str:
-        """One line that says what is about to be measured."""
+        """Return one line that says what is about to be measured."""
         return (
             f"{pair}: {pair.train.num_ranks} ranks, {format_bytes(self.weight_bytes)} of {self.dtype} weights,"
             f" methods {', '.join(method.value for method in self.methods)}"
         )
 
-    def _problems(self) -> Iterable[str]:
-        if not 1 <= self.repetitions <= MAX_REPETITIONS:
-            yield f"--repetitions {self.repetitions} is out of range; choose 1 to {MAX_REPETITIONS}"
-        if self.bucket_bytes < 2**16:
-            yield f"--bucket-bytes {self.bucket_bytes} is less than a message is worth; choose at least 65536"
-        if not MIN_TIMEOUT_S <= self.timeout_s <= MAX_TIMEOUT_S:
-            yield (
-                f"--timeout {self.timeout_s:g} is out of range; choose {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} seconds"
-            )
-        for name, value, known in (("dtype", self.dtype, DTYPES), ("verify", self.verify, VERIFY_TIMES)):
-            if value not in known:
-                yield f"{name} {value!r} does not exist; choose from {', '.join(known)}"
+    def needed_bytes(self, pair: LayoutPair) -> int:
+        """Return the bytes that a node's ranks take together at the worst moment, roughly.
+
+        Resident all along: the training shard, the raw all-gather's buffers, megatron-core's target. Above that, one
+        method at a time: its destination and a few buckets.
+        """
+        whole = self.weight_bytes
+        train, gen = whole / pair.train.model_parallel_size, whole / pair.gen.num_ranks
+        domain = max(1, pair.train.model_parallel_size // pair.gen.num_ranks)
+        resident = train * (2 + domain) + (gen if MethodName.MEGATRON_CORE in self.methods else 0)
+        # gloo's all-gather keeps a copy of what it gathers.
+        moving = gen + max(train * domain, 4 * min(self.bucket_bytes, whole))
+        return int(max(self.nodes(pair).ranks_per_node) * (resident + moving + PROCESS_BYTES))
 
     def _layout_problems(self) -> Iterable[str]:
         for pair in self.pairs:
@@ -137,26 +148,3 @@ class BenchSpec:
                     f"{pair}: megatron-core: {problem}, or leave this method out with --methods"
                     for problem in self.shape.tp_problems(pair.gen.tp_size, "t_g")
                 )
-
-
-Choice = TypeVar("Choice", bound=Enum)
-
-
-def parse_choices(text: str, choices: type[Choice], what: str) -> tuple[Choice, ...]:
-    """Members of `choices` named in a comma-separated list, each once, in the order of `choices`.
-
-    Raises:
-        ConfigError: a name that does not exist, with the nearest that does; no name at all.
-    """
-    known = {choice.value: choice for choice in choices}
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    problems = []
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            meant = f"did you mean {near[0]!r}? " if near else ""
-            problems.append(f"{what} {name!r} does not exist; {meant}choose from {', '.join(known)}")
-    if not names:
-        problems.append(f"no {what} is named; choose from {', '.join(known)}")
-    raise_all(problems)
-    return tuple(choice for name, choice in known.items() if name in names)

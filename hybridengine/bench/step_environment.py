@@ -1,88 +1,65 @@
-"""An environment of its own for TRL: made once, in a folder whose name tells what is in it, and used again."""
+"""An environment of its own for TRL: made once, in a folder whose name is the digest of its contents."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from hybridengine.errors import ConfigError
 
 TRL_PACKAGES = ("trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0")
-STAMP = "complete.json"
-"""File of an environment that says what it has; written last."""
+STAMP = "complete"
+"""File of an environment that is whole; written last."""
 INSTALL_TIMEOUT_S = 1800.0
-
-Run = Callable[[Sequence[str]], None]
 
 
 def requirements() -> tuple[str, ...]:
-    """What the environment has: TRL, and this environment's torch, so that both sides have the same kernels."""
+    """Return TRL's packages and this environment's torch, so that both sides have the same kernels."""
     return (f"torch=={version('torch')}", *TRL_PACKAGES)
 
 
-def make_environment(folder: Path, say: Callable[[str], None], run: Run | None = None) -> Path:
-    """The Python of the environment in `folder`, which is made where there is none, or only part of one.
+def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
+    """Return the Python of the environment in `folder`, which is made where there is none, or only part of one.
 
     Raises:
         ConfigError: the folder cannot be written to, or the packages cannot be installed.
     """
-    run = run or _run
-    wanted = {"python": ".".join(map(str, sys.version_info[:2])), "packages": list(requirements())}
-    digest = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:12]
-    place = folder / f"trl-{digest}"
-    python = place / "bin" / "python"
-    with _locked(folder, place.name):
-        if _stamp(place) == wanted and python.exists():
-            return python
+    contents = repr((sys.version_info[:2], requirements()))
+    place = folder / f"trl-{hashlib.sha256(contents.encode()).hexdigest()[:12]}"
+    python, stamp = place / "bin" / "python", place / STAMP
+    if not stamp.exists():
         say(f"making an environment for TRL in {place} (a few minutes, once): {', '.join(requirements())}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--environment {folder} cannot be written to ({error.strerror}); name a folder that can, with 3 GB of"
+                " space"
+            ) from None
         shutil.rmtree(place, ignore_errors=True)
         run([sys.executable, "-m", "venv", str(place)])
         run([str(python), "-m", "pip", "install", "--quiet", "--no-input", *requirements()])
-        (place / STAMP).write_text(json.dumps(wanted))
+        stamp.touch()
     return python
 
 
-def _stamp(place: Path) -> object:
+def run(command: Sequence[str]) -> None:
+    """Carry out a command that makes part of the environment.
+
+    Raises:
+        ConfigError: it failed, or took too long.
+    """
     try:
-        return json.loads((place / STAMP).read_text())
-    except (OSError, ValueError):
-        return None
-
-
-@contextmanager
-def _locked(folder: Path, name: str) -> Iterator[None]:
-    """Two commands that start together make one environment."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / f"{name}.lock").open("w")
-    except OSError as error:
-        raise ConfigError(
-            f"--environment {folder} cannot be written to ({error.strerror}); name a folder that can, with 3 GB of space"
-        ) from None
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _run(command: Sequence[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"{' '.join(command[1:5])} took more than {INSTALL_TIMEOUT_S:g} s; look at the network, then run the command"
-            " again"
-        ) from None
-    if done.returncode:
-        last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+    except subprocess.SubprocessError as error:
+        said = getattr(error, "stderr", None) or getattr(error, "stdout", None) or str(error)
+        last = "\n".join(str(said).strip().splitlines()[-5:])
         raise ConfigError(
             f"the environment for TRL cannot be made: {' '.join(command[1:5])} failed\n{last}\nwhere pip does not find"
             " torch, name PyTorch's index in PIP_EXTRA_INDEX_URL; --only hybridengine measures without TRL"
-        )
+        ) from None

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from hybridengine.backends.vllm import environment
-from hybridengine.bench.step_result import StepTime
-from hybridengine.bench.step_spec import OwnWay, StepSpec
+from hybridengine.bench.step_spec import CONTROLLER, OwnWay, StepSpec, StepTime
 from hybridengine.config import RunConfig, load_config
 from hybridengine.controller.calls import call_log
 from hybridengine.data.datasets import PromptDataset, rows_after
-from hybridengine.drivers.roles import Roles, Sampling, State
+from hybridengine.drivers.roles import Sampling, State
 from hybridengine.metrics import keys
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.reading import read_object
@@ -29,7 +29,7 @@ SPARE_BLOCKS = 8
 
 @dataclass(frozen=True)
 class StepFiles:
-    """What both sides read."""
+    """Files and prompts that both sides read."""
 
     model: Path
     """Checkpoint without an end token."""
@@ -40,12 +40,12 @@ class StepFiles:
     """The prompts as text, which becomes the same tokens again."""
 
     def step_rows(self, num_prompts: int, step: int) -> list[int]:
-        """Rows of the prompts of a step, from 1, as the run's own workers choose them."""
+        """Return the rows of the prompts of a step, from 1, as the run's own workers choose them."""
         return rows_after(len(self.prompts), num_prompts, 0, (step - 1) * num_prompts)
 
 
 def copy_without_end(model: Path, folder: Path) -> Path:
-    """A copy of a checkpoint, in `folder`, whose model names no token that ends a response; weights are linked."""
+    """Make a copy of a checkpoint whose model names no token that ends a response, with links to its weights."""
     folder.mkdir(parents=True)
     for file in model.iterdir():
         if file.name in ("config.json", "generation_config.json"):
@@ -58,7 +58,7 @@ def copy_without_end(model: Path, folder: Path) -> Path:
 
 
 def run_config(spec: StepSpec, way: OwnWay, files: StepFiles, folder: Path) -> RunConfig:
-    """The configuration of a run that does the steps of `spec` this way.
+    """Return the configuration of a run that does the steps of `spec` this way.
 
     Raises:
         ConfigError: the sizes do not fit the model or the rows.
@@ -105,54 +105,33 @@ def _cache_bytes(spec: StepSpec, way: OwnWay, files: StepFiles, longest: int) ->
     return (rows * blocks + SPARE_BLOCKS) * CACHE_BLOCK_TOKENS * entry_bytes // way.gen.num_ranks
 
 
-class OwnSteps:
-    """Steps of a run that has started."""
-
-    def __init__(self, config: RunConfig, pools: RunPools, roles: Roles) -> None:
-        self._config, self._pools, self._roles = config, pools, roles
-        self._state = State()
-
-    def step(self, number: int) -> StepTime:
-        """One iteration, from prompts to updated weights."""
-        rollout, log = self._config.rollout, call_log()
-        sampling = Sampling(
-            number,
-            self._config.data.batch_size,
-            rollout.samples_per_prompt,
-            number * self._config.rows_per_step,
-        )
-        log.take_records()
-        begin = time.time()
-        metrics = self._config.algorithm.step(self._roles, sampling, self._state)
-        self._pools.wait()
-        seconds = time.time() - begin
-        took = call_metrics(log.take_records(), 0, begin, begin + seconds)
-        overhead = took.pop(keys.OVERHEAD_S)
-        phases = {
-            name.removeprefix("time/").removesuffix("_s"): value
-            for name, value in took.items()
-            if name.startswith("time/")
-        }
-        return StepTime(seconds, int(metrics["rollout/tokens"]), phases | {"controller": overhead})
-
-
 @contextlib.contextmanager
-def own_steps(config: RunConfig, way: OwnWay) -> Iterator[OwnSteps]:
-    """Start the ranks of a run; its processes end with the context."""
-    with _threads(way.threads_per_rank), RunPools(config) as pools:
+def own_steps(config: RunConfig, way: OwnWay) -> Iterator[Callable[[int], StepTime]]:
+    """Start the ranks of a run, and yield a function that does the step of a number; they end with the context."""
+    threads = mock.patch.dict(environment.ON_CPU, OMP_NUM_THREADS=str(way.threads_per_rank))
+    with threads, RunPools(config) as pools:
         pools.start()
         actor = pools.start_actor(folder=config.model_folder, stop_token_ids=())
         actor.start_training()
         roles = pools.start_roles(actor)
         pools.wait()
-        yield OwnSteps(config, pools, roles)
+        state, log = State(), call_log()
 
+        def step(number: int) -> StepTime:
+            """Do one iteration, from prompts to updated weights."""
+            samples = config.rollout.samples_per_prompt
+            sampling = Sampling(number, config.data.batch_size, samples, number * config.rows_per_step)
+            log.take_records()
+            begin = time.time()
+            metrics = config.algorithm.step(roles, sampling, state)
+            pools.wait()
+            seconds = time.time() - begin
+            took = call_metrics(log.take_records(), 0, begin, begin + seconds)
+            phases = {CONTROLLER: took.pop(keys.OVERHEAD_S)} | {
+                name.removeprefix("time/").removesuffix("_s"): value
+                for name, value in took.items()
+                if name.startswith("time/")
+            }
+            return StepTime(seconds, int(metrics["rollout/tokens"]), phases)
 
-@contextlib.contextmanager
-def _threads(num_threads: int) -> Iterator[None]:
-    """Ranks that start meanwhile compute with so many threads each."""
-    environment.ON_CPU["OMP_NUM_THREADS"] = str(num_threads)
-    try:
-        yield
-    finally:
-        del environment.ON_CPU["OMP_NUM_THREADS"]
+        yield step

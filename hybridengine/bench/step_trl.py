@@ -1,24 +1,22 @@
 """TRL's GRPOTrainer, one step whenever it is asked. Runs in TRL's own environment: imports nothing of this project.
 
-    python step_trl.py SETTINGS.json
+    python step_trl.py FILE_DESCRIPTOR
 
-Reads a line per step on stdin and answers each with a line on stdout; ends with its stdin. What TRL prints goes to
-stderr.
+The descriptor is that of a `Connection`. The first message is the settings, and the answer says that TRL is ready; each
+further message asks for a step, and its figures are the answer. The program ends when the connection closes.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 
 def digit_share(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Share of each response's characters that are digits: a reward that costs nothing, the same on both sides."""
+    """Return the share of digits among each response's characters, a reward that costs nothing."""
     return [sum(map(str.isdigit, text)) / max(1, len(text)) for text in responses]
 
 
@@ -43,7 +41,7 @@ class Clock:
         setattr(owner, method, timed)
 
     def take(self) -> dict[str, Any]:
-        """What the step took so far; the next one begins."""
+        """Return what the step took so far; the next one begins."""
         phases, tokens, self.phases, self.tokens = self.phases, self.tokens, {}, 0
         generate, rollout = phases.get("generate", 0.0), phases.get("rollout", 0.0)
         return {
@@ -53,7 +51,7 @@ class Clock:
 
 
 def arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of GRPOConfig.
+    """Return the arguments of GRPOConfig.
 
     No gradient checkpointing, which trades time for memory; nothing is logged, saved or shuffled; the end token cannot be
     drawn before a response is complete.
@@ -92,27 +90,19 @@ def arguments(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(path: str) -> None:
+def main(channel: Connection) -> None:
     """Load everything, then train; every step waits for its turn."""
-    channel = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
-
-    def answer(message: dict[str, Any]) -> None:
-        channel.write(json.dumps(message) + "\n")
-
     try:
-        settings = json.loads(Path(path).read_text())
-        trainer = build_trainer(settings, answer)
-        trainer.train()
+        build_trainer(channel.recv(), channel).train()
     except EOFError:
         pass
     except Exception as error:
-        answer({"error": f"{type(error).__name__}: {error}"})
+        channel.send({"error": f"{type(error).__name__}: {error}"})
         raise
 
 
-def build_trainer(settings: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> Any:
-    """A GRPOTrainer that answers "ready" where its first step begins, and each step with its figures."""
+def build_trainer(settings: dict[str, Any], channel: Connection) -> Any:
+    """Return a GRPOTrainer that says where its first step begins, and answers each message with a step's figures."""
     import torch
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import AutoTokenizer, TrainerCallback
@@ -132,16 +122,15 @@ def build_trainer(settings: dict[str, Any], answer: Callable[[dict[str, Any]], N
     clock = Clock()
 
     class Turns(TrainerCallback):
-        """Waits for a line before every step."""
+        """Waits for a message before every step."""
 
         begin = 0.0
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            answer({"ready": True, "num_threads": torch.get_num_threads(), "torch": torch.__version__})
+            channel.send({"torch": torch.__version__})
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if not sys.stdin.readline():
-                raise EOFError
+            channel.recv()
             clock.take()
             self.begin = time.perf_counter()
 
@@ -149,7 +138,7 @@ def build_trainer(settings: dict[str, Any], answer: Callable[[dict[str, Any]], N
             seconds = time.perf_counter() - self.begin
             taken = clock.take()
             taken["phases"]["update"] = seconds - sum(taken["phases"].values())
-            answer({"seconds": seconds, **taken})
+            channel.send({"seconds": seconds, **taken})
 
     def reward(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
         return digit_share(completions, prompts)
@@ -173,4 +162,4 @@ def build_trainer(settings: dict[str, Any], answer: Callable[[dict[str, Any]], N
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Connection(int(sys.argv[1])))

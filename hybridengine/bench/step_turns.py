@@ -1,14 +1,12 @@
-"""A program in a process of its own that works only when it is asked: lines of JSON there and back."""
+"""A program in a process of its own that works only when it is asked."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
-import selectors
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,9 +20,10 @@ LOG_LINES = 12
 
 
 class TurnTaker:
-    """A child that waits for a line on its stdin, works, and answers with a line; idle, it takes no time of the cores.
+    """A child that waits for a message, works, and answers; idle, it takes no time of the cores.
 
-    Its first line says that it is ready. A context manager, which ends the child and everything that it has started.
+    Its last argument is the file descriptor of a `multiprocessing.connection.Connection` for messages. A context manager,
+    which ends the child and everything that it has started.
 
     Args:
         name: of the program, for messages.
@@ -35,76 +34,38 @@ class TurnTaker:
         self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
         self._name, self._log = name, log
-        with log.open("wb") as output:
+        self._channel, theirs = multiprocessing.Pipe()
+        with theirs, log.open("wb") as output:
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                [*command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
                 stderr=output,
-                env=None if environment is None else dict(environment),
+                env=environment,
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        assert self._process.stdin and self._process.stdout, "both are pipes"
-        self._input, self._output = self._process.stdin, self._process.stdout
-        os.set_blocking(self._output.fileno(), False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._output, selectors.EVENT_READ)
-        self._rest = b""
 
-    def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next line.
+    def ask(self, message: Any, timeout_s: float) -> dict[str, Any]:
+        """Return the answer to a message.
 
         Raises:
             WorkerTimeoutError: none in time.
-            WorkerError: the child has ended, or says something else.
+            WorkerError: the child failed, or has ended.
         """
-        deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._rest:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise WorkerTimeoutError(
-                    f"{self._name} has not answered within {timeout_s:g} s; allow more with --timeout{self._last_lines()}"
-                )
-            if self._selector.select(left):
-                part = self._output.read()
-                if part == b"":
-                    raise WorkerError(f"{self._name} has ended{self._last_lines()}")
-                self._rest += part or b""
-        line, _, self._rest = self._rest.partition(b"\n")
         try:
-            answer = json.loads(line)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
-            raise WorkerError(
-                f"{self._name} answered {line[:200]!r}, which is no JSON object{self._last_lines()}"
+            self._channel.send(message)
+            answered = self._channel.poll(timeout_s)
+            answer = self._channel.recv() if answered else {}
+        except (EOFError, OSError):
+            raise WorkerError(f"{self._name} has ended{self._last_lines()}") from None
+        if not answered:
+            raise WorkerTimeoutError(
+                f"{self._name} has not answered within {timeout_s:g} s; allow more with --timeout{self._last_lines()}"
             )
         if "error" in answer:
             raise WorkerError(f"{self._name}: {answer['error']}{self._last_lines()}")
         return answer
-
-    def ask(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer to a message.
-
-        Raises:
-            WorkerError, WorkerTimeoutError: as `receive`.
-        """
-        with contextlib.suppress(BrokenPipeError):  # receive says why it has ended
-            self._input.write(json.dumps(message).encode() + b"\n")
-            self._input.flush()
-        return self.receive(timeout_s)
-
-    def close(self) -> None:
-        """End the child."""
-        with contextlib.suppress(OSError):
-            self._input.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._selector.close()
-        self._output.close()
 
     def _last_lines(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
@@ -116,4 +77,9 @@ class TurnTaker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()

@@ -1,4 +1,4 @@
-"""Weights that any rank can compute for any box: every element follows from its tensor's name and its global index.
+"""Weights that any rank can compute for any box: every element follows from its tensor's name and its logical index.
 
 Each version has other values, so that a method which delivers nothing cannot pass with what an earlier one has left in
 memory.
@@ -15,19 +15,17 @@ from hybridengine.reshard.boxes import Box
 from hybridengine.reshard.layout import LocalParameter, Shard
 from hybridengine.runtime.storage import WeightStorage
 
-_MASK = 0xFFFFFFFF
-_BITS = 24
-"""Bits of a value; float32 holds them exactly, bfloat16 rounds them."""
+NUM_VALUES = 2**24
+"""Different values of an element; float32 holds them exactly, bfloat16 rounds them."""
 
 
 def box_values(tensor: str, box: Box, version: int, device: torch.device) -> Tensor:
     """Return float32 values in [-1, 1) of one box of a logical tensor, shaped like the box."""
-    hashed = torch.zeros((), dtype=torch.int32, device=device)
+    mixed = torch.tensor(zlib.crc32(f"{version}/{tensor}".encode()), device=device)
     for dim, (start, stop) in enumerate(box):
-        salt = zlib.crc32(f"{version}/{dim}/{tensor}".encode())
-        index = torch.arange(start, stop, dtype=torch.int64, device=device)
-        hashed = hashed.unsqueeze(-1) ^ _hash(index, salt)
-    return hashed.float().mul_(2.0 ** (1 - _BITS)).sub_(1.0)
+        step = zlib.crc32(f"{version}/{dim}/{tensor}".encode()) | 1
+        mixed = mixed.unsqueeze(-1) + torch.arange(start, stop, device=device) * step
+    return (mixed % NUM_VALUES).float().mul_(2 / NUM_VALUES).sub_(1.0)
 
 
 def parameter_values(
@@ -51,20 +49,8 @@ def differing_parameters(shard: Shard, weights: WeightStorage, version: int) -> 
     """Return the parameters that do not hold a version's values, bit for bit."""
     wrong = []
     for parameter in shard.parameters:
-        found = weights[parameter.name]
+        found = weights[parameter.name].contiguous()
         expected = parameter_values(parameter, found.dtype, version, found.device)
-        if found.shape != expected.shape or not torch.equal(_bits(found), _bits(expected)):
+        if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
             wrong.append(parameter.name)
     return wrong
-
-
-def _hash(index: Tensor, salt: int) -> Tensor:
-    """24 well-mixed bits of each index."""
-    mixed = ((index + 1) * 0x9E3779B1 + salt) & _MASK
-    mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & _MASK
-    mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & _MASK
-    return ((mixed ^ (mixed >> 16)) >> (32 - _BITS)).int()
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)

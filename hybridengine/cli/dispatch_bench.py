@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import statistics
+from collections.abc import Mapping
 from typing import Any
 
-from hybridengine.bench.dispatch import DispatchResult, DispatchSpec, measure_dispatch
-from hybridengine.bench.machine import available_bytes
-from hybridengine.cli.figure_tables import aligned, span
+from hybridengine.bench.dispatch import DispatchSpec, measure_dispatch
+from hybridengine.bench.machine import check_memory
+from hybridengine.cli.figure_tables import cell, table
 from hybridengine.cli.options import add_json_option, between, byte_size, train_sizes
 from hybridengine.cli.outputs import check_outputs, emit, progress_printer
-from hybridengine.metrics.formatting import format_bytes, format_seconds
+from hybridengine.metrics.formatting import format_bytes
 
-DESCRIPTION = """Measure how rows get from one worker group to another, on real Ray workers of this machine. Direct: each
-rank of the consumer fetches its own rows from Ray's object store. Through the controller: it fetches the rows, splits
-them, and sends each rank its part. Both take the same rows in turn; the first repetition checks every value and is not
-counted."""
+COLUMNS = {
+    "way": "way",
+    "seconds": "seconds",
+    "seconds_min": "fastest",
+    "seconds_max": "slowest",
+    "payload_bytes": "payload",
+}
+
+DESCRIPTION = """Measure how rows get from one worker group to another, on real Ray workers of this machine: from
+rank to rank through Ray's object store, and through the controller, which fetches them, splits them, and sends each rank
+its part. Both ways take the same rows in turn. The first repetition checks every value and is not counted.
+
+"payload" counts bytes of rows that the controller fetches or sends, or that pass it inside Ray's messages. An empty call
+is the round trip of a method that does nothing, on all ranks."""
 
 EPILOG = """examples:
   hybridengine bench dispatch                                      1 GB from 1-4-2 to 2-2-2, eight ranks
-  hybridengine bench dispatch --from 1-2-2 --to 2-2-1 --bytes 256MiB --repetitions 9 --json dispatch.json
-
-"through the controller" counts bytes of rows that it fetches or sends, or that pass it inside Ray's messages."""
+  hybridengine bench dispatch --from 1-2-2 --to 2-2-1 --bytes 256MiB --repetitions 9 --json dispatch.json"""
 
 
 def add_dispatch_command(subparsers: Any) -> None:
@@ -67,28 +75,36 @@ def run_dispatch(options: argparse.Namespace) -> int:
         timeout_s=options.timeout,
     )
     check_outputs({"--json": options.json}, {})
-    spec.check_memory(available_bytes())
-    result = measure_dispatch(spec, progress_printer())
-    emit(options, result.as_dict(spec), result_lines(spec, result))
+    check_memory(
+        f"--bytes {spec.batch_bytes}: a batch of {format_bytes(spec.batch_bytes)} for {spec.consumer}",
+        spec.needed_bytes,
+        "choose a smaller batch or more data-parallel replicas",
+    )
+    figures = measure_dispatch(spec, progress_printer())
+    emit(options, figures, result_lines(spec, figures))
     return 0
 
 
-def result_lines(spec: DispatchSpec, result: DispatchResult) -> list[str]:
+def result_lines(spec: DispatchSpec, figures: Mapping[str, Any]) -> list[str]:
     """Return the table of both ways, and the notes beneath it."""
-    ways = (
-        ("direct", result.direct_s, result.controller_payload_bytes),
-        ("through controller", result.through_controller_s, result.through_payload_bytes),
-    )
     rows = [
-        [way, format_seconds(statistics.median(seconds)), span(seconds), format_bytes(num_bytes)]
-        for way, seconds, num_bytes in ways
+        {
+            "way": way.replace("_", " "),
+            "seconds": figures[f"seconds_{way}"],
+            "seconds_min": min(figures[f"samples_{way}_s"]),
+            "seconds_max": max(figures[f"samples_{way}_s"]),
+            "payload_bytes": figures[payload],
+        }
+        for way, payload in (
+            ("direct", "controller_payload_bytes"),
+            ("through_controller", "through_controller_payload_bytes"),
+        )
     ]
-    empty = result.empty_call_s
+    received, call = (cell(name, figures[name]) for name in ("received_bytes", "empty_call_s"))
     return [
         f"{format_bytes(spec.batch_bytes)} in {spec.num_rows} rows from {spec.producer} to {spec.consumer}, medians of"
         f" {spec.repetitions} repetitions",
-        *aligned([["way", "seconds", "spread", "through the controller"], *rows]),
-        f"directly {result.advantage:.1f} times as fast; {format_bytes(result.received_bytes)} came from other processes",
-        f"an empty call to {spec.producer.num_ranks} ranks takes {format_seconds(statistics.median(empty))}"
-        f" ({span(empty)})",
+        *table(rows, COLUMNS),
+        f"directly {figures['advantage']:.1f} times as fast; {received} came from other processes",
+        f"an empty call to {spec.producer.num_ranks} ranks takes {call}",
     ]

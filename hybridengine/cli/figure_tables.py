@@ -12,6 +12,8 @@ def cell(name: str, value: Any) -> str:
     """Return the text of the figure `name`: bytes and seconds with their units, shares in percent, None as "-"."""
     if value is None:
         return "-"
+    if "_over_" in name:
+        return f"{value:.2f}"
     if name.endswith("_per_s"):
         return f"{value:,.0f}"
     if "bytes" in name:

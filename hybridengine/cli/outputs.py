@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
@@ -33,16 +31,6 @@ def progress_printer() -> Callable[[str], None]:
         print(f"[{time.perf_counter() - started:6.1f}s] {text}", file=sys.stderr, flush=True)
 
     return say
-
-
-def machine_figures(**more: Any) -> dict[str, Any]:
-    """Return the machine and the versions that a measurement belongs to, and `more` figures of it."""
-    return {
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "megatron-core")},
-        **more,
-    }
 
 
 def show_status(text: str) -> None:

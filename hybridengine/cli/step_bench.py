@@ -5,18 +5,25 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridengine.bench.machine import num_gpus
-from hybridengine.bench.step_environment import make_environment, requirements
-from hybridengine.bench.step_result import CONTROLLER, Side, StepResult
-from hybridengine.bench.step_spec import PRECISIONS, OwnWay, StepSpec, TrlWay, own_ways, trl_ways
-from hybridengine.cli.figure_tables import aligned, span
+from hybridengine.bench.step_environment import make_environment
+from hybridengine.bench.step_spec import (
+    PRECISIONS,
+    OwnWay,
+    StepSpec,
+    TrlWay,
+    own_ways,
+    step_figures,
+    trl_ways,
+)
+from hybridengine.cli.figure_tables import cell, table
 from hybridengine.cli.options import DTYPES, add_json_option, between, gen_sizes, train_sizes
-from hybridengine.cli.outputs import check_outputs, emit, machine_figures, progress_printer
+from hybridengine.cli.outputs import check_outputs, emit, progress_printer
 from hybridengine.errors import ConfigError, raise_all
-from hybridengine.metrics.formatting import format_seconds
 from hybridengine.temporary import temporary_folder
 from hybridengine.topology.sizes import GenSizes
 
@@ -24,25 +31,35 @@ if TYPE_CHECKING:
     from hybridengine.bench.step_own import StepFiles
 
 DEFAULT_ENVIRONMENT = Path("~/.cache/hybridengine")
+COLUMNS = {
+    "side": "",
+    "tokens_per_s": "tokens/s",
+    "step_s": "step",
+    "step_s_min": "fastest",
+    "step_s_max": "slowest",
+    "way": "way",
+}
 
-DESCRIPTION = """Measure steps of GRPO on this machine: responses to every prompt, rewards, the reference's log-probs, one
-update; ours on real ranks, and TRL's GRPOTrainer in an environment of its own, each in the way that is fastest here. Both
-start from the same weights and take the same prompts, lengths, precision, optimizer and reward, step by step in turn.
-Every response has all its tokens."""
+DESCRIPTION = """Measure steps of GRPO on this machine, this project's and TRL's in turn: responses to every prompt,
+rewards, the reference's log-probs, one update. Each side does them the way that is fastest here.
+
+Both start from the same weights and take the same prompts, samples per prompt, lengths, precision, optimizer and reward.
+Every response has all its tokens. Of the configuration, the model and the prompts count. The environment for TRL, which
+the command makes once, needs 3 GB and pip. docs/explanation/performance.md has results."""
 
 EPILOG = """examples:
   hybridengine bench step configs/bench-small.yaml                                    128 responses of 32 tokens
   hybridengine bench step configs/smollm2.yaml --prompts 2 --response-tokens 64 --dtype bfloat16 --repetitions 5
-  hybridengine bench step configs/bench-small.yaml --only hybridengine --parallel 1-1-2 --json step.json
-
-Of the configuration, the model and the prompts count. The environment for TRL needs 3 GB and pip, whose environment
-variables apply, such as PIP_EXTRA_INDEX_URL."""
+  hybridengine bench step configs/bench-small.yaml --only hybridengine --parallel 1-1-2 --json step.json"""
 
 
 def add_step_command(subparsers: Any) -> None:
     """Add `step` to the sub-commands of `hybridengine bench`."""
     parser = subparsers.add_parser(
-        "step", help="a step of GRPO, and one of TRL's in turn", description=DESCRIPTION, epilog=EPILOG
+        "step",
+        help="a step of GRPO, and one of TRL's in turn",
+        description=DESCRIPTION,
+        epilog=EPILOG,
     )
     parser.set_defaults(run=run_step)
     option, many = parser.add_argument, between(1, 65_536)
@@ -63,7 +80,7 @@ def add_step_command(subparsers: Any) -> None:
     )
     option("--trl-rows", type=many, metavar="N", help="TRL's rows per batch (default: the fastest)")
     option(
-        "--trl-precision", choices=PRECISIONS,
+        "--trl-precision", choices=tuple(PRECISIONS),
         help="TRL's: float32, autocast (to bfloat16), or weights (in bfloat16, which is other training);"
         " by default float32, or with --dtype bfloat16 the faster of the first two",
     )  # fmt: skip
@@ -80,7 +97,14 @@ def add_step_command(subparsers: Any) -> None:
 
 def run_step(options: argparse.Namespace) -> int:
     """Carry out the command; return the exit status."""
-    spec = spec_of(options)
+    spec = StepSpec(
+        options.prompts,
+        options.samples,
+        options.response_tokens,
+        options.dtype,
+        options.repetitions,
+        options.timeout,
+    )
     num_cores = len(os.sched_getaffinity(0))
     ours, theirs = chosen_own_ways(options, spec, num_cores), chosen_trl_ways(options, spec)
     check_outputs({"--json": options.json}, {"CONFIG": options.config})
@@ -94,44 +118,23 @@ def run_step(options: argparse.Namespace) -> int:
         python = None
         if options.only is None:
             python = make_environment(options.environment.expanduser().absolute(), say)
-        result = StepBench(spec, files, folder, num_cores, python, say).measure(ours, theirs)
-    machine = machine_figures(cores=num_cores, trl_environment=list(requirements()))
-    emit(options, result.as_dict(spec, options.config, machine), result_lines(spec, result))
+        own, trl = StepBench(spec, files, folder, num_cores, python, say).measure(ours, theirs)
+    figures = step_figures(spec, options.config, own, trl)
+    emit(options, figures, result_lines(spec, figures))
     return 0
 
 
-def spec_of(options: argparse.Namespace) -> StepSpec:
-    """Return the work that the options describe.
-
-    Raises:
-        ConfigError: options that exclude each other.
-    """
-    if options.only and (options.trl_rows or options.trl_precision):
-        raise ConfigError(
-            f"--only {options.only} measures without TRL, and --trl-rows and --trl-precision set TRL's way; leave out"
-            " the one or the other"
-        )
-    return StepSpec(
-        num_prompts=options.prompts,
-        samples_per_prompt=options.samples,
-        response_tokens=options.response_tokens,
-        dtype=options.dtype,
-        repetitions=options.repetitions,
-        timeout_s=options.timeout,
-    )
-
-
 def chosen_own_ways(options: argparse.Namespace, spec: StepSpec, num_cores: int) -> list[OwnWay]:
-    """Return our ways to try, or the one that the options name.
+    """Return our ways to try; the one that the options name.
 
     Raises:
-        ConfigError, TopologyError: sizes that do not divide the work.
+        ConfigError: sizes that cannot be.
     """
-    if options.parallel is None:
+    train, gen = options.parallel, options.generate or GenSizes(1, 1)
+    if train is None:
         if options.generate or options.micro_rows:
             raise ConfigError("--generate and --micro-rows need the training sizes; add --parallel")
         return own_ways(spec, num_cores, num_gpus())
-    train, gen = options.parallel, options.generate or GenSizes(1, 1)
     raise_all([f"--generate {gen}: {problem}" for problem in gen.problems_over(train)])
     if spec.num_prompts < train.num_ranks or spec.num_rows * gen.num_ranks % train.num_ranks:
         raise ConfigError(
@@ -146,12 +149,17 @@ def chosen_own_ways(options: argparse.Namespace, spec: StepSpec, num_cores: int)
 
 
 def chosen_trl_ways(options: argparse.Namespace, spec: StepSpec) -> list[TrlWay]:
-    """Return TRL's ways to try, or the one that the options name.
+    """Return TRL's ways to try; the one that the options name.
 
     Raises:
-        ConfigError: rows that do not divide those of a step.
+        ConfigError: rows that TRL cannot cut so.
     """
     rows = options.trl_rows
+    if options.only and (rows or options.trl_precision):
+        raise ConfigError(
+            f"--only {options.only} measures without TRL, and --trl-rows and --trl-precision set TRL's way; leave out"
+            " the one or the other"
+        )
     if rows is not None and spec.num_rows % rows:
         raise ConfigError(
             f"--trl-rows {rows} must divide the {spec.num_rows} rows of a step; choose a divisor"
@@ -160,10 +168,10 @@ def chosen_trl_ways(options: argparse.Namespace, spec: StepSpec) -> list[TrlWay]
 
 
 def prepare_step(config_file: str, spec: StepSpec, folder: Path) -> StepFiles:
-    """Return the model and prompts of a configuration; a model that is described only is created.
+    """Return the model and the prompts of a configuration, which are made where it says so.
 
     Raises:
-        ConfigError, CheckpointError, DataError: files that are missing or break a rule.
+        ConfigError, CheckpointError, DataError: they cannot be had.
     """
     from hybridengine.bench.step_own import StepFiles, copy_without_end
     from hybridengine.config import load_config
@@ -184,25 +192,22 @@ def prepare_step(config_file: str, spec: StepSpec, folder: Path) -> StepFiles:
     )
 
 
-def result_lines(spec: StepSpec, result: StepResult) -> list[str]:
+def result_lines(spec: StepSpec, figures: Mapping[str, Any]) -> list[str]:
     """Return the table of both sides, and the notes beneath it."""
-    sides: dict[str, Side] = {"ours": result.own} | ({"TRL": result.trl} if result.trl else {})
-    rows = [["", "tokens/s", "step", "spread", "way"]]
-    for name, side in sides.items():
-        seconds = [step.seconds for step in side.steps]
-        rows.append(
-            [name, f"{side.tokens_per_s:.0f}", format_seconds(side.step_s), span(seconds), str(side.way)]
-        )
+    sides = [
+        {"side": name, **figures[key]}
+        for name, key in (("ours", "hybridengine"), ("TRL", "trl"))
+        if figures[key]
+    ]
     lines = [
-        f"{spec.num_rows} responses of {spec.response_tokens} tokens in {spec.dtype}, medians of"
-        f" {spec.repetitions} steps",
-        *aligned(rows),
+        f"{spec.num_rows} responses of {spec.response_tokens} tokens in {spec.dtype}, medians of {spec.repetitions}"
+        " steps",
+        *table(sides, COLUMNS),
     ]
-    lines += [
-        f"{name}: " + ", ".join(f"{phase} {format_seconds(s)}" for phase, s in side.phases_s.items())
-        for name, side in sides.items()
-    ]
-    lines.append(f"{CONTROLLER}: {100 * result.controller_share:.1f}% of our step")
-    if result.ratio is not None:
-        lines.append(f"ratio: {result.ratio:.2f} of TRL's tokens per second")
+    for side in sides:
+        phases = (f"{phase} {cell('phase_s', seconds)}" for phase, seconds in side["phases_s"].items())
+        lines.append(f"{side['side']}: {', '.join(phases)}")
+    lines.append(f"controller: {figures['controller_overhead_share']:.1%} of our step")
+    if figures["ratio"] is not None:
+        lines.append(f"ratio: {figures['ratio']:.2f} of TRL's tokens per second")
     return lines

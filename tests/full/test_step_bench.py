@@ -36,7 +36,7 @@ def test_our_side_alone_measures_whole_steps(
     }
     work = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     code = main(["bench", "step", str(config), "--only", "hybridengine", *work, "--json", str(report)])
-    err = capsys.readouterr().err
+    _, err = capsys.readouterr()
     assert code == 0, err
     found = json.loads(report.read_text())
     seconds = found["hybridengine"]["samples_step_s"]

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from hybridengine.bench.joined import check_world, is_rank
-from hybridengine.bench.machine import available_bytes, check_machine, needed_bytes, num_gpus
-from hybridengine.bench.results import PairResult, RankSamples, RawAllGather, Timing, summarise
+from hybridengine.bench import machine
+from hybridengine.bench.machine import check_memory, num_gpus
+from hybridengine.bench.results import PairResult, Sample, summarise
 from hybridengine.bench.spec import DEFAULT_MODEL, BenchSpec, LayoutPair, MethodName
 from hybridengine.cli import reshard_bench
 from hybridengine.cli.main import main
 from hybridengine.cli.reshard_bench import add_bench_command, spec_of
-from hybridengine.errors import ConfigError, TopologyError
-
-GIB = 2**30
+from hybridengine.errors import ConfigError, TopologyError, WorkerError
 
 
-class NoRanks:
-    """Stands where ranks would be started."""
+def replace_measurement(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., object]) -> None:
+    """Put `measure` where ranks would be started; the module itself would load torch and Megatron."""
+    stand_in = SimpleNamespace(measure_switches=measure)
+    monkeypatch.setitem(sys.modules, "hybridengine.bench.measurement", stand_in)  # type: ignore[arg-type]
 
-    def __init__(self, *arguments: object) -> None:
-        raise AssertionError("ranks were started")
+
+def no_ranks(*arguments: object) -> None:
+    raise AssertionError("ranks were started")
 
 
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs the command with bad input; the one line that it says."""
-    monkeypatch.setattr(reshard_bench, "RankStarter", NoRanks)
+    """Runs the command with bad input; what it says."""
+    replace_measurement(monkeypatch, no_ranks)
 
     def run(*arguments: str) -> str:
         code = main(["reshard", "bench", *arguments])
@@ -68,7 +68,7 @@ def test_defaults_are_the_main_pair_and_every_method() -> None:
 def test_options() -> None:
     spec = parsed(
         *("--train", "2-2-1", "--gen", "1-1", "--pair", "2-4-1:1-2", "--pair", "2-4-1:1-2"),
-        *("--methods", "megatron-core, micro-dp", "--dtype", "bfloat16", "--bucket-bytes", "1MiB"),
+        *("--methods", "micro-dp", "megatron-core", "--dtype", "bfloat16", "--bucket-bytes", "1MiB"),
         *("--repetitions", "3", "--verify", "never", "--timeout", "9"),
     )
     assert [str(pair) for pair in spec.pairs] == ["2-2-1 -> 1-1", "2-4-1 -> 1-2"]
@@ -80,18 +80,18 @@ def test_options() -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--train", "1-4"], ["--train: '1-4'", "p-t-d"]),
+        (["--train", "1-4"], ["'1-4'", "p-t-d"]),
         (["--train", "1-3-1", "--gen", "1-1"], ["t=3 does not divide num_heads=8", "1-1-3, 3-1-1"]),
         (["--train", "1-4-2", "--gen", "1-3"], ["1-3", "choose"]),
         (["--pair", "1-4-2"], ["'1-4-2' is not a pair", "2-4-1:1-2"]),
-        (["--methods", "micro-db"], ["'micro-db' does not name methods; choose from micro-dp, model-parallel"]),
-        (["--methods", ""], ["'' does not name methods"]),
-        (["--dtype", "int4"], ["--dtype: invalid choice: 'int4' (choose from 'float32', 'bfloat16')"]),
-        (["--verify", "sometimes"], ["--verify: invalid choice: 'sometimes'", "'first', 'always', 'never'"]),
+        (["--methods", "micro-db"], ["--methods", "'micro-db'", "micro-dp", "model-parallel"]),
+        (["--dtype", "int4"], ["--dtype", "'int4'", "float32", "bfloat16"]),
+        (["--verify", "sometimes"], ["--verify", "'sometimes'", "first", "always", "never"]),
         (["--repetitions", "0"], ["--repetitions: '0' must be an integer from 1 to 10000"]),
-        (["--bucket-bytes", "12"], ["--bucket-bytes 12", "65536"]),
-        (["--bucket-bytes", "lots"], ["--bucket-bytes: 'lots' is no size in bytes", "64MiB"]),
-        (["--timeout", "nan"], ["--timeout: 'nan' must be a number from 1 to 86400"]),
+        (["--bucket-bytes", "lots"], ["'lots' is no size in bytes", "64MiB"]),
+        (["--timeout", "0"], ["--timeout: '0' must be a number from 1 to 86400"]),
+        (["--timeout", "nan"], ["--timeout: 'nan' must be a number from 1"]),
+        (["--json", "one.svg"], ["--json one.svg must end in .json"]),
         (["--model", ""], ["''"]),
         (["--train", ""], ["''"]),
         (["--gen", ""], ["''"]),
@@ -99,7 +99,7 @@ def test_options() -> None:
         (["--model", "/no/such/config.json"], ["/no/such/config.json"]),
         (["--json", "/no/such/folder/bench.json"], ["--json /no/such/folder/bench.json cannot be written"]),
         (["--plot", "/no/such/folder/bench.svg"], ["--plot /no/such/folder/bench.svg cannot be written"]),
-        (["--plot", "bench.doc"], ["--plot bench.doc must end in .png or .svg or .pdf"]),
+        (["--plot", "bench.doc"], ["bench.doc must end in .png or .svg or .pdf"]),
         (["--model", "llama3-405b", "--train", "1-8-128"], ["1024 ranks", "available", "choose a smaller model"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else None,
@@ -145,91 +145,26 @@ def test_megatron_core_needs_a_model_that_shards_at_the_generation_sizes() -> No
 # ---- The machine -----------------------------------------------------------------------------------------------------
 
 
-def test_what_the_ranks_need_is_compared_with_what_there_is() -> None:
+def test_what_the_ranks_need_is_compared_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = BenchSpec(DEFAULT_MODEL, (LayoutPair.parse("1-4-2:1-2"),))
-    needed = needed_bytes(spec, spec.pairs[0])
+    needed = spec.needed_bytes(spec.pairs[0])
     assert needed > 8 * spec.weight_bytes * (1 / 4 + 1 / 2)  # training and generation shards of eight ranks
-    check_machine(spec, gpus=0, available=needed)
-    check_machine(spec, gpus=0, available=None)
-    check_machine(spec, gpus=8, available=0)
-    with pytest.raises(ConfigError, match=r"1-4-2 -> 1-2: 8 ranks with 128\.0 MiB of weights take about"):
-        check_machine(spec, gpus=0, available=needed - 1)
-    with pytest.raises(ConfigError, match="needs 8 GPUs, this machine has 4"):
-        check_machine(spec, gpus=4, available=None)
+    monkeypatch.setattr(machine, "available_bytes", lambda: needed)
+    check_memory("a pair", needed, "choose another")
+    with pytest.raises(ConfigError, match=r"a pair takes about .* available; choose another"):
+        check_memory("a pair", needed + 1, "choose another")
 
 
-def test_memory_and_gpus_of_a_machine(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:       32 kB\nMemAvailable:   16 kB\n")
-    assert available_bytes(meminfo) == 16 * 1024
-    assert available_bytes(tmp_path / "missing") is None
+def test_ranks_are_spread_over_nodes() -> None:
+    spec = BenchSpec(DEFAULT_MODEL, (LayoutPair.parse("1-4-2:1-2"),), num_nodes=2)
+    assert spec.nodes(spec.pairs[0]).ranks_per_node == (4, 4)
+
+
+def test_gpus_of_a_machine(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     assert num_gpus(tmp_path, {}) == 2
     assert num_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == 0
-
-
-WORLD = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-
-
-def test_under_torchrun_the_world_must_fit() -> None:
-    spec = BenchSpec(DEFAULT_MODEL, (LayoutPair.parse("1-4-2:1-2"),))
-    world = WORLD
-    assert is_rank(world) and not is_rank({"RANK": "0"})
-    check_world(spec, world)
-    with pytest.raises(TopologyError, match="needs 8 ranks, torchrun has started 6; choose p·t·d = 6"):
-        check_world(spec, world | {"WORLD_SIZE": "6"})
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        (
-            "RANK",
-            "x",
-            r"RANK='x' must be an integer, at least 0; start the command with torchrun, or unset RANK, WORLD",
-        ),
-        ("RANK", "-1", r"RANK='-1' must be an integer, at least 0"),
-        ("RANK", "8", "RANK=8 must be less than WORLD_SIZE=8"),
-        ("WORLD_SIZE", "", "WORLD_SIZE='' must be an integer, at least 1"),
-        ("WORLD_SIZE", "²", "WORLD_SIZE='²' must be an integer"),
-        ("WORLD_SIZE", "9" * 5000, "must be an integer"),
-        ("LOCAL_RANK", "1.0", "LOCAL_RANK='1.0' must be an integer"),
-        ("LOCAL_WORLD_SIZE", "9", "LOCAL_WORLD_SIZE=9 must be at most WORLD_SIZE=8"),
-        ("MASTER_PORT", "70000", "MASTER_PORT must be a port from 1 to 65535, and is 70000; start"),
-        ("MASTER_PORT", "http", "MASTER_PORT='http' must be an integer, at least 1"),
-    ],
-    ids=lambda text: text[:20],
-)
-def test_a_damaged_torchrun_environment(name: str, value: str, message: str) -> None:
-    spec = BenchSpec(DEFAULT_MODEL, (LayoutPair.parse("1-4-2:1-2"),))
-    world = WORLD
-    with pytest.raises(ConfigError, match=message):
-        check_world(spec, world | {name: value})
-
-
-def test_a_torchrun_environment_that_lacks_something() -> None:
-    spec = BenchSpec(DEFAULT_MODEL, (LayoutPair.parse("1-4-2:1-2"),))
-    local = {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}
-    with pytest.raises(ConfigError, match="LOCAL_RANK=2 must be less than LOCAL_WORLD_SIZE=2; start"):
-        check_world(spec, WORLD | local)
-    without_port = {name: value for name, value in WORLD.items() if name != "MASTER_PORT"}
-    with pytest.raises(
-        ConfigError, match="MASTER_PORT must be a port from 1 to 65535, and is not set; start"
-    ):
-        check_world(spec, without_port)
-
-
-def test_a_temporary_folder_in_which_no_socket_can_be(tmp_path: Path) -> None:
-    folder = tmp_path / ("d" * 120)
-    folder.mkdir()
-    command = [sys.executable, "-m", "hybridengine.cli.main", "reshard", "bench"]
-    done = subprocess.run(command, env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.endswith(
-        f"hybridengine: no sockets can be made in the temporary folder {folder} (AF_UNIX path too long); set TMPDIR to a"
-        " folder with a short name that can be written to\n"
-    )
 
 
 # ---- What it prints and draws ----------------------------------------------------------------------------------------
@@ -239,34 +174,48 @@ def test_a_temporary_folder_in_which_no_socket_can_be(tmp_path: Path) -> None:
 def result() -> tuple[BenchSpec, PairResult]:
     spec = BenchSpec(DEFAULT_MODEL, (LayoutPair.parse("1-4-2:1-2"),), repetitions=3)
     whole = spec.weight_bytes
-    measured = {
-        method: [RankSamples((2.0 + n, 2.0 + n, 1.5 + n), (0.25,) * 3, whole // 4, 8 if n else 0, whole // 2, 0)]
-        for n, method in enumerate(spec.methods)
-    }  # fmt: skip
-    return spec, summarise(spec, spec.pairs[0], measured, RawAllGather(whole // 4, Timing.of([[1.8]])), 1.31)
+    samples = {
+        label: [
+            [Sample(there + n, 0.25, 1.8, whole // 4, 8 if n == 2 else 0, whole // 2, 0, whole // 4)]
+            for there in (2.0, 2.0, 1.5)
+        ]
+        for n, label in enumerate(spec.contestants)
+    }
+    return spec, summarise(spec, spec.pairs[0], samples)
 
 
-def test_the_table_shows_every_method_with_its_ratios(
-    result: tuple[BenchSpec, PairResult],
-) -> None:
+def test_the_table_shows_every_method_with_its_ratios(result: tuple[BenchSpec, PairResult]) -> None:
     spec, pair = result
-    lines = reshard_bench.pair_lines(spec, pair)
-    out = "\n".join(lines)
+    out = "\n".join(reshard_bench.pair_lines(spec, pair))
     for method in spec.methods:
-        assert sum(line.startswith(f"{method.value}  ") for line in lines) == 1
+        assert f"\n{method.value} " in out
     for part in (
         "1-4-2 -> 1-2 on 8 ranks",
         "M = 128.0 MiB",
         "2.00 s",
-        "1500-2000 ms",
+        "1.50 s",
         "32.0 MiB",
-        "x1.50",  # model-parallel: 3 s against 2 s
-        "90%",  # 1.8 s of 2 s
-        "verify=always takes x1.31 of verify=never",
-        "raw all-gather: 32.0 MiB per rank in 1.80 s",
-        "full received 8 B on the way back",
+        "1.50",  # model-parallel: 3 s against 2 s
+        "0.90",  # 1.8 s of 2 s
+        "verify always over never: 0.88",  # 7 s of 8 s
+        "raw all gather seconds: 1.80 s",
+        "8 B",  # received on the way back
     ):
         assert part in out
+
+
+def test_a_pair_that_fails_takes_nothing_away_from_those_before(
+    result: tuple[BenchSpec, PairResult], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measure(*arguments: object) -> Iterator[PairResult]:
+        yield result[1]
+        raise WorkerError("rank 1 was killed")
+
+    replace_measurement(monkeypatch, measure)
+    file, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
+    assert main(["reshard", "bench", "--json", str(file), "--plot", str(picture)]) == 1
+    assert len(json.loads(file.read_text())["results"]) == len(MethodName)
+    assert "<svg" in picture.read_text()
 
 
 def test_the_picture_is_drawn(result: tuple[BenchSpec, PairResult], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from hybridengine.bench.formulas import formula, ratio
-from hybridengine.bench.results import RankSamples, RawAllGather, Timing, report_as_dict, summarise
+from hybridengine.bench.results import Sample, report, spread, summarise
 from hybridengine.bench.spec import DEFAULT_MODEL, BenchSpec, LayoutPair, MethodName
 
 M = 960
@@ -37,14 +37,14 @@ def test_formulas(
     pair: str, method: MethodName, received: Fraction | None, peak: Fraction, redundant: Fraction
 ) -> None:
     found = formula(method, LayoutPair.parse(pair), M)
-    assert found.received_bytes == (None if received is None else received * M)
-    assert found.peak_weight_bytes == peak * M
-    assert found.redundant_bytes == redundant * M
+    assert found["received_bytes"] == (None if received is None else received * M)
+    assert found["peak_weight_bytes"] == peak * M
+    assert found["redundant_bytes"] == redundant * M
 
 
 def test_no_formula_where_sizes_do_not_nest() -> None:
     found = formula(MethodName.MICRO_DP, LayoutPair.parse("1-2-2:1-4"), M)
-    assert (found.received_bytes, found.peak_weight_bytes, found.redundant_bytes) == (None, None, None)
+    assert set(found.values()) == {None}
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,14 @@ def test_ratio(measured: float, expected: float | None, result: float | None) ->
     assert ratio(measured, expected) == result
 
 
+def sample(there: float, back: float, received: int, peak: int, redundant: int, raw: float = 1.0) -> Sample:
+    return Sample(there, back, raw, received, 0, peak, redundant, 100)
+
+
 def test_a_repetition_takes_as_long_as_its_slowest_rank() -> None:
-    timing = Timing.of([[1.0, 5.0, 2.0], [4.0, 3.0, 1.0]])  # slowest: 4, 5, 2
-    assert (timing.lowest, timing.median, timing.highest) == (2.0, 4.0, 5.0)
-
-
-def samples(there: float, back: float, received: int, peak: int, redundant: int) -> RankSamples:
-    return RankSamples((there, there, there), (back, back, back), received, 0, peak, redundant)
+    repetitions = [[1.0, 4.0], [5.0, 3.0], [2.0, 1.0]]  # slowest: 4, 5, 2
+    found = spread("seconds_there", [[sample(one, 0, 0, 0, 0) for one in ranks] for ranks in repetitions])
+    assert found == {"seconds_there": 4.0, "seconds_there_min": 2.0, "seconds_there_max": 5.0}
 
 
 @pytest.fixture
@@ -69,47 +70,40 @@ def spec() -> BenchSpec:
 
 
 def test_results_are_maxima_over_ranks_and_ratios_of_medians(spec: BenchSpec) -> None:
-    measured = {
-        MethodName.MICRO_DP: [samples(1.0, 0.2, 30, 70, 0), samples(2.0, 0.1, 40, 60, 1)],
-        MethodName.FULL: [samples(6.0, 0.4, 90, 50, 8), samples(5.0, 0.3, 80, 99, 7)],
+    samples = {
+        "micro-dp": [[sample(1.0, 0.2, 30, 70, 0, 2.0), sample(2.0, 0.1, 40, 60, 1, 4.0)]] * 3,
+        "full": [[sample(6.0, 0.4, 90, 50, 8, 2.0), sample(5.0, 0.3, 80, 99, 7, 4.0)]] * 3,
+        "micro-dp (verify: always)": [[sample(5.0, 0.1, 0, 0, 0, 4.0)]],
+        "micro-dp (verify: never)": [[sample(4.0, 0.1, 0, 0, 0, 4.0)]],
     }
-    raw = RawAllGather(100, Timing.of([[2.0], [4.0]]))
-    result = summarise(spec, PAIR, measured, raw, 1.25)
+    result = summarise(spec, PAIR, samples)
     ours, full = result.results
-    assert (ours.received_bytes_max, ours.peak_weight_bytes_max, ours.redundant_bytes_max) == (40, 70, 1)
-    assert (full.received_bytes_max, full.peak_weight_bytes_max, full.redundant_bytes_max) == (90, 99, 8)
-    assert (ours.there.median, ours.back.median) == (2.0, 0.2)
-    assert (full.seconds_there_over_micro_dp, full.seconds_back_over_micro_dp) == (3.0, 2.0)
+    names = ("received_bytes_max", "peak_weight_bytes_max", "redundant_bytes_max")
+    assert [ours[name] for name in names] == [40, 70, 1]
+    assert [full[name] for name in names] == [90, 99, 8]
+    assert (ours["seconds_there"], ours["seconds_back"]) == (2.0, 0.2)
+    assert full["seconds_there_over_micro_dp"] == 3.0
     # 40 bytes in 2 s against 100 bytes in 4 s; 90 in 6.
-    assert ours.raw_all_gather_fraction == pytest.approx(20 / 25)
-    assert full.raw_all_gather_fraction == pytest.approx(15 / 25)
+    assert ours["raw_all_gather_fraction"] == pytest.approx(20 / 25)
+    assert full["raw_all_gather_fraction"] == pytest.approx(15 / 25)
+    assert result.figures["verify_always_over_never"] == 1.25
 
 
-def test_without_micro_dp_or_groups_there_is_nothing_to_compare_with(spec: BenchSpec) -> None:
-    result = summarise(spec, PAIR, {MethodName.FULL: [samples(6.0, 0.4, 90, 50, 8)]}, None, None)
+def test_without_micro_dp_or_groups_there_is_nothing_to_compare_with() -> None:
+    spec = BenchSpec(DEFAULT_MODEL, (PAIR,), (MethodName.FULL,))
+    alone = Sample(6.0, 0.4, 1.0, 90, 0, 50, 8, raw_received_bytes=0)
+    result = summarise(spec, PAIR, {"full": [[alone]]})
     (full,) = result.results
-    assert (full.seconds_there_over_micro_dp, full.raw_all_gather_fraction) == (None, None)
+    assert (full["seconds_there_over_micro_dp"], full["raw_all_gather_fraction"]) == (None, None)
+    assert result.figures["raw_all_gather_seconds"] is result.figures["verify_always_over_never"] is None
 
 
 def test_json_form_has_an_entry_for_every_method_and_pair(spec: BenchSpec) -> None:
-    measured = {
-        method: [samples(1.0, 0.25, spec.weight_bytes // 4, spec.weight_bytes, 0)] for method in spec.methods
-    }
-    pairs = [summarise(spec, PAIR, measured, RawAllGather(8, Timing.of([[2.0]])), 1.5)] * 2
-    report = json.loads(json.dumps(report_as_dict(spec, pairs, {"cpus": 2})))
-    assert [entry["method"] for entry in report["results"]] == ["micro-dp", "full"] * 2
-    assert {
-        "method",
-        "train",
-        "gen",
-        "seconds_there",
-        "seconds_back",
-        "received_bytes_max",
-        "peak_weight_bytes_max",
-        "redundant_bytes_max",
-        "raw_all_gather_fraction",
-    } <= set(report["results"][0])
-    entry = report["results"][0]
+    one = sample(1.0, 0.25, spec.weight_bytes // 4, spec.weight_bytes, 0)
+    pairs = [summarise(spec, PAIR, {label: [[one]] for label in spec.contestants})] * 2
+    found = json.loads(json.dumps(report(spec, pairs)))
+    assert [entry["method"] for entry in found["results"]] == ["micro-dp", "full"] * 2
+    entry = found["results"][0]
     assert (entry["train"], entry["gen"], entry["seconds_there"], entry["seconds_back"]) == (
         "1-4-2",
         "1-2",
@@ -118,6 +112,6 @@ def test_json_form_has_an_entry_for_every_method_and_pair(spec: BenchSpec) -> No
     )
     assert entry["received_bytes_over_formula"] == 1.0
     assert entry["peak_weight_bytes_over_formula"] == 2.0  # M instead of M/2
-    assert report["pairs"][0]["verify_always_over_never"] == 1.5
-    assert report["weight_bytes"] == DEFAULT_MODEL.weight_bytes("float32") >= 120e6
-    assert report["machine"] == {"cpus": 2}
+    assert found["pairs"][0]["num_ranks"] == 8
+    assert found["weight_bytes"] == DEFAULT_MODEL.weight_bytes("float32") >= 120e6
+    assert {"cpus", "torch", "megatron-core"} <= found["machine"].keys()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.bench.row_blocks import Cutter, contribution, contribution_size
+from hybridengine.bench.row_blocks import cuts, row_blocks
 from hybridengine.bench.values import box_values, differing_parameters, fill, parameter_values
 from hybridengine.errors import PlanError
 from hybridengine.model_shapes import ModelShape
@@ -73,39 +73,40 @@ def test_gathered_contributions_fill_every_destination(
     parts = grid.sizes.dp_size if split_replicas else 1
     members = list(range(grid.num_ranks)) if split_replicas else list(grid.groups("pp", "tp")[0])
     held = [arrays(layout.shard(member)) for member in members]
+    blocks = [
+        block
+        for index, member in enumerate(members)
+        for block in row_blocks(
+            layout.shard(member),
+            index,
+            grid.coordinate(member).dp_rank if split_replicas else 0,
+            parts,
+            num_buckets,
+        )
+    ]
     for rank in members[:4]:
-        cutter = Cutter(destinations.shard(rank))
         expected = arrays(destinations.shard(rank))
         found = {name: np.full(array.shape, -1) for name, array in expected.items()}
         times = {name: np.zeros(array.shape, int) for name, array in found.items()}
-        for index in range(num_buckets):
-            blocks = [
-                contribution(
-                    layout.shard(member),
-                    (grid.coordinate(member).dp_rank if split_replicas else 0) * num_buckets + index,
-                    parts * num_buckets,
-                )
-                for member in members
-            ]
-            for cut in cutter.cut(blocks):
-                block = held[cut.member][cut.block.parameter.name][cut.block.start : cut.block.stop]
-                target = tuple(slice(*interval) for interval in cut.destination)
-                found[cut.parameter][target] = block[tuple(slice(*interval) for interval in cut.source)]
-                times[cut.parameter][target] += 1
-        cutter.check_complete()
+        for cut in cuts(destinations.shard(rank), blocks):
+            block = held[cut.block.member][cut.block.parameter.name][cut.block.start : cut.block.stop]
+            target = tuple(slice(*interval) for interval in cut.destination)
+            found[cut.parameter][target] = block[tuple(slice(*interval) for interval in cut.source)]
+            times[cut.parameter][target] += 1
         for name, array in expected.items():
             np.testing.assert_array_equal(found[name], array)
             np.testing.assert_array_equal(times[name], (array != -1).astype(int))
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 7, 50])
-def test_parts_of_a_shard_have_every_row_once(num_parts: int) -> None:
+@pytest.mark.parametrize(("num_parts", "num_buckets"), [(1, 1), (1, 7), (2, 3), (3, 1), (50, 1)])
+def test_parts_of_a_shard_have_every_row_once(num_parts: int, num_buckets: int) -> None:
     shard = megatron_layout(SHAPE, Grid(TrainSizes(2, 2, 1))).shard(1)
     rows: dict[str, list[int]] = {parameter.name: [] for parameter in shard.parameters}
     for part in range(num_parts):
-        blocks = contribution(shard, part, num_parts)
-        assert contribution_size(blocks) == sum(block.num_elements for block in blocks)
-        for block in blocks:
+        ends = dict.fromkeys(range(num_buckets), 0)
+        for block in row_blocks(shard, 0, part, num_parts, num_buckets):
+            assert block.offset == ends[block.bucket]
+            ends[block.bucket] = block.end
             rows[block.parameter.name] += range(block.start, block.stop)
     assert rows == {parameter.name: list(range(parameter.shape[0])) for parameter in shard.parameters}
 
@@ -113,10 +114,8 @@ def test_parts_of_a_shard_have_every_row_once(num_parts: int) -> None:
 def test_a_gather_that_lacks_a_shard_is_refused() -> None:
     layout = megatron_layout(SHAPE, Grid(TrainSizes(1, 2, 1)))
     whole = megatron_layout(SHAPE, Grid(TrainSizes(1, 1, 1))).shard(0)
-    cutter = Cutter(whole)
-    cutter.cut([contribution(layout.shard(0), 0, 1)])
     with pytest.raises(PlanError, match="is in no contribution"):
-        cutter.check_complete()
+        list(cuts(whole, row_blocks(layout.shard(0), 0, 0, 1, 1)))
 
 
 def test_values_follow_from_the_logical_index_alone() -> None:

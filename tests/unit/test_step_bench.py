@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.bench.step_result import Side, StepResult, StepTime
-from hybridengine.bench.step_spec import OwnWay, StepSpec, TrlWay, own_ways, trl_ways
+from hybridengine.bench.step_spec import (
+    OwnWay,
+    Side,
+    StepSpec,
+    StepTime,
+    TrlWay,
+    own_ways,
+    step_figures,
+    trl_ways,
+)
 from hybridengine.bench.step_trl import Clock, arguments, digit_share
 from hybridengine.cli import step_bench
 from hybridengine.cli.main import main
@@ -20,9 +28,7 @@ from hybridengine.cli.step_bench import (
     chosen_own_ways,
     chosen_trl_ways,
     result_lines,
-    spec_of,
 )
-from hybridengine.errors import ConfigError
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 CONFIG = "configs/arithmetic.yaml"
@@ -54,23 +60,20 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(["step", CONFIG, *arguments])
 
 
-def test_defaults_are_the_small_setting() -> None:
-    spec = spec_of(parsed())
-    assert (spec.num_rows, spec.response_tokens, spec.dtype) == (128, 32, "float32")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--prompts", "0"], "--prompts: '0' must be an integer from 1 to 65536"),
         (["--samples", "1"], "--samples: '1' must be an integer from 2 to 1024"),
+        (["--dtype", "float16"], "--dtype: invalid choice: 'float16'"),
         (["--timeout", "nan"], "--timeout: 'nan' must be a number from 10 to 86400"),
-        (["--only", "trl"], "--only: invalid choice: 'trl' (choose from 'hybridengine')"),
-        (["--only", "hybridengine", "--trl-rows", "8"], "--only hybridengine measures without TRL"),
+        (["--only", "trl"], "--only: invalid choice: 'trl'"),
         (["--generate", "1-1"], "--generate and --micro-rows need the training sizes; add --parallel"),
         (["--micro-rows", "4"], "--generate and --micro-rows need the training sizes; add --parallel"),
         (["--parallel", "1-1"], "1-1"),
+        (["--only", "hybridengine", "--trl-rows", "8"], "--only hybridengine measures without TRL"),
         (["--parallel", "1-1-2", "--micro-rows", "65"], "--micro-rows 65: a replica has 64 rows"),
+        (["--parallel", "1-1-2", "--micro-rows", "-1"], "--micro-rows: '-1' must be an integer from 1"),
         (["--parallel", "1-1-3"], "--parallel 1-1-3: 16 prompts and 128 rows do not split over its 3 ranks"),
         (["--trl-rows", "24"], "--trl-rows 24 must divide the 128 rows of a step; choose a divisor"),
         (["--trl-precision", "half"], "--trl-precision: invalid choice: 'half'"),
@@ -81,11 +84,6 @@ def test_bad_input_is_refused_before_anything_starts(
     refusal: Callable[..., str], arguments: list[str], message: str
 ) -> None:
     assert message in refusal(*arguments)
-
-
-def test_every_problem_of_the_work_is_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)2 problems.*--prompts.*--dtype"):
-        StepSpec(0, 8, 32, "int8", 3, 900.0)
 
 
 def test_our_ways_share_the_cores_and_divide_the_prompts() -> None:
@@ -122,7 +120,7 @@ def made_up(times: list[float], tokens: int, phases: list[dict[str, float]]) -> 
 
 
 @pytest.fixture
-def result() -> StepResult:
+def sides() -> tuple[Side, Side]:
     own = made_up(
         [0.5, 0.2, 0.25],
         6144,
@@ -134,39 +132,36 @@ def result() -> StepResult:
     )
     trl = made_up([0.5, 0.4, 1.0], 6144, [{"generate": 0.2, "update": 0.3}] * 3)
     way = OwnWay(TrainSizes(1, 1, 2), GenSizes(1, 1), 1, 64)
-    return StepResult(Side(way, [(way, 0.24)], own), Side(TrlWay(128), [(TrlWay(128), 0.4)], trl))
+    return Side(way, [(way, 0.24)], own), Side(TrlWay(128), [(TrlWay(128), 0.4)], trl)
 
 
-def test_json_has_medians_ratio_and_the_controllers_share(result: StepResult) -> None:
-    report = json.loads(json.dumps(result.as_dict(SPEC, CONFIG, {"cores": 2})))
+def test_json_has_medians_ratio_and_the_controllers_share(sides: tuple[Side, Side]) -> None:
+    report = json.loads(json.dumps(step_figures(SPEC, CONFIG, *sides)))
     assert report["tokens_per_s"] == 6144 / 0.25
     assert report["trl_tokens_per_s"] == 6144 / 0.5
     assert report["ratio"] == 2.0
     assert report["phases_s"] == {"update_actor": 0.12, "generate": 0.09, "controller": 0.005}
     assert list(report["phases_s"]) == ["update_actor", "generate", "controller"]
-    assert report["trl_phases_s"] == {"update": 0.3, "generate": 0.2}
+    assert report["trl"]["phases_s"] == {"update": 0.3, "generate": 0.2}
     assert report["controller_overhead_share"] == 0.005 / 0.25  # of 1 %, 5 % and 2 %
-    assert report["hybridengine"]["way"]["parallel"] == "1-1-2"
+    assert report["hybridengine"]["way"] == "1-1-2 / 1-1, 1 thread a rank, micro-batches of 64"
     assert report["hybridengine"]["samples_step_s"] == [0.5, 0.2, 0.25]
-    assert report["trl"]["trials"] == [
-        {"per_device_train_batch_size": 128, "precision": "float32", "step_s": 0.4}
-    ]
+    assert report["trl"]["trials"] == [{"way": "batches of 128, float32", "step_s": 0.4}]
     assert report["tokens_per_step"] == 6144
 
 
-def test_without_trl_there_is_no_ratio(result: StepResult) -> None:
-    alone = StepResult(result.own, None)
-    report = alone.as_dict(SPEC, CONFIG, {})
+def test_without_trl_there_is_no_ratio(sides: tuple[Side, Side]) -> None:
+    report = step_figures(SPEC, CONFIG, sides[0], None)
     assert (report["ratio"], report["trl_tokens_per_s"], report["trl"]) == (None, None, None)
     assert report["tokens_per_s"] == 6144 / 0.25
 
 
-def test_what_is_printed(result: StepResult) -> None:
-    printed = "\n".join(result_lines(SPEC, result))
+def test_what_is_printed(sides: tuple[Side, Side]) -> None:
+    printed = "\n".join(result_lines(SPEC, step_figures(SPEC, CONFIG, *sides)))
     assert "128 responses of 32 tokens in float32, medians of 3 steps" in printed
-    assert "24576" in printed
-    assert "12288" in printed
-    assert "ours: update_actor 0.12 s, generate 90 ms, controller 5 ms" in printed
+    assert "24,576" in printed
+    assert "12,288" in printed
+    assert "update_actor 0.12 s, generate 90 ms, controller 5 ms" in printed
     assert "controller: 2.0% of our step" in printed
     assert "ratio: 2.00 of TRL's tokens per second" in printed
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.bench.collectives import CollectiveTransport
-from hybridengine.bench.methods.method import CopyingMethod, box_view, empty_weights
-from hybridengine.bench.row_blocks import Cutter, RowBlock, contribution, contribution_size
+from hybridengine.bench.methods.method import Copies, CopyingMethod, box_view, empty_weights
+from hybridengine.bench.row_blocks import RowBlock, cuts, row_blocks
 from hybridengine.runtime.storage import WeightStorage
 
 
@@ -21,10 +20,14 @@ class _Bucket:
 
     gathered: Tensor
     """[ranks of the group, elements of the largest contribution]."""
-    own_from: list[Tensor]
-    own_to: list[Tensor]
-    cut_from: list[Tensor]
-    cut_to: list[Tensor]
+    own: Copies = field(default_factory=Copies)
+    """Contribution of this rank."""
+    cuts: Copies = field(default_factory=Copies)
+    """Parts that this rank's engine wants."""
+
+    def view(self, block: RowBlock) -> Tensor:
+        """Return where a block arrives."""
+        return self.gathered[block.member, block.offset : block.end].view(block.shape)
 
 
 class GatherAll(CopyingMethod):
@@ -49,40 +52,35 @@ class GatherAll(CopyingMethod):
         members = [(actor.layout.shard(rank), *self.part(rank)) for rank in transport.ranks]
         largest = max(shard.num_elements / num_parts for shard, _, num_parts in members)
         num_buckets = max(1, -(-int(largest * len(members)) // self.setting.bucket_elements))
-        contributions = [
-            [
-                contribution(shard, part * num_buckets + index, num_parts * num_buckets)
-                for shard, part, num_parts in members
-            ]
-            for index in range(num_buckets)
+        blocks = [
+            block
+            for member, (shard, part, num_parts) in enumerate(members)
+            for block in row_blocks(shard, member, part, num_parts, num_buckets)
         ]
-        widths = [max(map(contribution_size, blocks)) for blocks in contributions]
+        widths = [0] * num_buckets
+        for block in blocks:
+            widths[block.bucket] = max(widths[block.bucket], block.end)
         made = empty_weights(actor, {"gathered": (max(widths) * transport.size,)})
-        cutter = Cutter(self.layout.shard(actor.rank))
-        self._buckets: list[_Bucket] = []
-        for blocks, width in zip(contributions, widths, strict=True):
-            cuts, own = cutter.cut(blocks), blocks[transport.rank]
-            gathered = made["gathered"][: width * transport.size].view(transport.size, width)
-            self._buckets.append(
-                _Bucket(
-                    gathered,
-                    [actor.weights[block.parameter.name][block.start : block.stop] for block in own],
-                    [_block(gathered, transport.rank, block) for block in own],
-                    [box_view(_block(gathered, cut.member, cut.block), cut.source) for cut in cuts],
-                    [box_view(self.destination[cut.parameter], cut.destination) for cut in cuts],
-                )
-            )
-        cutter.check_complete()
+        self._buckets = [
+            _Bucket(made["gathered"][: width * transport.size].view(transport.size, width))
+            for width in widths
+        ]
+        for block in blocks:
+            if block.member == transport.rank:
+                rows = actor.weights[block.parameter.name][block.start : block.stop]
+                self._buckets[block.bucket].own.add(rows, self._buckets[block.bucket].view(block))
+        for cut in cuts(self.layout.shard(actor.rank), blocks):
+            bucket = self._buckets[cut.block.bucket]
+            wanted = box_view(bucket.view(cut.block), cut.source)
+            bucket.cuts.add(wanted, box_view(self.destination[cut.parameter], cut.destination))
         return made
 
     def move(self) -> int:
         before = self._transport.received_bytes
         for bucket in self._buckets:
-            if bucket.own_to:
-                torch._foreach_copy_(bucket.own_to, bucket.own_from)
+            bucket.own.run()
             self._transport.all_gather(bucket.gathered)
-            if bucket.cut_to:
-                torch._foreach_copy_(bucket.cut_to, bucket.cut_from)
+            bucket.cuts.run()
         return self._transport.received_bytes - before
 
 
@@ -116,7 +114,3 @@ class Full(GatherAll):
 
     def part(self, rank: int) -> tuple[int, int]:
         return self.actor.grid.coordinate(rank).dp_rank, self.actor.grid.sizes.dp_size
-
-
-def _block(gathered: Tensor, member: int, block: RowBlock) -> Tensor:
-    return gathered[member, block.offset : block.offset + block.num_elements].view(block.shape)

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from hybridengine.backends.megatron.shim import device_shim, is_needed
 from hybridengine.bench.actor import Actor
 from hybridengine.bench.methods.method import GENERATING, TRAINING, Method
-from hybridengine.errors import TransferError
 from hybridengine.runtime.ledger import StorageLedger, SwitchReport
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
 
 
 class _Counting:
-    """What is added to a copy service: bytes that it receives and buffers that it holds, told to a ledger."""
+    """Adds to a copy service that it tells a ledger which bytes it receives and which buffers it holds."""
 
     send_ops: list[Any]
     recv_ops: list[Any]
@@ -54,14 +53,6 @@ class _Counting:
         self._ledger.unstage(staged)
 
 
-class _CountingGloo(_Counting, GlooCopyService):  # type: ignore[misc]
-    pass
-
-
-class _CountingNccl(_Counting, NCCLCopyService):  # type: ignore[misc]
-    pass
-
-
 class MegatronCore(Method):
     """Slices move point to point into a second, complete model of the generation sizes; both stay resident.
 
@@ -82,9 +73,9 @@ class MegatronCore(Method):
         models = [actor.module, self._target.module]
         self.ledger = StorageLedger({TRAINING: actor.weights, GENERATING: self.destination})
         with device_shim():
-            service = _CountingGloo if is_needed() else _CountingNccl
-            self._service = service(self.ledger, models)
-        if isinstance(self._service, _CountingGloo):
+            service = GlooCopyService if is_needed() else NCCLCopyService
+            self._service: Any = type("Counting", (_Counting, service), {})(self.ledger, models)
+        if is_needed():
             # It makes a group of its own, which would wait for half an hour.
             group = cast(dist.ProcessGroup, self._service.gloo_pg)
             backend = group._get_backend(torch.device("cpu"))
@@ -92,13 +83,8 @@ class MegatronCore(Method):
 
     def there(self) -> SwitchReport:
         self.ledger.begin()
-        try:
-            with _cuda_calls():
-                swap_model_weights([self.actor.module], [self._target.module], self._service)  # type: ignore[arg-type]
-        except RuntimeError as error:
-            raise TransferError(
-                f"rank {self.actor.rank}: megatron.core.resharding failed: {error}"
-            ) from error
+        with _cuda_calls():
+            swap_model_weights([self.actor.module], [self._target.module], self._service)  # type: ignore[arg-type]
         return self.ledger.finish("to_generate", GENERATING)
 
     def back(self) -> SwitchReport:

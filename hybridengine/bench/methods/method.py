@@ -1,4 +1,4 @@
-"""Base of every method: it brings the actor's weights into a destination layout and takes that back, and is measured."""
+"""Base of every method: it brings the actor's weights into a destination layout and back, and counts what that takes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class Setting:
     verify: str
     timeout_s: float
     """Longest that any wait may take."""
-    nodes: NodeMap | None
-    """Nodes of the ranks; None where all share one."""
+    nodes: NodeMap
 
     @property
     def bucket_elements(self) -> int:
@@ -66,11 +65,6 @@ class Method(ABC):
     def back(self) -> SwitchReport:
         """Make the actor ready to train again."""
 
-    def close(self) -> None:
-        """Give up what `prepare` has made."""
-        self.destination.release()
-        return_memory_to_system()
-
     def check(self, name: str) -> None:
         """Check what `there` has delivered, bit for bit.
 
@@ -78,6 +72,24 @@ class Method(ABC):
             TransferError: a parameter differs.
         """
         check_weights(self.layout, self.actor.rank, self.destination, self.actor.version, f"method {name}")
+
+
+class Copies:
+    """Copies between views, which stay valid while the memory beneath them comes and goes; all are made at once."""
+
+    def __init__(self) -> None:
+        self._sources: list[Tensor] = []
+        self._targets: list[Tensor] = []
+
+    def add(self, source: Tensor, target: Tensor) -> None:
+        """Add the copy of a view into another."""
+        self._sources.append(source)
+        self._targets.append(target)
+
+    def run(self) -> None:
+        """Make the copies."""
+        if self._sources:
+            torch._foreach_copy_(self._targets, self._sources)
 
 
 class CopyingMethod(Method):
@@ -129,9 +141,8 @@ class CopyingMethod(Method):
 
 def empty_weights(actor: Actor, shapes: Mapping[str, tuple[int, ...]]) -> WeightStorage:
     """Return plain tensors of the actor's type and device, with undefined contents."""
-    device = next(actor.module.parameters()).device
     return WeightStorage(
-        {name: torch.empty(shape, dtype=actor.dtype, device=device) for name, shape in shapes.items()}
+        {name: torch.empty(shape, dtype=actor.dtype, device=actor.device) for name, shape in shapes.items()}
     )
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from hybridengine.bench.collectives import CollectiveTransport
-from hybridengine.bench.methods.method import CopyingMethod, box_view, empty_weights
+from hybridengine.bench.methods.method import Copies, CopyingMethod, box_view, empty_weights
 from hybridengine.reshard.boxes import Box, full_box, num_elements
 from hybridengine.reshard.layout import LocalParameter
 from hybridengine.runtime.storage import WeightStorage
@@ -22,15 +21,12 @@ class _Bucket:
     """Global rank that broadcasts this tensor-parallel rank's part over the stages."""
     gathered: Tensor
     """[tensor-parallel ranks, elements of a part]."""
-    own_from: list[Tensor]
-    """Empty on ranks of other stages."""
-    own_to: list[Tensor]
-    shards: list[Tensor]
-    """Parts of `gathered` that make up full tensors, and where they lie in those."""
-    assembled: list[Tensor]
-    full: list[Tensor]
-    """Slices of full tensors that this rank's engine wants, and where they go."""
-    loaded: list[Tensor]
+    own: Copies = field(default_factory=Copies)
+    """Contribution of this rank; empty on ranks of other stages."""
+    assembled: Copies = field(default_factory=Copies)
+    """Parts of `gathered` that make up full tensors."""
+    loaded: Copies = field(default_factory=Copies)
+    """Slices of full tensors that this rank's engine wants."""
 
 
 class PerTensor(CopyingMethod):
@@ -64,17 +60,15 @@ class PerTensor(CopyingMethod):
     def move(self) -> int:
         before = self._tensor.received_bytes + self._pipeline.received_bytes
         for bucket in self._buckets:
-            if bucket.own_from:
-                torch._foreach_copy_(bucket.own_to, bucket.own_from)
+            bucket.own.run()
             self._pipeline.broadcast(bucket.gathered[self._tensor.rank], bucket.root)
             self._tensor.all_gather(bucket.gathered)
-            torch._foreach_copy_(bucket.assembled, bucket.shards)
-            if bucket.loaded:
-                torch._foreach_copy_(bucket.loaded, bucket.full)
+            bucket.assembled.run()
+            bucket.loaded.run()
         return self._tensor.received_bytes + self._pipeline.received_bytes - before
 
     def _batches(self) -> list[tuple[int, list[LocalParameter]]]:
-        """(stage, parameters that travel together), in model order; a tensor that two stages hold travels once.
+        """Return (stage, parameters that travel together) in model order; a tensor that two stages hold travels once.
 
         As the first tensor-parallel rank has them; the others' are equally large and hold parts of the same tensors.
         """
@@ -96,54 +90,38 @@ class PerTensor(CopyingMethod):
         return batches
 
     def _full_boxes(self, batch: list[LocalParameter]) -> dict[str, Box]:
-        """Full tensors that a batch makes up: name -> box."""
+        """Return the full tensors that a batch makes up: name -> box."""
         tensors = self.actor.shape.tensors
         return {
             piece.tensor: full_box(tensors[piece.tensor]) for parameter in batch for piece in parameter.pieces
         }
 
     def _bucket(self, stage: int, batch: list[LocalParameter], width: int, made: WeightStorage) -> _Bucket:
-        actor = self.actor
-        gathered = made["gathered"][: width * self._tensor.size].view(self._tensor.size, width)
+        actor, size = self.actor, self._tensor.size
+        bucket = _Bucket(self._pipeline.ranks[stage], made["gathered"][: width * size].view(size, width))
         full, offset = {}, 0
         for name, box in self._full_boxes(batch).items():
-            size = num_elements(box)
-            full[name] = made["full"][offset : offset + size].view([stop for _, stop in box])
-            offset += size
-        shards, assembled, own_from, own_to = [], [], [], []
+            end = offset + num_elements(box)
+            full[name] = made["full"][offset:end].view([stop for _, stop in box])
+            offset = end
         arrived: set[tuple[str, Box]] = set()
         is_own_stage = actor.grid.coordinate(actor.rank).pp_rank == stage
-        for tp_rank in range(self._tensor.size):
-            by_name = {p.name: p for p in actor.layout.shards[(stage, tp_rank)].parameters}
+        for tp_rank in range(size):
+            by_name = actor.layout.shards[(stage, tp_rank)].by_name
             offset = 0
-            for name in (parameter.name for parameter in batch):
-                parameter = by_name[name]
-                view = gathered[tp_rank, offset : offset + parameter.num_elements].view(parameter.shape)
-                offset += parameter.num_elements
+            for parameter in (by_name[parameter.name] for parameter in batch):
+                end = offset + parameter.num_elements
+                view = bucket.gathered[tp_rank, offset:end].view(parameter.shape)
+                offset = end
                 if is_own_stage and tp_rank == self._tensor.rank:
-                    own_from.append(actor.weights[name])
-                    own_to.append(view)
+                    bucket.own.add(actor.weights[parameter.name], view)
                 for piece in parameter.pieces:
                     if (piece.tensor, piece.box) not in arrived:  # norms are on every tensor-parallel rank
                         arrived.add((piece.tensor, piece.box))
-                        shards.append(box_view(view, piece.local_box))
-                        assembled.append(box_view(full[piece.tensor], piece.box))
-        wanted = [
-            (
-                box_view(full[piece.tensor], piece.box),
-                box_view(self.destination[parameter.name], piece.local_box),
-            )
-            for parameter in self.layout.shard(actor.rank).parameters
-            for piece in parameter.pieces
-            if piece.tensor in full
-        ]
-        return _Bucket(
-            root=self._pipeline.ranks[stage],
-            gathered=gathered,
-            own_from=own_from,
-            own_to=own_to,
-            shards=shards,
-            assembled=assembled,
-            full=[source for source, _ in wanted],
-            loaded=[target for _, target in wanted],
-        )
+                        bucket.assembled.add(view[piece.index], box_view(full[piece.tensor], piece.box))
+        for parameter in self.layout.shard(actor.rank).parameters:
+            for piece in parameter.pieces:
+                if piece.tensor in full:
+                    wanted = box_view(full[piece.tensor], piece.box)
+                    bucket.loaded.add(wanted, self.destination[parameter.name][piece.index])
+        return bucket
