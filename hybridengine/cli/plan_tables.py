@@ -57,7 +57,7 @@ def plan_table(plans: Sequence[Plan]) -> list[str]:
                 str(number),
                 format_seconds(plan.step_s),
                 *(format_seconds(work_seconds(plan, works)) for works in COLUMNS.values()),
-                format_bytes(engine.least.received_bytes),
+                format_bytes(engine.switch.received_bytes),
                 format_bytes(plan.headroom_bytes),
                 ", ".join(map(pool_text, plan.pools)),
             ]
