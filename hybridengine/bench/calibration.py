@@ -5,7 +5,6 @@ The learning rate is so small that the model stays as it is: lengths are those o
 
 from __future__ import annotations
 
-import enum
 import json
 import statistics
 import time
@@ -32,19 +31,10 @@ RESPONSE_TOKENS = 48
 CACHE_BLOCK_TOKENS = 128
 """vLLM's block of KV cache on a CPU."""
 
-CACHES = (2**20, 2**26)
-"""Least KV caches of the runs in turn: taking them costs time by itself."""
+LEAST_CACHE_BYTES = 2**20
 
 Pair = tuple[int, int]
 """p and t; as many replicas as there are ranks left."""
-
-
-class Ranks(enum.Enum):
-    """Which ranks a case takes: where they share devices, other ranks at work make a difference."""
-
-    ALL = "all ranks"
-    HALF = "half of the ranks"
-    POOLS = "a pool of the actor, a pool of the others"
 
 
 @dataclass(frozen=True)
@@ -59,18 +49,19 @@ class Case:
     layers: int
     hidden_size: int
     batch_sizes: tuple[int, ...]
-    ranks: Ranks = Ranks.ALL
+    halves: bool = False
+    """True to leave half of the ranks out: where they share devices, those at work are faster."""
 
     def fits(self, num_ranks: int) -> bool:
-        """Whether so many ranks can be arranged that way."""
-        if self.ranks is not Ranks.ALL and num_ranks % 2:
+        """Return True if so many ranks can be arranged that way."""
+        if self.halves and num_ranks % 2:
             return False
         own = self.own_ranks(num_ranks)
         return all(own % (p * t) == 0 for p, t in (self.actor, self.critic, self.reference))
 
     def own_ranks(self, num_ranks: int) -> int:
-        """Of each of its models, on a machine of so many."""
-        return num_ranks if self.ranks is Ranks.ALL else num_ranks // 2
+        """Return the ranks that its models have on a machine of so many."""
+        return num_ranks // 2 if self.halves else num_ranks
 
 
 CPU_CASES = (
@@ -80,8 +71,7 @@ CPU_CASES = (
     Case("middle, tensor", (1, 4), (1, 2), (2, 2), (1, 4), 4, 256, (48, 128)),
     Case("large, pipeline", (2, 2), (1, 2), (1, 2), (2, 2), 6, 512, (16, 48)),
     Case("large, tensor and data", (1, 2), (1, 1), (4, 1), (1, 1), 6, 512, (16, 48)),
-    Case("middle, fewer ranks", (1, 1), (1, 1), (1, 2), (1, 1), 4, 256, (64, 192), Ranks.HALF),
-    Case("middle, two pools", (1, 2), (1, 1), (1, 1), (2, 1), 4, 256, (48, 128), Ranks.POOLS),
+    Case("middle, fewer ranks", (1, 1), (1, 1), (1, 2), (1, 1), 4, 256, (64, 192), halves=True),
 )
 """Layouts of 4 ranks; those that other numbers of ranks can have."""
 SINGLE_CASES = (
@@ -155,12 +145,9 @@ def case_config(case: Case, num_ranks: int, dtype: str, folder: Path, number: in
         "rollout": {
             "max_prompt_tokens": 16,
             "max_response_tokens": RESPONSE_TOKENS,
-            "kv_cache_bytes": max(rows * CACHE_BLOCK_TOKENS * token_bytes, CACHES[number % len(CACHES)]),
+            "kv_cache_bytes": max(rows * CACHE_BLOCK_TOKENS * token_bytes, LEAST_CACHE_BYTES),
         },
     }
-    if case.ranks is Ranks.POOLS:
-        others = {"roles": ["critic", "reference"], "ranks_per_node": [own_ranks]}
-        sections["cluster"]["pools"] = {"others": others}
     file = folder / f"case{number}.yaml"
     file.write_text(json.dumps(sections))  # JSON is YAML
     return load_config(file)

@@ -38,8 +38,6 @@ class MachineRates:
     """Read and written in a copy."""
     memory_node_bytes_per_s: float
     """Of all ranks together."""
-    fill_bytes_per_s: float
-    """Of memory that a rank has just got from the system."""
     link_bytes_per_s: float
     link_node_bytes_per_s: float
     """Of all pairs of neighbours together, in each direction."""
@@ -75,15 +73,6 @@ class MachineWorker:
         """Bytes read and written per second in memory that is there."""
         source, target = (torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2))
         return self._rate(num_working, 2 * COPIED_BYTES, lambda: target.copy_(source))
-
-    @register(ONE_TO_ALL)
-    def fill(self, num_working: int) -> float:
-        """Bytes per second of zeros in memory that has just been taken."""
-        return self._rate(
-            num_working,
-            COPIED_BYTES,
-            lambda: torch.empty(COPIED_BYTES, dtype=torch.uint8, device=self._device).zero_(),
-        )
 
     @register(ONE_TO_ALL)
     def send(self, num_bytes: int, num_pairs: int) -> float:
@@ -148,7 +137,6 @@ def measure_machine(pool: ResourcePool, num_ranks: int, dtypes: tuple[str, ...])
     alone, together = flops[dtypes[0]]
     shares = together < OWN_DEVICES_SHARE * num_ranks * alone
     memory, memory_node = rates("copy")
-    fill, _ = rates("fill")
     begin = time.perf_counter()
     for _ in range(EMPTY_CALLS):
         group.answer().get()
@@ -166,7 +154,6 @@ def measure_machine(pool: ResourcePool, num_ranks: int, dtypes: tuple[str, ...])
         max(1, round(together / alone)) if shares else None,
         memory,
         memory_node,
-        fill,
         link,
         link_node,
         latency,

@@ -159,7 +159,6 @@ def _measured_cluster(
             "flops_per_s": rates.flops_per_s,
             "devices_at_once": rates.devices_at_once,
             "call_s": rates.call_s,
-            "fill_bytes_per_s": None if on_gpus else rates.fill_bytes_per_s,
             "kv_block_tokens": 16 if on_gpus else 128,
         },
     }

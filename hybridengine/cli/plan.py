@@ -186,8 +186,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
                 roles[option.model] |= {
                     "generate": str(engine.sizes),
                     "kv_cache_bytes": pool.kv_bytes,
-                    "switch_received_bytes_max": engine.least.received_bytes,
-                    "switch_peak_weight_bytes_max": engine.least.peak_bytes,
+                    "switch_received_bytes_max": engine.switch.received_bytes,
+                    "switch_peak_weight_bytes_max": engine.switch.peak_bytes,
                 }
     return {
         "step_s": plan.step_s,

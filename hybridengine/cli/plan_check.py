@@ -40,7 +40,7 @@ def check_run(run: MeasuredRun, cluster: Cluster) -> dict[str, Any]:
         "run": str(run.folder),
         "num_steps": run.num_steps,
         "phases": phases,
-        "peak_weight_bytes": {"measured": run.peak_weight_bytes, "predicted": engine.least.peak_bytes},
+        "peak_weight_bytes": {"measured": run.peak_weight_bytes, "predicted": engine.switch.peak_bytes},
         "memory_bytes": {
             "measured": run.memory_bytes.get("resident_bytes"),
             "predicted": max(pool.peak_bytes for pool in plan.pools),

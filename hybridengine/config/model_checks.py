@@ -14,7 +14,6 @@ from hybridengine.config.sections import BUILT_TOKENS
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.model_presets import resolve_model
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
-from hybridengine.topology.sizes import GenSizes
 
 WIDTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
 
@@ -166,20 +165,16 @@ def _positions(config: RunConfig, holder: ModelHolder, shape: ModelShape) -> Ite
 
 
 def _engines(config: RunConfig, shape: ModelShape | None) -> Iterator[Conflict]:
-    """Sizes (p_g, t_g) against the ranks and the model; the remedy names the nearest sizes that keep every rule."""
+    """Sizes (p_g, t_g) against the ranks and the model."""
     gen, train = config.actor.gen_sizes, config.actor.train_sizes
-
-    def problems(sizes: GenSizes) -> list[str]:
-        if shape is None:
-            return []
-        return shape.gen_pp_problems(sizes.pp_size) + shape.gen_tp_problems(sizes.tp_size, train.tp_size)
-
-    for problem in gen.problems_over(train, lambda sizes: not problems(sizes)):
+    for problem in gen.problems_over(train):
         yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "actor.parallel"))
-    nearest = [str(sizes) for sizes in gen.nearest_over(train, lambda sizes: not problems(sizes))]
-    hint = f"; the nearest p_g-t_g that can be: {', '.join(nearest)}" if nearest else ""
-    for problem in problems(gen):
-        yield Conflict(f"actor.generate={gen}: {problem}{hint}", ("actor.generate", "model"))
+    if shape is not None:
+        for problem in [
+            *shape.gen_pp_problems(gen.pp_size),
+            *shape.gen_tp_problems(gen.tp_size, train.tp_size),
+        ]:
+            yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "model"))
 
 
 def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:

@@ -1,1 +1,1 @@
-"""What a run will need: memory per rank and phase. No torch."""
+"""Planning of runs: placements, sizes, seconds and memory. No torch."""

@@ -7,20 +7,22 @@ NVLink is, has half of it.
 from __future__ import annotations
 
 import difflib
+import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from hybridengine.config.loading import known_fields
 from hybridengine.config.values import Bytes, Section, Share
 from hybridengine.config.wording import rule, yaml_fault
 from hybridengine.errors import ConfigError, UnreadableError, raise_all, shown
-from hybridengine.reading import check_regular
+from hybridengine.reading import read_text
 from hybridengine.topology.links import LinkClass, NodeMap
 
 Text = Annotated[str, Field(min_length=1)]
@@ -45,10 +47,12 @@ class Link(Section):
     latency_s: Latency
     """Time that a message takes beside its bytes; for the device's own memory, a bucket of copies."""
 
-    def seconds(self, rank_bytes: float, node_bytes: float) -> float:
-        """Return the seconds for the bytes of a rank and of its node, without latency."""
+    def seconds(self, rank_bytes: Any, node_bytes: Any) -> Any:
+        """Return the seconds for the bytes of a rank and of its node, numbers or arrays, without latency."""
         seconds = rank_bytes / self.bytes_per_s
-        return seconds if self.node_bytes_per_s is None else max(seconds, node_bytes / self.node_bytes_per_s)
+        if self.node_bytes_per_s is None:
+            return seconds
+        return np.maximum(seconds, node_bytes / self.node_bytes_per_s)
 
 
 class Links(Section):
@@ -64,56 +68,25 @@ class Links(Section):
     """Between a device and the memory of its node, where offloaded states go; left out, nothing can be offloaded."""
 
     def of(self, link: LinkClass) -> Link:
-        """Figures of a link class.
-
-        Raises:
-            ConfigError: the cluster has no such links.
-        """
+        """Return the figures of a link class; a cluster of several nodes has all of them."""
         figures = getattr(self, link.value)
-        if figures is None:
-            raise ConfigError(f"links.{link.value} is missing; add its bytes_per_s and latency_s")
+        assert figures is not None, f"no rank uses links that the cluster lacks: {link.value}"
         return figures
 
-
-class FlopRates(Section):
-    """Floating-point operations per second by type; a product and its sum are two."""
-
-    bfloat16: Rate | None = None
-    """Of dense matrices."""
-    float32: Rate | None = None
-    """Of dense matrices."""
-
-
-class HostCall(Section):
-    """What a call without a model takes: reading prompts, advantages, statistics, reward functions."""
-
-    call_s: Latency = 0.0
-    """Of a call, waits for slower ranks included."""
-    row_s: Latency = 0.0
-    """Of each row that a rank has."""
-
-
-class HostCalls(Section):
-    """Calls without a model, by what they do."""
-
-    training_prompts: HostCall = HostCall()
-    """Reading prompts."""
-    compute_scores: HostCall = HostCall()
-    """A reward function."""
-    map: HostCall = HostCall()
-    """Advantages."""
-    measure: HostCall = HostCall()
-    """Statistics."""
+    @property
+    def network(self) -> Link:
+        """The links between nodes; of a cluster of one node, those inside it."""
+        return self.between_nodes or self.same_node
 
 
 class Compute(Section):
-    """What a device computes in a second, and what work costs beside its arithmetic.
+    """Operations of a device per second, and costs beside arithmetic.
 
     `hybridengine calibrate` measures all of it on the machine that it runs on.
     """
 
-    flops_per_s: FlopRates
-    """Peak rates."""
+    flops_per_s: dict[Literal["bfloat16", "float32"], Rate]
+    """Peak rate of dense matrix products by type; a product and its sum are two operations."""
     efficiency: Efficiency = 0.6
     """Share of the peak that large matrix products reach in a model."""
     half_tokens: Amount = 128.0
@@ -121,71 +94,64 @@ class Compute(Section):
     attention_efficiency: Efficiency = 0.3
     """Share of the peak that attention over the sequence reaches."""
     activation_passes: Amount = 12.0
-    """How often a layer reads or writes its hidden state, beside its matrix products."""
+    """Times that a layer reads or writes its hidden state, beside its matrix products."""
     layer_s: Latency = 30e-6
-    """What a layer of a forward pass takes beside that: launches."""
+    """Seconds of a layer of a forward pass beside that: launches."""
     micro_batch_s: Latency = 0.5e-3
-    """What each micro-batch of a stage takes beside its layers."""
+    """Seconds of each micro-batch of a stage beside its layers."""
     decode_efficiency: Efficiency = 0.6
     """Share of the peak that matrix products reach where each response has one token, as far as arithmetic binds."""
     decode_step_s: Latency = 2e-3
-    """What each step of an engine takes beside its layers: scheduling and sampling."""
+    """Seconds of each step of an engine beside its layers: scheduling and sampling."""
     decode_row_s: Latency = 10e-6
-    """What each running response adds to a step."""
+    """Seconds that each running response adds to a step."""
     decode_layer_s: Latency = 20e-6
-    """What each layer of a decoding step takes beside reading its weights: launches."""
+    """Seconds of each layer of a decoding step beside reading its weights: launches."""
     knee: Annotated[float, Field(ge=1, le=64)] = 4.0
-    """How sharp the bend is between steps bound by memory and steps bound by arithmetic; infinite would be a corner."""
+    """Sharpness of the bend between steps bound by memory and steps bound by arithmetic; infinite is a corner."""
     kv_block_tokens: NodeDevices = 16
     """Tokens of a block of KV cache, of which a response holds whole ones."""
-    fill_bytes_per_s: Rate | None = None
-    """Rate at which a device takes memory that it had given back, page by page; left out, it takes no time."""
     parameter_s: Latency = 20e-6
-    """What each parameter tensor of an optimizer step takes beside its bytes."""
+    """Seconds of each parameter tensor of an optimizer step beside its bytes."""
     exchange_s: Latency = 0.0
-    """What each parameter tensor takes beside its bytes where replicas exchange gradients and weights."""
+    """Seconds of each parameter tensor beside its bytes where replicas exchange gradients and weights."""
     optimizer_step_s: Latency = 5e-3
-    """What each optimizer step takes beside that."""
+    """Seconds of each optimizer step beside that."""
     collective_s: Latency = 0.0
-    """What a collective or a message of a pass takes beside what the link says: its ranks are never quite together."""
-    switch_bucket_s: Latency = 0.0
-    """What a bucket of a switch takes beside what the links say, for each other rank that it meets."""
+    """Seconds of a collective or message of a pass beside those of the link: its ranks are never quite together."""
     overlap: Share = 0.0
     """Share of the exchange of gradients and weights between replicas that is hidden behind the passes."""
     call_s: Latency = 10e-3
-    """What a group call takes beside its work, from the controller and back."""
-    host: HostCalls = HostCalls()
-    """Calls without a model."""
+    """Seconds of a group call beside its work, from the controller and back; all that a call without a model takes."""
     process_bytes: Bytes | None = None
     """Memory of a rank's process beside its models: contexts, communicators, libraries; left out, none."""
     devices_at_once: NodeDevices | None = None
     """Devices of a node that can work at the same time, where they share something: a CPU's cores."""
 
     def waiting(self, num_ranks: float) -> float:
-        """How many times as long work takes where so many ranks of a node work at the same time."""
+        """Return how many times as long work takes where so many ranks of a node work at the same time."""
         return 1.0 if self.devices_at_once is None else max(1.0, num_ranks / self.devices_at_once)
 
     def rate(self, dtype: str) -> float:
-        """Peak operations per second.
+        """Return the peak operations per second.
 
         Raises:
             ConfigError: the cluster has no figure for that type.
         """
-        found = getattr(self.flops_per_s, dtype, None)
-        if found is None:
+        if dtype not in self.flops_per_s:
             raise ConfigError(
                 f"compute.flops_per_s.{dtype} is missing; add it, or choose another model.dtype"
             )
-        return found
+        return self.flops_per_s[dtype]
 
 
 class Cluster(Section):
     """Nodes of equal devices."""
 
     name: Text
-    """What people call it."""
+    """Name of the cluster."""
     source: Text
-    """Where the figures come from."""
+    """Source of the figures."""
     nodes: Nodes
     """Nodes that can be used."""
     devices_per_node: NodeDevices
@@ -195,7 +161,7 @@ class Cluster(Section):
     links: Links
     """Bandwidth and latency of each class of links."""
     compute: Compute | None = None
-    """What devices compute; plans of whole runs need it, those of a switch alone do not."""
+    """Speed of the devices; plans of whole runs need it, those of a switch alone do not."""
 
     @model_validator(mode="after")
     def _has_links_between_nodes(self) -> Cluster:
@@ -210,7 +176,7 @@ class Cluster(Section):
         return self.nodes * self.devices_per_node
 
     def resized(self, nodes: int) -> Cluster:
-        """The same hardware with another number of nodes.
+        """Return the same hardware with another number of nodes.
 
         Raises:
             ConfigError: no positive number, or several nodes without links between them.
@@ -218,13 +184,10 @@ class Cluster(Section):
         try:
             return Cluster.model_validate(self.model_dump() | {"nodes": nodes})
         except ValidationError as error:
-            raise ConfigError(
-                f"cluster {self.name} with {nodes} nodes: "
-                + "; ".join(_message(item) for item in error.errors())
-            ) from None
+            raise ConfigError(f"cluster {self.name}: {'; '.join(map(_message, error.errors()))}") from None
 
     def node_map(self, num_ranks: int) -> NodeMap:
-        """Ranks 0, 1, 2, ... on the nodes, one on each device.
+        """Return the nodes of ranks 0, 1, 2, ..., one on each device.
 
         Raises:
             ConfigError: more ranks than devices.
@@ -240,7 +203,7 @@ class Cluster(Section):
 
 
 def load_planned_cluster(path: str | Path, dtype: str) -> Cluster:
-    """As `load_cluster`, with what plans of whole runs need.
+    """Return a cluster as `load_cluster` does, with what plans of whole runs need.
 
     Raises:
         ConfigError: the file says nothing about what devices compute, or not in that type.
@@ -256,30 +219,24 @@ def load_planned_cluster(path: str | Path, dtype: str) -> Cluster:
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Cluster that a YAML file describes.
+    """Return the cluster that a YAML file describes.
 
     Raises:
         ConfigError: no such file, no YAML, or everything that is wrong with its values, in one list.
     """
     remedy = "name a cluster file such as configs/clusters/h100-80gb.yaml"
     try:
-        check_regular(path)
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        values = OmegaConf.to_container(OmegaConf.load(io.StringIO(read_text(path))), resolve=True)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; {remedy}") from None
     except UnreadableError as error:
         raise ConfigError(f"{error}; {remedy}") from None
-    except OSError as error:
-        if error.strerror is not None:
-            raise ConfigError(f"{path} cannot be read ({error.strerror}); {remedy}") from None
-        values = None  # OmegaConf's own: the file holds a single value
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not valid YAML ({yaml_fault(error)}); correct the file, or {remedy}"
         ) from None
     if not isinstance(values, dict) or not values.keys() & Cluster.model_fields.keys():
-        found = "has none of" if isinstance(values, dict) else "must hold a mapping with"
-        raise ConfigError(f"{path} {found} the keys {', '.join(Cluster.model_fields)}; {remedy}")
+        raise ConfigError(f"{path} has none of the keys {', '.join(Cluster.model_fields)}; {remedy}")
     try:
         return Cluster.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
@@ -288,37 +245,19 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def _message(item: Any) -> str:
-    """A pydantic error as value, rule and remedy."""
-    location, kind = [str(part) for part in item["loc"]], item["type"]
-    key = ".".join(location)
-    if kind == "extra_forbidden":
-        siblings = list(_model_at(location[:-1]).model_fields)
-        near = difflib.get_close_matches(location[-1], siblings, n=1)
-        hint = (
-            f"did you mean {'.'.join([*location[:-1], near[0]])}?"
-            if near
-            else f"keys here are {', '.join(siblings)}"
-        )
-        return f"unknown key {key}; {hint}"
+    """Return a pydantic error as value, rule and remedy."""
+    key, kind, known = ".".join(map(str, item["loc"])), item["type"], known_fields(model=Cluster)
     if kind == "value_error":
-        return ": ".join(part for part in (key, str(item["ctx"]["error"])) if part)
-    if kind == "missing":
-        return f"{key} is missing; add it (it is: {_meaning(location)})"
-    return (
-        f"{key}={shown(item['input'])} must be {rule(item['msg'])}; correct it (it is: {_meaning(location)})"
-    )
-
-
-def _model_at(location: Sequence[str]) -> type[BaseModel]:
-    model: type[BaseModel] = Cluster
-    for part in location:
-        annotation = model.model_fields[part].annotation
-        kinds = [annotation, *get_args(annotation)]
-        model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
-    return model
-
-
-def _meaning(location: Sequence[str]) -> str:
-    """A field's description, as the end of a sentence."""
-    text = (_model_at(location[:-1]).model_fields[location[-1]].description or "").rstrip(".")
-    return text[0].lower() + text[1:]
+        return ": ".join(filter(None, (key, str(item["ctx"]["error"]))))
+    if kind == "extra_forbidden":
+        above = key.rpartition(".")[0]
+        there = [other for other in known if other.rpartition(".")[0] == above]
+        near = difflib.get_close_matches(key, there, n=1)
+        return f"unknown key {key}; " + (
+            f"did you mean {near[0]}?" if near else f"keys here are {', '.join(there)}"
+        )
+    text = f"{key} is missing; add it"
+    if kind != "missing":
+        text = f"{key}={shown(item['input'])} must be {rule(item['msg'])}; correct it"
+    field = known.get(key)
+    return f"{text} ({field.description.rstrip('.')})" if field and field.description else text

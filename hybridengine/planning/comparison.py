@@ -1,27 +1,28 @@
-"""Why one plan is slower than another: what lies on its longest path, and what its pools wait for."""
+"""Comparison of plans: what lies on their longest paths, and how long their pools wait."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridengine.planning.iteration import Bar
+from hybridengine.planning.iteration import Bar, phases
 from hybridengine.planning.plan import Plan
 
 SHOWN_SHARE = 0.005
-"""Of the step; smaller differences are left out."""
+"""Share of the step below which differences are left out."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one phase."""
+    """Difference of one phase between another plan and the best one."""
 
     phase: str
     seconds: float
-    """On the other plan's longest path beyond those on the best one's."""
+    """Seconds on the other plan's longest path beyond those on the best one's."""
     own: str
-    """What the other plan does it with, e.g. "1-8-8 on 64"; empty where it is not on that path."""
+    """Sizes and ranks of the other plan, e.g. "1-8-8 on 64"; empty where the phase is not on its longest path."""
     best: str
+    """The same for the best plan."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,13 @@ class Comparison:
     """The other plan against the best one."""
 
     seconds: float
-    """That its step takes longer: the sum of the differences, those included that are too small to be shown."""
+    """Seconds that its step takes longer: the sum of all differences, those too small to be shown included."""
     differences: tuple[Difference, ...]
     """The largest first."""
 
 
 def longest_path(bars: Sequence[Bar]) -> list[Bar]:
-    """The calls that the iteration's end waits for, first to last: each begins as the one before ends."""
+    """Return the calls that the iteration's end waits for, first to last: each begins as the one before ends."""
     path = [max(bars, key=lambda bar: bar.end_s)]
     while path[-1].begin_s > 0:
         last = path[-1]
@@ -48,43 +49,37 @@ def longest_path(bars: Sequence[Bar]) -> list[Bar]:
 
 
 def idle_shares(plan: Plan) -> tuple[float, ...]:
-    """Of each pool: share of the step in which its ranks have nothing to do."""
+    """Return, for each pool, the share of the step in which its ranks have nothing to do."""
     busy = [sum(bar.seconds for bar in plan.bars if bar.pool == pool) for pool in range(len(plan.pools))]
     return tuple(1 - seconds / plan.step_s for seconds in busy)
 
 
 def compare(other: Plan, best: Plan) -> Comparison:
-    """What makes `other` slower than `best`."""
-    sides = [_path_seconds(plan) for plan in (other, best)]
-    found = []
-    for phase in dict.fromkeys([*sides[0], *sides[1]]):
-        own, there = (side.get(phase, 0.0) for side in sides)
-        if abs(own - there) >= SHOWN_SHARE * best.step_s:
-            found.append(
-                Difference(
-                    phase,
-                    own - there,
-                    _with(other, phase) if own else "",
-                    _with(best, phase) if there else "",
-                )
-            )
-    found.sort(key=lambda one: -abs(one.seconds))
-    return Comparison(other.step_s - best.step_s, tuple(found))
+    """Return what makes `other` slower than `best`."""
+    own, there = _path_seconds(other), _path_seconds(best)
+    found = [
+        Difference(
+            phase,
+            own.get(phase, 0.0) - there.get(phase, 0.0),
+            _with(other, phase) if phase in own else "",
+            _with(best, phase) if phase in there else "",
+        )
+        for phase in own | there
+    ]
+    shown = [one for one in found if abs(one.seconds) >= SHOWN_SHARE * best.step_s]
+    shown.sort(key=lambda one: -abs(one.seconds))
+    return Comparison(other.step_s - best.step_s, tuple(shown))
 
 
 def _path_seconds(plan: Plan) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for bar in longest_path(plan.bars):
-        found[bar.call.phase] = found.get(bar.call.phase, 0.0) + bar.seconds
-    return found
+    return phases(longest_path(plan.bars))
 
 
 def _with(plan: Plan, phase: str) -> str:
-    """Sizes and ranks of the first model that works in a phase."""
+    """Return sizes and ranks of the first model that works in a phase."""
     role = next(bar.call.role for bar in plan.bars if bar.call.phase == phase)
-    for pool in plan.pools:
-        for option in pool.options:
-            if option.model == role:
-                sizes = option.engine.sizes if phase == "generate" and option.engine else option.sizes
-                return f"{sizes} on {pool.num_ranks}"
+    found = ((pool, option) for pool in plan.pools for option in pool.options if option.model == role)
+    for pool, option in found:
+        sizes = option.engine.sizes if phase == "generate" and option.engine else option.sizes
+        return f"{sizes} on {pool.num_ranks}"
     return "no model"

@@ -9,8 +9,7 @@ Placements are written as pools of roles, "actor,reference,reward | critic", or 
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridengine.errors import ConfigError, TopologyError, raise_all, shown
@@ -32,7 +31,7 @@ class Constraints:
     """(p, t, d) of models, by name."""
     gen_sizes: GenSizes | None = None
     placements: tuple[Placement, ...] | None = None
-    """Roles that share pools; any, where left out."""
+    """Roles that share pools; any, where None."""
 
     @classmethod
     def of(
@@ -44,23 +43,19 @@ class Constraints:
             ConfigError: names, sizes or placements that cannot be.
         """
         sizes, gen = _fixed(fixed, workload)
-        wanted = None if placement is None else (_placement(placement, workload),)
-        found = cls(sizes, gen, wanted)
-        raise_all(found._problems(workload, num_devices))
-        return found
-
-    def _problems(self, workload: Workload, num_devices: int) -> Iterator[str]:
-        for name, sizes in self.sizes.items():
-            if sizes.num_ranks > num_devices:
-                yield (
-                    f"--fix {name}={sizes} takes p·t·d = {sizes.num_ranks} ranks, and there are {num_devices} devices;"
+        problems = []
+        for name, one in sizes.items():
+            if one.num_ranks > num_devices:
+                problems.append(
+                    f"--fix {name}={one} takes p·t·d = {one.num_ranks} ranks, and there are {num_devices} devices;"
                     " choose smaller sizes, or more nodes"
                 )
-            gen = self.gen_sizes if name == "actor" else None
             try:
-                check_layouts(workload.model(name).shape, sizes, gen)
+                check_layouts(workload.model(name).shape, one, gen if name == "actor" else None)
             except TopologyError as error:
-                yield f"--fix {name}={sizes}: {error}"
+                problems.append(f"--fix {name}={one}: {error}")
+        raise_all(problems)
+        return cls(sizes, gen, None if placement is None else (_placement(placement, workload),))
 
 
 def _fixed(texts: Sequence[str], workload: Workload) -> tuple[dict[str, TrainSizes], GenSizes | None]:
@@ -68,16 +63,12 @@ def _fixed(texts: Sequence[str], workload: Workload) -> tuple[dict[str, TrainSiz
     sizes: dict[str, TrainSizes] = {}
     gen: GenSizes | None = None
     for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or (name != GENERATE and name not in names):
-            near = difflib.get_close_matches(name, [*names, GENERATE], n=1)
-            hint = f"did you mean {near[0]}?" if equals and near else "write for instance actor=1-8-16"
+        name, _, value = text.partition("=")
+        if name in sizes or (gen and name == GENERATE) or name not in (*names, GENERATE):
             raise ConfigError(
-                f"--fix {text!r} must be NAME=SIZES with one of {', '.join(names)} (p-t-d) or {GENERATE} (p_g-t_g);"
-                f" {hint}"
+                f"--fix {shown(text)} must be NAME=SIZES with one of {', '.join(names)} (p-t-d) or {GENERATE} (p_g-t_g),"
+                " each name once; write for instance actor=1-8-16"
             )
-        if name in sizes or (name == GENERATE and gen is not None):
-            raise ConfigError(f"--fix {name} is given twice; leave one of them out")
         try:
             if name == GENERATE:
                 gen = GenSizes.parse(value)
@@ -93,19 +84,11 @@ def _placement(text: str, workload: Workload) -> Placement:
     if text in NAMED:
         return _named(text, roles)
     pools = [tuple(name.strip() for name in pool.split(",")) for pool in text.split("|")]
-    given = [name for pool in pools for name in pool]
-    unknown = [name for name in given if name not in roles]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], [*roles, *NAMED], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+    if sorted(name for pool in pools for name in pool) != sorted(roles):
         raise ConfigError(
-            f"--placement {text!r}: {unknown[0]!r} is no model of this run; write pools of {', '.join(roles)}, e.g."
-            f" {' | '.join((','.join(roles[:-1]) or roles[0], roles[-1]))!r}, or {', '.join(NAMED)}{hint}"
+            f"--placement {shown(text)} must name each of {', '.join(roles)} once, or be one of {', '.join(NAMED)};"
+            f" write for instance {'|'.join(roles)!r}, with commas between models that share ranks"
         )
-    wrong = [name for name in roles if given.count(name) != 1]
-    if wrong:
-        found = "twice" if given.count(wrong[0]) > 1 else "in no pool"
-        raise ConfigError(f"--placement {text!r}: {wrong[0]} is {found}; name every model once")
     return tuple(sorted(pools, key=lambda pool: "actor" not in pool))
 
 

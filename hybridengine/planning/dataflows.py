@@ -42,7 +42,7 @@ PHASES: Mapping[str, str] = {
 
 
 def phase_of_call(role: str, method: str) -> str:
-    """Phase of an iteration that a call belongs to; `reward_NAME` and `cost_NAME` are models among several terms."""
+    """Return the phase of an iteration that a call belongs to; `reward_NAME` and `cost_NAME` are models among several."""
     call = f"{role}.{method}"
     if method == "compute_scores":
         call = f"{role.partition('_')[0]}.{method}"
@@ -50,7 +50,7 @@ def phase_of_call(role: str, method: str) -> str:
 
 
 class Work(Enum):
-    """What a call does."""
+    """Kinds of calls."""
 
     HOST = "host"
     """Reads data or computes on columns: no model."""
@@ -61,44 +61,9 @@ class Work(Enum):
     UPDATE = "update"
 
 
-class Count(Enum):
-    """How many rows a call has."""
-
-    ROWS = "rows"
-    """Prompts times responses per prompt."""
-    PROMPTS = "prompts"
-    PAIRS = "pairs"
-    """Two for each prompt."""
-
-
-WORK: Mapping[str, Work] = {
-    "training_prompts": Work.HOST,
-    "map": Work.HOST,
-    "measure": Work.HOST,
-    "switch_to_generate": Work.SWITCH,
-    "switch_to_train": Work.SWITCH,
-    "generate_sequences": Work.GENERATE,
-    "compute_log_probs": Work.INFER,
-    "compute_values": Work.INFER,
-    "compute_scores": Work.INFER,
-    "update": Work.UPDATE,
-    "update_preferences": Work.UPDATE,
-}
-"""Of each method."""
-RETURN_ROWS = (
-    "training_prompts",
-    "generate_sequences",
-    "compute_log_probs",
-    "compute_values",
-    "compute_scores",
-    "map",
-)
-"""Methods that return rows."""
-
-
 @dataclass(frozen=True)
 class RowColumns:
-    """What a call fetches of each row: columns of a token for every place, and of a number for every place."""
+    """Columns of each row that a call fetches."""
 
     tokens: int = 0
     """Columns as wide as prompt and response, 8 bytes a token."""
@@ -108,22 +73,34 @@ class RowColumns:
     """Columns as wide as the response, 4 bytes a token."""
 
     def num_bytes(self, prompt_width: int, response_width: int) -> int:
-        """Of a row whose columns are so wide."""
+        """Return the bytes of a row whose columns are so wide."""
         tokens = self.tokens * (prompt_width + response_width) + self.prompts * prompt_width
         return 8 * tokens + 4 * self.numbers * response_width
 
 
-COLUMNS: Mapping[str, RowColumns] = {
-    "generate_sequences": RowColumns(prompts=1),
-    "compute_log_probs": RowColumns(tokens=1),
-    "compute_values": RowColumns(tokens=1),
-    "compute_scores": RowColumns(tokens=1),
-    "map": RowColumns(numbers=3),
-    "measure": RowColumns(numbers=4),
-    "update": RowColumns(tokens=1, numbers=2),
-    "update_preferences": RowColumns(tokens=1, numbers=1),
+@dataclass(frozen=True)
+class Method:
+    """A method of a group: what it does, what it returns, and which columns of its rows it fetches."""
+
+    work: Work
+    returns_rows: bool = False
+    columns: RowColumns = RowColumns()
+    """A column of one number a row is left out."""
+
+
+METHODS: Mapping[str, Method] = {
+    "training_prompts": Method(Work.HOST, True),
+    "switch_to_generate": Method(Work.SWITCH),
+    "generate_sequences": Method(Work.GENERATE, True, RowColumns(prompts=1)),
+    "switch_to_train": Method(Work.SWITCH),
+    "compute_log_probs": Method(Work.INFER, True, RowColumns(tokens=1)),
+    "compute_values": Method(Work.INFER, True, RowColumns(tokens=1)),
+    "compute_scores": Method(Work.INFER, True, RowColumns(tokens=1)),
+    "map": Method(Work.HOST, True, RowColumns(numbers=3)),
+    "measure": Method(Work.HOST, False, RowColumns(numbers=4)),
+    "update": Method(Work.UPDATE, False, RowColumns(tokens=1, numbers=2)),
+    "update_preferences": Method(Work.UPDATE, False, RowColumns(tokens=1, numbers=1)),
 }
-"""Of each method; a column of one number a row is left out."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +112,12 @@ class Call:
     method: str
     reads: tuple[int, ...] = ()
     """Earlier calls whose rows it takes, or that the controller waits for before, by their places in the iteration."""
-    count: Count = Count.ROWS
+    num_rows: int = 0
+    """Rows that it has: prompts times responses per prompt, or fewer."""
 
     @property
     def work(self) -> Work:
-        return WORK[self.method]
+        return METHODS[self.method].work
 
     @property
     def phase(self) -> str:
@@ -147,15 +125,10 @@ class Call:
 
     @property
     def columns(self) -> RowColumns:
-        return COLUMNS.get(self.method, RowColumns())
+        return METHODS[self.method].columns
 
     def __str__(self) -> str:
         return f"{self.role}.{self.method}"
-
-
-PROMPTS, SAMPLES = 5, 3
-"""Prompts and responses per prompt of a traced iteration: numbers of rows say which count a call has."""
-COUNTS = {PROMPTS * SAMPLES: Count.ROWS, PROMPTS: Count.PROMPTS, 2 * PROMPTS: Count.PAIRS}
 
 
 @dataclass(frozen=True)
@@ -217,23 +190,21 @@ class _Future:
 class _Trace:
     """The calls that a step makes, recorded."""
 
+    num_rows: int
+    """Rows of a call that is given none."""
     calls: list[Call] = field(default_factory=list)
     waited: set[int] = field(default_factory=set)
     """Calls that the controller has waited for: those that it makes later begin after them."""
 
     def record(self, role: str, method: str, *arguments: Any, **more: Any) -> Any:
-        if method not in WORK:
-            raise UnknownNameError(f"{role}.{method} is not one of {', '.join(WORK)}")
+        if method not in METHODS:
+            raise UnknownNameError(f"{role}.{method} is not one of {', '.join(METHODS)}")
         rows = [value for value in (*arguments, *more.values()) if isinstance(value, _Rows)]
         reads = self.waited.union(*(one.calls for one in rows))
-        num_rows = len(rows[0]) if rows else PROMPTS * SAMPLES
-        if num_rows not in COUNTS:
-            raise UnknownNameError(
-                f"{role}.{method} has {num_rows} rows of {PROMPTS} prompts with {SAMPLES} responses"
-            )
-        self.calls.append(Call(role, method, tuple(sorted(reads)), COUNTS[num_rows]))
-        place = len(self.calls) - 1
-        if method in RETURN_ROWS:
+        num_rows = len(rows[0]) if rows else self.num_rows
+        place = len(self.calls)
+        self.calls.append(Call(role, method, tuple(sorted(reads)), num_rows))
+        if METHODS[method].returns_rows:
             return _Rows(self, num_rows, frozenset({place}))
         return _Future(self, place)
 
@@ -252,7 +223,7 @@ class _Group:
         return partial(self.trace.record, self.role, method)
 
 
-def calls_of(algorithm: Algorithm) -> tuple[Call, ...]:
+def calls_of(algorithm: Algorithm, num_prompts: int, samples_per_prompt: int) -> tuple[Call, ...]:
     """Return the calls of an iteration, in the order in which the algorithm's step makes them.
 
     The step is carried out with stand-ins: groups that compute nothing, columns and metrics of zeros.
@@ -260,15 +231,15 @@ def calls_of(algorithm: Algorithm) -> tuple[Call, ...]:
     Raises:
         ConfigError: the step does not end with stand-ins, or makes a call that the planner does not know.
     """
-    trace = _Trace()
+    trace = _Trace(num_prompts * samples_per_prompt)
     groups = {role: _Group(trace, role) for role in (*algorithm.roles, *HELPERS)}
     roles = SimpleNamespace(**groups, term_columns=())
     sampling = SimpleNamespace(
         step=1,
-        num_prompts=PROMPTS,
-        samples_per_prompt=SAMPLES,
+        num_prompts=num_prompts,
+        samples_per_prompt=samples_per_prompt,
         first_seed=0,
-        prompts=_Rows(trace, PROMPTS),
+        prompts=_Rows(trace, num_prompts),
     )
     try:
         algorithm.step(roles, sampling, {})

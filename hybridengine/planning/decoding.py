@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Engine:
     dtype: str
     cluster: Cluster
     num_ranks: int
-    """Of all engines together, which share the links."""
+    """Ranks of all engines together, which share the links."""
 
     @cached_property
     def kv_token_bytes(self) -> int:
@@ -47,16 +48,20 @@ class Engine:
 
     @cached_property
     def _num_layers(self) -> int:
-        """Of the stage with the most."""
+        """Layers of the stage with the most."""
         return max(map(len, self.shape.gen_stage_layers(self.train_pp_size, self.sizes.pp_size)))
 
-    def step_s(self, num_rows: float, context_tokens: float) -> float:
-        """Seconds of a step of `num_rows` responses with `context_tokens` tokens of prompts and responses altogether."""
+    def step_s(self, num_rows: Any, context_tokens: Any) -> Any:
+        """Return the seconds of a step of `num_rows` responses with `context_tokens` tokens, prompts included.
+
+        Args:
+            num_rows: a number, or an array for as many steps.
+        """
         compute = compute_of(self.cluster)
         memory = self._read_bytes + context_tokens * self.kv_token_bytes
         arithmetic_s = num_rows * self._row_s
-        beside_s = self._num_layers * (compute.decode_layer_s + 2 * self._all_reduce_s(num_rows))
-        beside_s += self._send_s(num_rows)
+        all_reduce_s, send_s = self._exchanges_s(num_rows)
+        beside_s = self._num_layers * (compute.decode_layer_s + 2 * all_reduce_s) + send_s
         beside_s += (compute.decode_step_s + num_rows * compute.decode_row_s) / self.sizes.pp_size
         waiting = self._waiting
         read_s = knee(self._read_s(memory), arithmetic_s * waiting, compute.knee)
@@ -77,35 +82,32 @@ class Engine:
         weights = self._num_layers * layer_weights(shape) + shape.vocab_size * shape.hidden_size
         return 2 * weights / self.sizes.tp_size / (compute.rate(self.dtype) * compute.decode_efficiency)
 
-    def _read_s(self, num_bytes: float) -> float:
+    def _read_s(self, num_bytes: Any) -> Any:
         """Return the seconds in which every rank reads bytes from memory, while all stages but one of an engine wait."""
         ranks = min(self.cluster.devices_per_node, self.num_ranks) / self.sizes.pp_size
         return self.cluster.links.same_device.seconds(num_bytes, num_bytes * ranks)
 
     @cached_property
     def _waiting(self) -> float:
-        """How many times as long work takes where the ranks of a node share its devices."""
+        """Factor by which work takes longer where the ranks of a node share its devices."""
         ranks = min(self.cluster.devices_per_node, self.num_ranks)
         return compute_of(self.cluster).waiting(ranks / self.sizes.pp_size)  # stages take turns
 
     def prefill_s(self, num_tokens: float) -> float:
-        """Seconds of `num_tokens` tokens of prompts."""
+        """Return the seconds of `num_tokens` tokens of prompts."""
         compute, shape = compute_of(self.cluster), self.shape
         operations = 2 * num_tokens * shape.num_layers * layer_weights(shape)
         rate = compute.rate(self.dtype) * compute.efficiency * self.sizes.tp_size
         chunks = max(1.0, num_tokens / PREFILL_TOKENS)
         own = operations / rate * (1 + compute.half_tokens * chunks / max(num_tokens, 1.0))
         launches = chunks * (shape.num_layers * compute.layer_s + compute.decode_step_s)
-        exchanged = 2 * shape.num_layers * chunks * self._all_reduce_s(num_tokens / chunks)
-        return (
-            (own + launches) * self._waiting
-            + exchanged
-            + chunks * self.sizes.pp_size * self._send_s(num_tokens / chunks)
-        )
+        all_reduce_s, send_s = self._exchanges_s(num_tokens / chunks)
+        exchanged = chunks * (2 * shape.num_layers * all_reduce_s + self.sizes.pp_size * send_s)
+        return (own + launches) * self._waiting + exchanged
 
     @property
     def block_bytes(self) -> int:
-        """A block of KV cache on a rank."""
+        """Bytes of a block of KV cache on a rank."""
         return self.kv_token_bytes * compute_of(self.cluster).kv_block_tokens
 
     def row_bytes(self, lengths: Lengths, prompt_tokens: float) -> float:
@@ -114,55 +116,40 @@ class Engine:
         return self.kv_token_bytes * (prompt_tokens + lengths.mean_position + (block - 1) / 2)
 
     def num_running(self, lengths: Lengths, prompt_tokens: float, max_num_seqs: int, kv_bytes: float) -> int:
-        """Responses that can run at once: as many as the cache holds beside its first block, which stands for none."""
+        """Return how many responses can run at once: as the cache holds beside its first block, which is for none."""
         room = kv_bytes - self.block_bytes
         return max(1, min(max_num_seqs, int(room / self.row_bytes(lengths, prompt_tokens) + 1e-9)))
 
     def generate_s(self, num_rows: int, prompt_tokens: float, lengths: Lengths, num_running: int) -> float:
-        """Seconds until `num_rows` responses are complete, at most `num_running` at once."""
+        """Return the seconds until `num_rows` responses are complete, at most `num_running` at once."""
         steps = running_steps(lengths, num_rows, num_running)
         counts, contexts, spans = steps[:, 0], steps[:, 1], steps[:, 2]
-        seconds = sum(
-            span * self.step_s(count, count * prompt_tokens + context)
-            for count, context, span in zip(counts, contexts, spans, strict=True)
-        )
+        seconds = spans @ self.step_s(counts, counts * prompt_tokens + contexts)
         return float(seconds) + self.prefill_s(num_rows * prompt_tokens)
 
-    def _hidden_bytes(self, num_tokens: float) -> float:
-        return num_tokens * self.shape.hidden_size * DTYPE_BYTES[self.dtype]
-
-    def _all_reduce_s(self, num_tokens: float) -> float:
-        fabric = Fabric(self.cluster, self.num_ranks)
-        return self._with_others(
-            fabric.all_reduce_s(self._hidden_bytes(num_tokens), Axis(self.sizes.tp_size, 1))
+    def _exchanges_s(self, num_tokens: Any) -> tuple[Any, Any]:
+        """Return the seconds of an all-reduce of the hidden state of tokens, and of sending it to the next stage."""
+        num_bytes = num_tokens * self.shape.hidden_size * DTYPE_BYTES[self.dtype]
+        fabric, t = Fabric(self.cluster, self.num_ranks), self.sizes.tp_size
+        return (
+            fabric.all_reduce_s(num_bytes, Axis(t, 1)),
+            fabric.sends_s(num_bytes, Axis(self.sizes.pp_size, t)),
         )
-
-    def _send_s(self, num_tokens: float) -> float:
-        fabric = Fabric(self.cluster, self.num_ranks)
-        return self._with_others(
-            fabric.sends_s(self._hidden_bytes(num_tokens), Axis(self.sizes.pp_size, self.sizes.tp_size))
-        )
-
-    def _with_others(self, seconds: float) -> float:
-        """Of a collective or a message, if there is one."""
-        return seconds + compute_of(self.cluster).collective_s if seconds else 0.0
 
 
 PREFILL_TOKENS = 8192
-"""Of a chunk of prompts."""
+"""Tokens of a chunk of prompts."""
 
 
-def knee(one: float, other: float, sharpness: float) -> float:
-    """Seconds of two things that overlap: about the larger one, and 2^(1/sharpness) of both where they are equal."""
-    largest = max(one, other)
-    if largest == 0.0:
-        return 0.0
+def knee(one: Any, other: Any, sharpness: float) -> Any:
+    """Return the seconds of two things that overlap: about the larger, 2^(1/sharpness) times either if they are equal."""
+    largest = np.maximum(np.maximum(one, other), 1e-300)
     return largest * ((one / largest) ** sharpness + (other / largest) ** sharpness) ** (1 / sharpness)
 
 
 @lru_cache(maxsize=512)
 def running_steps(lengths: Lengths, num_rows: int, num_running: int) -> np.ndarray:
-    """[spans, 3]: responses that run, their tokens altogether at the middle of the span, and its steps.
+    """Return responses that run, their tokens altogether at the middle of the span, and its steps, as [spans, 3].
 
     The responses have the distribution's quantiles for lengths, in an order in which long and short ones alternate.
     """

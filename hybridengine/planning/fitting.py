@@ -4,14 +4,11 @@ Peak rates and links are measured by themselves. What remains, how much of the p
 every layer, micro-batch, token, collective and tensor costs beside its arithmetic and bytes, follows from the seconds of
 whole phases: coefficients are those that make the logarithms of predicted over measured seconds smallest (a robust least
 squares, so that a single disturbed phase does not bend them).
-
-Calls without a model are fitted by themselves, each as seconds of a call and of a row.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +18,7 @@ import numpy as np
 
 from hybridengine.config import RunConfig
 from hybridengine.errors import ConfigError
-from hybridengine.planning.clusters import Cluster, HostCalls
+from hybridengine.planning.clusters import Cluster
 from hybridengine.planning.dataflows import Work
 from hybridengine.planning.given import given_plan
 from hybridengine.planning.options import pricer_of
@@ -45,11 +42,8 @@ RANGES: Mapping[str, tuple[float, float, float]] = {
     "optimizer_step_s": (5e-3, 1e-6, 1.0),
     "exchange_s": (3e-4, 1e-7, 0.1),
     "collective_s": (1e-4, 1e-7, 0.1),
-    "switch_bucket_s": (1e-3, 1e-6, 0.1),
 }
 """Coefficient -> where the search for it begins, and between what it stays."""
-FILL = (2e9, 1e8, 1e11)
-"""The same for `fill_bytes_per_s`, where the machine has one."""
 ROBUST_SCALE = 0.15
 """Deviations beyond so much count less."""
 LIGHT_SHARE = 0.02
@@ -116,20 +110,15 @@ def fit(cluster: Cluster, observations: Sequence[Observation], progress: Callabl
     Raises:
         ConfigError: there are fewer phases than coefficients.
     """
-    cluster = with_compute(cluster, host=host_calls(observations))
     models = [(one, phase) for one in observations for phase in _model_phases(one)]
     if len(models) < len(RANGES):
         raise ConfigError(
             f"{len(models)} measured phases cannot decide {len(RANGES)} coefficients; measure more runs, with other sizes"
         )
-    assert cluster.compute is not None
-    ranges = dict(RANGES)
-    if cluster.compute.fill_bytes_per_s is not None:
-        ranges["fill_bytes_per_s"] = FILL
-    start, low, high = (np.log([values[place] for values in ranges.values()]) for place in range(3))
+    start, low, high = (np.log([values[place] for values in RANGES.values()]) for place in range(3))
 
     def named(logs: np.ndarray) -> dict[str, float]:
-        return dict(zip(ranges, np.exp(logs).tolist(), strict=True))
+        return dict(zip(RANGES, np.exp(logs).tolist(), strict=True))
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         tried = with_compute(cluster, **named(logs))
@@ -177,43 +166,12 @@ def with_compute(cluster: Cluster, **values: Any) -> Cluster:
     return cluster.model_copy(update={"compute": compute})
 
 
-def host_calls(observations: Sequence[Observation]) -> HostCalls:
-    """Seconds of calls without a model: of each call, and of each row that a rank has."""
-    from scipy.optimize import nnls
-
-    points = defaultdict[str, list[tuple[float, float]]](list)
-    for one in observations:
-        ranks = next(iter(one.config.pools.values())).num_ranks
-        for call in one.workload.calls:
-            if call.work is Work.HOST or call.phase in _host_scores(one):
-                points[call.method].append(
-                    (one.workload.num_rows(call.count) / ranks, one.phases_s[call.phase])
-                )
-    found = {}
-    for method, values in points.items():
-        rows, seconds = np.array(values).T
-        # Deviations count in proportion to what is measured.
-        design = np.stack([1 / seconds, rows / seconds], axis=1)
-        (call_s, row_s), _ = nnls(design, np.ones(len(seconds)))
-        found[method] = {"call_s": float(call_s), "row_s": float(row_s)}
-    return HostCalls.model_validate(found)
-
-
-def _host_scores(one: Observation) -> set[str]:
-    """Phases in which functions judge, not models."""
-    models = {model.name for model in one.workload.models}
-    return {
-        call.phase
-        for call in one.workload.calls
-        if call.method == "compute_scores" and call.role not in models
-    }
-
-
 def _model_phases(one: Observation) -> list[str]:
-    """Phases of calls with a model, in order."""
-    host = _host_scores(one)
-    phases = [call.phase for call in one.workload.calls if call.work is not Work.HOST]
-    return [phase for phase in dict.fromkeys(phases) if phase not in host]
+    """Return the phases of calls with a model, in order; a switch is priced from its plan alone."""
+    models = {model.name for model in one.workload.models}
+    fitted = (Work.GENERATE, Work.INFER, Work.UPDATE)
+    calls = [call for call in one.workload.calls if call.role in models and call.work in fitted]
+    return list(dict.fromkeys(call.phase for call in calls))
 
 
 def _process_bytes(cluster: Cluster, observations: Sequence[Observation]) -> int | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,7 +25,7 @@ from hybridengine.reading import read_text
 
 FORMS = "constant:N, uniform:LOW-HIGH, lognormal:mean=M,cv=C, or a file with one length a line"
 RANGES = "N and LOW from 1 on, HIGH no lower than LOW, M from 1 to 1e9, C above 0 and at most 20"
-NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?"
+NUMBER = r"[0-9]{1,9}(?:\.[0-9]+)?(?:e[0-9])?"
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ class Lengths:
             if survival is None:
                 raise ConfigError(f"lengths {shown(text)} must have {RANGES}; write {FORMS}")
         else:
-            survival = counted(list(_read(text)), max_tokens + 1)
+            survival = counted(_read(text), max_tokens + 1)
         return cls(text, survival[:-1], float(survival[-1]))
 
     @classmethod
@@ -130,10 +130,6 @@ def counted(lengths: Sequence[int], max_tokens: int) -> np.ndarray:
     return longer / len(cut)
 
 
-def _constant(positions: np.ndarray, length: float) -> np.ndarray | None:
-    return _uniform(positions, length, length)
-
-
 def _uniform(positions: np.ndarray, low: float, high: float) -> np.ndarray | None:
     if not 1 <= low <= high:
         return None
@@ -153,34 +149,30 @@ def _lognormal(positions: np.ndarray, mean: float, variation: float) -> np.ndarr
 
 
 _KINDS: dict[str, tuple[str, Callable[..., np.ndarray | None]]] = {
-    "constant": (r"([0-9]{1,9})", _constant),
+    "constant": (r"([0-9]{1,9})", lambda positions, length: _uniform(positions, length, length)),
     "uniform": (r"([0-9]{1,9})-([0-9]{1,9})", _uniform),
     "lognormal": (rf"mean=({NUMBER}),cv=({NUMBER})", _lognormal),
 }
 """Kind -> pattern of its numbers, and P(length > i) at positions i; None where the numbers are out of range."""
 
 
-def _read(path: str) -> Iterator[int]:
-    """Yield the lengths in a file, each from 0 on."""
+def _read(path: str) -> list[int]:
+    """Return the lengths in a file, each from 0 on."""
     try:
         lines = read_text(path).splitlines()
-    except UnreadableError as error:
-        raise ConfigError(f"lengths {error}; write {FORMS}") from None
-    except FileNotFoundError:
-        raise ConfigError(
-            f"lengths {shown(path)} are neither one of the forms nor a file; write {FORMS}"
-        ) from None
-    if not any(map(str.strip, lines)):
-        raise ConfigError(f"lengths {path}: the file has no lengths; write one a line")
+    except (UnreadableError, FileNotFoundError) as error:
+        fault = (
+            error if isinstance(error, UnreadableError) else f"{shown(path)}: no such form, and no such file"
+        )
+        raise ConfigError(f"lengths {fault}; write {FORMS}") from None
+    found = []
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            value = float(line)
-        except ValueError:
-            value = math.nan
-        if not 0 <= value < 1e9:
-            raise ConfigError(
-                f"lengths {path}, line {number}: {shown(line)} is no number of tokens; write a number from 0 on"
-            )
-        yield math.ceil(value)
+        if line.strip():
+            if not re.fullmatch(NUMBER, line.strip()):
+                raise ConfigError(
+                    f"lengths {path}, line {number}: {shown(line)} is no number of tokens; write a number from 0 on"
+                )
+            found.append(math.ceil(float(line)))
+    if not found:
+        raise ConfigError(f"lengths {path}: the file has no lengths; write one a line")
+    return found

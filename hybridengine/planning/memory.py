@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybridengine.config import RunConfig, holder_shape, model_holders
+from hybridengine.config.run_config import TRAINED
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
-from hybridengine.planning.passes import MicroBatches
+from hybridengine.planning.passes import GRADIENT_BYTES, MicroBatches
 from hybridengine.planning.shards import training_holding
 from hybridengine.topology.sizes import TrainSizes
 
-GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
 """Adam's two moments in float32."""
 LOGIT_COPIES = 3
@@ -23,8 +24,20 @@ LOGIT_COPIES = 3
 
 
 @dataclass(frozen=True)
-class TrainingMemory:
-    """Bytes of the rank with the most, for a model that is trained."""
+class StateBytes:
+    """Bytes of a model on the rank with the most, by what it is doing."""
+
+    idle: int
+    """While others work; the actor is in training mode then."""
+    infer: int
+    update: int
+    generating: int
+    """While the actor generates; of the actor, what it holds beside the engine."""
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """Bytes of a model's parts on the rank with the most."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -32,20 +45,45 @@ class TrainingMemory:
     optimizer_bytes: int
     """Moments, and float32 master weights where the weights are not float32; sharded over d."""
 
+    def states(self, *, is_actor: bool, offloads: bool, infer: int = 0, update: int = 0) -> StateBytes:
+        """Return the bytes by what the model is doing.
 
-def training_memory(shape: ModelShape, sizes: TrainSizes, dtype: str) -> TrainingMemory:
-    """Memory of training `shape` at (p, t, d) under the distributed optimizer."""
+        Args:
+            offloads: its optimizer state is in host memory while it does not train.
+            infer: activations of a forward pass.
+            update: activations of an update.
+        """
+        whole = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        kept = 0 if offloads else self.optimizer_bytes
+        idle = whole if is_actor else self.weights_bytes + kept
+        return StateBytes(idle, idle + infer, whole + update, kept if is_actor else idle)
+
+
+def model_memory(shape: ModelShape, sizes: TrainSizes, dtype: str, *, trains: bool = True) -> ModelMemory:
+    """Return the memory of `shape` at (p, t, d) under the distributed optimizer; without training, weights alone."""
     num_elements = training_holding(shape, sizes.pp_size, sizes.tp_size).num_elements
-    per_weight = MOMENT_BYTES + (4 if dtype != "float32" else 0)
-    return TrainingMemory(
-        weights_bytes=num_elements * DTYPE_BYTES[dtype],
-        gradients_bytes=num_elements * GRADIENT_BYTES,
-        optimizer_bytes=-(-num_elements * per_weight // sizes.dp_size),
-    )
+    weights_bytes = num_elements * DTYPE_BYTES[dtype]
+    if not trains:
+        return ModelMemory(weights_bytes, 0, 0)
+    optimizer_bytes = -(-num_elements * optimizer_weight_bytes(dtype) // sizes.dp_size)
+    return ModelMemory(weights_bytes, num_elements * GRADIENT_BYTES, optimizer_bytes)
+
+
+def optimizer_weight_bytes(dtype: str) -> int:
+    """Return the bytes of optimizer state for each weight."""
+    return MOMENT_BYTES + (4 if dtype != "float32" else 0)
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Return the bytes of the tensors in a checkpoint of a run: weights and optimizer state of what trains."""
+    dtype = config.model.dtype
+    each = DTYPE_BYTES[dtype] + optimizer_weight_bytes(dtype)
+    trained = (holder for holder in model_holders(config) if holder.role in TRAINED)
+    return sum(each * holder_shape(config, holder).num_parameters for holder in trained)
 
 
 def layer_activations(shape: ModelShape, tp_size: int) -> float:
-    """Elements that a layer keeps of each token for its backward pass, scores of attention left out."""
+    """Return the elements that a layer keeps of each token for its backward pass, scores of attention left out."""
     hidden = 4 * shape.hidden_size  # inputs of both norms, of the query projection and of the MLP
     attention = 2 * shape.q_size + 2 * shape.kv_size + shape.q_size  # rotated and not, and attention's output
     mlp = 3 * shape.ffn_hidden_size  # gate, up, and their product
@@ -60,25 +98,22 @@ def activation_bytes(
     *,
     trains: bool,
     recompute: bool = False,
-    scores: bool = False,
 ) -> int:
-    """Most bytes that a pass keeps on a rank: of the first stage, with as many micro-batches as are under way, or of the
-    last one, with its logits.
+    """Return the most bytes that a pass keeps on a rank.
+
+    They are those of the first stage, with as many micro-batches as are under way, or of the last one, with its logits.
 
     Args:
         trains: activations are kept for a backward pass.
         recompute: only the input of each layer is.
-        scores: attention keeps its [length, length] matrices, as without a fused kernel.
     """
     element = DTYPE_BYTES[dtype]
     layers = len(shape.split_layers(sizes.pp_size)[0])
     one_layer = layer_activations(shape, sizes.tp_size)
-    if scores:
-        one_layer += 2 * shape.num_heads * micro.length / sizes.tp_size
     if not trains:
         first = last = one_layer
     else:
-        # Of what is computed again, there is one layer at a time, of one micro-batch.
+        # What is computed again is one layer at a time, of one micro-batch.
         kept, again = (shape.hidden_size * layers, one_layer) if recompute else (one_layer * layers, 0.0)
         first, last = kept * min(sizes.pp_size, micro.count) + again, kept + again
     logits = 0.0

@@ -1,4 +1,4 @@
-"""Which sizes a model can have on a number of ranks, how long its calls then take, and what memory it needs."""
+"""Options of the models: sizes on a number of ranks, with the seconds of their calls and their memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from hybridengine.model_shapes import DTYPE_BYTES
 from hybridengine.planning.clusters import Cluster
-from hybridengine.planning.dataflows import Call, Count, Work
+from hybridengine.planning.dataflows import Call, Work
 from hybridengine.planning.decoding import Engine
 from hybridengine.planning.layouts import gen_problems, train_problems
-from hybridengine.planning.memory import TrainingMemory, activation_bytes, training_memory
-from hybridengine.planning.option import EngineOption, Option, StateBytes, SwitchFigures, undominated
+from hybridengine.planning.memory import ModelMemory, StateBytes, activation_bytes, model_memory
+from hybridengine.planning.option import EngineOption, Option, SwitchFigures
 from hybridengine.planning.passes import ModelPasses, compute_of
 from hybridengine.planning.shards import generation_holding
 from hybridengine.planning.switch_cost import SwitchPricer
@@ -21,16 +21,12 @@ from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 
-MOST_OF_LINE_RATE = 3.0
-"""A switch takes at most so many times what its bytes would take, and a second."""
 NOT_REPLICATED = 0.98
 """Share of a generation shard that tensor parallelism divides, at least: norms are on every rank."""
-MOST_BUCKETS = 1000
-"""Of a switch, beside those that its bytes fill."""
 
 
 def pricer_of(workload: Workload) -> SwitchPricer:
-    """What prices switches of the workload's actor."""
+    """Return a pricer of switches of the workload's actor."""
     return SwitchPricer(workload.model("actor").shape, workload.dtype, workload.bucket_bytes)
 
 
@@ -40,7 +36,7 @@ class Options:
     Args:
         fixed: sizes that a model must have, by name.
         fixed_gen: sizes that the engine must have.
-        pricer: what knows switches already; from `pricer_of` the same workload.
+        pricer: prices switches, from `pricer_of` the same workload; a new one, where left out.
     """
 
     def __init__(
@@ -63,80 +59,61 @@ class Options:
         return self.workload.model("actor")
 
     def of(self, name: str, num_ranks: int) -> list[Option]:
-        """Options of a model on so many ranks that nothing dominates; none where it cannot be there."""
+        """Return the options of a model on so many ranks; none where it cannot be there."""
         key = (name, num_ranks)
         if key not in self._found:
             model = self.workload.model(name)
-            options = [
+            self._found[key] = [
                 option
                 for sizes in self._train_sizes(model, num_ranks)
                 for option in self._options(model, sizes)
             ]
-            # Where pools share devices, a call that ends earlier may slow down another one, and nothing is surely better.
-            self._found[key] = options if self.compute.devices_at_once else undominated(options)
         return self._found[key]
 
     def planned(self, option: Option) -> Option:
-        """The option with what its switch's plan says."""
+        """Return the option with what its switch's plan says."""
         engine = option.engine
         if engine is None or engine.is_planned:
             return option
-        figures = self._switch(option.sizes, engine.sizes)
-        figures = replace(
-            figures, there_s=figures.there_s + engine.state_s, back_s=figures.back_s + engine.state_s
-        )
-        return replace(option, engine=replace(engine, least=figures, most=figures))
+        switch = self._switch(option.sizes, engine.sizes)
+        return replace(option, engine=replace(engine, switch=switch, is_planned=True))
 
-    def generating_seconds(self, option: Option, kv_bytes: int) -> Option:
-        """The option with so much KV cache."""
+    def with_cache(self, option: Option, kv_bytes: int) -> Option:
+        """Return the actor's option with so much KV cache."""
         assert option.engine is not None, "the actor has an engine"
         seconds = list(option.seconds)
         for place, call in enumerate(self._calls("actor")):
             if call.work is Work.GENERATE:
                 seconds[place] = self._generate_s(option.sizes, option.engine.sizes, call, kv_bytes)
-            elif call.method == "switch_to_generate":
-                filled_s = self._fill_s(kv_bytes, option.sizes.num_ranks)
-                seconds[place] = self.compute.call_s + filled_s
-        return replace(option, seconds=tuple(seconds))
-
-    def _fill_s(self, num_bytes: int, num_ranks: int) -> float:
-        """Until every rank has taken so much memory, where that takes time."""
-        if self.compute.fill_bytes_per_s is None:
-            return 0.0
-        ranks = min(self.cluster.devices_per_node, num_ranks)
-        return num_bytes / self.compute.fill_bytes_per_s * self.compute.waiting(ranks)
-
-    def num_calls(self, name: str) -> int:
-        return len(self._calls(name))
+        return replace(option, seconds=tuple(seconds), engine=replace(option.engine, kv_bytes=kv_bytes))
 
     def _calls(self, name: str) -> list[Call]:
         return [call for call in self.workload.calls if call.role == name]
 
     def _train_sizes(self, model: PlannedModel, num_ranks: int) -> Iterator[TrainSizes]:
-        """Sizes that Megatron can have, tensor shards on one node, rows for every replica."""
-        fixed = self.fixed.get(model.name)
+        """Yield the sizes that Megatron can have, tensor shards on one node, rows for every rank and replica."""
+        if num_ranks > self.workload.rank_rows.get(model.role, num_ranks):
+            return
         for parts in divisors(num_ranks):
             for tp_size in divisors(parts):
                 sizes = TrainSizes(parts // tp_size, tp_size, num_ranks // parts)
-                if num_ranks > self.workload.rank_rows.get(model.role, num_ranks):
-                    continue
-                if fixed is not None and sizes != fixed:
-                    continue
-                if tp_size > self.cluster.devices_per_node or not self._splits_evenly(model, sizes):
-                    continue
-                if not train_problems(model.shape, sizes):
+                if (
+                    tp_size <= self.cluster.devices_per_node
+                    and sizes == self.fixed.get(model.name, sizes)
+                    and self._splits_evenly(model, sizes)
+                    and not train_problems(model.shape, sizes)
+                ):
                     yield sizes
 
     def _splits_evenly(self, model: PlannedModel, sizes: TrainSizes) -> bool:
-        """Whether replicas have as many rows each in a mini-batch, as configurations demand; else some rows at all."""
+        """Return True if replicas have as many rows each in a mini-batch, as configurations demand; else some at all."""
         if model.name == "actor" and (self.workload.warmup_rows or 0) % sizes.dp_size:
             return False
         for call in self._calls(model.name):
-            rows = self.workload.num_rows(call.count)
-            if call.work is Work.UPDATE and rows % (sizes.dp_size * model.mini_batches):
+            if call.work is Work.UPDATE and call.num_rows % (sizes.dp_size * model.mini_batches):
                 return False
             # ReMax's greedy responses are fewer, and some replicas may have none.
-            if call.work is Work.INFER and call.count is not Count.PROMPTS and rows < sizes.dp_size:
+            if call.work is Work.INFER and self.workload.rows_per_step < sizes.dp_size:
                 return False
         return True
 
@@ -157,9 +134,11 @@ class Options:
             yield self._with_engine(plain, gen)
 
     def _pass_s(self, model: PlannedModel, passes: ModelPasses, call: Call) -> float:
-        fetched_s = self._fetch_s(call, passes.sizes)
-        if call.work not in (Work.INFER, Work.UPDATE):
-            return self.compute.call_s + fetched_s
+        beside_s = self.compute.call_s + self._fetch_s(call, passes.sizes)
+        if call.work is Work.SWITCH:
+            return beside_s + self._offload_s(model, passes.sizes)
+        if call.work is Work.GENERATE:
+            return beside_s
         micro = self.workload.micro_batches(model, call, passes.sizes.dp_size)
         if call.work is Work.INFER:
             done = passes.forward(micro)
@@ -167,14 +146,18 @@ class Options:
             done = passes.update(
                 micro, model.mini_batches, recompute=model.recompute, num_passes=model.ppo_epochs
             )
-        return done.on(self.cluster, passes.sizes.num_ranks) + self.compute.call_s + fetched_s
+        return done.on(self.cluster, passes.sizes.num_ranks) + beside_s
+
+    def _offload_s(self, model: PlannedModel, sizes: TrainSizes) -> float:
+        """Return the seconds of moving optimizer state to host memory, or back."""
+        host = self.cluster.links.host
+        return self._held(model, sizes).optimizer_bytes / host.bytes_per_s if model.offloads and host else 0.0
 
     def _fetch_s(self, call: Call, sizes: TrainSizes) -> float:
         """Return the most seconds until a rank has its replica's rows from other ranks; where producer and consumer are
         alike nothing moves."""
-        links, ranks = self.cluster.links, min(self.cluster.devices_per_node, sizes.num_ranks)
-        link = links.same_node if links.between_nodes is None else links.between_nodes
-        num_bytes = self.workload.row_bytes(call) * self.workload.num_rows(call.count) / sizes.dp_size
+        link, ranks = self.cluster.links.network, min(self.cluster.devices_per_node, sizes.num_ranks)
+        num_bytes = self.workload.row_bytes(call) * call.num_rows / sizes.dp_size
         seconds = link.seconds(num_bytes, num_bytes * ranks)
         return seconds + link.latency_s if num_bytes else 0.0
 
@@ -193,26 +176,22 @@ class Options:
                     recompute=model.recompute,
                 )
                 kept[call.work] = max(kept[call.work], own)
-        whole = held.weights_bytes + held.gradients_bytes + held.optimizer_bytes
-        idle = held.weights_bytes
-        if model.name == "actor":
-            idle = whole
-        elif model.trains and not model.offloads:
-            idle += held.optimizer_bytes
-        update = whole + kept[Work.UPDATE] if model.trains else 0
-        return StateBytes(idle, idle + kept[Work.INFER], update)
+        return held.states(
+            is_actor=model.name == "actor",
+            offloads=model.offloads,
+            infer=kept[Work.INFER],
+            update=kept[Work.UPDATE],
+        )
 
-    def _held(self, model: PlannedModel, sizes: TrainSizes) -> TrainingMemory:
-        return training_memory(model.shape, sizes, self.workload.dtype)
+    def _held(self, model: PlannedModel, sizes: TrainSizes) -> ModelMemory:
+        return model_memory(model.shape, sizes, self.workload.dtype, trains=model.trains)
 
     def _gen_sizes(self, sizes: TrainSizes) -> Iterator[GenSizes]:
-        """Sizes of engines that nest."""
+        """Yield the sizes of engines that nest."""
         for pp_size in divisors(sizes.pp_size):
             for tp_size in divisors(sizes.tp_size):
                 gen = GenSizes(pp_size, tp_size)
-                if self.fixed_gen is not None and gen != self.fixed_gen:
-                    continue
-                if not gen_problems(self._actor.shape, sizes, gen):
+                if gen == (self.fixed_gen or gen) and not gen_problems(self._actor.shape, sizes, gen):
                     yield gen
 
     def _with_engine(self, plain: Option, gen: GenSizes) -> Option:
@@ -220,31 +199,23 @@ class Options:
         held, engine = self._held(model, sizes), self._engine(sizes, gen)
         elements = generation_holding(model.shape, sizes.pp_size, gen.pp_size, gen.tp_size).num_elements
         gen_bytes = elements * DTYPE_BYTES[workload.dtype]
-        rows = max(
-            workload.num_rows(call.count) for call in self._calls("actor") if call.work is Work.GENERATE
-        )
+        rows = max(call.num_rows for call in self._calls("actor") if call.work is Work.GENERATE)
         running = min(-(-rows * gen.num_ranks // sizes.num_ranks), workload.max_num_seqs)
         row_bytes = engine.row_bytes(workload.lengths, workload.prompt_tokens)
-        host = self.cluster.links.host
-        moved_s = held.optimizer_bytes / host.bytes_per_s if model.offloads and host is not None else 0.0
         blocks = 1 + math.ceil(workload.max_tokens / self.compute.kv_block_tokens)
         least_kv = blocks * engine.block_bytes
-        least, most = self._switch_bounds(sizes, gen, held.weights_bytes, gen_bytes)
+        kv_bytes = max(math.ceil(running * row_bytes) + engine.block_bytes, least_kv)
         option = replace(
             plain,
             engine=EngineOption(
                 gen,
                 gen_bytes,
-                state_bytes=0 if model.offloads else held.optimizer_bytes,
-                state_s=moved_s,
-                kv_bytes=max(math.ceil(running * row_bytes) + engine.block_bytes, least_kv),
+                kv_bytes=kv_bytes,
                 least_kv_bytes=least_kv,
-                least=replace(least, there_s=least.there_s + moved_s, back_s=least.back_s + moved_s),
-                most=replace(most, there_s=most.there_s + moved_s, back_s=most.back_s + moved_s),
+                switch=self._least_switch(sizes, gen, held.weights_bytes, gen_bytes),
             ),
         )
-        assert option.engine is not None
-        return self.generating_seconds(option, option.engine.kv_bytes)
+        return self.with_cache(option, kv_bytes)
 
     def _engine(self, sizes: TrainSizes, gen: GenSizes) -> Engine:
         return Engine(
@@ -253,7 +224,7 @@ class Options:
 
     def _generate_s(self, sizes: TrainSizes, gen: GenSizes, call: Call, kv_bytes: int) -> float:
         workload, engine = self.workload, self._engine(sizes, gen)
-        rows = -(-workload.num_rows(call.count) * gen.num_ranks // sizes.num_ranks)
+        rows = -(-call.num_rows * gen.num_ranks // sizes.num_ranks)
         running = engine.num_running(
             workload.lengths, workload.prompt_tokens, workload.max_num_seqs, kv_bytes
         )
@@ -264,45 +235,28 @@ class Options:
             )
         return self._generations[key] + self.compute.call_s
 
-    def _switch_bounds(
+    def _least_switch(
         self, sizes: TrainSizes, gen: GenSizes, train_bytes: int, gen_bytes: int
-    ) -> tuple[SwitchFigures, SwitchFigures]:
-        """The least and the most that a switch can cost.
+    ) -> SwitchFigures:
+        """Return the least that a switch can cost.
 
-        One copy of the weights, and all links busy all the time, those of a node with what none of its ranks holds; both
-        shards at once, and a multiple of what its bytes take on the slowest links.
+        One copy of the weights, and all links busy all the time, those of a node with what none of its ranks holds.
         """
         links, received = self.cluster.links, max(0, gen_bytes - train_bytes)
-        remote = links.same_node
-        if sizes.model_parallel_size > self.cluster.devices_per_node and links.between_nodes is not None:
-            remote = links.between_nodes
-        ranks = min(self.cluster.devices_per_node, sizes.num_ranks)
-        # At worst nodes take turns, each sending what it holds to every other one.
-        other_nodes = math.ceil(sizes.model_parallel_size / self.cluster.devices_per_node) - 1
-        sent = max(received * ranks, train_bytes * sizes.model_parallel_size * other_nodes)
-        line_s = remote.seconds(received, sent)
-        copied = 2 * (gen_bytes + train_bytes)
-        copied_s = links.same_device.seconds(copied, copied * ranks)
-        fastest = links.same_node.bytes_per_s + (
-            links.between_nodes.bytes_per_s if links.between_nodes else 0.0
-        )
-        least_s = received / fastest
-        if (between := links.between_nodes) is not None:
+        between, fastest, entering_s = links.between_nodes, links.same_node.bytes_per_s, 0.0
+        if between is not None:
+            fastest += between.bytes_per_s
+            ranks = min(self.cluster.devices_per_node, sizes.num_ranks)
             # A tensor-parallel group lies on a node, which therefore needs all t_g shards of some generation stage.
             entering = max(0.0, NOT_REPLICATED * gen.tp_size * gen_bytes - ranks * train_bytes)
-            least_s = max(least_s, entering / (between.node_bytes_per_s or ranks * between.bytes_per_s))
-        least = SwitchFigures(least_s, 0.0, max(train_bytes, gen_bytes))
-        buckets = gen_bytes / self.workload.bucket_bytes + MOST_BUCKETS
-        beside_s = buckets * sizes.model_parallel_size * self.compute.switch_bucket_s
-        most = SwitchFigures(
-            MOST_OF_LINE_RATE * (line_s + copied_s) + beside_s + 1.0,
-            MOST_OF_LINE_RATE * copied_s + 1.0,
-            train_bytes + gen_bytes + 2 * self.workload.bucket_bytes,
-        )
-        return least, most
+            entering_s = entering / (between.node_bytes_per_s or ranks * between.bytes_per_s)
+        return SwitchFigures(max(received / fastest, entering_s), 0.0, max(train_bytes, gen_bytes))
 
     def _switch(self, sizes: TrainSizes, gen: GenSizes) -> SwitchFigures:
-        """From the plan. Replicas repeat each other wherever they lie on nodes alike: no more of them are planned."""
+        """Return the figures of a switch from its plan, made once.
+
+        Replicas repeat each other wherever they lie on nodes alike: no more of them are planned.
+        """
         node = self.cluster.devices_per_node
         replicas = min(sizes.dp_size, node // math.gcd(sizes.model_parallel_size, node))
         key = (sizes.pp_size, sizes.tp_size, replicas, gen)
@@ -311,9 +265,8 @@ class Options:
             cost = self._pricer.price(
                 GenerationGrid(Grid(train), gen), self.cluster.node_map(train.num_ranks)
             )
-            beside_s = cost.num_meetings * self.compute.switch_bucket_s
             self._switches[key] = SwitchFigures(
-                cost.seconds_there(self.cluster) + beside_s,
+                cost.seconds_there(self.cluster),
                 cost.seconds_back(self.cluster),
                 cost.peak_weight_bytes_max,
                 cost.received_bytes_max,

@@ -1,4 +1,4 @@
-"""Micro-batches of about equal work: rows are dealt out by their token counts. What runs do and what plans count."""
+"""Micro-batches of about equal work, for runs and for plans: rows are dealt out by their token counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hybridengine.errors import ConfigError
 
 
 def balance_rows(token_counts: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Row indices of each micro-batch: as few as fit `max_tokens` of padded work, their token counts evened out.
+    """Return the row indices of each micro-batch: as few as fit `max_tokens` of padded work, evened out by tokens.
 
     Rows of similar length are put together, because a micro-batch is padded to its longest row. Every row is in exactly
     one micro-batch; each list is ascending.
@@ -41,7 +41,7 @@ def balance_rows(token_counts: Sequence[int], max_tokens: int) -> list[list[int]
 def _cut_runs(
     by_length: Sequence[int], token_counts: Sequence[int], max_padded: int, max_sum: int
 ) -> list[list[int]]:
-    """Consecutive runs of `by_length`, each as long as its padded work and its token count allow."""
+    """Return consecutive runs of `by_length`, each as long as its padded work and its token count allow."""
     runs: list[list[int]] = []
     tokens = 0
     for row in by_length:

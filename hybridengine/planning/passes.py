@@ -40,21 +40,21 @@ GOLDEN = 0.6180339887498949
 """Multiples of it, without their whole parts, are evenly spread in whatever order they come."""
 GRADIENT_BYTES = 4
 OPTIMIZER_TRAFFIC_BYTES = 30
-"""That a step reads and writes for each of its weights: a gradient, two moments and a master weight in float32, read,
-and all but the gradient written; the weight itself."""
+"""Bytes that a step reads and writes for each of its weights: a gradient, two moments and a master weight in float32,
+read, and all but the gradient written; the weight itself."""
 GRADIENT_TRAFFIC_BYTES = 8
-"""That a step writes and reads for each weight of the rank: gradients are zeroed, and looked at."""
+"""Bytes that a step writes and reads for each weight of the rank: gradients are zeroed, and looked at."""
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """What one replica has to pass over; padding counts, since every row is as long as the longest one beside it."""
+    """Micro-batches of one replica; padding counts, since every row is as long as the longest one beside it."""
 
     count: int
     tokens: float
-    """Mean of each: prompts and responses."""
+    """Mean tokens of each: prompts and responses."""
     response_tokens: float
-    """Mean of each: those whose logits are wanted."""
+    """Mean tokens of each whose logits are wanted."""
     length: float
     """Tokens of a row, as a mean over tokens."""
 
@@ -63,7 +63,7 @@ class MicroBatches:
     def of(
         cls, num_rows: int, prompt_tokens: float, lengths: Lengths, max_tokens: int, unit: int = 1
     ) -> MicroBatches:
-        """Those that a run makes of rows whose responses have the quantiles of `lengths`; `unit` rows stay together."""
+        """Return those that runs make of rows with the quantiles of `lengths`; `unit` rows stay together."""
         prompt, responses = round(prompt_tokens), lengths.spread(num_rows)
         # Rows that stay together are no more alike than any others.
         responses = responses[np.argsort(np.arange(num_rows) * GOLDEN % 1.0)] if unit > 1 else responses
@@ -87,9 +87,9 @@ class PassSeconds:
     """Seconds of a pass."""
 
     path_s: float
-    """Of its longest chain, if every device works for itself."""
+    """Seconds of its longest chain, if every device works for itself."""
     work_s: float
-    """That a rank works and exchanges, bubbles left out; the mean of its stages."""
+    """Seconds that a rank works and exchanges, bubbles left out; the mean of its stages."""
 
     def __add__(self, other: PassSeconds) -> PassSeconds:
         return PassSeconds(self.path_s + other.path_s, self.work_s + other.work_s)
@@ -98,7 +98,7 @@ class PassSeconds:
         return PassSeconds(self.path_s * times, self.work_s * times)
 
     def on(self, cluster: Cluster, num_ranks: int) -> float:
-        """Seconds where the ranks of a node share its devices."""
+        """Return the seconds where the ranks of a node share its devices."""
         at_once = compute_of(cluster).devices_at_once
         if at_once is None:
             return self.path_s
@@ -107,27 +107,27 @@ class PassSeconds:
 
 @dataclass(frozen=True)
 class _Done:
-    """What is done with each micro-batch."""
+    """Work on each micro-batch."""
 
     passes: int
-    """Forward ones, of which a backward one is worth two."""
+    """Forward passes; a backward one is worth two."""
     all_reduces: int
-    """Of the hidden state, for each layer."""
+    """All-reduces of the hidden state, for each layer."""
     sends: int
-    """To the next stage, and back."""
+    """Messages to the next stage, and back."""
 
 
 _FORWARD, _TRAINED, _RECOMPUTED = _Done(1, 2, 1), _Done(3, 4, 2), _Done(4, 6, 2)
 
 
 def compute_of(cluster: Cluster) -> Compute:
-    """The cluster's compute section; whoever plans has checked that it is there."""
+    """Return the cluster's compute section; whoever plans has checked that it is there."""
     assert cluster.compute is not None, "a plan of a whole run needs the section"
     return cluster.compute
 
 
 def layer_weights(shape: ModelShape) -> int:
-    """Weights of the matrices of a layer."""
+    """Return the weights of the matrices of a layer."""
     return sum(math.prod(size) for size in shape.layer_tensors(0).values() if len(size) > 1)
 
 
@@ -140,53 +140,37 @@ class ModelPasses:
     dtype: str
     cluster: Cluster
 
-    @property
-    def fabric(self) -> Fabric:
-        return Fabric(self.cluster, self.sizes.num_ranks)
-
-    @property
-    def tp_axis(self) -> Axis:
-        return Axis(self.sizes.tp_size, 1)
-
-    @property
-    def pp_axis(self) -> Axis:
-        return Axis(self.sizes.pp_size, self.sizes.tp_size)
-
-    @property
-    def dp_axis(self) -> Axis:
-        return Axis(self.sizes.dp_size, self.sizes.model_parallel_size)
-
     def forward(self, micro: MicroBatches) -> PassSeconds:
-        """A forward pass over all micro-batches."""
+        """Return the seconds of a forward pass over all micro-batches."""
         return self._pipeline(micro, _FORWARD)
 
     def update(
         self, micro: MicroBatches, num_steps: int, *, recompute: bool = False, num_passes: int = 1
     ) -> PassSeconds:
-        """Optimizer steps, each after forward and backward passes over `micro`.
+        """Return the seconds of optimizer steps, each after forward and backward passes over `micro`.
 
         Args:
-            num_steps: of each pass over the rows.
-            num_passes: over the rows.
+            num_steps: optimizer steps of each pass over the rows.
+            num_passes: passes over the rows.
         """
         one = self._pipeline(micro, _RECOMPUTED if recompute else _TRAINED) + self._optimizer_step()
         return one * (num_steps * num_passes)
 
     def _pipeline(self, micro: MicroBatches, done: _Done) -> PassSeconds:
-        p = self.sizes.pp_size
+        p, t = self.sizes.pp_size, self.sizes.tp_size
         layers = [len(stage) for stage in self.shape.split_layers(p)]
         inner = {count: self._stage(micro, count, last=False) for count in set(layers)}
-        work = [done.passes * inner[count] for count in layers[:-1]]
-        work.append(done.passes * self._stage(micro, layers[-1], last=True))
-        exchanged = [
-            count * done.all_reduces * self._all_reduce_s(micro) + self._sends_s(micro, done.sends)
-            for count in layers
+        work = [*(inner[count] for count in layers[:-1]), self._stage(micro, layers[-1], last=True)]
+        all_reduce_s = self._fabric.all_reduce_s(self._hidden_bytes(micro), Axis(t, 1))
+        sends_s = self._fabric.sends_s(self._hidden_bytes(micro), Axis(p, t), done.sends)
+        slots = [
+            done.passes * own + count * done.all_reduces * all_reduce_s + sends_s
+            for own, count in zip(work, layers, strict=True)
         ]
-        slots = [own + beside for own, beside in zip(work, exchanged, strict=True)]
         return PassSeconds((micro.count - 1) * max(slots) + sum(slots), micro.count * sum(slots) / p)
 
     def _stage(self, micro: MicroBatches, layers: int, *, last: bool) -> float:
-        """Seconds of a forward pass of one micro-batch over a stage, collectives left out."""
+        """Return the seconds of a forward pass of one micro-batch over a stage, collectives left out."""
         compute, shape, t = compute_of(self.cluster), self.shape, self.sizes.tp_size
         peak = compute.rate(self.dtype)
         matmul = 2 * micro.tokens * layers * layer_weights(shape) / t
@@ -202,15 +186,9 @@ class ModelPasses:
     def _hidden_bytes(self, micro: MicroBatches) -> float:
         return micro.tokens * self.shape.hidden_size * DTYPE_BYTES[self.dtype]
 
-    def _all_reduce_s(self, micro: MicroBatches) -> float:
-        return self._with_others(self.fabric.all_reduce_s(self._hidden_bytes(micro), self.tp_axis))
-
-    def _sends_s(self, micro: MicroBatches, count: int) -> float:
-        return self._with_others(self.fabric.sends_s(self._hidden_bytes(micro), self.pp_axis, count), count)
-
-    def _with_others(self, seconds: float, count: int = 1) -> float:
-        """Of collectives or messages, if there are any."""
-        return seconds + count * compute_of(self.cluster).collective_s if seconds else 0.0
+    @property
+    def _fabric(self) -> Fabric:
+        return Fabric(self.cluster, self.sizes.num_ranks)
 
     def _optimizer_step(self) -> PassSeconds:
         compute, d = compute_of(self.cluster), self.sizes.dp_size
@@ -221,9 +199,13 @@ class ModelPasses:
             + held.num_parameters * compute.parameter_s
             + compute.optimizer_step_s
         )
-        exchanged = self.fabric.reduce_scatter_s(held.num_elements * GRADIENT_BYTES, self.dp_axis)
-        exchanged += self.fabric.all_gather_s(held.num_elements * DTYPE_BYTES[self.dtype], self.dp_axis)
-        exchanged *= 1 - compute.overlap
+        # Gradients are scattered, weights gathered.
+        replicas = Axis(d, self.sizes.model_parallel_size)
+        gathers_s = [
+            self._fabric.all_gather_s(held.num_elements * num_bytes, replicas)
+            for num_bytes in (GRADIENT_BYTES, DTYPE_BYTES[self.dtype])
+        ]
+        exchanged = (1 - compute.overlap) * sum(gathers_s)
         if d > 1:
             exchanged += held.num_parameters * compute.exchange_s
         return PassSeconds(own + exchanged, own + exchanged)

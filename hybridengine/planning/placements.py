@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ Placement = tuple[tuple[str, ...], ...]
 
 
 def placements(names: Sequence[str]) -> Iterator[Placement]:
-    """Every partition of the models into pools, once: 15 for four models.
+    """Yield every partition of the models into pools, once: 15 for four models.
 
     Source: HybridFlow, arXiv 2409.19256, section 6: the Bell number of the models.
     """
@@ -29,31 +30,30 @@ def placements(names: Sequence[str]) -> Iterator[Placement]:
 
 
 def pool_sizes(cluster: Cluster, num_devices: int) -> tuple[int, ...]:
-    """Ranks that a pool can have: parts of a node that divide it, and whole nodes."""
+    """Return the ranks that a pool can have: parts of a node that divide it, and whole nodes."""
     node = cluster.devices_per_node
     parts = [size for size in divisors(node) if size < node]
     return tuple(size for size in [*parts, *range(node, num_devices + 1, node)] if size <= num_devices)
 
 
 def allocations(sizes: Sequence[int], num_pools: int, num_devices: int, node: int) -> np.ndarray:
-    """[A, num_pools]: every way to give each pool one of `sizes`, all devices shared out.
+    """Return every way to give each pool one of `sizes`, all devices shared out, as [A, num_pools].
 
     Pools that are parts of nodes fill whole nodes together, so that no pool lies across two nodes for less than one.
     """
-    found = [()]
-    totals = [0]
-    ordered = sorted(sizes)
-    for left in range(num_pools - 1, -1, -1):
-        extended, sums = [], []
-        for one, total in zip(found, totals, strict=True):
-            for size in ordered:
-                rest = num_devices - total - size
-                if rest < left * ordered[0] or (left == 0 and rest):
-                    continue
-                extended.append((*one, size))
-                sums.append(total + size)
-        found, totals = extended, sums
-    whole = [
-        one for one in found if sum(size for size in one if size < node) % node == 0 or num_devices < node
+    ordered, known, least = sorted(sizes), set(sizes), min(sizes)
+
+    def shares(pools: int, devices: int) -> Iterator[tuple[int, ...]]:
+        if pools == 1 and devices in known:
+            yield (devices,)
+        elif pools > 1:
+            for size in itertools.takewhile(lambda size: size + (pools - 1) * least <= devices, ordered):
+                for others in shares(pools - 1, devices - size):
+                    yield (size, *others)
+
+    found = [
+        one
+        for one in shares(num_pools, num_devices)
+        if num_devices < node or sum(size for size in one if size < node) % node == 0
     ]
-    return np.array(whole, dtype=np.int64).reshape(-1, num_pools)
+    return np.array(found, dtype=np.int64).reshape(-1, num_pools)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hybridengine.planning.iteration import Bar, phases
+from hybridengine.planning.clusters import Cluster
+from hybridengine.planning.iteration import Bar, Schedule, phases
 from hybridengine.planning.option import Option
+from hybridengine.planning.passes import compute_of
 from hybridengine.planning.placements import Placement
 
 
@@ -17,20 +19,53 @@ class PoolPlan:
 
     num_ranks: int
     options: tuple[Option, ...]
-    kv_bytes: int
-    """KV cache of a rank; 0 where the actor is elsewhere."""
-    peak_bytes: int
-    """Memory of the rank with the most at any time, processes included."""
+    process_bytes: int
+    """Memory of a rank's process beside its models."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV cache of a rank; 0 where the actor is elsewhere."""
+        return sum(option.engine.kv_bytes for option in self.options if option.engine)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of the rank with the most at any time, processes included."""
+        idle = sum(option.memory.idle for option in self.options)
+        generating = sum(option.memory.generating for option in self.options)
+        peaks = [0, *(idle + option.extra_bytes for option in self.options)]
+        peaks += [
+            generating + option.engine.gen_bytes + option.engine.kv_bytes
+            for option in self.options
+            if option.engine
+        ]
+        return max(peaks) + self.process_bytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything goes, and what follows."""
+    """Placement, ranks and sizes of all models, and the iteration that follows from them."""
 
     placement: Placement
     pools: tuple[PoolPlan, ...]
     bars: tuple[Bar, ...]
     device_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        placement: Placement,
+        options: Sequence[Sequence[Option]],
+        num_ranks: Sequence[int],
+        schedule: Schedule,
+        cluster: Cluster,
+    ) -> Plan:
+        """Return the plan with these options of the models of each pool, whether they fit or not."""
+        process_bytes = compute_of(cluster).process_bytes or 0
+        pools = tuple(
+            PoolPlan(ranks, tuple(own), process_bytes) for ranks, own in zip(num_ranks, options, strict=True)
+        )
+        bars = schedule.bars({option.model: option.least_seconds for own in options for option in own})
+        return cls(placement, pools, tuple(bars), cluster.device_memory_bytes)
 
     @cached_property
     def step_s(self) -> float:
@@ -50,5 +85,5 @@ class Plan:
         return self.device_bytes - max(pool.peak_bytes for pool in self.pools)
 
     def option(self, model: str) -> Option:
-        """A model's sizes."""
+        """Return the sizes of a model."""
         return next(option for pool in self.pools for option in pool.options if option.model == model)

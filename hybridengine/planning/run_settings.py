@@ -12,21 +12,17 @@ from hybridengine.planning.workload import Workload
 
 
 def run_settings(config: RunConfig, plan: Plan, workload: Workload, cluster: Cluster) -> dict[str, Any]:
-    """What `config` has set, with the plan's ranks, pools and sizes; nothing that it has left at a default."""
+    """Return what `config` has set, with the plan's ranks, pools and sizes; nothing that it has left at a default."""
     values = config.model_dump(mode="json", exclude_unset=True)
     node = cluster.devices_per_node
     main, *others = plan.pools
     section = values.setdefault("cluster", {})
     section["ranks_per_node"] = _ranks_per_node(main, node)
     section.pop("pools", None)
-    if others:
-        section["pools"] = {
-            _pool_name(pool, workload): {
-                "roles": _roles(pool, workload),
-                "ranks_per_node": _ranks_per_node(pool, node),
-            }
-            for pool in others
-        }
+    for pool in others:
+        roles = list(dict.fromkeys(workload.model(option.model).role for option in pool.options))
+        pools = section.setdefault("pools", {})
+        pools["_".join(roles)] = {"roles": roles, "ranks_per_node": _ranks_per_node(pool, node)}
     for pool in plan.pools:
         for option in pool.options:
             _set_sizes(values, option, pool)
@@ -36,14 +32,6 @@ def run_settings(config: RunConfig, plan: Plan, workload: Workload, cluster: Clu
 def _ranks_per_node(pool: PoolPlan, node: int) -> list[int]:
     whole, rest = divmod(pool.num_ranks, node)
     return [node] * whole + ([rest] if rest else [])
-
-
-def _roles(pool: PoolPlan, workload: Workload) -> list[str]:
-    return list(dict.fromkeys(workload.model(option.model).role for option in pool.options))
-
-
-def _pool_name(pool: PoolPlan, workload: Workload) -> str:
-    return "_".join(_roles(pool, workload))
 
 
 def _set_sizes(values: dict[str, Any], option: Option, pool: PoolPlan) -> None:

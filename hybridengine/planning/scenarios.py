@@ -21,9 +21,8 @@ from hybridengine.errors import ConfigError
 from hybridengine.model_shapes import DTYPE_BYTES
 from hybridengine.planning.clusters import Cluster
 from hybridengine.planning.constraints import Constraints
-from hybridengine.planning.dataflows import Count, Work
+from hybridengine.planning.dataflows import Work
 from hybridengine.planning.decoding import Engine
-from hybridengine.planning.iteration import Sharing
 from hybridengine.planning.lengths import Lengths
 from hybridengine.planning.options import Options
 from hybridengine.planning.passes import compute_of
@@ -165,7 +164,7 @@ class Scenarios:
         drains: bool,
         seed: int,
     ) -> None:
-        if any(call.work is Work.GENERATE and call.count is not Count.ROWS for call in workload.calls):
+        if sum(call.work is Work.GENERATE for call in workload.calls) > 1:
             raise ConfigError(
                 f"algorithm.name={workload.algorithm} generates twice in an iteration, which the simulation does not"
                 " model; simulate one that generates once"
@@ -217,9 +216,6 @@ class Scenarios:
             return None
         num_generating = self.num_devices - num_training
         engines, train_s = self.engines, plan.step_s
-        # The engines' seconds are those of a node whose ranks all work.
-        if (sharing := Sharing.of(self.cluster, [num_training, num_generating])) is not None:
-            train_s /= sharing.rates([0, 1])[0]
         setting = self._setting(
             engines, num_generating // engines.num_devices, train_s, self.update_s(engines)
         )
@@ -246,13 +242,13 @@ class Scenarios:
             rate,
             engines.max_running,
             self.workload.lengths,
-            self.workload.num_rows(Count.ROWS),
+            self.workload.rows_per_step,
         )
 
     def _alternating(self, run: Run) -> Split:
         """Of a run that begins no batch ahead: engines and trainers wait for each other in turns."""
         workload, engines = self.workload, run.engines
-        rows = workload.num_rows(Count.ROWS)
+        rows = workload.rows_per_step
         each = math.ceil(rows / run.setting.num_engines)
         generate_s = engines.engine.generate_s(
             each, workload.prompt_tokens, workload.lengths, engines.max_running
@@ -264,7 +260,7 @@ class Scenarios:
 
     def train_tokens_per_s(self, run: Run) -> float:
         """Tokens of responses that the trainer takes in."""
-        return self.workload.num_rows(Count.ROWS) * self.workload.lengths.mean / run.train_s
+        return self.workload.rows_per_step * self.workload.lengths.mean / run.train_s
 
     @cached_property
     def engines(self) -> Engines:
@@ -324,7 +320,7 @@ class Scenarios:
         synchronous: bool = False,
     ) -> Setting:
         workload = self.workload
-        rows = workload.num_rows(Count.ROWS)
+        rows = workload.rows_per_step
         return Setting(
             num_steps=self._num_steps,
             batch_size=rows,

@@ -24,32 +24,32 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridengine.planning.iteration import Sharing, schedule_of
+from hybridengine.planning.iteration import schedule_of
 from hybridengine.planning.option import Option
 from hybridengine.planning.options import Options
 from hybridengine.planning.passes import compute_of
 from hybridengine.planning.placements import Placement, allocations, placements, pool_sizes
-from hybridengine.planning.plan import Plan, PoolPlan
+from hybridengine.planning.plan import Plan
 
 MAX_ALLOCATIONS = 400_000
-"""Of one placement; where there are more, pools get only round sizes, and the search is no longer exact."""
+"""Most allocations of a placement; beyond them pools get only round sizes, and the search is no longer exact."""
 CHUNK = 50_000
 """Allocations that are bounded at a time."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found."""
+    """Result of a search."""
 
     plans: tuple[Plan, ...]
-    """The best of each placement that can be, best first; of as many placements as were wanted."""
+    """The best plan of each placement, best first; of as many placements as were wanted."""
     exact: bool
-    """Whether nothing better exists among all plans of the search space."""
+    """True if nothing better exists among all plans of the search space."""
     num_placements: int
     num_allocations: int
-    """That were bounded."""
+    """Allocations that were bounded."""
     num_solved: int
-    """That had to be looked at."""
+    """Allocations that had to be looked at."""
 
 
 class Search:
@@ -79,7 +79,7 @@ class Search:
         self._allocations: dict[int, tuple[np.ndarray, bool]] = {}
 
     def run(self) -> Found:
-        """The best plans, each of another placement."""
+        """Return the best plans, each of another placement."""
         searches = [_PlacementSearch(self, placement) for placement in self.wanted]
         searches.sort(key=lambda search: search.least_s)  # a good plan that is found early rules out more
         plans = list[Plan]()
@@ -99,15 +99,17 @@ class Search:
 
     @property
     def wanted(self) -> list[Placement]:
-        """Placements to look at, as models instead of roles."""
+        """Placements to look at, as models instead of roles; pools that share a CPU's cores gain nothing."""
         roles = self.workload.roles
+        shared = compute_of(self.cluster).devices_at_once is not None
+        possible = [(tuple(roles),)] if shared else placements(tuple(roles))
         return [
             tuple(tuple(name for role in pool for name in roles[role]) for pool in placement)
-            for placement in (self.only or placements(tuple(roles)))
+            for placement in (self.only or possible)
         ]
 
     def allocations(self, num_pools: int) -> tuple[np.ndarray, bool]:
-        """[A, pools] ranks of each pool, and whether they are all that can be."""
+        """Return the ranks of each pool, [A, pools], and True if they are all that can be."""
         if num_pools not in self._allocations:
             sizes, complete = self._pool_sizes(num_pools)
             found = allocations(sizes, num_pools, self.num_devices, self.cluster.devices_per_node)
@@ -115,7 +117,7 @@ class Search:
         return self._allocations[num_pools]
 
     def _pool_sizes(self, num_pools: int) -> tuple[Sequence[int], bool]:
-        """Sizes of pools to try, and whether they are all."""
+        """Return the sizes of pools to try, and True if they are all."""
         if math.comb(len(self.sizes), num_pools - 1) <= MAX_ALLOCATIONS:
             return self.sizes, True
         coarse = {size for size in self.sizes if _is_round(size)}
@@ -123,9 +125,10 @@ class Search:
         return sorted((coarse | rest) & set(self.sizes)), False
 
     def least_seconds(self, model: str) -> np.ndarray:
-        """[calls, num_devices + 1]: least seconds of a model's calls on so many ranks, infinite where it cannot be."""
+        """Return the least seconds of a model's calls by ranks, [calls, num_devices + 1]; infinite where it cannot be."""
         if model not in self._least:
-            table = np.full((self.options.num_calls(model), self.num_devices + 1), np.inf)
+            num_calls = sum(call.role == model for call in self.workload.calls)
+            table = np.full((num_calls, self.num_devices + 1), np.inf)
             for size in self.sizes:
                 fitting = [option.least_seconds for option in self.fitting(model, size)]
                 if fitting:
@@ -134,65 +137,43 @@ class Search:
         return self._least[model]
 
     def fitting(self, model: str, size: int) -> list[Option]:
-        """Options of a model that fit on a rank by themselves."""
+        """Return the options of a model that fit on a rank by themselves."""
         return [
             option
             for option in self.options.of(model, size)
-            if option.memory.idle + option.extra_bytes() <= self.capacity_bytes
+            if option.memory.idle + option.extra_bytes <= self.capacity_bytes
         ]
 
     def fits(self, options: Sequence[Option], others_idle_bytes: int = 0) -> bool:
-        """Whether models fit on a rank together, one of them at work at a time."""
+        """Return True if models fit on a rank together, one of them at work at a time."""
         idle = sum(option.memory.idle for option in options) + others_idle_bytes
-        return idle + max(option.extra_bytes() for option in options) <= self.capacity_bytes
+        return idle + max(option.extra_bytes for option in options) <= self.capacity_bytes
 
     def beside(self, option: Option, others_idle_bytes: int) -> Option | None:
-        """The option with as much KV cache as there is room for beside other models; None where that is too little."""
+        """Return the option with as much KV cache as fits beside other models; None where that is too little."""
         if (engine := option.engine) is None:
             return option
-        room = self.capacity_bytes - others_idle_bytes - engine.state_bytes - engine.gen_bytes
+        room = self.capacity_bytes - others_idle_bytes - option.memory.generating - engine.gen_bytes
         if room < engine.least_kv_bytes:
             return None
-        return option if room >= engine.kv_bytes else self.options.generating_seconds(option, room)
-
-    def pool_plan(self, options: Sequence[Option], size: int) -> PoolPlan | None:
-        """The pool with its switch planned, and as much KV cache as there is room for; None where it does not fit."""
-        found = [self.options.planned(option) for option in options]
-        if not self.fits(found):
-            return None
-        idle = sum(option.memory.idle for option in found)
-        peak, kv_bytes = idle + max(option.extra_bytes() for option in found), 0
-        for place, option in enumerate(found):
-            if (engine := option.engine) is None:
-                continue
-            others = idle - option.memory.idle
-            limited = self.beside(option, others)
-            if limited is None:
-                return None
-            found[place] = limited
-            held = others + engine.state_bytes + engine.gen_bytes
-            kv_bytes = min(engine.kv_bytes, self.capacity_bytes - held)
-            peak = max(peak, held + kv_bytes)
-        return PoolPlan(size, tuple(found), kv_bytes, peak + self.process_bytes)
+        return option if room >= engine.kv_bytes else self.options.with_cache(option, room)
 
 
 class _PlacementSearch:
     """The best plan of one placement."""
 
     least_s: float
-    """That no plan is below; infinite where none can be."""
+    """Lower bound of all its plans; infinite where there are none."""
     num_allocations: int
     is_complete: bool
-    """Whether these are all."""
+    """True if these are all."""
     num_solved: int
     """Allocations that had to be looked at."""
 
     def __init__(self, search: Search, placement: Placement) -> None:
         self._search, self._placement = search, placement
         self._models = [name for pool in placement for name in pool]
-        # Calls without a model are short: they count as if their pool had all devices.
-        ranks = [search.num_devices] * len(placement)
-        self._schedule = schedule_of(search.workload, compute_of(search.cluster), placement, ranks)
+        self._schedule = schedule_of(search.workload, compute_of(search.cluster), placement)
         self._tried: set[tuple[int, ...]] = set()
         self._best: Plan | None = None
         self._limit_s = math.inf
@@ -211,11 +192,11 @@ class _PlacementSearch:
 
     @property
     def _reachable(self) -> Mapping[str, np.ndarray]:
-        """As the tables, with at most so many ranks."""
+        """The tables, with at most so many ranks."""
         return {name: np.minimum.accumulate(table, axis=1) for name, table in self._tables.items()}
 
     def run(self, limit_s: float) -> Plan | None:
-        """The plan; None where no allocation has room for the models, or none takes less than `limit_s`."""
+        """Return the plan; None where no allocation has room for the models, or none takes less than `limit_s`."""
         self._limit_s = limit_s
         if self.least_s >= limit_s:
             return None
@@ -230,7 +211,7 @@ class _PlacementSearch:
         return self._best
 
     def _bounds(self, candidates: np.ndarray) -> np.ndarray:
-        """[A] seconds that no plan on at most so many ranks can be below."""
+        """Return lower bounds of plans on at most so many ranks, in seconds, [A]."""
         reachable, found = self._reachable, [np.empty(0)]
         for first in range(0, len(candidates), CHUNK):
             chunk = candidates[first : first + CHUNK]
@@ -239,7 +220,7 @@ class _PlacementSearch:
                 for place, pool in enumerate(self._placement)
                 for name in pool
             }
-            found.append(np.broadcast_to(self._schedule.step_s(seconds), (len(chunk),)))
+            found.append(np.broadcast_to(self._schedule.step_s(seconds, np.maximum), (len(chunk),)))
         return np.concatenate(found)
 
     def _smaller(
@@ -248,24 +229,18 @@ class _PlacementSearch:
         tables: Mapping[str, np.ndarray],
         reachable: Mapping[str, np.ndarray],
     ) -> Iterator[tuple[int, ...]]:
-        """The allocation, and those with fewer ranks for some pools that may still be better than the best so far."""
+        """Yield the allocation, and those with fewer ranks for some pools that may be better than the best so far."""
         choices = []
-        for place in range(len(self._placement)):
+        for place, most in enumerate(sizes):
             useful = []
-            for size in self._search.sizes:
-                if size > sizes[place]:
-                    break
+            for size in (size for size in self._search.sizes if size <= most):
+                tried = (*sizes[:place], size, *sizes[place + 1 :])
                 seconds = {
-                    name: [
-                        (tables if other == place else reachable)[name][
-                            call, size if other == place else sizes[other]
-                        ]
-                        for call in range(len(tables[name]))
-                    ]
+                    name: (tables if other == place else reachable)[name][:, tried[other]].tolist()
                     for other, names in enumerate(self._placement)
                     for name in names
                 }
-                if float(self._schedule.step_s(seconds)) < self._best_s:
+                if self._schedule.step_s(seconds) < self._best_s:
                     useful.append(size)
             choices.append(useful[::-1])
         for one in itertools.product(*choices):
@@ -282,18 +257,19 @@ class _PlacementSearch:
         self.num_solved += 1
         options = {name: self._search.fitting(name, size) for name, size in size_of.items()}
         least_idle = {name: min(option.memory.idle for option in options[name]) for name in options}
+        pool_of = {name: pool for pool in self._placement for name in pool}
         for name, own in options.items():
-            others = (
-                sum(least_idle[other] for pool in self._placement if name in pool for other in pool)
-                - least_idle[name]
-            )
+            others = sum(least_idle[other] for other in pool_of[name] if other != name)
             beside = [
                 self._search.beside(option, others) for option in own if self._search.fits([option], others)
             ]
-            options[name] = sorted(
-                (option for option in beside if option is not None),
-                key=lambda option: sum(option.least_seconds),
+            useful = (
+                option
+                for option in beside
+                if option is not None
+                and self._schedule.step_s({**least, name: option.least_seconds}) < self._best_s
             )
+            options[name] = sorted(useful, key=lambda option: sum(option.least_seconds))
             if not options[name]:
                 return
             least[name] = np.min([option.least_seconds for option in options[name]], axis=0).tolist()
@@ -327,32 +303,27 @@ class _PlacementSearch:
         seconds[name] = before
 
     def _settle(self, sizes: tuple[int, ...], chosen: Mapping[str, Option]) -> None:
-        pools = []
-        seconds = {name: option.least_seconds for name, option in chosen.items()}
+        """Keep the plan with these options if it is the best so far."""
+        limited = dict(chosen)
         for pool in self._placement:  # what the KV cache allows is known at once, the switch is not
-            if "actor" in pool:
-                others = sum(chosen[name].memory.idle for name in pool if name != "actor")
-                limited = self._search.beside(chosen["actor"], others)
-                if limited is None:
+            for name in pool:
+                others = sum(chosen[other].memory.idle for other in pool if other != name)
+                beside = self._search.beside(chosen[name], others)
+                if beside is None:
                     return
-                seconds["actor"] = limited.least_seconds
+                limited[name] = beside
+        seconds = {name: option.least_seconds for name, option in limited.items()}
         if self._schedule.step_s(seconds) >= self._best_s:
             return
-        for names, size in zip(self._placement, sizes, strict=True):
-            pool = self._search.pool_plan([chosen[name] for name in names], size)
-            if pool is None:
-                return
-            pools.append(pool)
-        seconds = {option.model: option.least_seconds for pool in pools for option in pool.options}
-        cluster = self._search.cluster
-        bars = self._schedule.bars(seconds, Sharing.of(cluster, sizes))
-        plan = Plan(self._placement, tuple(pools), tuple(bars), cluster.device_memory_bytes)
-        if plan.step_s < self._best_s:
-            self._best = plan
+        pools = [[self._search.options.planned(limited[name]) for name in pool] for pool in self._placement]
+        if all(self._search.fits(pool) for pool in pools):
+            plan = Plan.of(self._placement, pools, sizes, self._schedule, self._search.cluster)
+            if plan.step_s < self._best_s:
+                self._best = plan
 
 
 def _is_round(size: int) -> bool:
-    """1, 2, 3, 4, 6, 8, 12, 16, ...: a power of two, or one and a half of it."""
+    """Return True for 1, 2, 3, 4, 6, 8, 12, 16, ...: a power of two, or one and a half of it."""
     while size % 2 == 0:
         size //= 2
     return size in (1, 3)

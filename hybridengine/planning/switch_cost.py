@@ -6,20 +6,19 @@ and in where their boxes start, and in nothing that costs. One of them is compil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeVar
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from hybridengine.errors import PlanError
 from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.clusters import Cluster
-from hybridengine.planning.switch_time import SwitchTraffic, hosted_ranks, line_rate_seconds, predict_seconds
+from hybridengine.planning.switch_time import hosted_ranks, joined, line_rate_seconds, predict_seconds
 from hybridengine.reshard.audit import audit, audit_return
 from hybridengine.reshard.boxes import moved, starts
-from hybridengine.reshard.cost import REMOTE, RankCost, plan_costs
+from hybridengine.reshard.cost import REMOTE, RankCost, Traffic, plan_traffic, rank_costs
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.layout import Layout, LocalParameter
 from hybridengine.reshard.megatron import megatron_layout
@@ -35,46 +34,42 @@ Pattern = tuple[Hashable, ...]
 
 
 @dataclass(frozen=True)
-class DomainPlan:
-    """A plan of one domain, its way back, and what follows from both, rank by rank in the plan's order."""
+class Way:
+    """A plan of one domain in one direction, and what follows from it."""
 
     plan: Plan
     nodes: NodeMap
     element_bytes: int
 
     @cached_property
-    def back(self) -> Plan:
-        return inverse_local(self.plan)
+    def costs(self) -> tuple[RankCost, ...]:
+        """Costs of the ranks, in the plan's order."""
+        return tuple(rank_costs(self.plan, self.traffic, self.element_bytes).values())
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        return plan_traffic(self.plan, self.nodes)
+
+
+@dataclass(frozen=True)
+class DomainPlan:
+    """The plan of one domain to generation, and its way back."""
+
+    there: Way
+
+    @cached_property
+    def back(self) -> Way:
+        return Way(inverse_local(self.there.plan), self.there.nodes, self.there.element_bytes)
 
     @cached_property
     def problems(self) -> tuple[str, ...]:
         """Findings of the audit of either way; empty, unless the planner has an error."""
-        return (*audit(self.plan), *audit_return(self.plan, self.back))
+        return (*audit(self.there.plan), *audit_return(self.there.plan, self.back.plan))
 
-    @cached_property
+    @property
     def num_moves(self) -> int:
         """Moves there and back."""
-        return sum(len(bucket.moves) for plan in (self.plan, self.back) for bucket in plan.buckets)
-
-    @cached_property
-    def costs_there(self) -> tuple[RankCost, ...]:
-        return self._costs(self.plan)
-
-    @cached_property
-    def costs_back(self) -> tuple[RankCost, ...]:
-        return self._costs(self.back)
-
-    def _costs(self, plan: Plan) -> tuple[RankCost, ...]:
-        costs = plan_costs(plan, self.element_bytes, self.nodes)
-        return tuple(costs[rank] for rank in plan.ranks)
-
-    @cached_property
-    def traffic_there(self) -> SwitchTraffic:
-        return SwitchTraffic.of(self.plan, self.nodes)
-
-    @cached_property
-    def traffic_back(self) -> SwitchTraffic:
-        return SwitchTraffic.of(self.back, self.nodes)
+        return sum(len(bucket.moves) for way in (self.there, self.back) for bucket in way.plan.buckets)
 
 
 @dataclass(frozen=True)
@@ -113,22 +108,22 @@ class SwitchCost:
         cls, generation: GenerationGrid, domains: tuple[tuple[DomainPlan, Groups], ...], nodes: NodeMap
     ) -> SwitchCost:
         """Return the figures of planned domains."""
-        there = [cost for domain, _ in domains for cost in domain.costs_there]
-        back = [cost for domain, _ in domains for cost in domain.costs_back]
+        there = [cost for domain, _ in domains for cost in domain.there.costs]
+        back = [cost for domain, _ in domains for cost in domain.back.costs]
         highest = max(zip(there, back, strict=True), key=lambda pair: max(cost.peak_bytes for cost in pair))
 
         def total(link: LinkClass) -> int:
             return sum(
                 len(repeats) * cost.received_by_link[link]
                 for domain, repeats in domains
-                for cost in domain.costs_there
+                for cost in domain.there.costs
             )
 
         return cls(
             generation=generation,
             domains=domains,
             nodes=nodes,
-            element_bytes=domains[0][0].element_bytes,
+            element_bytes=domains[0][0].there.element_bytes,
             num_crossing_domains=sum(
                 len({nodes.node_of(rank) for rank in ranks}) > 1
                 for _, repeats in domains
@@ -152,7 +147,7 @@ class SwitchCost:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        return tuple(domain.plan for domain, _ in self.domains)
+        return tuple(domain.there.plan for domain, _ in self.domains)
 
     @property
     def groups(self) -> Groups:
@@ -169,11 +164,6 @@ class SwitchCost:
         """Weights and staging at any moment of either way."""
         return max(*self.memory_bytes_there, *self.memory_bytes_back)
 
-    @property
-    def num_meetings(self) -> int:
-        """Buckets times the ranks that each rank of the domain meets, of the plan with the most."""
-        return max(len(plan.buckets) * (len(plan.ranks) - 1) for plan in self.plans)
-
     def check(self) -> int:
         """Audit the plans of the distinct domains, and return how many moves they have, there and back.
 
@@ -183,8 +173,8 @@ class SwitchCost:
         for domain, _ in self.domains:
             if domain.problems:
                 raise PlanError(
-                    f"the plan {domain.plan} is wrong ({len(domain.problems)} problems, first: {domain.problems[0]});"
-                    " this is an error of hybridengine: report it with this command"
+                    f"the plan {domain.there.plan} is wrong ({len(domain.problems)} problems, first:"
+                    f" {domain.problems[0]}); this is an error of hybridengine: report it with this command"
                 )
         return sum(domain.num_moves for domain, _ in self.domains)
 
@@ -192,42 +182,31 @@ class SwitchCost:
         """Return the predicted seconds to generation on `cluster`."""
         return predict_seconds(self._there, self._hosts_RN, cluster, self.element_bytes)
 
+    def seconds_back(self, cluster: Cluster) -> float:
+        """Return the predicted seconds back to training on `cluster`."""
+        back = joined([domain.back.traffic for domain, _ in self.domains])
+        return predict_seconds(back, self._hosts_RN, cluster, self.element_bytes)
+
     def line_rate_seconds(self, cluster: Cluster) -> float:
         """Return the seconds that the busiest link takes for its bytes on the way to generation: the least that
         `seconds_there` can be, however bytes are bucketed."""
         return line_rate_seconds(self._there, self._hosts_RN, cluster, self.element_bytes)
 
-    def seconds_back(self, cluster: Cluster) -> float:
-        """Return the predicted seconds back to training on `cluster`."""
-        back = SwitchTraffic.joined([domain.traffic_back for domain, _ in self.domains])
-        return predict_seconds(back, self._hosts_RN, cluster, self.element_bytes)
-
     @cached_property
-    def _there(self) -> SwitchTraffic:
-        return SwitchTraffic.joined([domain.traffic_there for domain, _ in self.domains])
+    def _there(self) -> Traffic:
+        return joined([domain.there.traffic for domain, _ in self.domains])
 
     @cached_property
     def _hosts_RN(self) -> np.ndarray:
         return hosted_ranks([repeats for _, repeats in self.domains], self.nodes)
 
 
-MOST_PLANS = 2
-"""Plans that a pricer keeps: those of large models on many ranks take a hundred MB."""
-
-Value = TypeVar("Value")
-
-
-def _kept(values: dict[Hashable, Value], key: Hashable, make: Callable[[], Value]) -> Value:
-    """Return the value of `key`, made where `values`, which keeps those asked for last, does not have it."""
-    value = values.pop(key) if key in values else make()
-    values[key] = value
-    if len(values) > MOST_PLANS:
-        del values[next(iter(values))]
-    return value
+MOST_PRICED = 2
+"""Costs that a pricer keeps: the plans of large models on many ranks take a hundred MB."""
 
 
 class SwitchPricer:
-    """Prices switches of one model; domains that two layouts have in common are planned once.
+    """Prices switches of one model.
 
     Args:
         bucket_bytes: weights in flight at once.
@@ -235,8 +214,7 @@ class SwitchPricer:
 
     def __init__(self, shape: ModelShape, dtype: str, bucket_bytes: int) -> None:
         self.shape, self.dtype, self.bucket_bytes = shape, dtype, bucket_bytes
-        self._plans: dict[Hashable, DomainPlan] = {}
-        self._costs: dict[Hashable, SwitchCost] = {}
+        self._kept = lru_cache(MOST_PRICED)(self._price)
 
     def price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool = True) -> SwitchCost:
         """Return the cost of switching to `generation` and back.
@@ -247,31 +225,22 @@ class SwitchPricer:
         Raises:
             PlanError: the engines cannot hold the model, or a domain lacks some of it.
         """
-        asked = (generation, nodes, two_step)
-        return _kept(self._costs, asked, lambda: self._price(generation, nodes, two_step))
+        return self._kept(generation, nodes, two_step)
 
     def _price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool) -> SwitchCost:
-        source, destination = (
-            megatron_layout(self.shape, generation.train),
-            vllm_layout(self.shape, generation),
-        )
+        source = megatron_layout(self.shape, generation.train)
+        destination = vllm_layout(self.shape, generation)
         element_bytes = DTYPE_BYTES[self.dtype]
         found = []
-        for pattern, repeats in distinct_domains(source, destination, nodes):
-
-            def planned(ranks: tuple[int, ...] = repeats[0]) -> DomainPlan:
-                bucket_elements = self.bucket_bytes // element_bytes
-                plan = compile_plan(
-                    source, destination, ranks, bucket_elements, nodes=nodes, two_step=two_step
-                )
-                return DomainPlan(plan, nodes, element_bytes)
-
-            found.append((_kept(self._plans, (pattern, two_step), planned), repeats))
+        for ranks, *others in distinct_domains(source, destination, nodes):
+            bucket_elements = self.bucket_bytes // element_bytes
+            plan = compile_plan(source, destination, ranks, bucket_elements, nodes=nodes, two_step=two_step)
+            found.append((DomainPlan(Way(plan, nodes, element_bytes)), (ranks, *others)))
         return SwitchCost.of(generation, tuple(found), nodes)
 
 
-def distinct_domains(source: Layout, destination: Layout, nodes: NodeMap) -> list[tuple[Pattern, Groups]]:
-    """Return domains by pattern; plans of those with the same one differ only in ranks and in where boxes start."""
+def distinct_domains(source: Layout, destination: Layout, nodes: NodeMap) -> list[Groups]:
+    """Return the domains, those together whose plans differ only in ranks and in where boxes start."""
     by_shards: dict[Pattern, list[tuple[int, ...]]] = {}
     for ranks in domains(source, destination):
         first_seen: dict[int, int] = {}
@@ -283,7 +252,7 @@ def distinct_domains(source: Layout, destination: Layout, nodes: NodeMap) -> lis
         for (_, on_nodes), repeats in by_shards.items():
             pattern = (_contents(source, destination, repeats[0]), on_nodes)
             found.setdefault(pattern, []).extend(repeats)
-    return [(pattern, tuple(repeats)) for pattern, repeats in found.items()]
+    return [tuple(repeats) for repeats in found.values()]
 
 
 def _contents(source: Layout, destination: Layout, ranks: tuple[int, ...]) -> Pattern:

@@ -12,72 +12,35 @@ Every part ends when its slowest rank ends; all domains are in the same bucket a
 overlaps with the transfer of the next one where the plan lets both be in flight. It is a prediction from figures of the
 links, not a measurement: kernels, stragglers and other traffic are left out.
 
-Shapes: K buckets, L link classes (`REMOTE`), D directions (received, sent), S steps, P parts (gather, spread), R ranks of
-the distinct domains side by side, N nodes that host different ranks.
+Shapes: those of `reshard.cost`, with R ranks of the distinct domains side by side, and N nodes that host different ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from hybridengine.planning.clusters import Cluster, Link
-from hybridengine.reshard.cost import REMOTE, plan_traffic
-from hybridengine.reshard.plan import Plan
+from hybridengine.reshard.cost import COPIED, GATHERED, REMOTE, SPREAD, Traffic
 from hybridengine.topology.grid import Groups
 from hybridengine.topology.links import NodeMap
 
-NUM_STEPS = 2
-"""Out of the source layout, and passed on inside a node."""
 
+def joined(domains: Sequence[Traffic]) -> Traffic:
+    """Return the traffic of several domains, which are in the same bucket at the same time."""
+    num_buckets = max(len(domain.overlaps_K) for domain in domains)
 
-@dataclass(frozen=True)
-class SwitchTraffic:
-    """Elements that each rank moves, and the messages it takes."""
+    def padded(values: np.ndarray, filler: int = 0) -> np.ndarray:
+        missing = [(0, num_buckets - len(values)), *[(0, 0)] * (values.ndim - 1)]
+        return np.pad(values, missing, constant_values=filler)
 
-    moved_KLDSR: np.ndarray
-    messages_KLSR: np.ndarray
-    copied_KPR: np.ndarray
-    """Into messages; out of messages and inside the rank."""
-    overlaps_K: np.ndarray
-    """True where a bucket's messages may leave while the one before it is spread."""
-
-    @classmethod
-    def of(cls, plan: Plan, nodes: NodeMap) -> SwitchTraffic:
-        """Return the traffic of one domain, its ranks in the order of `plan.ranks`."""
-        position = {rank: index for index, rank in enumerate(plan.ranks)}
-        num_buckets, num_ranks = len(plan.buckets), len(plan.ranks)
-        moved = np.zeros((num_buckets, len(REMOTE), 2, NUM_STEPS, num_ranks), dtype=np.int64)
-        messages = np.zeros((num_buckets, len(REMOTE), NUM_STEPS, num_ranks), dtype=np.int64)
-        copied = np.zeros((num_buckets, 2, num_ranks), dtype=np.int64)
-        for k, steps in enumerate(plan_traffic(plan, nodes)):
-            for s, traffic_of in enumerate(steps):
-                for rank, traffic in traffic_of.items():
-                    r = position[rank]
-                    for place, link in enumerate(REMOTE):
-                        moved[k, place, :, s, r] = traffic.received[link], traffic.sent[link]
-                        messages[k, place, s, r] = traffic.messages[link]
-                    copied[k, :, r] += (traffic.gathered, traffic.spread + traffic.copied)
-        overlaps = np.array([bucket.overlaps for bucket in plan.buckets], dtype=bool)
-        return cls(moved, messages, copied, overlaps)
-
-    @classmethod
-    def joined(cls, domains: Sequence[SwitchTraffic]) -> SwitchTraffic:
-        """Return the traffic of several domains, which are in the same bucket at the same time."""
-        num_buckets = max(len(domain.overlaps_K) for domain in domains)
-
-        def padded(values: np.ndarray, filler: int = 0) -> np.ndarray:
-            missing = [(0, num_buckets - len(values)), *[(0, 0)] * (values.ndim - 1)]
-            return np.pad(values, missing, constant_values=filler)
-
-        return cls(
-            np.concatenate([padded(domain.moved_KLDSR) for domain in domains], axis=-1),
-            np.concatenate([padded(domain.messages_KLSR) for domain in domains], axis=-1),
-            np.concatenate([padded(domain.copied_KPR) for domain in domains], axis=-1),
-            np.all([padded(domain.overlaps_K, True) for domain in domains], axis=0),
-        )
+    return Traffic(
+        np.concatenate([padded(domain.moved_KLDSR) for domain in domains], axis=-1),
+        np.concatenate([padded(domain.messages_KLSR) for domain in domains], axis=-1),
+        np.concatenate([padded(domain.copied_KPR) for domain in domains], axis=-1),
+        np.all([padded(domain.overlaps_K, True) for domain in domains], axis=0),
+    )
 
 
 def hosted_ranks(domains: Sequence[Groups], nodes: NodeMap) -> np.ndarray:
@@ -95,34 +58,34 @@ def hosted_ranks(domains: Sequence[Groups], nodes: NodeMap) -> np.ndarray:
     return np.unique(hosts_RN, axis=1)
 
 
-def predict_seconds(
-    traffic: SwitchTraffic, hosts_RN: np.ndarray, cluster: Cluster, element_bytes: int
-) -> float:
+def predict_seconds(traffic: Traffic, hosts_RN: np.ndarray, cluster: Cluster, element_bytes: int) -> float:
     """Return the seconds from the first bucket's start to the last one's end, by the model above."""
     moved_KLDSR = element_bytes * traffic.moved_KLDSR
-    transfer_KS = np.zeros((len(traffic.overlaps_K), NUM_STEPS))
+    transfer_KS = np.zeros_like(moved_KLDSR[:, 0, 0, :, 0], dtype=float)
     for place, link in enumerate(REMOTE):
         messages_KSR = traffic.messages_KLSR[:, place]
         if messages_KSR.any():
-            for moved_KSR in (moved_KLDSR[:, place, 0], moved_KLDSR[:, place, 1]):
+            for direction in range(2):
+                moved_KSR = moved_KLDSR[:, place, direction]
                 seconds_KS = _slowest(moved_KSR, messages_KSR, hosts_RN, cluster.links.of(link))
                 transfer_KS = np.maximum(transfer_KS, seconds_KS)
-    # Each byte is read and written.
-    copied_KPR = 2 * element_bytes * traffic.copied_KPR
-    copied_KP = _slowest(copied_KPR, copied_KPR > 0, hosts_RN, cluster.links.same_device)
-    pending = 0.0  # the spread of the bucket before
-    total = 0.0
-    for (gather, spread), transfer, overlaps in zip(
-        copied_KP, transfer_KS.sum(axis=1), traffic.overlaps_K, strict=True
+
+    def copy_s(copied_KR: np.ndarray) -> list[float]:
+        read_and_written_KR = 2 * element_bytes * copied_KR
+        return _slowest(read_and_written_KR, copied_KR > 0, hosts_RN, cluster.links.same_device).tolist()
+
+    gather_K = copy_s(traffic.copied_KPR[:, GATHERED])
+    spread_K = copy_s(traffic.copied_KPR[:, SPREAD] + traffic.copied_KPR[:, COPIED])
+    total = pending = 0.0  # the spread of the bucket before is pending
+    for gather, transfer, spread, overlaps in zip(
+        gather_K, transfer_KS.sum(axis=1).tolist(), spread_K, traffic.overlaps_K, strict=True
     ):
         total += gather + (max(transfer, pending) if overlaps else transfer + pending)
         pending = spread
-    return float(total + pending)
+    return total + pending
 
 
-def line_rate_seconds(
-    traffic: SwitchTraffic, hosts_RN: np.ndarray, cluster: Cluster, element_bytes: int
-) -> float:
+def line_rate_seconds(traffic: Traffic, hosts_RN: np.ndarray, cluster: Cluster, element_bytes: int) -> float:
     """Return the seconds that the busiest link takes for its bytes; no order of buckets is faster."""
     seconds = [0.0]
     for link, moved_DR in zip(REMOTE, element_bytes * traffic.moved_KLDSR.sum(axis=(0, 3)), strict=True):

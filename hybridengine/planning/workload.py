@@ -1,4 +1,4 @@
-"""What an iteration of a run has to do, apart from where: calls, models, rows and lengths."""
+"""Work of an iteration, wherever it is done: calls, models, rows and lengths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridengine.config import RunConfig, holder_shape, model_holders, rows_for
 from hybridengine.config.algorithm import Role
 from hybridengine.config.run_config import TRAINED
 from hybridengine.model_shapes import ModelShape
-from hybridengine.planning.dataflows import HELPERS, Call, Count, Work, calls_of
+from hybridengine.planning.dataflows import Call, Work, calls_of
 from hybridengine.planning.lengths import Lengths
 from hybridengine.planning.passes import MicroBatches
 
@@ -19,7 +19,7 @@ class PlannedModel:
     """A model that needs ranks."""
 
     name: str
-    """Of its group: a role, or "reward_NAME" for a model among several terms."""
+    """Name of its group: a role, or "reward_NAME" for a model among several terms."""
     role: Role
     shape: ModelShape
     micro_batch_tokens: int
@@ -37,41 +37,41 @@ class Workload:
 
     algorithm: str
     calls: tuple[Call, ...]
-    """With one call for each model of a reward of several terms."""
+    """The calls, one for each model of a reward of several terms."""
     models: tuple[PlannedModel, ...]
-    """The actor first."""
+    """The models, the actor first."""
     num_prompts: int
     samples_per_prompt: int
     prompt_tokens: float
-    """Mean."""
+    """Mean tokens of a prompt."""
     lengths: Lengths
     max_tokens: int
-    """Of a row: the longest prompt and response."""
+    """Tokens of the longest prompt and response."""
     max_num_seqs: int
     dtype: str
     bucket_bytes: int
     rank_rows: Mapping[str, int] = field(default_factory=dict)
     """Role -> rows that all ranks of its pool share out, each at least one."""
     warmup_rows: int | None = None
-    """Of an optimizer step of the warm-up before the run, if there is one."""
+    """Rows of an optimizer step of the warm-up before the run, if there is one."""
 
-    def num_rows(self, count: Count) -> int:
-        """Rows of a call."""
-        each = {Count.ROWS: self.samples_per_prompt, Count.PROMPTS: 1, Count.PAIRS: 2}
-        return self.num_prompts * each[count]
+    @property
+    def rows_per_step(self) -> int:
+        """Responses of an iteration."""
+        return self.num_prompts * self.samples_per_prompt
 
     def row_bytes(self, call: Call) -> int:
-        """Bytes of a row that a call fetches."""
+        """Return the bytes of a row that a call fetches."""
         response_width = self.lengths.max_tokens
         return call.columns.num_bytes(self.max_tokens - response_width, response_width)
 
     @property
     def num_tokens(self) -> float:
-        """Of an iteration: prompts and responses."""
-        return self.num_rows(Count.ROWS) * (self.prompt_tokens + self.lengths.mean)
+        """Tokens of an iteration, prompts and responses."""
+        return self.rows_per_step * (self.prompt_tokens + self.lengths.mean)
 
     def without_generation(self) -> Workload:
-        """What those do that only train: every call but the switches and generation."""
+        """Return what those do that only train: every call but the switches and generation."""
         kept = [
             place for place, call in enumerate(self.calls) if call.work not in (Work.SWITCH, Work.GENERATE)
         ]
@@ -91,19 +91,19 @@ class Workload:
         return found
 
     def model(self, name: str) -> PlannedModel:
-        """The model of a group."""
+        """Return the model of a group."""
         return next(model for model in self.models if model.name == name)
 
     def micro_batches(self, model: PlannedModel, call: Call, dp_size: int) -> MicroBatches:
-        """What one replica passes over: of an update, for one optimizer step."""
+        """Return what one replica passes over; of an update, for one optimizer step."""
         parts = dp_size * (model.mini_batches if call.work is Work.UPDATE else 1)
-        rows = -(-self.num_rows(call.count) // parts)
-        unit = 2 if call.count is Count.PAIRS else 1
+        rows = -(-call.num_rows // parts)
+        unit = 2 if call.method == "update_preferences" else 1
         return MicroBatches.of(rows, self.prompt_tokens, self.lengths, model.micro_batch_tokens, unit)
 
 
 def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None = None) -> Workload:
-    """The workload of a run.
+    """Return the workload of a run.
 
     Args:
         prompt_tokens: mean length of the prompts; the longest that is allowed, where left out.
@@ -125,12 +125,14 @@ def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None
         )
         for holder in model_holders(config)
     ]
+    samples = config.rollout.samples_per_prompt
+    calls = calls_of(config.algorithm, config.data.batch_size, samples)
     return Workload(
         algorithm=config.algorithm.name,
-        calls=_with_terms(calls_of(config.algorithm), models),
+        calls=_with_terms(calls, models),
         models=tuple(models),
         num_prompts=config.data.batch_size,
-        samples_per_prompt=config.rollout.samples_per_prompt,
+        samples_per_prompt=samples,
         prompt_tokens=config.rollout.max_prompt_tokens if prompt_tokens is None else prompt_tokens,
         lengths=lengths,
         max_tokens=config.max_tokens,
@@ -143,7 +145,7 @@ def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None
 
 
 def _rank_rows(config: RunConfig, models: Sequence[PlannedModel]) -> dict[str, int]:
-    """As the configuration counts them; roles without a model are where the actor is."""
+    """Return the rows as the configuration counts them; roles without a model are where the actor is."""
     placed, found = {model.role for model in models}, dict[str, int]()
     for role, num_rows in rows_for_every_rank(config).items():
         where = role if role in placed else "actor"
@@ -152,14 +154,12 @@ def _rank_rows(config: RunConfig, models: Sequence[PlannedModel]) -> dict[str, i
 
 
 def _with_terms(calls: Sequence[Call], models: Sequence[PlannedModel]) -> tuple[Call, ...]:
-    """Calls of a role that has several models become one for each; a role without a model, functions, keeps its call."""
+    """Return one call for each model of a call's role; calls of roles without a model, helpers and functions, stay."""
     found: list[Call] = []
-    places: list[tuple[int, ...]] = []  # of a call among the new ones
+    places: list[range] = []  # of a call among the new ones
     for call in calls:
         reads = tuple(place for old in call.reads for place in places[old])
         names = [model.name for model in models if model.role == call.role] or [call.role]
-        if call.role in HELPERS:
-            names = [call.role]
-        places.append(tuple(range(len(found), len(found) + len(names))))
-        found += [Call(name, call.method, reads, call.count) for name in names]
+        places.append(range(len(found), len(found) + len(names)))
+        found += [replace(call, role=name, reads=reads) for name in names]
     return tuple(found)

@@ -1,36 +1,37 @@
 """Costs of a plan, counted from the plan itself: bytes received and sent, peak and redundant bytes of every rank.
 
 The formulas of the paper's table 2 (HybridFlow, arXiv 2409.19256) are tests of this file, not a part of it.
+
+Shapes: K buckets, L link classes (`REMOTE`), D directions (received, sent), S steps, P copies (gathered into messages,
+spread out of them, copied inside a rank), R ranks in the plan's order.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
 
 from hybridengine.reshard.boxes import num_elements
 from hybridengine.reshard.layout import Layout
-from hybridengine.reshard.plan import Bucket, Plan
+from hybridengine.reshard.plan import Plan
 from hybridengine.topology.links import LinkClass, NodeMap
 
 REMOTE = (LinkClass.SAME_NODE, LinkClass.BETWEEN_NODES)
+NUM_STEPS = 2
+"""Out of the source layout, and passed on inside a node."""
+GATHERED, SPREAD, COPIED = range(3)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Traffic:
-    """Elements that one rank moves in one step of one bucket."""
+    """Elements that each rank of a plan moves, and the messages that it sends and receives."""
 
-    received: Counter[LinkClass] = field(default_factory=Counter)
-    sent: Counter[LinkClass] = field(default_factory=Counter)
-    messages: Counter[LinkClass] = field(default_factory=Counter)
-    """Messages sent and received."""
-    gathered: int = 0
-    """Copied into messages before they leave."""
-    spread: int = 0
-    """Copied out of messages to where they belong."""
-    copied: int = 0
-    """Copied from the rank's own source shard into its destination shard."""
+    moved_KLDSR: np.ndarray
+    messages_KLSR: np.ndarray
+    copied_KPR: np.ndarray
+    overlaps_K: np.ndarray
+    """True where a bucket's messages may leave while the one before it is spread."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class RankCost:
     extra_bytes: int
     """Received beyond what the rank would receive if its source shard were part of its destination shard."""
     one_copy_bytes: int
-    """Of every bucket the larger of its two forms: the larger shard, where one form is the larger in all buckets; of a
-    rank that only serves others, its shard."""
+    """Sum over all buckets of the larger of their two forms: the larger shard, where one form is the larger in all
+    buckets; of a rank that only serves others, its shard."""
     bucket_bytes: int
     """Most destination and staging bytes of the buckets in flight at one time."""
     memory_bytes: tuple[int, ...]
@@ -73,7 +74,7 @@ class RankCost:
 
     @property
     def peak_bound_bytes(self) -> int:
-        """What one copy of the weights allows, with what is held twice and the buckets in flight."""
+        """Bound of the peak: one copy of the weights, what is held twice, and the buckets in flight."""
         return self.one_copy_bytes + self.redundant_bytes + self.bucket_bytes
 
 
@@ -83,113 +84,112 @@ def plan_costs(plan: Plan, element_bytes: int, nodes: NodeMap | None = None) -> 
     Args:
         nodes: which ranks share a node; None where all do.
     """
-    totals = {rank: Traffic() for rank in plan.ranks}
-    for rounds in plan_traffic(plan, nodes):
-        for step in rounds:
-            for rank, traffic in step.items():
-                totals[rank].received.update(traffic.received)
-                totals[rank].sent.update(traffic.sent)
-                totals[rank].copied += traffic.copied
-    return {rank: _rank_cost(plan, rank, totals[rank], element_bytes) for rank in plan.ranks}
+    return rank_costs(plan, plan_traffic(plan, nodes), element_bytes)
 
 
-def plan_traffic(plan: Plan, nodes: NodeMap | None = None) -> Iterator[list[dict[int, Traffic]]]:
-    """Yield for each bucket, for each of its steps: rank -> what it does; ranks that do nothing are left out."""
-    for bucket in plan.buckets:
-        yield _bucket_traffic(bucket, nodes)
+def rank_costs(plan: Plan, traffic: Traffic, element_bytes: int) -> dict[int, RankCost]:
+    """Return the cost of `plan` for each of its ranks, from its traffic."""
+    moved_LDR, copied_R = traffic.moved_KLDSR.sum(axis=(0, 3)), traffic.copied_KPR[:, COPIED].sum(axis=0)
+    return {
+        rank: _rank_cost(plan, rank, moved_LDR[:, :, place].tolist(), int(copied_R[place]), element_bytes)
+        for place, rank in enumerate(plan.ranks)
+    }
 
 
-def _bucket_traffic(bucket: Bucket, nodes: NodeMap | None) -> list[dict[int, Traffic]]:
-    steps = [defaultdict[int, Traffic](Traffic) for _ in range(bucket.num_steps)]
-    for move in bucket.moves:
-        if move.is_local:
-            steps[0][move.source.rank].copied += move.num_elements
-    for pack in bucket.packs:
-        step, size = steps[pack.step], pack.num_elements
-        sender = step[pack.source_rank]
-        if not pack.sent_in_place:
-            sender.gathered += size
-        for rank, in_place in zip(pack.receivers, pack.received_in_place, strict=True):
-            link = nodes.link(pack.source_rank, rank) if nodes else LinkClass.SAME_NODE
-            receiver = step[rank]
-            receiver.received[link] += size
-            receiver.messages[link] += 1
-            receiver.spread += 0 if in_place else size
-            sender.sent[link] += size
-            sender.messages[link] += 1
-    return [dict(step) for step in steps]
+def plan_traffic(plan: Plan, nodes: NodeMap | None = None) -> Traffic:
+    """Return what each rank moves in each bucket and step.
+
+    Args:
+        nodes: which ranks share a node; None where all do.
+    """
+    place_of = {rank: place for place, rank in enumerate(plan.ranks)}
+    moved, copied = [], []
+    for k, bucket in enumerate(plan.buckets):
+        for move in bucket.moves:
+            if move.is_local:
+                copied.append((k, COPIED, place_of[move.source.rank], move.num_elements))
+        for pack in bucket.packs:
+            size, sender = pack.num_elements, place_of[pack.source_rank]
+            if not pack.sent_in_place:
+                copied.append((k, GATHERED, sender, size))
+            for rank, in_place in zip(pack.receivers, pack.received_in_place, strict=True):
+                link = nodes.link(pack.source_rank, rank) if nodes else LinkClass.SAME_NODE
+                place, receiver = REMOTE.index(link), place_of[rank]
+                moved += [(k, place, 0, pack.step, receiver, size), (k, place, 1, pack.step, sender, size)]
+                if not in_place:
+                    copied.append((k, SPREAD, receiver, size))
+    num_buckets, num_ranks = len(plan.buckets), len(plan.ranks)
+    moved_KLDSR = np.zeros((num_buckets, len(REMOTE), 2, NUM_STEPS, num_ranks), dtype=np.int64)
+    messages_KLDSR, copied_KPR = (
+        np.zeros_like(moved_KLDSR),
+        np.zeros((num_buckets, 3, num_ranks), dtype=np.int64),
+    )
+    *places, sizes = np.array(moved, dtype=np.int64).reshape(-1, 6).T
+    np.add.at(moved_KLDSR, tuple(places), sizes)
+    np.add.at(messages_KLDSR, tuple(places), 1)
+    *places, sizes = np.array(copied, dtype=np.int64).reshape(-1, 4).T
+    np.add.at(copied_KPR, tuple(places), sizes)
+    overlaps_K = np.array([bucket.overlaps for bucket in plan.buckets], dtype=bool)
+    return Traffic(moved_KLDSR, messages_KLDSR.sum(axis=2), copied_KPR, overlaps_K)
 
 
-def _rank_cost(plan: Plan, rank: int, traffic: Traffic, element_bytes: int) -> RankCost:
+def _rank_cost(plan: Plan, rank: int, moved_LD: list[list[int]], copied: int, element_bytes: int) -> RankCost:
     source = _sizes(plan.source, rank)
     destination = _sizes(plan.destination, rank)
-    received = sum(traffic.received.values())
+    received = sum(received for received, _ in moved_LD)
     kept = sum(source[name] for name in plan.retained(rank))
     twice = kept if rank in plan.destination.keys else 0
     filled = {name for bucket in plan.buckets for name in bucket.destinations.get(rank, ())}
     waiting = sum(size for name, size in destination.items() if name not in filled)
-    memory, in_flight = _memory(plan, rank, source, destination, waiting)
-    held_pieces, needed_pieces = _num_logical(plan.source, rank), _num_logical(plan.destination, rank)
-    return RankCost(
-        received_by_link={link: traffic.received[link] * element_bytes for link in REMOTE},
-        sent_by_link={link: traffic.sent[link] * element_bytes for link in REMOTE},
-        copied_bytes=traffic.copied * element_bytes,
-        source_bytes=sum(source.values()) * element_bytes,
-        destination_bytes=sum(destination.values()) * element_bytes,
-        redundant_bytes=(twice + waiting) * element_bytes,
-        extra_bytes=max(0, received - max(0, needed_pieces - held_pieces)) * element_bytes,
-        one_copy_bytes=(kept - twice + sum(map(max, _forms(plan, rank, source, destination))))
-        * element_bytes,
-        bucket_bytes=in_flight * element_bytes,
-        memory_bytes=tuple(held * element_bytes for held in memory),
-    )
-
-
-def _memory(
-    plan: Plan, rank: int, source: dict[str, int], destination: dict[str, int], waiting: int
-) -> tuple[list[int], int]:
-    """Return (elements held at each event, most elements of the buckets in flight), as the executor holds them.
-
-    `waiting` are destination elements that are there from the start. A bucket opens: its staging and its destination
-    appear, and the one before it closes unless they overlap; it closes: staging and source go.
-    """
-    held, largest = sum(source.values()) + waiting, 0
-    memory = [held]
-    opened: list[tuple[int, int, int]] = []  # staging, destination, source of the buckets in flight
-
-    def close_oldest() -> None:
-        nonlocal held
-        staging, _, released = opened.pop(0)
-        held -= staging + released
-        memory.append(held)
-
-    for bucket, (vanishes, appears) in zip(
-        plan.buckets, _forms(plan, rank, source, destination), strict=True
-    ):
-        if opened and not bucket.overlaps:
-            close_oldest()
-        opened.append((bucket.staging.get(rank, 0), appears, vanishes))
-        held += opened[-1][0] + appears
-        memory.append(held)
-        largest = max(largest, sum(staging + appears for staging, appears, _ in opened))
-        if len(opened) > 1:
-            close_oldest()
-    while opened:
-        close_oldest()
-    return memory, largest
-
-
-def _forms(
-    plan: Plan, rank: int, source: dict[str, int], destination: dict[str, int]
-) -> list[tuple[int, int]]:
-    """Return for each bucket: elements that `rank` gives up, elements that it fills."""
-    return [
+    forms = [
         (
             sum(source[name] for name in bucket.sources.get(rank, ())),
             sum(destination[name] for name in bucket.destinations.get(rank, ())),
         )
         for bucket in plan.buckets
     ]
+    memory, in_flight = _memory(plan, rank, forms, sum(source.values()) + waiting)
+    held_pieces, needed_pieces = _num_logical(plan.source, rank), _num_logical(plan.destination, rank)
+    return RankCost(
+        received_by_link={
+            link: received * element_bytes for link, (received, _) in zip(REMOTE, moved_LD, strict=True)
+        },
+        sent_by_link={link: sent * element_bytes for link, (_, sent) in zip(REMOTE, moved_LD, strict=True)},
+        copied_bytes=copied * element_bytes,
+        source_bytes=sum(source.values()) * element_bytes,
+        destination_bytes=sum(destination.values()) * element_bytes,
+        redundant_bytes=(twice + waiting) * element_bytes,
+        extra_bytes=max(0, received - max(0, needed_pieces - held_pieces)) * element_bytes,
+        one_copy_bytes=(kept - twice + sum(map(max, forms))) * element_bytes,
+        bucket_bytes=in_flight * element_bytes,
+        memory_bytes=tuple(held * element_bytes for held in memory),
+    )
+
+
+def _memory(plan: Plan, rank: int, forms: list[tuple[int, int]], held: int) -> tuple[list[int], int]:
+    """Return (elements held at each event, most elements of the buckets in flight), as the executor holds them.
+
+    A bucket opens: its staging and its destination appear, and the one before it closes unless they overlap; it closes:
+    staging and source go.
+
+    Args:
+        forms: for each bucket, elements that `rank` gives up and fills.
+        held: elements that are there from the start.
+    """
+    memory, largest = [held], 0
+    opened: list[
+        tuple[int, int]
+    ] = []  # of the buckets in flight: elements that they take, and that their end frees
+    for bucket, (vanishes, appears) in zip(plan.buckets, forms, strict=True):
+        while opened and not (bucket.overlaps and len(opened) == 1):
+            memory.append(memory[-1] - opened.pop(0)[1])
+        staging = bucket.staging.get(rank, 0)
+        opened.append((staging + appears, staging + vanishes))
+        memory.append(memory[-1] + staging + appears)
+        largest = max(largest, sum(taken for taken, _ in opened))
+    for _, freed in opened:
+        memory.append(memory[-1] - freed)
+    return memory, largest
 
 
 def _sizes(layout: Layout, rank: int) -> dict[str, int]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from itertools import islice
 from operator import attrgetter
 from typing import ClassVar, Self
 
@@ -140,40 +139,15 @@ class GenSizes(Sizes):
             )
         return train.model_parallel_size // self.num_ranks
 
-    def problems_over(
-        self, train: TrainSizes, is_possible: Callable[[GenSizes], bool] = lambda sizes: True
-    ) -> list[str]:
-        """Return the reasons why engines of these sizes cannot share out the ranks of `train`.
-
-        Args:
-            is_possible: which sizes the remedy may name, as long as there are any.
-        """
+    def problems_over(self, train: TrainSizes) -> list[str]:
+        """Return the reasons why engines of these sizes cannot share out the ranks of `train`."""
         if train.num_ranks % self.num_ranks == 0:
             return []
-        choices = [str(sizes) for sizes in self.nearest_over(train, is_possible) or self.nearest_over(train)]
         return [
             f"an engine's {self.product} = {self.pp_size}·{self.tp_size} = {self.num_ranks} ranks do not divide the"
-            f" {train.num_ranks} ranks of training {train}; choose p_g-t_g from {', '.join(choices)}"
+            f" {train.num_ranks} ranks of training {train}; choose {self.product} from"
+            f" {', '.join(map(str, divisors(train.num_ranks)))}"
         ]
-
-    def nearest_over(
-        self, train: TrainSizes, is_possible: Callable[[GenSizes], bool] = lambda sizes: True, count: int = 3
-    ) -> list[GenSizes]:
-        """Up to `count` other sizes whose engines share out the ranks of `train`, nearest first.
-
-        Sizes at the same distance are ordered by whether they nest, then by p_g and t_g.
-        """
-        found = [
-            GenSizes(pp_size, ranks // pp_size)
-            for ranks in divisors(train.num_ranks)
-            for pp_size in divisors(ranks)
-        ]
-
-        def distance(sizes: GenSizes) -> int:
-            return abs(sizes.pp_size - self.pp_size) + abs(sizes.tp_size - self.tp_size)
-
-        found.sort(key=lambda sizes: (distance(sizes), not sizes.nests_in(train), sizes))
-        return list(islice((sizes for sizes in found if sizes != self and is_possible(sizes)), count))
 
 
 def divisors(number: int) -> list[int]:

@@ -1,8 +1,6 @@
-"""A run's groups, switch plan and memory per rank, computed without starting anything and without torch."""
+"""Dry run: groups, switch plan and memory per rank, computed without starting anything and without torch."""
 
 from __future__ import annotations
-
-from dataclasses import astuple, replace
 
 from rich.console import Console
 
@@ -12,7 +10,7 @@ from hybridengine.config.sections import MAIN_POOL
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.metrics.group_text import format_groups, named_groups
-from hybridengine.planning.memory import TrainingMemory, training_memory
+from hybridengine.planning.memory import ModelMemory, model_memory
 from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.topology.links import NodeMap
 
@@ -56,7 +54,7 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
 
 
 def _pool_lines(config: RunConfig) -> list[str]:
-    """Ranks and nodes; where there are several pools, of each."""
+    """Return the ranks and nodes; where there are several pools, of each."""
     lines = []
     for name, pool in config.pools.items():
         ranks = f"{pool.num_ranks} on {len(pool.ranks_per_node)} node(s)"
@@ -78,17 +76,12 @@ def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     domain = "micro-DP" if generation.nests else "gather"
     for name, groups in [*named_groups(generation), (domain, cost.groups)]:
         lines.append(f"  {'generation':<{width}} {name:<10} {format_groups(groups)}")
-    crossing = cost.num_crossing_domains
-    lines.append(
-        f"  {crossing} of {len(cost.groups)} {domain} groups cross nodes"
-        + (", because a replica is larger than a node" if crossing and _replica_crosses(config) else "")
-        + (
-            "; cluster.rank_order=paper keeps a replica together"
-            if crossing and not _replica_crosses(config)
-            else ""
-        )
-    )
-    return lines
+    crossing, why = cost.num_crossing_domains, ""
+    if crossing and config.actor.train_sizes.model_parallel_size > min(config.cluster.ranks_per_node):
+        why = ", because a replica is larger than a node"
+    elif crossing:
+        why = "; cluster.rank_order=paper keeps a replica together"
+    return [*lines, f"  {crossing} of {len(cost.groups)} {domain} groups cross nodes{why}"]
 
 
 def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
@@ -113,60 +106,58 @@ def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[s
     for holder, memory in _models(config, pool):
         text = f"  {holder.name:<{width}} weights {format_bytes(memory.weights_bytes)}"
         if holder.role in TRAINED:
-            text += (
-                f", gradients {format_bytes(memory.gradients_bytes)},"
-                f" optimizer {format_bytes(memory.optimizer_bytes)}"
-            )
+            text += f", gradients {format_bytes(memory.gradients_bytes)}"
+            text += f", optimizer {format_bytes(memory.optimizer_bytes)}"
         lines.append(text)
+    remarks = {
+        "generating": f"in all, KV cache {format_bytes(config.rollout.kv_cache_bytes)} included",
+        "switching": "at its peak",
+    }
     for phase, num_bytes in phase_bytes(config, pool, cost).items():
-        text = f"  {phase:<{width}} {format_bytes(num_bytes)} "
-        if phase == "generating":
-            text += f"in all, KV cache {format_bytes(config.rollout.kv_cache_bytes)} included"
-        else:
-            text += "at its peak" if phase == "switching" else "in all"
-        lines.append(text)
+        lines.append(f"  {phase:<{width}} {format_bytes(num_bytes)} {remarks.get(phase, 'in all')}")
     return lines
 
 
 def phase_bytes(config: RunConfig, pool: str, cost: SwitchCost) -> dict[str, int]:
     """Return, by phase, the bytes of models on the rank of a pool with the most; "always" where there is no actor."""
-    models = _models(config, pool)
-    trains = sum(sum(astuple(memory)) for _, memory in models)
-    generates = sum(_held_while_generating(holder, cost, memory) for holder, memory in models)
+    states = [
+        memory.states(
+            is_actor=holder.role == "actor",
+            offloads=getattr(holder.section, "offload", None) == "optimizer",
+        )
+        for holder, memory in _models(config, pool)
+    ]
+    training = sum(state.idle for state in states) + max(
+        (state.update - state.idle for state in states), default=0
+    )
     if pool != MAIN_POOL:
-        return {"always": trains}
+        return {"always": training}
+    generating = sum(state.generating for state in states)
     return {
-        "training": trains,
-        "generating": generates + config.rollout.kv_cache_bytes,
-        "switching": generates - cost.gen_shard_bytes_max + cost.peak_weight_bytes_max,
+        "training": training,
+        "generating": generating + cost.gen_shard_bytes_max + config.rollout.kv_cache_bytes,
+        "switching": generating + cost.peak_weight_bytes_max,
     }
 
 
-def _models(config: RunConfig, pool: str) -> list[tuple[ModelHolder, TrainingMemory]]:
-    """Return the models of a pool and their memory on a rank; those that are not trained have weights alone."""
-    found = []
-    for holder in model_holders(config):
-        memory = training_memory(holder_shape(config, holder), holder.sizes, config.model.dtype)
-        if holder.role not in TRAINED:
-            memory = replace(memory, gradients_bytes=0, optimizer_bytes=0)
-        if config.pool_of(holder.role) == pool:
-            found.append((holder, memory))
-    return found
-
-
-def _held_while_generating(holder: ModelHolder, cost: SwitchCost, memory: TrainingMemory) -> int:
-    """The actor's weights take the engine's layout, gradients go, optimizer state where it is offloaded."""
-    weights = cost.gen_shard_bytes_max if holder.role == "actor" else memory.weights_bytes
-    keeps_optimizer = getattr(holder.section, "offload", None) == "none"
-    return weights + (memory.optimizer_bytes if keeps_optimizer else 0)
+def _models(config: RunConfig, pool: str) -> list[tuple[ModelHolder, ModelMemory]]:
+    """Return the models of a pool and their memory on a rank."""
+    return [
+        (
+            holder,
+            model_memory(
+                holder_shape(config, holder),
+                holder.sizes,
+                config.model.dtype,
+                trains=holder.role in TRAINED,
+            ),
+        )
+        for holder in model_holders(config)
+        if config.pool_of(holder.role) == pool
+    ]
 
 
 def cost_of(config: RunConfig) -> SwitchCost:
     """Return the cost of switching the actor, from its plans."""
     pricer = SwitchPricer(model_shape(config), config.model.dtype, config.actor.bucket_bytes)
     return pricer.price(config.generation_grid, NodeMap(config.cluster.ranks_per_node))
-
-
-def _replica_crosses(config: RunConfig) -> bool:
-    """Return True if no rank order could keep a replica on one node."""
-    return config.actor.train_sizes.model_parallel_size > min(config.cluster.ranks_per_node)

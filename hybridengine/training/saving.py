@@ -34,7 +34,7 @@ from hybridengine.drivers.roles import Roles, State
 from hybridengine.errors import CheckpointError
 from hybridengine.metrics.formatting import format_bytes
 from hybridengine.package_versions import package_versions
-from hybridengine.planning.checkpoint_size import checkpoint_bytes
+from hybridengine.planning.memory import checkpoint_bytes
 
 SPARE_SHARE = 1.05
 """Space that a save needs, in sizes of a checkpoint: descriptions of tensors, and files that others write meanwhile."""

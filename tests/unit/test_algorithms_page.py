@@ -49,8 +49,8 @@ def test_the_example_is_a_configuration_with_a_dataflow(module: ModuleType) -> N
     assert type(algorithm) is module.RunningBaseline
     assert (algorithm.roles, algorithm.decay) == (("actor", "reference", "reward"), 0.8)
     check_functions(algorithm)
-    assert [str(call) for call in calls_of(algorithm)] == [
-        str(call) for call in calls_of(algorithm_class("rloo")())
+    assert [str(call) for call in calls_of(algorithm, 5, 3)] == [
+        str(call) for call in calls_of(algorithm_class("rloo")(), 5, 3)
     ]
 
 

@@ -216,7 +216,7 @@ def test_the_unbroken_run_gets_as_far_as_starting_processes(bench: Bench):
             ["actor.parallel=1-4-1", "actor.generate=1-3"],
             [
                 "actor.generate=1-3: an engine's p_g·t_g = 1·3 = 3 ranks do not divide the 4 ranks of training 1-4-1",
-                "; choose p_g-t_g from 1-2, ",
+                "; choose p_g·t_g from 1, 2, 4",
             ],
         ),
         (
@@ -225,7 +225,7 @@ def test_the_unbroken_run_gets_as_far_as_starting_processes(bench: Bench):
                 "actor.generate=2-4",
                 "2·4 = 8 ranks",
                 "the 4 ranks of training 2-2-1",
-                "; choose p_g-t_g from 1-4, 2-2",
+                "; choose p_g·t_g from 1, 2, 4",
             ],
         ),
         (["critic.parallel=4-1-1", "cluster.ranks_per_node=[8]", "actor.parallel=8-1-1"], ["8", "5"]),

@@ -17,10 +17,10 @@ from hybridengine.errors import ConfigError
 from hybridengine.model_presets import resolve_model
 from hybridengine.model_shapes import ModelShape
 from hybridengine.planning.clusters import Cluster, Compute
-from hybridengine.planning.dataflows import Count, Work
+from hybridengine.planning.dataflows import Work
 from hybridengine.planning.decoding import Engine, knee, running_steps
 from hybridengine.planning.lengths import Lengths, counted
-from hybridengine.planning.memory import activation_bytes, training_memory
+from hybridengine.planning.memory import activation_bytes, model_memory
 from hybridengine.planning.passes import MicroBatches, ModelPasses, layer_weights
 from hybridengine.planning.scenarios import steady_splits
 from hybridengine.planning.shards import generation_holding, training_holding
@@ -76,7 +76,7 @@ def test_holdings_are_those_of_the_layouts(shape: ModelShape, p: int, t: int) ->
     held = training_holding(shape, p, t)
     assert held.num_elements == max(shard.num_elements for shard in shards)
     assert held.num_parameters == max(len(shard.parameters) for shard in shards)
-    memory = training_memory(shape, grid.sizes, "bfloat16")
+    memory = model_memory(shape, grid.sizes, "bfloat16")
     assert (memory.weights_bytes, memory.gradients_bytes) == (2 * held.num_elements, 4 * held.num_elements)
     assert memory.optimizer_bytes == 12 * held.num_elements / 2
     for p_g, t_g in itertools.product(range(1, p + 1), range(1, t + 1)):
@@ -332,7 +332,7 @@ def test_the_workload_of_a_configuration() -> None:
     actor = found.model("actor")
     assert actor.shape == resolve_model("llama3-70b")
     assert (actor.trains, actor.offloads, actor.recompute, actor.mini_batches) == (True, True, True, 8)
-    assert (found.model("reference").trains, found.num_rows(Count.ROWS)) == (False, 1024)
+    assert (found.model("reference").trains, found.rows_per_step) == (False, 1024)
     assert found.num_tokens == 1024 * (1024 + 512)
     update = next(call for call in found.calls if call.work is Work.UPDATE and call.role == "actor")
     micro = found.micro_batches(actor, update, dp_size=4)

@@ -9,7 +9,7 @@ import pytest
 
 from hybridengine.config.algorithm import ALGORITHMS, Algorithm, algorithm_class
 from hybridengine.errors import ConfigError
-from hybridengine.planning.dataflows import HELPERS, PHASES, Count, calls_of
+from hybridengine.planning.dataflows import HELPERS, PHASES, calls_of
 
 BEGIN = """
 0 prompts.training_prompts    -        prompts
@@ -81,26 +81,27 @@ EXPECTED = {
 8 compute.measure             0,2,4-6  rows
 """,
 }
+ROWS = {"rows": 15, "prompts": 5, "pairs": 10}
 EXPECTED |= dict.fromkeys(("grpo", "reinforce_plus_plus"), EXPECTED["rloo"])
 
 
-def parsed(text: str) -> list[tuple[str, tuple[int, ...], Count]]:
+def parsed(text: str) -> list[tuple[str, tuple[int, ...], int]]:
     found = []
     for number, line in enumerate(text.split("\n\n")[0].strip().splitlines()):
         place, call, reads, count = line.split()
         assert int(place) == number
         spans = [span.split("-") for span in reads.split(",") if reads != "-"]
         numbers = [place for span in spans for place in range(int(span[0]), int(span[-1]) + 1)]
-        found.append((call, tuple(numbers), Count(count)))
+        found.append((call, tuple(numbers), ROWS[count]))
     return found
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_calls_of_an_algorithm(name: str) -> None:
     algorithm = algorithm_class(name)()
-    calls = calls_of(algorithm)
+    calls = calls_of(algorithm, 5, 3)
     expected = parsed(BEGIN.rstrip() + EXPECTED[name].rstrip())
-    assert [(str(call), call.reads, call.count) for call in calls] == expected
+    assert [(str(call), call.reads, call.num_rows) for call in calls] == expected
     assert {str(call) for call in calls} <= set(PHASES)
     assert {call.role for call in calls} - set(HELPERS) == set(algorithm.roles)
 
@@ -121,7 +122,7 @@ class Waiting(Algorithm):
 
 
 def test_what_the_controller_waits_for_comes_before_its_next_calls() -> None:
-    *_, measure, update = calls_of(Waiting())
+    *_, measure, update = calls_of(Waiting(), 5, 3)
     assert (measure.reads, update.reads) == ((0, 1), (0, 1, 2))
 
 
@@ -144,7 +145,7 @@ class Mistaken(Unplanned):
 @pytest.mark.parametrize(("kind", "words"), [(Unplanned, "actor.dream is not one of"), (Mistaken, "critic")])
 def test_a_step_that_cannot_be_traced(kind: type[Algorithm], words: str) -> None:
     with pytest.raises(ConfigError, match="the planner cannot trace its step") as error:
-        calls_of(kind())
+        calls_of(kind(), 5, 3)
     assert words in str(error.value)
 
 
@@ -154,7 +155,7 @@ import sys
 sys.modules.update(dict.fromkeys(("torch", "tensordict", "ray", "vllm", "megatron"), None))
 from hybridengine.config.algorithm import ALGORITHMS, algorithm_class
 from hybridengine.planning.dataflows import calls_of
-print(sum(len(calls_of(algorithm_class(name)())) for name in ALGORITHMS))
+print(sum(len(calls_of(algorithm_class(name)(), 5, 3)) for name in ALGORITHMS))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) == sum(len(parsed(BEGIN.rstrip() + text.rstrip())) for text in EXPECTED.values())

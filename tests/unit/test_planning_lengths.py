@@ -75,8 +75,8 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
         ("lognormal:mean=0,cv=1", "M from 1 to 1e9"),
         ("lognormal:mean=100,cv=0", "C above 0 and at most 20; write constant:N"),
         ("lognormal:mean=100", "lognormal:mean=M,cv=C, or a file"),
-        ("", "neither one of the forms nor a file"),
-        ("nowhere.txt", r"nowhere.txt\" are neither one of the forms nor a file; write constant:N"),
+        ("", "no such form, and no such file; write"),
+        ("nowhere.txt", r"nowhere.txt\": no such form, and no such file; write constant:N"),
     ],
 )
 def test_what_is_no_distribution(text: str, message: str) -> None:

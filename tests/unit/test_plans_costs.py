@@ -107,14 +107,10 @@ def test_costs_of_two_ranks_by_hand() -> None:
     back = plan_costs(inverse_local(plan), 2)
     assert back[0].memory_bytes == tuple(2 * n for n in (54, 54 + 6, 54, 54 + 24, 30))
     assert back[1].memory_bytes == tuple(2 * n for n in (54, 54, 48, 48 + 24, 24))
-    (first, second) = plan_traffic(plan, NodeMap((1, 1)))
-    assert [(step[0].gathered, step[0].spread, step[1].gathered, step[1].spread) for step in first] == [
-        (24,) * 4
-    ]
-    assert [(step[0].gathered, step[0].spread, step[1].gathered, step[1].spread) for step in second] == [
-        (6, 0, 0, 6)
-    ]
-    assert [sum(step[rank].messages.values()) for step in first for rank in (0, 1)] == [2, 2]
+    traffic = plan_traffic(plan, NodeMap((1, 1)))
+    # Gathered into messages and spread out of them by either rank, bucket by bucket.
+    assert traffic.copied_KPR[:, :2].tolist() == [[[24, 24], [24, 24]], [[6, 0], [0, 6]]]
+    assert traffic.messages_KLSR[0].sum(axis=0).tolist() == [[2, 2], [0, 0]]
 
 
 def test_messages_in_place_and_overlap_by_hand() -> None:

@@ -234,7 +234,7 @@ def test_examples_of_the_help_are_accepted(monkeypatch: pytest.MonkeyPatch) -> N
     ("arguments", "settings", "message"),
     [
         (("--train", "2-3-2", "--gen", "1-1"), {}, "t=3 does not divide num_heads=32"),
-        (("--train", "2-4-2", "--gen", "1-3"), {}, "choose p_g-t_g from"),
+        (("--train", "2-4-2", "--gen", "1-3"), {}, "choose p_g·t_g from 1, 2, 4, 8, 16"),
         (("--train", "2-4-2", "--gen", "1-64"), {}, "do not divide the 16 ranks"),
         (("--train", "2-4", "--gen", "1-1"), {}, "'2-4' is not a parallel size"),
         (("--train", "2-4-2", "--gen", "x"), {}, "'x' is not a parallel size"),

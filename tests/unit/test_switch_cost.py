@@ -73,8 +73,8 @@ def test_repeated_domains_cost_what_planning_each_of_them_costs(
     for domain, repeats in cost.domains:
         for ranks in repeats:
             for position, rank in enumerate(ranks):
-                assert domain.costs_there[position] == every[rank], (rank, domain.plan.ranks)
-                assert domain.costs_back[position] == back[rank]
+                assert domain.there.costs[position] == every[rank], (rank, domain.there.plan.ranks)
+                assert domain.back.costs[position] == back[rank]
     for link in REMOTE:
         assert cost.received_bytes_total_by_link[link] == sum(
             one.received_by_link[link] for one in every.values()
@@ -130,10 +130,10 @@ def test_what_is_planned_is_audited() -> None:
     ]
     assert cost.check() == sum(moves)
     (domain, _), _ = cost.domains
-    first, *others = domain.plan.buckets
+    first, *others = domain.there.plan.buckets
     short = dataclasses.replace(first, moves=first.moves[1:])
-    damaged = dataclasses.replace(domain.plan, buckets=(short, *others))
-    wrong = dataclasses.replace(domain, plan=damaged)
+    damaged = dataclasses.replace(domain.there.plan, buckets=(short, *others))
+    wrong = dataclasses.replace(domain, there=dataclasses.replace(domain.there, plan=damaged))
     with pytest.raises(PlanError, match=r"is wrong \(\d+ problems, first: .*report it"):
         dataclasses.replace(cost, domains=((wrong, ()),)).check()
 
