@@ -22,7 +22,7 @@ from hybridengine.cli.run_request import Request, add_run_options, request_of
 from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_seconds
 from hybridengine.planning.scenarios import Run, Scenarios, SteadyState, role_idle_shares
-from hybridengine.planning.simulation import Outcome, simulate
+from hybridengine.planning.simulation import Outcome, simulate_asynchronous, simulate_synchronous
 
 MOST_SIMULATED = 16
 """Divisions of a sweep; of more, evenly spaced ones."""
@@ -47,11 +47,7 @@ EPILOG = """examples:
   # every division, simulated beside the analytical model
   hybridengine simulate CONFIG --cluster FILE --staleness 4 --sweep --plot sweep.png
   # one division, with engines of these sizes
-  hybridengine simulate CONFIG --cluster FILE --train-devices 48 --fix generate=1-4
-
-reading it: tokens a second count responses that have been trained on. Idle engines wait for permission to begin (a tight
---staleness) or for weights; an idle trainer waits for responses. Staleness is counted in optimizer steps of whole
-batches, from the policy that made a token to the one that trains on it."""
+  hybridengine simulate CONFIG --cluster FILE --train-devices 48 --fix generate=1-4"""
 
 
 def add_simulate_command(subparsers: Any) -> None:
@@ -99,7 +95,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     )
     begin = time.perf_counter()
     synchronous = scenarios.synchronous()
-    outcome = simulate(synchronous.setting)
+    outcome = simulate_synchronous(synchronous.setting)
     chosen = track(
         _divisions(scenarios, options),
         "simulating",
@@ -107,7 +103,7 @@ def run_simulate(options: argparse.Namespace) -> int:
         transient=True,
         disable=not sys.stderr.isatty(),
     )
-    sweep = [(run, state, simulate(run.setting)) for run, state in chosen]
+    sweep = [(run, state, simulate_asynchronous(run.setting)) for run, state in chosen]
     best = _best(sweep, options.staleness, lambda one: one[2].mean_staleness, lambda one: one[2].tokens_per_s)
     figures = {
         "algorithm": request.workload.algorithm,

@@ -21,7 +21,7 @@ from hybridengine.errors import ConfigError
 from hybridengine.model_shapes import DTYPE_BYTES
 from hybridengine.planning.clusters import Cluster
 from hybridengine.planning.constraints import Constraints
-from hybridengine.planning.dataflows import Count, Work
+from hybridengine.planning.dataflows import Work
 from hybridengine.planning.decoding import Engine
 from hybridengine.planning.lengths import Lengths
 from hybridengine.planning.options import Options
@@ -61,12 +61,12 @@ class Engines:
     def rates(self) -> np.ndarray:
         """Tokens a second of one engine with 1, 2, ... responses at once, in a steady state, prompts included."""
         lengths, prompt_tokens = self.workload.lengths, self.workload.prompt_tokens
-        counts = np.arange(1, self.max_running + 1)
+        counts = range(1, self.max_running + 1)
         seconds = [
-            self.engine.step_s(running, running * (prompt_tokens + lengths.mean_position))
-            for running in counts
+            self.engine.step_s(count, count * (prompt_tokens + lengths.mean_position)) for count in counts
         ]
-        return counts / (seconds + counts / lengths.mean * self.prefill_s)
+        running = np.array(counts)
+        return running / (seconds + running / lengths.mean * self.prefill_s)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Scenarios:
         max_staleness: float,
         seed: int,
     ) -> None:
-        if any(call.work is Work.GENERATE and call.count is not Count.ROWS for call in workload.calls):
+        if sum(call.work is Work.GENERATE for call in workload.calls) > 1:
             raise ConfigError(
                 f"algorithm.name={workload.algorithm} generates twice in an iteration, which the simulation does not"
                 " model; simulate one that generates once"
@@ -161,7 +161,7 @@ class Scenarios:
         self.workload, self.cluster, self.num_devices = workload, cluster, num_devices
         self._constraints = constraints
         self._num_steps, self._max_staleness, self._seed = num_steps, max_staleness, seed
-        self._batch_size = workload.num_rows(Count.ROWS)
+        self._batch_size = workload.num_prompts * workload.samples_per_prompt
         self._training = Options(workload.without_generation(), cluster, constraints.sizes)
 
     def synchronous(self) -> Run:
@@ -181,7 +181,7 @@ class Scenarios:
         switch_s = sum(bar.seconds for bar in plan.bars if bar.call.work is Work.SWITCH)
         generate_s = sum(bar.seconds for bar in plan.bars if bar.call.work is Work.GENERATE)
         others_s = plan.step_s - switch_s - generate_s
-        setting = self._setting(engines, pool.num_ranks, others_s, switch_s, synchronous=True)
+        setting = self._setting(engines, pool.num_ranks, others_s, switch_s)
         return Run(setting, plan, engines, pool.num_ranks, pool.num_ranks, others_s)
 
     def asynchronous(self, num_training: int) -> Run | None:
@@ -272,15 +272,7 @@ class Scenarios:
         running = engine.num_running(work.lengths, work.prompt_tokens, work.max_num_seqs, kv_bytes)
         return Engines(engine, work, running, gen_bytes)
 
-    def _setting(
-        self,
-        engines: Engines,
-        num_generating: int,
-        train_s: float,
-        update_s: float,
-        *,
-        synchronous: bool = False,
-    ) -> Setting:
+    def _setting(self, engines: Engines, num_generating: int, train_s: float, update_s: float) -> Setting:
         return Setting(
             num_steps=self._num_steps,
             batch_size=self._batch_size,
@@ -293,6 +285,5 @@ class Scenarios:
             train_token_s=train_s / self.workload.num_tokens,
             update_s=update_s,
             max_staleness=self._max_staleness,
-            synchronous=synchronous,
             seed=self._seed,
         )

@@ -51,7 +51,6 @@ class Setting:
     """Seconds for which an engine stops to take new weights; in a synchronous run, of the switch there and back."""
     max_staleness: float = 1.0
     """Batches that may be begun ahead of the trainer; infinite for no bound."""
-    synchronous: bool = False
     seed: int = 0
 
 
@@ -101,11 +100,6 @@ class Outcome:
         return max(self.staleness_counts)
 
 
-def simulate(setting: Setting) -> Outcome:
-    """Simulate a run; equal settings give equal outcomes."""
-    return _synchronous(setting) if setting.synchronous else _Asynchronous(setting).run()
-
-
 def _lengths(setting: Setting) -> Iterator[int]:
     generator = np.random.default_rng(setting.seed)
     while True:
@@ -124,8 +118,13 @@ def _train_s(setting: Setting, tokens: int) -> float:
     return setting.train_token_s * (tokens + setting.batch_size * setting.prompt_tokens)
 
 
-def _synchronous(setting: Setting) -> Outcome:
-    """Share out each batch over the engines; training begins when the last response is complete."""
+def simulate_asynchronous(setting: Setting) -> Outcome:
+    """Simulate engines and a trainer that work at the same time; equal settings give equal outcomes."""
+    return _Asynchronous(setting).run()
+
+
+def simulate_synchronous(setting: Setting) -> Outcome:
+    """Simulate engines that share out each batch, and training that begins when the last response is complete."""
     lengths, now, tokens, idle, train_busy = _lengths(setting), 0.0, 0, 0.0, 0.0
     step_ends: list[float] = []
     queue: list[tuple[float, int]] = [(0.0, 0)]

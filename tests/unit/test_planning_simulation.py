@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.planning.lengths import Lengths
-from hybridengine.planning.simulation import Setting, simulate
+from hybridengine.planning.simulation import Setting, simulate_asynchronous, simulate_synchronous
 
 
 def setting(**changes: object) -> Setting:
@@ -43,9 +43,8 @@ def test_a_synchronous_run_of_equal_responses_is_a_plain_sum() -> None:
         prefill_s=0.5,
         train_token_s=1 / 100,
         update_s=2.0,
-        synchronous=True,
     )
-    found = simulate(one)
+    found = simulate_synchronous(one)
     generated, trained = 2 * (4 * 0.5 + 50 * 0.04), 16 * (50 + 10) / 100
     assert found.seconds == pytest.approx(3 * (generated + 2.0 + trained))
     assert found.tokens == 3 * 16 * 50
@@ -69,7 +68,7 @@ def test_an_asynchronous_run_whose_trainer_is_infinitely_fast_takes_what_generat
         update_s=0.0,
         max_staleness=math.inf,
     )
-    found = simulate(one)
+    found = simulate_asynchronous(one)
     assert found.seconds == pytest.approx(5 * 50 * 0.02)
     assert found.tokens == 5 * 4 * 50
     assert found.train_idle_share == 1.0
@@ -88,9 +87,12 @@ def test_an_asynchronous_run_whose_trainer_is_infinitely_fast_takes_what_generat
     synchronous=st.booleans(),
     seed=st.integers(0, 5),
 )
-def test_laws_of_every_run(num_steps: int, train_tokens_per_s: float, **changes: object) -> None:
+def test_laws_of_every_run(
+    num_steps: int, train_tokens_per_s: float, synchronous: bool, **changes: object
+) -> None:
     """Tokens are counted once, devices work or wait all the time, the bound holds, and nothing depends on chance."""
     one = setting(num_steps=num_steps, train_token_s=1 / train_tokens_per_s, **changes)
+    simulate = simulate_synchronous if synchronous else simulate_asynchronous
     found = simulate(one)
     assert sum(found.staleness_counts.values()) == found.tokens
     assert len(found.step_ends) == num_steps
@@ -102,8 +104,8 @@ def test_laws_of_every_run(num_steps: int, train_tokens_per_s: float, **changes:
     assert moments == sorted(moments) and moments[-1] <= found.seconds + 1e-9
     # Responses come one by one and leave by the batch, those of a step no later than its training begins.
     for (_, before), (_, after) in pairwise(found.queue):
-        assert after in (before + 1, before - one.batch_size) or one.synchronous
-    if one.synchronous:
+        assert after in (before + 1, before - one.batch_size) or synchronous
+    if synchronous:
         assert found.largest_staleness == 0
     else:
         # Where responses end in the order in which they begin, what is begun at most eta batches ahead is trained on at
@@ -133,25 +135,25 @@ def test_staleness_of_every_token_of_a_run_that_can_be_done_by_hand() -> None:
         update_s=0.0,
         max_staleness=1.0,
     )
-    found = simulate(one)
+    found = simulate_asynchronous(one)
     assert found.staleness_counts == {0: 4 * 50, 1: 4 * 4 * 50}
     assert found.seconds == pytest.approx(6.0, abs=1e-4)
 
 
 def test_too_many_trainers_wait_and_too_many_samplers_make_the_data_old() -> None:
     """The two regimes of the applied-RL talk: the trainer idle; the queue and the staleness growing without a bound."""
-    starving = simulate(setting(num_steps=20, train_token_s=1 / 1e5, max_staleness=math.inf))
+    starving = simulate_asynchronous(setting(num_steps=20, train_token_s=1 / 1e5, max_staleness=math.inf))
     assert starving.train_idle_share > 0.5
     assert starving.mean_staleness < 2
 
     def flooded(num_steps: int) -> float:
         many = setting(num_steps=num_steps, train_token_s=1 / 300, max_staleness=math.inf)
-        found = simulate(many)
+        found = simulate_asynchronous(many)
         assert found.train_idle_share < 0.1
         return found.mean_staleness
 
     assert flooded(40) > 1.7 * flooded(20) > 3 * flooded(5)
-    bounded = simulate(setting(num_steps=40, train_token_s=1 / 300, max_staleness=1.0))
+    bounded = simulate_asynchronous(setting(num_steps=40, train_token_s=1 / 300, max_staleness=1.0))
     assert bounded.mean_staleness <= 1
     assert bounded.generate_idle_share > 0.5
 
@@ -204,7 +206,7 @@ def test_the_vector_of_pipeline_rl() -> None:
     assert conventional == pytest.approx(10.7, abs=0.05)
     assert rates[GENERATING] / conventional == pytest.approx(1.58, abs=0.01)
 
-    simulated = simulate(
+    simulated = simulate_asynchronous(
         Setting(
             num_steps=400,
             batch_size=BATCH,
