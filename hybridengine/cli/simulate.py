@@ -6,25 +6,29 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
-from hybridengine.cli.figure_tables import cell, table
+from hybridengine.cli.figure_tables import table
 from hybridengine.cli.options import add_json_option, between
 from hybridengine.cli.outputs import check_outputs, emit
 from hybridengine.cli.run_request import RunRequest, add_run_options, request_of
 from hybridengine.errors import ConfigError
 from hybridengine.metrics.formatting import format_seconds
-from hybridengine.planning.scenarios import Run, Scenarios, Split, role_idle_shares
-from hybridengine.planning.simulation import Outcome, Setting, simulate
+from hybridengine.planning.scenarios import Run, Scenarios, SteadyState, role_idle_shares
+from hybridengine.planning.simulation import Outcome, simulate_asynchronous, simulate_synchronous
 
 MOST_SIMULATED = 16
 """Divisions of a sweep; of more, evenly spaced ones."""
+QUEUE_POINTS = 200
+"""Points of the queue over time in the figures for programs, at most."""
 
-Divided = tuple[Split, Run, Outcome]
+T = TypeVar("T")
 
 DESCRIPTION = """Simulate training, event by event: engines with continuous batching, the queue of complete responses, the
 trainer, and new weights for the engines. Synchronous, where all devices generate and then train, beside asynchronous,
@@ -39,12 +43,8 @@ EPILOG = """examples:
       --lengths lognormal:mean=400,cv=0.8 --plot runs.svg
   # every division, simulated beside the analytical model
   hybridengine simulate CONFIG --cluster FILE --staleness 4 --sweep --plot sweep.png
-  # one division, engines that finish what they are generating before they take new weights
-  hybridengine simulate CONFIG --cluster FILE --train-devices 48 --fix generate=1-4 --drain
-
-reading it: tokens a second count responses that have been trained on. Idle engines wait for permission to begin (a tight
---staleness) or for weights; an idle trainer waits for responses. Staleness is counted in optimizer steps of whole
-batches, from the policy that made a token to the one that trains on it."""
+  # one division, with engines of these sizes
+  hybridengine simulate CONFIG --cluster FILE --train-devices 48 --fix generate=1-4"""
 
 
 def add_simulate_command(subparsers: Any) -> None:
@@ -57,15 +57,8 @@ def add_simulate_command(subparsers: Any) -> None:
     )
 
     option = parser.add_argument
-
     add_run_options(parser)
-    option(
-        "--steps",
-        type=between(1, 100_000),
-        default=100,
-        metavar="N",
-        help="training steps to simulate (default 100)",
-    )
+    option("--steps", type=between(1, 100_000), default=100, metavar="N", help="training steps to simulate (default 100)")
     option(
         "--staleness",
         type=between(0, math.inf, float),
@@ -75,15 +68,12 @@ def add_simulate_command(subparsers: Any) -> None:
     )
     option(
         "--train-devices",
-        type=int,
+        type=between(1, 2**31),
         metavar="N",
         help="devices that train (default: the analytical model's best)",
     )
     parser.add_argument("--sweep", action="store_true", help="simulate every division")
-    parser.add_argument(
-        "--drain", action="store_true", help="engines take new weights only between responses"
-    )
-    option("--seed", type=between(0, 2**63), default=0, metavar="N", help="of the lengths (default 0)")
+    option("--seed", type=between(0, 2**32 - 1), default=0, metavar="N", help="seed of the lengths (default 0)")
     add_json_option(parser)
     option("--plot", type=Path, metavar="FILE", help="draw the runs (.png, .svg, .pdf)")
     parser.set_defaults(run=run_simulate, placement=None)
@@ -99,9 +89,16 @@ def run_simulate(options: argparse.Namespace) -> int:
     )
     begin = time.perf_counter()
     synchronous = scenarios.synchronous()
-    outcome = simulate(synchronous.setting)
-    sweep = list(_divided(scenarios, options))
-    best = _best(sweep, options.staleness)
+    outcome = simulate_synchronous(synchronous.setting)
+    chosen = track(
+        _divisions(scenarios, options),
+        "simulating",
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    sweep = [(run, state, simulate_asynchronous(run.setting)) for run, state in chosen]
+    best = _best(sweep, options.staleness, lambda one: one[2].mean_staleness, lambda one: one[2].tokens_per_s)
     figures = {
         "algorithm": request.workload.algorithm,
         "cluster": request.cluster.name,
@@ -123,8 +120,7 @@ def run_simulate(options: argparse.Namespace) -> int:
         outcomes = {"synchronous": outcome, "asynchronous": best[2]}
         draw_runs(title, outcomes, sweep, options.staleness, place)
 
-    lines = _lines(request, figures, best[1].setting, options)
-    emit(options, figures, lines, {"--plot": (options.plot, draw)})
+    emit(options, figures, _lines(request, figures, options.staleness), {"--plot": (options.plot, draw)})
     return 0
 
 
@@ -142,42 +138,33 @@ def _scenarios(request: RunRequest, options: argparse.Namespace) -> Scenarios:
         request.constraints,
         num_steps=options.steps,
         max_staleness=options.staleness,
-        drains=options.drain,
         seed=options.seed,
     )
 
 
-def _divided(scenarios: Scenarios, options: argparse.Namespace) -> Iterator[Divided]:
-    """The divisions that are asked for, each in its steady state and simulated."""
-    divisions = list(scenarios.divisions())
-    wanted = options.train_devices
+def _divisions(scenarios: Scenarios, options: argparse.Namespace) -> list[tuple[Run, SteadyState]]:
+    """Return the divisions that are asked for, each in its steady state."""
+    divisions, wanted = list(scenarios.divisions()), options.train_devices
     if wanted is not None and wanted not in divisions:
         raise ConfigError(
             f"--train-devices {wanted} must be a divisor of a node's devices or whole nodes, and leave whole engines of"
             f" {scenarios.engines.engine.sizes} (p_g-t_g) on the other devices; choose from {_some(divisions)}"
         )
-    runs = [
-        run
-        for number in (divisions if wanted is None else [wanted])
-        if (run := scenarios.asynchronous(number))
-    ]
+    tried = divisions if wanted is None else [wanted]
+    runs = [run for number in tried if (run := scenarios.asynchronous(number))]
     if not runs:
-        tried = f"{wanted} devices" if wanted is not None else f"any of {_some(divisions)} devices"
-        remedy = "give more devices, or offload and recompute"
-        if scenarios.fixed:
-            sizes = ", ".join(f"{name}={sizes}" for name, sizes in scenarios.fixed.items())
-            remedy = f"relax --fix {sizes}, which must leave devices to engines, or give more devices"
-        raise ConfigError(f"the models cannot have {tried} to train on beside engines; {remedy}")
-    splits = scenarios.steady_states(runs)
+        fixed = f"relax --fix {' '.join(options.fix)}, " if options.fix else ""
+        raise ConfigError(
+            f"the models cannot train on any of {_some(tried)} devices beside engines; {fixed}give more devices, or"
+            " offload and recompute"
+        )
+    found = [(run, scenarios.steady_state(run)) for run in runs]
     if not options.sweep:
-        place = splits.index(_best_split(splits, options.staleness))
-        runs, splits = [runs[place]], [splits[place]]
-    chosen = sorted({round(place) for place in np.linspace(0, len(runs) - 1, min(len(runs), MOST_SIMULATED))})
-    for done, place in enumerate(chosen, start=1):
-        if sys.stderr.isatty():
-            end = "\n" if done == len(chosen) else ""
-            print(f"\rsimulating division {done} of {len(chosen)} ...", end=end, file=sys.stderr, flush=True)
-        yield splits[place], runs[place], simulate(runs[place].setting)
+        return [
+            _best(found, options.staleness, lambda one: one[1].staleness, lambda one: one[1].tokens_per_s)
+        ]
+    chosen = {round(place) for place in np.linspace(0, len(found) - 1, min(len(found), MOST_SIMULATED))}
+    return [found[place] for place in sorted(chosen)]
 
 
 def _some(numbers: Sequence[int]) -> str:
@@ -185,16 +172,12 @@ def _some(numbers: Sequence[int]) -> str:
     return ", ".join(shown if len(shown) <= 12 else [*shown[:6], "...", *shown[-5:]])
 
 
-def _best_split(splits: Sequence[Split], max_staleness: float) -> Split:
-    """The fastest one under the bound; without any, the fastest one, whose engines will often wait."""
-    young = [split for split in splits if split.staleness <= max_staleness]
-    return max(young or splits, key=lambda split: split.tokens_per_s)
-
-
-def _best(sweep: Sequence[Divided], max_staleness: float) -> Divided:
-    """As `_best_split`, by what has been simulated."""
-    young = [one for one in sweep if one[2].mean_staleness <= max_staleness]
-    return max(young or sweep, key=lambda one: one[2].tokens_per_s)
+def _best(
+    found: Sequence[T], max_staleness: float, staleness: Callable[[T], float], rate: Callable[[T], float]
+) -> T:
+    """Return the fastest division under the bound; if all are beyond it, the fastest of all."""
+    young = [one for one in found if staleness(one) <= max_staleness]
+    return max(young or found, key=rate)
 
 
 RUN_COLUMNS = {
@@ -204,7 +187,6 @@ RUN_COLUMNS = {
     "train_idle_share": "trainer idle",
     "generate_idle_share": "engines idle",
     "staleness_mean": "staleness mean",
-    "staleness_p99": "99 %",
     "staleness_max": "most",
     "queue_max": "queue most",
 }
@@ -224,101 +206,71 @@ SWEEP_COLUMNS = {
 """Figure of a division -> its heading beside other divisions."""
 
 
-def _lines(
-    request: RunRequest, figures: dict[str, Any], setting: Setting, options: argparse.Namespace
-) -> Iterator[str]:
+def _lines(request: RunRequest, figures: dict[str, Any], max_staleness: float) -> Iterator[str]:
     workload = request.workload
-    one, other = figures["synchronous"], figures["asynchronous"]
-    arrival = "between responses" if options.drain else "between two tokens"
+    both = {name: figures[name] for name in ("synchronous", "asynchronous")}
+    one, other = both.values()
     yield (
-        f"run: {workload.algorithm}, {setting.batch_size} responses a step, {workload.prompt_tokens:g} tokens of"
-        f" prompt, responses {workload.lengths}"
+        f"run: {workload.algorithm} of {workload.num_prompts} prompts x {workload.samples_per_prompt},"
+        f" {workload.prompt_tokens:g} tokens each, responses {workload.lengths}"
     )
     yield (
-        f"cluster: {request.num_devices} devices of {request.cluster.name}; {options.steps} steps, staleness bound"
-        f" {options.staleness:g}, seed {options.seed}, simulated in {figures['simulation_s']:.1f} s"
+        f"cluster: {request.num_devices} devices of {request.cluster.name}; {figures['num_steps']} steps, staleness bound"
+        f" {max_staleness:g}, seed {figures['seed']}, simulated in {figures['simulation_s']:.1f} s"
     )
     yield ""
-    yield from table([{"run": "synchronous", **one}, {"run": "asynchronous", **other}], RUN_COLUMNS)
-    for name in ("synchronous", "asynchronous"):
-        idle = figures[name]["role_idle_shares"].items()
-        yield f"idle by role, {name}: " + ", ".join(f"{role} {share:.0%}" for role, share in idle)
-    if other["staleness_max"] > options.staleness:
-        yield (
-            "(most: of responses begun within the bound that took so long that others were trained on before them)"
-        )
+    yield from table([{"run": name, **run} for name, run in both.items()], RUN_COLUMNS)
+    if other["staleness_max"] > max_staleness:
+        yield "(most: responses begun within the bound that took so long that others were trained on before them)"
     yield ""
-    yield f"synchronous: {_engines(one)}, all models on the same {one['num_training']} devices"
-    yield (
-        f"asynchronous: {other['num_training']} devices train, {other['num_generating']} generate: {_engines(other)}; new"
-        f" weights in {format_seconds(setting.update_s)}, {arrival};"
-        f" {other['tokens_per_s'] / one['tokens_per_s']:.2f} times synchronous"
-    )
-    model = other["model"]
-    if len(figures["sweep"]) > 1:
-        yield ""
-        yield from table(
-            [_sweep_row(each, other, options.staleness) for each in figures["sweep"]], SWEEP_COLUMNS
-        )
-    else:
+    for name, run in both.items():
         yield (
-            f"analytical model of this division: {model['tokens_per_s']:,.0f} tokens/s, {model['running']:.0f} responses"
-            f" an engine, up to {cell('staleness', model['staleness_while_generated'])} batches older when a response is"
-            " complete than when it began"
+            f"{name}: {run['num_training']} devices train, {run['num_generating']} generate: {run['num_engines']} engines"
+            f" of {run['generate']} (p_g-t_g), up to {run['max_running']} responses each; new weights in"
+            f" {format_seconds(run['update_s'])}; idle by role: "
+            + ", ".join(f"{role} {share:.0%}" for role, share in run["role_idle_shares"].items())
         )
-
-
-def _engines(figures: dict[str, Any]) -> str:
-    return (
-        f"{figures['num_engines']} engines of {figures['generate']} (p_g-t_g), up to {figures['max_running']} responses"
-        " each"
-    )
-
-
-def _sweep_row(division: dict[str, Any], best: dict[str, Any], max_staleness: float) -> dict[str, Any]:
-    mark = "too old" if division["staleness_mean"] > max_staleness else ""
-    return {
-        **division,
-        "model_tokens_per_s": division["model"]["tokens_per_s"],
-        "model_staleness": division["model"]["staleness_while_generated"],
-        "mark": "best" if division["num_training"] == best["num_training"] else mark,
-    }
-
-
-QUEUE_POINTS = 200
-"""Points of the queue over time, for programs."""
+    yield f"asynchronous: {other['tokens_per_s'] / one['tokens_per_s']:.2f} times synchronous"
+    yield ""
+    yield "divisions of the devices, simulated beside the analytical model"
+    rows = []
+    for division in figures["sweep"]:
+        is_best = division["num_training"] == other["num_training"]
+        too_old = "too old" if division["staleness_mean"] > max_staleness else ""
+        rows.append({**division, "mark": "best" if is_best else too_old})
+    yield from table(rows, SWEEP_COLUMNS)
 
 
 def _figures(run: Run, outcome: Outcome) -> dict[str, Any]:
     """Return a run's figures for programs. Units: seconds, tokens of responses, optimizer steps."""
-    moments, most = outcome.queue_over_time(QUEUE_POINTS)
+    moments, waiting = zip(*outcome.queue[:: 1 + len(outcome.queue) // QUEUE_POINTS], strict=True)
     return {
         "num_training": run.num_training,
         "num_generating": run.num_generating,
         "num_engines": run.setting.num_engines,
         "generate": str(run.engines.engine.sizes),
         "max_running": run.setting.max_running,
+        "update_s": run.setting.update_s,
         "parallel": {option.model: str(option.sizes) for option in run.plan.pools[0].options},
         "seconds": outcome.seconds,
         "step_s": outcome.seconds / len(outcome.step_ends),
         "tokens_per_s": outcome.tokens_per_s,
         "train_idle_share": outcome.train_idle_share,
         "generate_idle_share": outcome.generate_idle_share,
+        "role_idle_shares": role_idle_shares(run, outcome),
         "staleness_mean": outcome.mean_staleness,
-        "staleness_p99": outcome.staleness_quantile(0.99),
         "staleness_max": outcome.largest_staleness,
         "staleness_tokens": {str(age): count for age, count in outcome.staleness_counts.items()},
         "queue_max": max(count for _, count in outcome.queue),
-        "queue": {"seconds": moments, "responses": most},
-        "role_idle_shares": role_idle_shares(run, outcome),
+        "queue": {"seconds": moments, "responses": waiting},
     }
 
 
-def _division_figures(split: Split, run: Run, outcome: Outcome) -> dict[str, Any]:
-    """Return the figures of a division beside those of the analytical model."""
-    model = {
-        "running": split.running,
-        "tokens_per_s": split.tokens_per_s,
-        "staleness_while_generated": split.staleness if math.isfinite(split.staleness) else None,
+def _division_figures(run: Run, state: SteadyState, outcome: Outcome) -> dict[str, Any]:
+    """Return the figures of a division with those of the analytical model."""
+    return {
+        **_figures(run, outcome),
+        "model_running": state.running,
+        "model_tokens_per_s": state.tokens_per_s,
+        "model_staleness": state.staleness,
     }
-    return {**_figures(run, outcome), "model": model}

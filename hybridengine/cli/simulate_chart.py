@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from hybridengine.charts import INK, drawing, panel
-from hybridengine.planning.scenarios import Run, Split
+from hybridengine.planning.scenarios import Run, SteadyState
 from hybridengine.planning.simulation import Outcome
 
 BUSY, IDLE, OTHER = "#56B4E9", "#DDDDDD", "#D55E00"
@@ -18,7 +18,7 @@ BUSY, IDLE, OTHER = "#56B4E9", "#DDDDDD", "#D55E00"
 def draw_runs(
     title: str,
     outcomes: Mapping[str, Outcome],
-    sweep: Sequence[tuple[Split, Run, Outcome]],
+    sweep: Sequence[tuple[Run, SteadyState, Outcome]],
     max_staleness: float,
     file: Path,
 ) -> None:
@@ -36,14 +36,13 @@ def draw_runs(
 
 
 def _draw_use(axes: Axes, outcomes: Mapping[str, Outcome]) -> None:
-    busy: dict[str, float] = {}
+    idle: dict[str, float] = {}
     for name, outcome in outcomes.items():
-        busy[f"{name}: trainer"] = 100 * (1 - outcome.train_idle_share)
-        busy[f"{name}: engines"] = 100 * (1 - outcome.generate_idle_share)
-    works = list(busy.values())
-    axes.barh(range(len(busy)), works, color=BUSY, label="works")
-    axes.barh(range(len(busy)), [100 - share for share in works], left=works, color=IDLE, label="idle")
-    axes.set_yticks(range(len(busy)), list(busy))
+        idle[f"{name}: trainer"] = 100 * outcome.train_idle_share
+        idle[f"{name}: engines"] = 100 * outcome.generate_idle_share
+    works = [100 - share for share in idle.values()]
+    axes.barh(list(idle), works, color=BUSY, label="works")
+    axes.barh(list(idle), list(idle.values()), left=works, color=IDLE, label="idle")
     axes.invert_yaxis()
     panel(axes, "use of each side", "% of the run")
     axes.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1, 0.99), ncols=2)
@@ -63,19 +62,18 @@ def _draw_staleness(axes: Axes, outcome: Outcome) -> None:
 
 
 def _draw_rates(
-    axes: Axes, outcomes: Mapping[str, Outcome], sweep: Sequence[tuple[Split, Run, Outcome]]
+    axes: Axes, outcomes: Mapping[str, Outcome], sweep: Sequence[tuple[Run, SteadyState, Outcome]]
 ) -> None:
-    devices = [split.num_training for split, _, _ in sweep]
-    axes.plot(devices, [split.tokens_per_s for split, _, _ in sweep], color=INK, label="analytical model")
+    devices = [run.num_training for run, _, _ in sweep]
+    axes.plot(devices, [state.tokens_per_s for _, state, _ in sweep], color=INK, label="analytical model")
     axes.plot(devices, [outcome.tokens_per_s for _, _, outcome in sweep], "o", color=BUSY, label="simulated")
-    if "synchronous" in outcomes:
-        axes.axhline(outcomes["synchronous"].tokens_per_s, color=OTHER, linestyle="--", label="synchronous")
+    axes.axhline(outcomes["synchronous"].tokens_per_s, color=OTHER, linestyle="--", label="synchronous")
     panel(axes, "throughput of each division", "devices that train", "tokens of responses a second")
 
 
-def _draw_ages(axes: Axes, sweep: Sequence[tuple[Split, Run, Outcome]], max_staleness: float) -> None:
-    devices = [split.num_training for split, _, _ in sweep]
-    model = [split.staleness for split, _, _ in sweep]
+def _draw_ages(axes: Axes, sweep: Sequence[tuple[Run, SteadyState, Outcome]], max_staleness: float) -> None:
+    devices = [run.num_training for run, _, _ in sweep]
+    model = [state.staleness for _, state, _ in sweep]
     most = [outcome.largest_staleness for _, _, outcome in sweep]
     mean = [outcome.mean_staleness for _, _, outcome in sweep]
     axes.plot(devices, model, color=INK, label="while generated, at most: model")

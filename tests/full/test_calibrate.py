@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import yaml
 from hybridengine.bench import calibration
 from hybridengine.cli.main import main
 from hybridengine.metrics import keys
-from hybridengine.metrics.measured_run import run_lengths
+from hybridengine.metrics.measured_run import call_seconds, run_lengths
+from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
 from hybridengine.planning.clusters import load_planned_cluster
+from hybridengine.planning.lengths import Lengths
+from hybridengine.planning.workload import workload_of
 from tests.full.tiny_runs import Run, value
 
 pytestmark = pytest.mark.timeout(600)
@@ -22,38 +26,26 @@ pytestmark = pytest.mark.timeout(600)
 def test_a_machine_is_measured_fitted_and_planned_for(
     ray_cluster: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = replace(calibration.CPU_CASES[0], actor=(1, 2), reference=(1, 1), batch_sizes=(8, 24))
+    small = replace(calibration.CPU_CASES[0], actor=(1, 2), reference=(1, 1), batch_sizes=(8, 16, 24))
     monkeypatch.setattr(calibration, "CPU_CASES", (small,))
     monkeypatch.setattr(calibration, "SINGLE_CASES", ())
-    monkeypatch.setattr(calibration, "STEPS_PER_SIZE", 2)
-    file, figures = tmp_path / "here.yaml", tmp_path / "fit.json"
-    assert main(["calibrate", "--ranks", "2", "--out", str(file), "--json", str(figures)]) == 0
-    text = "".join(capsys.readouterr())  # results and progress
-    for part in (
-        "measuring 2 ranks",
-        "case 1 of 1",
-        "actor 1-2-1 and 1-1",
-        "8 rows",
-        "24 rows",
-        "error of the fit",
-    ):
+    file = tmp_path / "here.yaml"
+    assert main(["calibrate", "--ranks", "2", "--out", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "measuring 2 ranks" in text and "case 1 of 1" in text
+    text = text[text.index("fitting coefficients to 3 runs") :]
+    for part in ("8 rows a step, actor 1-2-1 and 1-1", "24 rows a step"):
         assert part in text
+    for phase in ("generate", "switch_to_generate", "log_probs", "update_critic", "update_actor", "step"):
+        assert len(re.findall(rf"^{phase} ", text, re.MULTILINE)) == 3
+    assert "within 25% (phases) and 15% (steps)" in text
     cluster = load_planned_cluster(file, "float32")
     assert (cluster.num_devices, cluster.nodes) == (2, 1)
     links, compute = cluster.links, cluster.compute
-    assert compute is not None and compute.flops_per_s.float32 is not None
-    assert 1e9 < compute.flops_per_s.float32 < 1e14
+    assert compute is not None and 1e9 < compute.rate("float32") < 1e14
     assert 1e8 < links.same_node.bytes_per_s < 1e12
     assert 1e-6 < links.same_node.latency_s < 0.1
     assert compute.process_bytes is not None and compute.process_bytes > 2**27
-    found = json.loads(figures.read_text())
-    steps = {step["observation"]: step["measured_s"] for step in found["steps"]}
-    assert len(steps) == 2
-    for name, step_s in steps.items():
-        phases = {one["phase"]: one["measured_s"] for one in found["phases"] if one["observation"] == name}
-        assert set(phases) >= {"generate", "switch_to_generate", "log_probs", "update_critic", "update_actor"}
-        assert all(seconds > 0 for seconds in phases.values())
-        assert sum(phases.values()) < 1.05 * step_s, "what ranks spend in calls is a part of the step"
     config = tmp_path / "run.yaml"
     config.write_text(
         yaml.safe_dump(
@@ -80,3 +72,13 @@ def test_metrics_have_the_quantiles_of_lengths(run: Run) -> None:
     means = [value(row, keys.RESPONSE_TOKENS_MEAN) for row in run.steps if keys.SCORE_MEAN not in row]
     lengths = run_lengths(run.folder, longest)
     assert lengths.mean == pytest.approx(sum(means) / len(means), rel=0.15)
+
+
+def test_seconds_of_calls_are_a_part_of_the_step(run: Run) -> None:
+    lengths = Lengths.of("constant:4", run.config.rollout.max_response_tokens)
+    calls, spans = workload_of(run.config, lengths).calls, read_timeline(run.folder / TIMELINE_FILE).spans
+    for row in run.steps:
+        seconds = call_seconds(calls, [span for span in spans if span.step == row[keys.STEP]])
+        made = [one for one in seconds if one is not None and one > 0]
+        assert len(made) == len(calls)
+        assert 0.5 * value(row, keys.STEP_S) < sum(made) < 1.05 * value(row, keys.STEP_S)

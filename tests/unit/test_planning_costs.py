@@ -22,7 +22,7 @@ from hybridengine.planning.decoding import Engine, knee, running_steps
 from hybridengine.planning.lengths import Lengths, counted
 from hybridengine.planning.memory import activation_bytes, model_memory
 from hybridengine.planning.passes import MicroBatches, ModelPasses, layer_weights
-from hybridengine.planning.scenarios import steady_splits
+from hybridengine.planning.scenarios import steady_state
 from hybridengine.planning.shards import generation_holding, training_holding
 from hybridengine.planning.workload import workload_of
 from hybridengine.reshard.megatron import megatron_layout
@@ -307,22 +307,19 @@ def test_activations_of_a_layer_are_those_of_its_tensors() -> None:
     assert forward == int(tensors * 100 * 2 + logits * 2 / 3)
 
 
-def test_splits_keep_pace_or_say_how_far_the_engines_are_behind() -> None:
+def test_engines_keep_pace_or_say_how_far_they_are_behind() -> None:
     lengths = Lengths.of("constant:100", 100)
-    splits = steady_splits(
-        32, 8, lambda running: 0.01 + 1e-4 * running, {8: 400.0, 16: 800.0, 24: 1200.0}, 64, lengths, 16
-    )
-    assert [split.num_training for split in splits] == [8, 16, 24]
-    for split in splits:
-        engines = split.num_generating // 8
-        made = engines * split.running / (0.01 + 1e-4 * split.running)
-        wanted = split.num_training * 50.0
-        assert split.tokens_per_s == pytest.approx(min(made, wanted))
-        if made >= wanted and split.running > 1:
-            fewer = split.running - 1
+    rates = np.array([running / (0.01 + 1e-4 * running) for running in range(1, 65)])
+    for engines, wanted in ((3, 400.0), (2, 800.0), (1, 12000.0)):
+        found = steady_state(engines, rates, wanted, lengths, 16)
+        made = engines * found.running / (0.01 + 1e-4 * found.running)
+        assert found.tokens_per_s == pytest.approx(min(made, wanted))
+        assert found.running == 64 if made < wanted else made >= wanted
+        if made >= wanted and found.running > 1:
+            fewer = found.running - 1
             assert engines * fewer / (0.01 + 1e-4 * fewer) < wanted
-        step_duration = 16 * 100 / split.tokens_per_s
-        assert split.staleness == pytest.approx(100 * (0.01 + 1e-4 * split.running) / step_duration)
+        step_duration = 16 * 100 / found.tokens_per_s
+        assert found.staleness == pytest.approx(100 * (0.01 + 1e-4 * found.running) / step_duration)
 
 
 def test_the_workload_of_a_configuration() -> None:
