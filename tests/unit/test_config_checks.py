@@ -211,7 +211,7 @@ def test_the_configurations_of_these_tests_are_valid(built: Path, from_checkpoin
         ),
         (
             ["model.build.num_layers=1001"],
-            ["model.build: num_layers=1001 must be at most 1000; choose other values beneath model.build"],
+            ["model.build: num_layers=1001 (at most 1000) must be positive integers"],
         ),
         (
             ["model.build.vocab_size=56"],
