@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import (
@@ -124,3 +124,12 @@ def parse_bytes(option: str, text: str) -> int:
             f"{option} {shown!r} is not a size in bytes; write an integer or a unit such as 64MiB, at most"
             f" {MAX_BYTES // BYTE_UNITS['GiB']}GiB"
         ) from None
+
+
+def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of every entry of a configuration's plain values."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

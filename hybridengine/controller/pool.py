@@ -11,7 +11,7 @@ import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hybridengine.config.reliability_sections import COLLECTIVE_SHARE
+from hybridengine.config.sections import COLLECTIVE_SHARE
 from hybridengine.controller import cluster
 from hybridengine.controller.exchange import row_exchange
 from hybridengine.controller.failures import RankFailedError

@@ -78,17 +78,7 @@ def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     domain = "micro-DP" if generation.nests else "gather"
     for name, groups in [*named_groups(generation), (domain, cost.groups)]:
         lines.append(f"  {'generation':<{width}} {name:<10} {format_groups(groups)}")
-    crossing = cost.num_crossing_domains
-    lines.append(
-        f"  {crossing} of {len(cost.groups)} {domain} groups cross nodes"
-        + (", because a replica is larger than a node" if crossing and _replica_crosses(config) else "")
-        + (
-            "; cluster.rank_order=paper keeps a replica together"
-            if crossing and not _replica_crosses(config)
-            else ""
-        )
-    )
-    return lines
+    return [*lines, f"  {cost.num_crossing_domains} of {len(cost.groups)} {domain} groups cross nodes"]
 
 
 def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
@@ -165,8 +155,3 @@ def cost_of(config: RunConfig) -> SwitchCost:
     """Return the cost of switching the actor, from its plans."""
     pricer = SwitchPricer(model_shape(config), config.model.dtype, config.actor.bucket_bytes)
     return pricer.price(config.generation_grid, NodeMap(config.cluster.ranks_per_node))
-
-
-def _replica_crosses(config: RunConfig) -> bool:
-    """Return True if no rank order could keep a replica on one node."""
-    return config.actor.train_sizes.model_parallel_size > min(config.cluster.ranks_per_node)
