@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -33,7 +34,7 @@ from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.checkpoints.conversion import ROLE_FILE, WEIGHTS, read_role
 from hybridengine.checkpoints.digests import FileDigest, settled_digests
 from hybridengine.checkpoints.making import end_role
-from hybridengine.checkpoints.random_states import RandomStates, load_random_states
+from hybridengine.checkpoints.random_states import load_random_states, random_states
 from hybridengine.checkpoints.tensors import read_metadata
 from hybridengine.errors import CheckpointError
 from hybridengine.reshard.boxes import Box, extents, starts
@@ -81,7 +82,7 @@ class BackgroundSave:
         with device_shim():
             tracker: Any = get_cuda_rng_tracker()
             tracked = {name: state.cpu() for name, state in tracker.get_states().items()}
-        self._random = RandomStates.now(tracked)
+        self._random = random_states(tracked)
         self._group = trainer.groups.intra_dist_opt
         self._agree_on(refused)
         with device_shim():
@@ -120,7 +121,7 @@ class BackgroundSave:
         results = compat.write_save(planned)
         own = [one.name for one in self._folder.glob(f"__{self._rank}_*.distcp")]
         own.append(_random_file(self._rank))
-        self._random.save(self._folder / own[-1])
+        torch.save(self._random, self._folder / own[-1])
         if self._rank == 0:
             own.append(ROLE_FILE)
             (self._folder / ROLE_FILE).write_text(json.dumps(self._role, indent=1) + "\n")
@@ -284,7 +285,7 @@ def _shape_json(trainer: MegatronTrainer) -> dict[str, Any]:
 
 
 def _random_file(rank: int) -> str:
-    return f"rng-{rank:05d}.safetensors"
+    return f"rng-{rank:05d}.pt"
 
 
 _Part = tuple[str, str, Box, tuple[int, ...], Tensor]
