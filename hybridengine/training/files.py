@@ -197,15 +197,16 @@ def stop_token_ids(
     """
     from transformers import AutoConfig, GenerationConfig
 
-    tokens = list[int]()
     for name, kind, remedy in (
         ("config.json", AutoConfig, ""),
         ("generation_config.json", GenerationConfig, ", or remove it"),
     ):
+        tokens = list[int]()  # those of the last file count
         if not (model_folder / name).exists():
             continue
         try:
-            found = kind.from_pretrained(model_folder, local_files_only=True).eos_token_id
+            read = kind.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
+            found = getattr(read, "eos_token_id", None)
             tokens = found if isinstance(found, list) else [] if found is None else [found]
             if wrong := [token for token in tokens if type(token) is not int or not 0 <= token < vocab_size]:
                 raise ValueError(

@@ -27,7 +27,7 @@ from hybridengine.checkpoints.making import (
     name_written,
     prune,
 )
-from hybridengine.config import RunConfig
+from hybridengine.config import Role, RunConfig
 from hybridengine.config.run_config import TRAINED
 from hybridengine.config.values import flat
 from hybridengine.controller.worker_group import WorkerGroup
@@ -255,7 +255,7 @@ def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:
         loaded.wait()
 
 
-def check_roles(checkpoint: Checkpoint, config: RunConfig) -> tuple[list[str], list[str], list[str]]:
+def check_roles(checkpoint: Checkpoint, config: RunConfig) -> tuple[list[Role], ...]:
     """Return the roles that a run loads, those that it initialises, and those of the checkpoint that it does not train.
 
     Raises:
