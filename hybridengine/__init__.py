@@ -16,7 +16,7 @@ _HOMES = {
     "backends.engine": "Engine Request Response SamplingSettings generate",
     "backends.megatron.groups": "initialize_globals",
     "backends.megatron.trainer": "MegatronTrainer",
-    "backends.megatron.weights": "load_weights save_weights",
+    "backends.megatron.weights": "load_weights",
     "backends.policy": "Policy",
     "backends.vllm.construction": "EngineSettings",
     "backends.vllm.engine": "VllmEngine",
@@ -31,31 +31,20 @@ _HOMES = {
     "drivers.advantages": "counted_rows",
     "drivers.dataflow": "measure_rollout switch_metrics with_advantages",
     "drivers.roles": "Roles Sampling",
-    "errors": (
-        "CheckpointError ConfigError DataError DriftError HybridEngineError OutputError PlanError ProtocolError"
-        " StorageError TopologyError TransferError WorkerError WorkerTimeoutError"
-    ),
-    "families.family": "Family",
-    "families.tables": "NameSet",
+    "errors": "ConfigError HybridEngineError",
     "model_shapes": "ModelShape",
     "protocols": (
         "ALL_TO_ALL DP_PROTO ONE_TO_ALL PROTO_3D PROTO_3D_ALL_MICRO_DP PROTO_3D_PP_ONLY RankContext register"
     ),
     "reshard.domains": "domains",
-    "reshard.hf": "hf_layout",
-    "reshard.layout": "Layout",
     "reshard.megatron": "megatron_layout",
-    "reshard.plan": "Plan",
     "reshard.planner": "compile_plan",
     "reshard.vllm": "vllm_layout",
-    "runtime.executor": "Verify",
-    "runtime.hybrid_engine": "GenerationSide HybridEngine TrainingSide WeightPush",
+    "runtime.hybrid_engine": "HybridEngine WeightPush",
     "runtime.process_groups": "process_groups",
-    "runtime.storage": "WeightStorage",
     "runtime.transport": "PointToPointTransport",
-    "topology.generation": "GenerationGrid Grouping",
-    "topology.grid": "Grid RankOrder group_with",
-    "topology.links": "NodeMap",
+    "topology.generation": "GenerationGrid",
+    "topology.grid": "Grid group_with",
     "topology.sizes": "GenSizes TrainSizes",
     "training.files": "prepare_files",
     "training.launch": "RunPools",
@@ -78,7 +67,6 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.backends.megatron.groups import initialize_globals as initialize_globals
     from hybridengine.backends.megatron.trainer import MegatronTrainer as MegatronTrainer
     from hybridengine.backends.megatron.weights import load_weights as load_weights
-    from hybridengine.backends.megatron.weights import save_weights as save_weights
     from hybridengine.backends.policy import Policy as Policy
     from hybridengine.backends.vllm.construction import EngineSettings as EngineSettings
     from hybridengine.backends.vllm.engine import VllmEngine as VllmEngine
@@ -98,21 +86,8 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.drivers.dataflow import with_advantages as with_advantages
     from hybridengine.drivers.roles import Roles as Roles
     from hybridengine.drivers.roles import Sampling as Sampling
-    from hybridengine.errors import CheckpointError as CheckpointError
     from hybridengine.errors import ConfigError as ConfigError
-    from hybridengine.errors import DataError as DataError
-    from hybridengine.errors import DriftError as DriftError
     from hybridengine.errors import HybridEngineError as HybridEngineError
-    from hybridengine.errors import OutputError as OutputError
-    from hybridengine.errors import PlanError as PlanError
-    from hybridengine.errors import ProtocolError as ProtocolError
-    from hybridengine.errors import StorageError as StorageError
-    from hybridengine.errors import TopologyError as TopologyError
-    from hybridengine.errors import TransferError as TransferError
-    from hybridengine.errors import WorkerError as WorkerError
-    from hybridengine.errors import WorkerTimeoutError as WorkerTimeoutError
-    from hybridengine.families.family import Family as Family
-    from hybridengine.families.tables import NameSet as NameSet
     from hybridengine.model_shapes import ModelShape as ModelShape
     from hybridengine.protocols import ALL_TO_ALL as ALL_TO_ALL
     from hybridengine.protocols import DP_PROTO as DP_PROTO
@@ -123,26 +98,16 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.protocols import RankContext as RankContext
     from hybridengine.protocols import register as register
     from hybridengine.reshard.domains import domains as domains
-    from hybridengine.reshard.hf import hf_layout as hf_layout
-    from hybridengine.reshard.layout import Layout as Layout
     from hybridengine.reshard.megatron import megatron_layout as megatron_layout
-    from hybridengine.reshard.plan import Plan as Plan
     from hybridengine.reshard.planner import compile_plan as compile_plan
     from hybridengine.reshard.vllm import vllm_layout as vllm_layout
-    from hybridengine.runtime.executor import Verify as Verify
-    from hybridengine.runtime.hybrid_engine import GenerationSide as GenerationSide
     from hybridengine.runtime.hybrid_engine import HybridEngine as HybridEngine
-    from hybridengine.runtime.hybrid_engine import TrainingSide as TrainingSide
     from hybridengine.runtime.hybrid_engine import WeightPush as WeightPush
     from hybridengine.runtime.process_groups import process_groups as process_groups
-    from hybridengine.runtime.storage import WeightStorage as WeightStorage
     from hybridengine.runtime.transport import PointToPointTransport as PointToPointTransport
     from hybridengine.topology.generation import GenerationGrid as GenerationGrid
-    from hybridengine.topology.generation import Grouping as Grouping
     from hybridengine.topology.grid import Grid as Grid
-    from hybridengine.topology.grid import RankOrder as RankOrder
     from hybridengine.topology.grid import group_with as group_with
-    from hybridengine.topology.links import NodeMap as NodeMap
     from hybridengine.topology.sizes import GenSizes as GenSizes
     from hybridengine.topology.sizes import TrainSizes as TrainSizes
     from hybridengine.training.files import prepare_files as prepare_files

@@ -1,22 +1,16 @@
-"""Files of a Hugging Face checkpoint, checked from their headers: of weights only a tied head is read.
-
-A safetensors file is 8 bytes (little-endian length n), n bytes of JSON (name -> dtype, shape, data_offsets) and the
-data. That is enough to tell a truncated file, and a `config.json` that describes other tensors.
-Source: https://huggingface.co/docs/safetensors (format).
-"""
+"""Files of a Hugging Face checkpoint, checked from their headers: `config.json` must describe the stored tensors."""
 
 from __future__ import annotations
 
-import math
 import shutil
-import struct
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
 
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, raise_all, shown
 from hybridengine.model_shapes import EMBEDDING, LM_HEAD, ModelShape
-from hybridengine.reading import check_regular, parse_json, read_object
+from hybridengine.reading import check_regular, read_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -46,35 +40,25 @@ COMPANIONS = (*MODEL_COMPANIONS, *TOKENIZER_COMPANIONS)
 COMPANIONS_FOLDER = "companions"
 """Folder, in a run's, of such files for all models that it writes."""
 
-WEIGHT_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
-"""Weight types that can be loaded -> bytes of an element."""
-
-MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
-
-COMPARED_BYTES = 2**24
-"""Bytes of two tensors that are compared at a time."""
+WEIGHT_DTYPES = ("F32", "BF16", "F16")
+"""Weight types that can be loaded."""
 
 MAX_LISTED = 4
 """Tensors named in one message."""
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One entry of a safetensors header."""
 
     name: str
     dtype: str
-    """As safetensors writes it: F32, BF16, ..."""
+    """Type as safetensors names it: F32, BF16, ..."""
     shape: tuple[int, ...]
-    begin: int
-    """First byte, counted from the end of the header."""
-    end: int
     file: Path
 
 
 def check_checkpoint(folder: str | Path) -> ModelShape:
-    """Shape of the checkpoint in `folder`, whose files are complete and agree with its `config.json`.
+    """Return the shape of the checkpoint in `folder`, whose files are complete and agree with its `config.json`.
 
     Raises:
         CheckpointError: everything that is wrong with it, in one list.
@@ -114,69 +98,25 @@ def tensors_of(folder: str | Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_header(file: str | Path) -> list[StoredTensor]:
-    """Entries of a safetensors file, in the order of their bytes.
+def read_header(file: Path) -> list[StoredTensor]:
+    """Return the entries of a safetensors file.
 
     Raises:
         CheckpointError: the file is missing, truncated, or no safetensors file.
     """
-    file = Path(file)
-    remedy = "copy the file again from where it came"
     try:
         check_regular(file)
-        size_bytes = file.stat().st_size
-        with file.open("rb") as stream:
-            start = stream.read(8)
-            header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if size_bytes < 8 + header_bytes and header_bytes <= MAX_HEADER_BYTES:
-                raise CheckpointError(
-                    f"{file} is truncated: its header takes {8 + header_bytes} bytes, the file has {size_bytes};"
-                    f" {remedy}"
-                )
-            text = stream.read(header_bytes) if 0 < header_bytes <= MAX_HEADER_BYTES else b""
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror}); restore it") from None
-    except UnreadableError as error:
-        raise CheckpointError(f"{error}; restore it") from None
-    try:
-        entries = parse_json(text)
-        if not all(isinstance(note, str) for note in entries.pop("__metadata__", {}).values()):
-            raise ValueError("__metadata__")
-        tensors = [_entry(file, name, entry) for name, entry in entries.items()]
-    except (UnreadableError, ValueError, KeyError, TypeError, AttributeError):
+        with safe_open(file, framework="numpy") as opened:
+            slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118
+            return [StoredTensor(name, one.get_dtype(), tuple(one.get_shape()), file) for name, one in slices]
+    except (OSError, UnreadableError, SafetensorError) as error:
         raise CheckpointError(
-            f"{file} has no readable safetensors header ({size_bytes} bytes); {remedy}"
+            f"{file} is no whole safetensors file ({error}); copy the file again from where it came"
         ) from None
-    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
-    expected_bytes = 8 + header_bytes + max((tensor.end for tensor in tensors), default=0)
-    if size_bytes != expected_bytes:
-        fault = "is truncated" if size_bytes < expected_bytes else "has bytes that belong to no tensor"
-        raise CheckpointError(
-            f"{file} {fault}: its header describes {expected_bytes} bytes, the file has {size_bytes}; {remedy}"
-        )
-    filled = 0
-    for tensor in tensors:
-        if tensor.begin != filled:
-            raise CheckpointError(
-                f"{file}: {tensor.name} begins at byte {tensor.begin}, what is stored before it ends at {filled};"
-                f" tensors must neither overlap nor leave gaps: {remedy}"
-            )
-        filled = tensor.end
-    return tensors
-
-
-def _entry(file: Path, name: str, entry: dict[str, Any]) -> StoredTensor:
-    begin, end = entry["data_offsets"]
-    shape, dtype = tuple(entry["shape"]), entry["dtype"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise ValueError(name)
-    if begin > end or not isinstance(dtype, str):
-        raise ValueError(name)
-    return StoredTensor(name, dtype, shape, begin, end, file)
 
 
 def _stored(files: list[Path]) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Tensors of all files by name, and what is wrong with the files."""
+    """Return the tensors of all files by name, and the problems of the files."""
     tensors: dict[str, StoredTensor] = {}
     problems: list[str] = []
     for file in files:
@@ -195,9 +135,9 @@ def _stored(files: list[Path]) -> tuple[dict[str, StoredTensor], list[str]]:
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """Safetensors files of a checkpoint, and what is wrong with their list.
+    """Return the safetensors files of a checkpoint, and the problems of their list.
 
-    As transformers does: where the single file is there, an index beside it does not count.
+    As in transformers, an index beside a single file is ignored.
     """
     index = folder / INDEX_FILE
     if (folder / SINGLE_FILE).is_file():
@@ -256,43 +196,11 @@ def _disagreements(folder: Path, shape: ModelShape, tensors: dict[str, StoredTen
             f"{folder}: {_joined(untyped)} stored in a type that cannot be trained;"
             " convert the checkpoint to float32 or bfloat16"
         )
-    wrong = [t for t in both if t.dtype in WEIGHT_DTYPES and t.end - t.begin != _size_bytes(t)]
-    if wrong:
-        problems.append(
-            f"{folder}: {_listed([t.name for t in wrong])} stored with another number of bytes than shape and type"
-            " take; copy the file again from where it came"
-        )
-    stored_twice = shape.tied_embeddings and LM_HEAD in tensors
-    if not problems and stored_twice and not _same_bytes(tensors[LM_HEAD], tensors[EMBEDDING]):
-        problems.append(
-            f"{folder}: {LM_HEAD} is stored and differs from {EMBEDDING}, where {config} has"
-            " tie_word_embeddings=true; set it to false, or restore the original pair"
-        )
     return problems
 
 
-def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    with one.file.open("rb") as first, other.file.open("rb") as second:
-        for stream, tensor in ((first, one), (second, other)):
-            (header_bytes,) = struct.unpack("<Q", stream.read(8))
-            stream.seek(8 + header_bytes + tensor.begin)
-        left = one.end - one.begin
-        while left > 0:
-            size = min(left, COMPARED_BYTES)
-            if first.read(size) != second.read(size):
-                return False
-            left -= size
-    return True
-
-
-def _size_bytes(tensor: StoredTensor) -> int:
-    return math.prod(tensor.shape) * WEIGHT_DTYPES[tensor.dtype]
-
-
 def _listed(names: list[str]) -> str:
-    """'3 tensors (a, b, c)', followed by a participle in the caller's sentence."""
+    """Return "3 tensors (a, b, c)", which a participle follows in the caller's sentence."""
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({_joined(names)})"
 
 
@@ -302,8 +210,7 @@ def _joined(parts: list[str], separator: str = ", ") -> str:
 
 
 def copy_companions(model: Path, tokenizer: Path, out: Path) -> None:
-    """Copy what belongs to a model's weights into a folder, in place of an older one, and the tokenizer, which may be
-    another folder's.
+    """Copy the companions of a model's weights, and a tokenizer, into a folder, in place of an older one.
 
     Raises:
         OSError: a file cannot be read or written.

@@ -12,14 +12,6 @@ from typing import Any
 from hybridengine.errors import ConfigError, shown
 from hybridengine.families.family import Family
 
-REQUIRED_SIZES = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "vocab_size",
-)
-OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Numbers of Llama 3's frequency scaling."""
 
@@ -27,8 +19,20 @@ MAX_SIZE = 2**24
 """Largest dimension or count: beyond every vocabulary and every context."""
 MAX_PARAMETERS = 10**13
 """Parameters of a model; sums of bytes over the ranks of a node then stay within 64 bits."""
-_LIMITS = {"num_hidden_layers": 1_000, "num_attention_heads": 1_024, "num_key_value_heads": 256}
-"""Several times what any model has; planning takes longer the more there are."""
+_REQUIRED_SIZES = {
+    "num_hidden_layers": 1_000,
+    "hidden_size": MAX_SIZE,
+    "intermediate_size": MAX_SIZE,
+    "num_attention_heads": 1_024,
+    "vocab_size": MAX_SIZE,
+}
+_OPTIONAL_SIZES = {
+    "num_key_value_heads": 256,
+    "head_dim": MAX_SIZE,
+    "max_position_embeddings": MAX_SIZE,
+    "num_labels": MAX_SIZE,
+}
+"""Key of a size -> its largest value, several times that of any model: large ones take long to plan."""
 MAX_NUMBER = 1e18
 
 _KINDS: dict[str, tuple[type, str]] = {
@@ -65,24 +69,20 @@ def check_kinds(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key}={shown(config[key])} must be {name}; {_RESTORE}")
 
 
-def check_sizes(config: Mapping[str, Any], architecture: str) -> None:
+def check_sizes(config: Mapping[str, Any]) -> None:
     """Check that all sizes are there, positive and plausible.
 
     Raises:
         ConfigError: sizes that are not.
     """
-    wrong = [key for key in REQUIRED_SIZES if not _is_size(config.get(key))]
-    wrong += [key for key in OPTIONAL_SIZES if config.get(key) is not None and not _is_size(config.get(key))]
-    wrong += [key for key in ("num_labels",) if config.get(key) and not _is_size(config.get(key))]
+    optional = {key: limit for key, limit in _OPTIONAL_SIZES.items() if config.get(key) is not None}
+    wrong = [
+        f"{key}={shown(config.get(key))} (at most {limit})"
+        for key, limit in (_REQUIRED_SIZES | optional).items()
+        if type(config.get(key)) is not int or not 0 < config[key] <= limit  # True is an int, and no size
+    ]
     if wrong:
-        raise ConfigError(
-            f"config.json of {architecture}: {', '.join(f'{key}={shown(config.get(key))}' for key in wrong)} must be"
-            f" positive integers (null: missing); {_RESTORE}"
-        )
-    for key in (*REQUIRED_SIZES, *OPTIONAL_SIZES, "num_labels"):
-        limit = _LIMITS.get(key, MAX_SIZE)
-        if (config.get(key) or 0) > limit:
-            raise ConfigError(f"{key}={shown(config[key])} must be at most {limit}; {_RESTORE}")
+        raise ConfigError(f"{', '.join(wrong)} must be positive integers (null: missing); {_RESTORE}")
 
 
 def check_numbers(numbers: Mapping[str, Any]) -> None:
@@ -123,7 +123,3 @@ def _unsupported(config: Mapping[str, Any], architecture: str, family: str) -> I
 def is_number(value: object) -> bool:
     """Return True if `value` is an integer or a float, and no truth value."""
     return type(value) in (int, float)
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value > 0  # True is an int, and no size

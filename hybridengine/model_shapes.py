@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, shown
+from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, raise_all, shown
 from hybridengine.families.family import Family
 from hybridengine.families.registry import ARCHITECTURES, FAMILIES
 from hybridengine.families.tables import DecoderSizes
@@ -72,11 +72,14 @@ class ModelShape(DecoderSizes):
             )
         family = ARCHITECTURES[known[0]]
         config = {**family.defaults, **config}
-        check_sizes(config, known[0])
+        check_sizes(config)
         num_heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim")
-        if head_dim is None:
-            head_dim = _even_head_dim(config["hidden_size"], num_heads)
+        head_dim, rest = divmod(config["hidden_size"], num_heads)
+        if config.get("head_dim") is None and rest:
+            raise ConfigError(
+                f"num_attention_heads={num_heads} does not divide hidden_size={config['hidden_size']} and head_dim is not"
+                " given; restore the model's original config.json"
+            )
         classifies = known[0] == family.architectures[1]
         norm_eps = config.get("rms_norm_eps", 1e-6)
         check_numbers({"rms_norm_eps": norm_eps})
@@ -87,7 +90,7 @@ class ModelShape(DecoderSizes):
             ffn_hidden_size=config["intermediate_size"],
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=head_dim,
+            head_dim=config.get("head_dim", head_dim),
             vocab_size=config["vocab_size"],
             max_positions=config["max_position_embeddings"],
             tied_embeddings=bool(config.get("tie_word_embeddings")) and not classifies,
@@ -156,11 +159,7 @@ class ModelShape(DecoderSizes):
         Raises:
             ConfigError: more stages than layers.
         """
-        if pp_size > self.num_layers:
-            raise ConfigError(
-                f"p={pp_size} pipeline stages need as many layers, the model has num_layers={self.num_layers};"
-                f" choose p <= {self.num_layers}"
-            )
+        raise_all(self.pp_problems(pp_size))
         each, longer = divmod(self.num_layers, pp_size)
         stages, first = [], 0
         for stage in range(pp_size):
@@ -187,24 +186,27 @@ class ModelShape(DecoderSizes):
 
     def tp_problems(self, tp_size: int, name: str = "t") -> list[str]:
         """Return the reasons why `tp_size` cannot shard this model."""
-        problems = []
-        for field in ("num_heads", "num_kv_heads", "ffn_hidden_size"):
-            value = getattr(self, field)
-            if value % tp_size:
-                choices = [n for n in range(1, 65) if not any(v % n for v in self._sharded_sizes)]
-                problems.append(
-                    f"{name}={tp_size} does not divide {field}={value}; choose {_one_of(choices)}"
-                )
-        return problems
+        sizes = {key: getattr(self, key) for key in ("num_heads", "num_kv_heads", "ffn_hidden_size")}
+        broken = [
+            f"{name}={tp_size} does not divide {key}={size}" for key, size in sizes.items() if size % tp_size
+        ]
+        if not broken:
+            return []
+        choices = [n for n in range(1, 65) if not any(size % n for size in sizes.values())]
+        return [f"{rule}; choose {_one_of(choices)}" for rule in broken]
 
-    def gen_pp_problems(self, pp_size: int) -> list[str]:
-        """Return the reasons why p_g = `pp_size` cannot hold this model."""
+    def pp_problems(self, pp_size: int, name: str = "p") -> list[str]:
+        """Return the reasons why `pp_size` pipeline stages cannot hold this model."""
         if pp_size <= self.num_layers:
             return []
         return [
-            f"p_g={pp_size} pipeline stages need as many layers, the model has num_layers={self.num_layers};"
-            f" choose p_g <= {self.num_layers}"
+            f"{name}={pp_size} pipeline stages need as many layers, the model has num_layers={self.num_layers};"
+            f" choose {name} <= {self.num_layers}"
         ]
+
+    def gen_pp_problems(self, pp_size: int) -> list[str]:
+        """Return the reasons why p_g = `pp_size` cannot hold this model."""
+        return self.pp_problems(pp_size, "p_g")
 
     def gen_tp_problems(self, tp_size: int, train_tp_size: int) -> list[str]:
         """Return the reasons why vLLM cannot hold this model at t_g = `tp_size` where it trains at t = `train_tp_size`.
@@ -215,57 +217,33 @@ class ModelShape(DecoderSizes):
         problems = FAMILIES[self.family].vllm_problems(self)
         if problems:
             return problems
-        faults = self._gen_tp_faults(tp_size, train_tp_size)
-        if not faults:
+        if not (faults := self._gen_tp_faults(tp_size, train_tp_size)):
             return []
         choices = [size for size in range(1, 65) if not self._gen_tp_faults(size, train_tp_size)]
-        return [f"{fault}; choose t_g from {_one_of(choices)}{remedy}" for fault, remedy in faults]
+        return [f"{fault}; choose t_g from {_one_of(choices)}" for fault in faults]
 
-    def _gen_tp_faults(self, tp_size: int, train_tp_size: int) -> list[tuple[str, str]]:
-        """(rule that t_g breaks, remedy besides another t_g)."""
+    def _gen_tp_faults(self, tp_size: int, train_tp_size: int) -> list[str]:
+        """Return the rules that t_g breaks."""
         faults = [
-            (f"t_g={tp_size} does not divide {field}={getattr(self, field)}", "")
+            f"t_g={tp_size} does not divide {field}={getattr(self, field)}"
             for field in ("num_heads", "ffn_hidden_size")
             if getattr(self, field) % tp_size
         ]
         if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
             faults.append(
-                (
-                    f"t_g={tp_size} neither divides num_kv_heads={self.num_kv_heads} nor is a multiple of it",
-                    "",
-                )
+                f"t_g={tp_size} neither divides num_kv_heads={self.num_kv_heads} nor is a multiple of it"
             )
-        rows = padded_vocab_size(self.vocab_size, 1)
+        rows, train_rows = (padded_vocab_size(self.vocab_size, size) for size in (1, train_tp_size))
         text = f"{rows}, which is vocab_size={self.vocab_size} padded to a multiple of {VOCAB_MULTIPLE} as vLLM does"
         if rows % tp_size:
-            faults.append((f"t_g={tp_size} does not divide {text}", ""))
-        elif (
-            tp_size > 1
-            and train_tp_size % tp_size == 0
-            and rows != padded_vocab_size(self.vocab_size, train_tp_size)
-        ):
+            faults.append(f"t_g={tp_size} does not divide {text}")
+        elif tp_size > 1 and train_tp_size % tp_size == 0 and rows != train_rows:
             # The ranks that gather for one generation shard then lack some of its rows.
             faults.append(
-                (
-                    f"t={train_tp_size} does not divide {text}, so that the vocabulary's training shards do not nest"
-                    f" in those of t_g={tp_size}",
-                    ", or another t",
-                )
+                f"t={train_tp_size} does not divide {text}, so that the vocabulary's training shards do not nest in those"
+                f" of t_g={tp_size}"
             )
         return faults
-
-    @property
-    def _sharded_sizes(self) -> tuple[int, int, int]:
-        return self.num_heads, self.num_kv_heads, self.ffn_hidden_size
-
-
-def _even_head_dim(hidden_size: int, num_heads: int) -> int:
-    if hidden_size % num_heads:
-        raise ConfigError(
-            f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size} and head_dim is not given;"
-            " restore the model's original config.json"
-        )
-    return hidden_size // num_heads
 
 
 def _one_of(choices: list[int]) -> str:
@@ -273,28 +251,25 @@ def _one_of(choices: list[int]) -> str:
     return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
 
 
-def _scaling_of(style: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what decides the frequencies beside theta, in either config style."""
-    kind = style.get("rope_type", style.get("type", "default"))
-    return kind, *(style.get(key) for key in ROPE_NUMBERS)
-
-
 def _rotary(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Rotary settings of either config style: transformers 5 nests them, earlier versions do not."""
-    styles = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
-    thetas = [style["rope_theta"] for style in styles if "rope_theta" in style]
-    if any(_scaling_of(style) != _scaling_of(styles[0]) for style in styles) or thetas[1:] != thetas[:-1]:
-        raise ConfigError(
-            "rope_parameters and rope_scaling say different things; restore the model's original config.json"
-        )
-    nested = styles[0] if styles else {}
+    nested: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        style = {
+            "rope_type" if name == "type" else name: value for name, value in config.get(key, {}).items()
+        }
+        if any(nested.get(name, value) != value for name, value in style.items()):
+            raise ConfigError(
+                "rope_parameters and rope_scaling say different things; restore the model's original config.json"
+            )
+        nested |= style
     theta = nested.get("rope_theta", config.get("rope_theta", 10000.0))
-    kind = nested.get("rope_type", nested.get("type", "default"))
+    kind = nested.get("rope_type", "default")
     if layered := [key for key, value in nested.items() if isinstance(value, dict)]:
         raise ConfigError(
             f"rotary settings by kind of layer ({shown(layered[0])}) are not supported; use another model"
         )
-    if any(section.get("partial_rotary_factor", 1.0) != 1.0 for section in (config, *styles)):
+    if any(section.get("partial_rotary_factor", 1.0) != 1.0 for section in (config, nested)):
         raise ConfigError("partial_rotary_factor is not supported; it must be 1.0")
     check_numbers({"rope_theta": theta})
     if kind not in family.rope_types:

@@ -1,4 +1,4 @@
-"""Between Hugging Face checkpoints and those of runs, tensor by tensor: a few of them are in memory at a time.
+"""Conversion between Hugging Face checkpoints and those of runs, a few tensors at a time.
 
 checkpoint to Hugging Face     the weights of one role; optimizer state is left out
 Hugging Face to checkpoint     weights that a run begins from with resume=FOLDER; its optimizers are fresh
@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from hybridengine.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE, check_checkpoint
-from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER, Checkpoint
-from hybridengine.checkpoints.hf_reader import SafetensorsFolder
+from hybridengine.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE
+from hybridengine.checkpoints.folders import RUN_STATE, Checkpoint, RunState, write_kept
+from hybridengine.checkpoints.hf_reader import SafetensorsFolder, check_weights
 from hybridengine.checkpoints.hf_writer import HfWriter, gone_on_failure
-from hybridengine.checkpoints.making import complete_checkpoint, write_run_state
+from hybridengine.checkpoints.making import complete_checkpoint
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError, UnreadableError
 from hybridengine.model_shapes import LM_HEAD, SCORE_HEAD, ModelShape
@@ -40,20 +40,12 @@ from hybridengine.reshard.boxes import full_box
 ROLE_FILE = "role.json"
 WEIGHTS = "weights"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MEGATRON_FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
-"""Contents of Megatron-core's metadata.json."""
-
 Told = Callable[[int, int], None]
-"""Of bytes that are done, and of all."""
+"""Called with the bytes that are done, and with all."""
 
 
 def read_role(folder: Path) -> dict[str, Any]:
-    """Contents of a role's role.json.
+    """Return the contents of a role's role.json.
 
     Raises:
         CheckpointError: there is none.
@@ -107,7 +99,7 @@ def export_role(
 
 
 def _check_same_model(companions: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Whether the configuration describes these tensors, whichever head the model has."""
+    """Check that a configuration describes these tensors, whichever head the model has."""
     described = dict(ModelShape.from_folder(companions).tensors)
     for name in sorted({*described, *shapes} - {LM_HEAD, SCORE_HEAD}):
         if described.get(name) != shapes.get(name):
@@ -134,7 +126,7 @@ def import_model(
         CheckpointError: the source is incomplete, or has weights that are not finite.
         OSError: writing failed.
     """
-    shape = check_checkpoint(source)
+    shape = check_weights(source)
     files = SafetensorsFolder(source)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -155,16 +147,13 @@ def import_model(
                 dcp.save(empty, storage_writer=writer, planner=reader, no_dist=True)
             except CheckpointException as error:
                 raise _first_cause(error) from None
-        (folder / "metadata.json").write_text(json.dumps(MEGATRON_FORMAT))
-        torch.save({}, folder / "common.pt")
         (folder / ROLE_FILE).write_text(json.dumps({"shape": asdict(shape), "dtype": dtype}, indent=1) + "\n")
-        state = {"state": {}, "best": {"step": None, "value": None}, "config": {}, "source": str(source)}
-        write_run_state(partial, 0, state)
+        write_kept(partial / RUN_STATE, RunState(step=0, source=str(source)))
         return complete_checkpoint(partial, out)
 
 
 def _first_cause(error: CheckpointException) -> BaseException:
-    """What has failed: torch wraps it, after it has failed to end the file that it was in."""
+    """Return the error that torch has wrapped, after it has failed to end the file that it was in."""
     failure, _ = next(iter(error.failures.values()))
     return failure.__context__ or failure
 
@@ -181,7 +170,7 @@ class _LazyReader(DefaultSavePlanner):
         self._done = 0
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The tensor itself, in place of the empty one that was planned with."""
+        """Return the tensor itself, in place of the empty one that was planned with."""
         name = write_item.index.fqn.removeprefix(f"{WEIGHTS}.")
         # A copy: what safetensors gives may be a part of a mapped file, of which torch would save the whole.
         tensor = self._files.read(name, full_box(self._shape.tensors[name])).to(self._dtype, copy=True)
@@ -194,7 +183,7 @@ class _OneByOneWriter(FileSystemWriter):
     """Writes all tensors into one file and lets go of each: torch's own writer holds them until the last is written."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """What was written where, once it is on disk."""
+        """Return the places of the tensors, once they are on disk."""
         name, written = "__0_0.distcp", list[WriteResult]()
         with (Path(self.path) / name).open("wb") as file:
             for item in plan.items:
@@ -212,20 +201,6 @@ class _OneByOneWriter(FileSystemWriter):
 
 
 def default_companions(checkpoint: Checkpoint) -> Path | None:
-    """Folder of what belongs to the weights: the run's, or that of its first model; None where both are gone."""
-    config = checkpoint.run_state().get("config") or {}
-
-    def said(section: str, key: str) -> str:
-        """What a file says that may be anybody's."""
-        found = config.get(section)
-        value = found.get(key) if isinstance(found, dict) else None
-        return value if isinstance(value, str) else ""
-
-    runs = [checkpoint.folder.parent.parent] if checkpoint.folder.parent.name == CHECKPOINTS_FOLDER else []
-    if (folder := said("run", "folder")) and (name := said("run", "name")):
-        runs.append(Path(folder) / name)
-    places = [run / COMPANIONS_FOLDER for run in runs]
-    if path := said("model", "path"):  # of a run that ended before it had kept them
-        places.append(Path(path))
-    places += [run / "model" for run in runs]
-    return next((place for place in places if (place / CONFIG_FILE).is_file()), None)
+    """Return the folder of the model's configuration and tokenizer beside a run's checkpoints; None without one."""
+    place = checkpoint.folder.resolve().parent.parent / COMPANIONS_FOLDER
+    return place if (place / CONFIG_FILE).is_file() else None

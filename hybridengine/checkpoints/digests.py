@@ -1,4 +1,4 @@
-"""Digests of files: what a file must be to be what was written."""
+"""Digests of files, by which a damaged file is found."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from hybridengine.errors import CheckpointError
 
@@ -16,8 +15,7 @@ THREADS = 8
 """Files that are read at the same time: hashing lets other threads work."""
 
 
-@dataclass(frozen=True)
-class FileDigest:
+class FileDigest(NamedTuple):
     """Size and SHA-256 of a file."""
 
     num_bytes: int
@@ -25,21 +23,21 @@ class FileDigest:
 
     @classmethod
     def of(cls, file: Path) -> FileDigest:
-        """Read from the file."""
+        """Return the digest of a file's contents."""
         with file.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
             return cls(os.fstat(opened.fileno()).st_size, digest)
 
 
 def digests_of(folder: Path, files: Iterable[str]) -> dict[str, FileDigest]:
-    """Relative path -> digest, of files beneath a folder."""
+    """Return the digest of files beneath a folder, by relative path."""
     names = sorted(files)
     with ThreadPoolExecutor(THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: FileDigest.of(folder / name), names), strict=True))
 
 
 def settled_digests(folder: Path, files: Iterable[str]) -> dict[str, FileDigest]:
-    """As `digests_of`, of files that have just been written: afterwards they are on disk.
+    """Return `digests_of` files that have just been written, after they and their names have come to the disk.
 
     Raises:
         OSError: they could not be written there.
@@ -49,24 +47,18 @@ def settled_digests(folder: Path, files: Iterable[str]) -> dict[str, FileDigest]
     return digests_of(folder, names)
 
 
-def settle(folder: Path, files: Iterable[str]) -> None:
-    """Have files and their names survive a crash of the machine.
+def settle(folder: Path, files: Iterable[str] = ()) -> None:
+    """Have files of a folder, and the names in it, survive a crash of the machine.
 
     Raises:
         OSError: they could not be written.
     """
-    for name in files:
-        sync(folder / name)
-    sync(folder)
-
-
-def sync(path: Path) -> None:
-    """Have what is in a file, or which names are in a folder, on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    for path in [*(folder / name for name in files), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def check_files(folder: Path, expected: Mapping[str, FileDigest]) -> None:
@@ -88,8 +80,3 @@ def check_files(folder: Path, expected: Mapping[str, FileDigest]) -> None:
             raise CheckpointError(
                 f"{name} is damaged: its SHA-256 is {found.sha256[:12]}..., was {expected[name].sha256[:12]}..."
             )
-
-
-def digests_json(digests: Mapping[str, FileDigest]) -> dict[str, list[Any]]:
-    """For a manifest: relative path -> [bytes, SHA-256]."""
-    return {name: [one.num_bytes, one.sha256] for name, one in sorted(digests.items())}

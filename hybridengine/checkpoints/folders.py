@@ -3,31 +3,95 @@
 RUN/checkpoints/step-00000020/
     manifest.json       size and SHA-256 of every other file
     run.json            step, roles, numbers that the dataflow keeps, sizes, configuration, versions
-    actor/              weights and optimizer state (Megatron-core's dist_checkpointing), role.json, rng-RANK,
+    actor/              weights and optimizer state (PyTorch's distributed format), role.json, rng-RANK.pt,
                         files.json: what its ranks wrote, there once all have
     critic/             the same
 RUN/checkpoints/.step-00000030-1f2e3d4c.partial/   one that is still being written, or whose writer has died; it only
                         lacks its name where run.json and every role's files.json are there
 RUN/checkpoints/.step-00000010.deleted/            one that is being deleted
+RUN/checkpoints/step-00000040.1f2e3d4c.damaged/    one that is no longer as it was written
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from hybridengine.checkpoints.digests import FileDigest, check_files
-from hybridengine.errors import CheckpointError, UnreadableError
-from hybridengine.reading import parse_json
+from hybridengine.errors import CheckpointError
 
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFEST, RUN_STATE, ROLE_FILES = "manifest.json", "run.json", "files.json"
-FORMAT = 1
-"""Of the folder; readers refuse others."""
 _NAME = re.compile(r"step-(\d{8,})")
+
+
+class _Kept(BaseModel):
+    """The contents of a JSON file of a checkpoint."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="constants")
+
+
+Kept = TypeVar("Kept", bound=_Kept)
+
+
+def _beneath(name: str) -> str:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{name} is not beneath the checkpoint")
+    return name
+
+
+class FileList(_Kept):
+    """Contents of manifest.json, and of files.json, by which a role is whole."""
+
+    format: Literal[1] = 1
+    """Form of the folder; readers refuse others."""
+    files: dict[Annotated[str, AfterValidator(_beneath)], FileDigest]
+    """Path beneath the folder -> digest."""
+
+
+class Best(_Kept):
+    """The checkpoint with the highest value of the metric that decides."""
+
+    step: int | None = None
+    value: float | None = None
+    metric: str | None = None
+    """Name of that metric."""
+
+
+class DataState(_Kept):
+    """The prompts of a run so far."""
+
+    prompts_drawn: Annotated[int, Field(ge=0)] = 0
+    """Prompts of all iterations; not their number times the batch size, where a run has resumed with another one."""
+    batch_size: int | None = None
+    seed: int | None = None
+    sha256: str | None = None
+    """Digest of the file of prompts; None where it is not known."""
+
+
+class RunState(_Kept):
+    """Contents of run.json: the state of a run beside its models."""
+
+    format: Literal[1] = 1
+    step: int
+    """Iterations that are complete; 0 for a converted checkpoint, which has trained nothing."""
+    roles: tuple[str, ...] = ()
+    """Roles with a folder; empty for a converted checkpoint."""
+    state: dict[str, float] = {}
+    """Numbers that the dataflow keeps."""
+    best: Best = Best()
+    data: DataState = DataState()
+    config: dict[str, Any] = {}
+    """The run's configuration without secrets; empty for a converted checkpoint."""
+    versions: dict[str, str] = {}
+    """Versions of the packages that the run depends on."""
+    source: str | None = None
+    """Hugging Face folder that the checkpoint was converted from."""
 
 
 @dataclass(frozen=True)
@@ -43,68 +107,46 @@ class Checkpoint:
         Raises:
             CheckpointError: why it cannot be used.
         """
-        manifest = _json_of(self.folder / MANIFEST)
-        if manifest.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{MANIFEST} says format {manifest.get('format')!r}, this version reads {FORMAT}"
-            )
-        expected = listed_files(manifest, MANIFEST)
-        if RUN_STATE not in expected:
-            raise CheckpointError(f"{MANIFEST} does not list {RUN_STATE}")
         try:
+            expected = read_kept(self.folder / MANIFEST, FileList).files
             check_files(self.folder, expected)
+            step = self.run_state().step
         except OSError as error:
-            raise CheckpointError(f"a file that {MANIFEST} lists cannot be read ({error.strerror})") from None
-        listed = {*expected, MANIFEST}
-        more = [name for name in files_beneath(self.folder) if name not in listed]
-        if more:
+            raise CheckpointError(f"a file cannot be read ({error})") from None
+        if more := [name for name in files_beneath(self.folder) if name not in {*expected, MANIFEST}]:
             raise CheckpointError(f"{more[0]} is there, and {MANIFEST} does not list it")
-        if (step := self.run_state().get("step")) != self.step:
-            raise CheckpointError(f"{RUN_STATE} says step {step!r}: the folder has another one's name")
+        if step != self.step:
+            raise CheckpointError(f"{RUN_STATE} says step {step}: the folder has another one's name")
 
     def num_bytes(self) -> int:
-        """Of all files that the manifest lists.
+        """Return the size of all files that the manifest lists."""
+        return sum(one.num_bytes for one in read_kept(self.folder / MANIFEST, FileList).files.values())
+
+    def run_state(self) -> RunState:
+        """Return the contents of run.json.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: it has other contents.
         """
-        return sum(one.num_bytes for one in listed_files(_json_of(self.folder / MANIFEST), MANIFEST).values())
-
-    def run_state(self) -> dict[str, Any]:
-        """Contents of run.json.
-
-        Raises:
-            CheckpointError: it is no JSON object, or its configuration is none.
-        """
-        found = _json_of(self.folder / RUN_STATE)
-        if not isinstance(found.get("config", {}), dict):
-            raise CheckpointError(
-                f"{self.folder / RUN_STATE} has no configuration; use a complete checkpoint"
-            )
-        return found
+        return read_kept(self.folder / RUN_STATE, RunState)
 
 
 def checkpoint_at(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder.
+    """Return the checkpoint in a folder.
 
     Raises:
         CheckpointError: there is none.
     """
-    found = _NAME.fullmatch(folder.resolve().name)
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(
             f"{folder} has no {MANIFEST}; name a folder such as runs/NAME/checkpoints/step-00000020"
         )
-    step = int(found[1]) if found else _json_of(folder / RUN_STATE).get("step", 0)
-    if not isinstance(step, int):
-        raise CheckpointError(
-            f"{folder / RUN_STATE} says step {step!r}, which is no number; use a complete checkpoint"
-        )
-    return Checkpoint(folder, step)
+    found = _NAME.fullmatch(folder.resolve().name)
+    return Checkpoint(folder, int(found[1]) if found else read_kept(folder / RUN_STATE, RunState).step)
 
 
 def checkpoints_in(run_folder: Path) -> list[Checkpoint]:
-    """All checkpoints of a run that have a manifest, newest first."""
+    """Return all checkpoints of a run that have a manifest, newest first."""
     folder = run_folder / CHECKPOINTS_FOLDER
     if not folder.is_dir():
         return []
@@ -113,80 +155,35 @@ def checkpoints_in(run_folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda one: -one.step)
 
 
-def newest_complete(run_folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint whose files are all as they were written; None where there is none.
-
-    Args:
-        warn: told of each one that is left out, and why.
-
-    Raises:
-        CheckpointError: there is a file where the folder of checkpoints should be.
-    """
-    folder = run_folder / CHECKPOINTS_FOLDER
-    if folder.is_file():
-        raise CheckpointError(f"{folder} is a file; move it away, so that checkpoints have a place")
-    if folder.is_dir():
-        for one in sorted(folder.iterdir(), reverse=True):
-            if _NAME.match(one.name) and not (one / MANIFEST).is_file():
-                why = f"incomplete ({MANIFEST} is missing)" if one.is_dir() else "a file"
-                warn(f"checkpoint {one.name} is {why}; left out")
-    for checkpoint in checkpoints_in(run_folder):
-        try:
-            checkpoint.check()
-        except CheckpointError as error:
-            warn(f"checkpoint {checkpoint.folder.name} is damaged ({error}); left out")
-        else:
-            return checkpoint
-    return None
-
-
 def files_beneath(folder: Path) -> list[str]:
-    """Relative paths of all files."""
+    """Return the relative paths of all files."""
     return sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if not one.is_dir())
 
 
-def listed_files(found: Mapping[str, Any], where: str) -> dict[str, FileDigest]:
-    """Files beneath the folder in which a list of them lies.
+def read_kept(file: Path, kind: type[Kept]) -> Kept:
+    """Return the contents of a JSON file of a checkpoint.
 
     Raises:
-        CheckpointError: it is no such list.
-    """
-    files = found.get("files")
-    try:
-        if not isinstance(files, dict):
-            raise TypeError
-        listed = {str(name): FileDigest(int(size), str(digest)) for name, (size, digest) in files.items()}
-    except (TypeError, ValueError, OverflowError):
-        raise CheckpointError(f"{where} has no size and digest for each file") from None
-    for name in listed:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{where} lists {name}, which is not beneath the checkpoint")
-    return listed
-
-
-def _json_of(file: Path) -> dict[str, Any]:
-    """What a file of a checkpoint says.
-
-    Raises:
-        CheckpointError: nothing, or it cannot be read.
-    """
-    try:
-        return parsed_json(file)
-    except OSError as error:
-        raise CheckpointError(f"{file.name} cannot be read ({error})") from None
-
-
-def parsed_json(file: Path) -> dict[str, Any]:
-    """As `_json_of`.
-
-    Raises:
-        CheckpointError: it says nothing.
+        CheckpointError: it has other contents.
         OSError: it cannot be read, now.
     """
     try:
-        found = parse_json(file.read_bytes())
-    except UnreadableError as error:
-        raise CheckpointError(f"{file.name} cannot be read ({error})") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file.name} is no JSON object")
-    return found
+        return kind.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"{file.name} cannot be read ({f'{key}: ' if key else ''}{first['msg']}); use a complete checkpoint"
+        ) from None
+
+
+def write_kept(file: Path, value: _Kept) -> None:
+    """Write a JSON file of a checkpoint, to the disk.
+
+    Raises:
+        OSError: that failed.
+    """
+    with file.open("w") as opened:
+        opened.write(value.model_dump_json(indent=1) + "\n")
+        opened.flush()
+        os.fsync(opened.fileno())

@@ -8,9 +8,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hybridengine.checkpoint_files import tensors_of
+from hybridengine.checkpoint_files import check_checkpoint, tensors_of
 from hybridengine.errors import CheckpointError
+from hybridengine.model_shapes import EMBEDDING, LM_HEAD, ModelShape
 from hybridengine.reshard.boxes import Box
+
+COMPARED_ROWS = 4096
+"""Rows of two tensors that are compared at a time."""
 
 
 class SafetensorsFolder:
@@ -28,7 +32,7 @@ class SafetensorsFolder:
         return tensor in self._files
 
     def read(self, tensor: str, box: Box) -> Tensor:
-        """The elements of one box of a tensor; they may be mapped from the file.
+        """Return the elements of one box of a tensor; they may be mapped from the file.
 
         Raises:
             CheckpointError: one of them is NaN or infinite, which training would be blamed for.
@@ -44,3 +48,24 @@ class SafetensorsFolder:
                 " where it came, or use another checkpoint"
             )
         return found
+
+
+def check_weights(folder: Path) -> ModelShape:
+    """Return the shape of a checkpoint, as `check_checkpoint` does; a tied head that is stored must be the embedding.
+
+    transformers 5 takes such a head as it is stored, whatever config.json says.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, config.json describes other tensors, or the head differs.
+    """
+    shape, files = check_checkpoint(folder), SafetensorsFolder(folder)
+    for first in (
+        range(0, shape.vocab_size, COMPARED_ROWS) if shape.tied_embeddings and LM_HEAD in files else ()
+    ):
+        rows = (first, min(first + COMPARED_ROWS, shape.vocab_size)), (0, shape.hidden_size)
+        if not torch.equal(files.read(LM_HEAD, rows), files.read(EMBEDDING, rows)):
+            raise CheckpointError(
+                f"{folder}: {LM_HEAD} is stored and differs from {EMBEDDING}, where config.json has"
+                " tie_word_embeddings=true; set it to false, or restore the original pair"
+            )
+    return shape

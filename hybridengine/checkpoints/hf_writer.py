@@ -1,4 +1,4 @@
-"""Writes Hugging Face checkpoints tensor by tensor, in any order: no more than one of them is in memory.
+"""Writer of Hugging Face checkpoints, tensor by tensor in any order: no more than one of them is in memory.
 
 A safetensors file is 8 bytes (little-endian length n), n bytes of JSON (name -> dtype, shape, data_offsets) and the data.
 Where each tensor lies is known once the shapes are; the library writes whole dictionaries only.
@@ -13,28 +13,20 @@ import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from hybridengine.checkpoint_files import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from hybridengine.checkpoints.digests import settle, sync
+from hybridengine.checkpoint_files import COMPANIONS, CONFIG_FILE, INDEX_FILE
+from hybridengine.checkpoints.digests import settle
 from hybridengine.model_shapes import SCORE_HEAD
 from hybridengine.reading import read_object
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Types as safetensors writes them."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor's bytes are."""
-
-    file: Path
-    begin: int
 
 
 class HfWriter:
@@ -60,8 +52,11 @@ class HfWriter:
     ) -> None:
         self._folder, self._partial = folder, folder.with_name(f".{folder.name}.partial")
         self._shapes, self._dtype, self._companions = dict(shapes), dtype, companions
-        self._files = list(_files(shapes, dtype, max_file_bytes))
-        self._places = dict[str, _Place]()
+        empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        self._files = split_torch_state_dict_into_shards(
+            empty, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_bytes
+        )
+        self._places = dict[str, tuple[Path, int]]()
         self.total_bytes = sum(_num_bytes(shape, dtype) for shape in shapes.values())
         self.written_bytes = 0
 
@@ -78,22 +73,15 @@ class HfWriter:
         return self
 
     def _write_headers(self) -> None:
-        weight_map = dict[str, str]()
-        for number, names in enumerate(self._files, start=1):
-            file = (
-                SINGLE_FILE
-                if len(self._files) == 1
-                else f"model-{number:05d}-of-{len(self._files):05d}.safetensors"
-            )
+        for file, names in self._files.filename_to_tensors.items():
             header = _header({name: self._shapes[name] for name in names}, self._dtype)
             begin = len(header)
             for name in names:
-                self._places[name] = _Place(self._partial / file, begin)
+                self._places[name] = self._partial / file, begin
                 begin += _num_bytes(self._shapes[name], self._dtype)
             (self._partial / file).write_bytes(header)
-            weight_map |= dict.fromkeys(names, file)
-        if len(self._files) > 1:
-            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+        if self._files.is_sharded:
+            index = {"metadata": self._files.metadata, "weight_map": self._files.tensor_to_filename}
             (self._partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -103,10 +91,10 @@ class HfWriter:
             OSError: it cannot be written.
         """
         assert tuple(tensor.shape) == self._shapes[name], f"{name} has another shape than was said"
-        place = self._places.pop(name)
+        path, begin = self._places.pop(name)
         flat = tensor.detach().to("cpu", self._dtype).contiguous().view(-1)
-        with place.file.open("r+b") as file:
-            file.seek(place.begin)
+        with path.open("r+b") as file:
+            file.seek(begin)
             file.write(flat.view(torch.uint8).numpy().data)
         self.written_bytes += flat.nbytes
 
@@ -121,9 +109,8 @@ class HfWriter:
 
     def _finish(self) -> None:
         assert not self._places, f"{', '.join(self._places)} were not written"
-        for name in COMPANIONS if self._companions is not None else ():
-            assert self._companions is not None, "there are some"
-            if (self._companions / name).is_file():
+        for name in COMPANIONS:
+            if self._companions is not None and (self._companions / name).is_file():
                 shutil.copyfile(self._companions / name, self._partial / name)
         if (config := self._partial / CONFIG_FILE).is_file():
             _fit(config, self._dtype, self._shapes.get(SCORE_HEAD))
@@ -131,12 +118,12 @@ class HfWriter:
         if self._folder.exists():
             shutil.rmtree(self._folder)
         self._partial.rename(self._folder)
-        sync(self._folder.parent)
+        settle(self._folder.parent)
 
 
 @contextmanager
 def gone_on_failure(folder: Path) -> Iterator[None]:
-    """A folder that is being written does not stay where that fails."""
+    """Delete a folder that is being written where that fails."""
     try:
         yield
     except BaseException:  # Ctrl-C included; raised again
@@ -145,7 +132,7 @@ def gone_on_failure(folder: Path) -> Iterator[None]:
 
 
 def _fit(file: Path, dtype: torch.dtype, score: tuple[int, ...] | None) -> None:
-    """Have a configuration describe the weights beside it; it may be that of the model that they came from.
+    """Change a configuration so that it describes the weights beside it.
 
     Args:
         score: shape of the head that gives scores in place of tokens; None where there is none.
@@ -168,20 +155,6 @@ def _fit(file: Path, dtype: torch.dtype, score: tuple[int, ...] | None) -> None:
             fitted["label2id"] = {f"LABEL_{label}": label for label in range(score[0])}
     if fitted != config:
         file.write_text(json.dumps(fitted, indent=2) + "\n")
-
-
-def _files(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_file_bytes: int) -> list[list[str]]:
-    """Names of each file's tensors, in order."""
-    files: list[list[str]] = [[]]
-    held = 0
-    for name, shape in shapes.items():
-        size = _num_bytes(shape, dtype)
-        if files[-1] and held + size > max_file_bytes:
-            files.append([])
-            held = 0
-        files[-1].append(name)
-        held += size
-    return files
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:

@@ -14,12 +14,12 @@ from hybridengine.errors import ConfigError
 
 LOCK_FILE = "run.lock"
 NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
-"""What file systems say that know no locks."""
+"""Errors of file systems without locks."""
 
 
 @contextlib.contextmanager
 def run_lock(run_folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
-    """While open, no other process on a machine that sees the folder carries out the same run.
+    """Keep other processes, on every machine that sees the folder, from carrying out the same run.
 
     Args:
         warn: told where the file system has no locks, and nobody else would be refused.

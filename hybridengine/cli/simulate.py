@@ -58,7 +58,13 @@ def add_simulate_command(subparsers: Any) -> None:
 
     option = parser.add_argument
     add_run_options(parser)
-    option("--steps", type=between(1, 100_000), default=100, metavar="N", help="training steps to simulate (default 100)")
+    option(
+        "--steps",
+        type=between(1, 100_000),
+        default=100,
+        metavar="N",
+        help="training steps to simulate (default 100)",
+    )
     option(
         "--staleness",
         type=between(0, math.inf, float),
@@ -73,7 +79,9 @@ def add_simulate_command(subparsers: Any) -> None:
         help="devices that train (default: the analytical model's best)",
     )
     parser.add_argument("--sweep", action="store_true", help="simulate every division")
-    option("--seed", type=between(0, 2**32 - 1), default=0, metavar="N", help="seed of the lengths (default 0)")
+    option(
+        "--seed", type=between(0, 2**32 - 1), default=0, metavar="N", help="seed of the lengths (default 0)"
+    )
     add_json_option(parser)
     option("--plot", type=Path, metavar="FILE", help="draw the runs (.png, .svg, .pdf)")
     parser.set_defaults(run=run_simulate, placement=None)

@@ -2,10 +2,9 @@
 
 from hybridengine.config.algorithm import Role
 from hybridengine.config.checks import check_run, rows_for_every_rank
-from hybridengine.config.holders import ModelHolder, model_holders
 from hybridengine.config.loading import load_config
 from hybridengine.config.model_checks import holder_shape, model_shape
-from hybridengine.config.run_config import ROLES, RunConfig
+from hybridengine.config.run_config import ROLES, ModelHolder, RunConfig, model_holders
 
 __all__ = [
     "ROLES",

@@ -6,14 +6,14 @@ already in question.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from hybridengine.config.algorithm import Conflict, Role
-from hybridengine.config.holders import model_holders
 from hybridengine.config.model_checks import model_conflicts, paths_hint
-from hybridengine.config.reward_checks import reward_sections, scorer_conflicts
-from hybridengine.config.run_config import TRAINED, RunConfig, ranks_key
+from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
+from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key, reward_sections
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.model_presets import find_preset
 from hybridengine.topology.sizes import TrainSizes
@@ -33,23 +33,19 @@ def find_conflicts(config: RunConfig, *, dry_run: bool = False, placed: bool = T
     Args:
         placed: whether the ranks, pools and sizes of `config` count; without them, rules that concern them are left out.
     """
-    conflicts = _all_conflicts(config, dry_run)
-    return conflicts if placed else [one for one in conflicts if not any(map(_is_placement, one.keys))]
+    found = [*_sources(config), *_algorithm(config), *_scorers(config), *_pools(config)]
+    for holder in model_holders(config):
+        found += _sizes(config, holder.role, holder.sizes, holder.sizes_key)
+    found += [*_rows(config), *_schedules(config)]
+    if not dry_run:
+        found += _files(config)
+    found += model_conflicts(config, dry_run)
+    return [one for one in found if placed or not any(map(_is_placement, one.keys))]
 
 
 def _is_placement(key: str) -> bool:
     """Return True if a key says where a model is, or with which sizes, or how much memory remains."""
     return key.endswith((".parallel", ".generate")) or key.startswith(PLACEMENT_KEYS)
-
-
-def _all_conflicts(config: RunConfig, dry_run: bool) -> list[Conflict]:
-    conflicts = [*_sources(config), *_algorithm(config), *scorer_conflicts(config), *_pools(config)]
-    for holder in model_holders(config):
-        conflicts += _sizes(config, holder.role, holder.sizes, holder.sizes_key)
-    conflicts += [*_rows(config), *_schedules(config)]
-    if not dry_run:
-        conflicts += _files(config)
-    return [*conflicts, *model_conflicts(config, dry_run)]
 
 
 def _sources(config: RunConfig) -> Iterator[Conflict]:
@@ -117,20 +113,6 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
             " lower the one or raise the other",
             ("algorithm.correction.low", "algorithm.correction.high"),
         )
-    roles = ", ".join(algorithm.roles)
-    if "reward" not in algorithm.roles and config.eval_file is not None:
-        held_out = "data.eval_file" if config.data.eval_file else "data.task"
-        yield Conflict(
-            f"{named} has the roles {roles}, without the reward, which scores the held-out prompts of {held_out}; add"
-            " it to the roles of the class",
-            ("algorithm.name", "data.eval_file", "data.task"),
-        )
-    if config.actor.kl_loss_coef and "reference" not in algorithm.roles:
-        yield Conflict(
-            f"actor.kl_loss_coef={config.actor.kl_loss_coef:g} needs a reference, and {named} has the roles {roles};"
-            " add it to the roles of the class, or leave the coefficient at 0",
-            ("algorithm.name", "actor.kl_loss_coef"),
-        )
     try:
         found = [Conflict(*conflict) for conflict in algorithm.conflicts(config)]
     except Exception as error:  # a class of the user's own may raise or yield anything
@@ -143,24 +125,80 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
         yield from found
 
 
+def _scorers(config: RunConfig) -> Iterator[Conflict]:
+    """Keys that need one another, and keys that nobody reads."""
+    for name, section in reward_sections(config).items():
+        for term, scorer in section.scorers.items():
+            yield from _scorer(scorer_key(name, term), scorer, is_reward=not term and name == "reward")
+        yield from _terms(config, name, section)
+        yield from _failures(config, name, section)
+
+
+def _scorer(key: str, scorer: ScorerSection, *, is_reward: bool) -> Iterator[Conflict]:
+    """Keys that a scorer needs; a single reward without a function has the demo's, which no cost and no term can mean."""
+    if scorer.kind == "model" and scorer.path is None:
+        yield Conflict(
+            f"{key}.kind=model needs a checkpoint; give {key}.path, or {key}.kind=function",
+            (f"{key}.kind", f"{key}.path"),
+        )
+    given = is_reward or "function" in scorer.model_fields_set
+    if scorer.kind == "function" and not (given and scorer.function):
+        yield Conflict(
+            f"{key} names no function; give {key}.function as package.module:function, or {key}.kind=model with"
+            f" {key}.path",
+            (f"{key}.kind", f"{key}.function"),
+        )
+
+
+def _terms(config: RunConfig, name: str, section: RewardSection) -> Iterator[Conflict]:
+    if not section.terms:
+        return
+    given = section.model_fields_set
+    unread = [key for key in ScorerSection.model_fields if key in given and getattr(section, key) is not None]
+    if unread:
+        keys = ", ".join(f"{name}.{key}" for key in unread)
+        yield Conflict(
+            f"{name}.terms gives several scorers, so that nothing reads {keys}; write such keys beneath a term and null"
+            f" here, or leave {name}.terms out",
+            (f"{name}.terms", *(f"{name}.{key}" for key in unread)),
+        )
+    for term in section.models:
+        if f"{name}_{term}" in config.algorithm.roles:
+            yield Conflict(
+                f"{name}.terms.{term} would be called {name}_{term}, as a role of {config.algorithm.name} is; choose"
+                " another name",
+                (f"{name}.terms", "algorithm.name"),
+            )
+
+
+def _failures(config: RunConfig, name: Role, section: RewardSection) -> Iterator[Conflict]:
+    """The time of failed calls against the time that a call of the group may take."""
+    calls, parts = 1 + section.num_retries, 1
+    if section.on_failure == "drop" and (pool := config.pools.get(config.pool_of(name))):
+        rows = math.ceil(config.rows_per_step / pool.num_ranks)
+        rounds = math.ceil(math.ceil(rows / section.rows_per_call) / section.num_processes)
+        parts = rounds * len(section.functions)
+    longest_s = calls * parts * section.timeout_s
+    if section.functions and longest_s >= config.timeouts.call_s:
+        after = f", {parts} after one another on a rank," if parts > 1 else ""
+        yield Conflict(
+            f"{name}.timeout_s={section.timeout_s:g} and {calls} {'calls' if calls > 1 else 'call'} for the same rows"
+            f"{after} make {longest_s:g} s, which must be less than timeouts.call_s={config.timeouts.call_s:g}; lower the"
+            f" one or raise the other{f', or raise {name}.rows_per_call' if parts > 1 else ''}",
+            (
+                *(f"{name}.{key}" for key in ("timeout_s", "rows_per_call", "on_failure", "retries")),
+                "timeouts.call_s",
+            ),
+        )
+
+
 def _pools(config: RunConfig) -> Iterator[Conflict]:
-    """Roles that are on no pool, on two, or that nobody uses."""
+    """Roles of pools that are on two, or that the algorithm does not use."""
     used, taken = config.algorithm.roles, dict[Role, str]()
     for name, pool in config.cluster.pools.items():
         key = f"cluster.pools.{name}.roles"
-        if not pool.roles:
-            free = [role for role in used if role != "actor"]
-            yield Conflict(
-                f"{key}=[] names no role; choose from {', '.join(free)}, or leave the pool out", (key,)
-            )
         for role in pool.roles:
-            if role == "actor":
-                yield Conflict(
-                    f"{key} names the actor, whose ranks are cluster.ranks_per_node; move the other roles to pools"
-                    " instead",
-                    (key,),
-                )
-            elif role not in used:
+            if role not in used:
                 yield Conflict(
                     f"{key} names {role}, which algorithm.name={config.algorithm.name} does not use; leave it out (its"
                     f" roles are {', '.join(used)})",

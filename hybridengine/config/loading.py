@@ -69,11 +69,13 @@ def load_config(
     run = values.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", Path(path).stem)
-    raise_all(
-        f"{ascii(key)[1:-1]}: {text!a} is not UTF-8 text; write other characters (run.name is the name of the file"
-        " where it is left out)"
-        for key, text in _broken_texts(values)
-    )
+    try:
+        json.dumps(values, default=str, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # bytes of a file name or of an argument
+        text = error.object[max(0, error.start - 20) : error.end + 20]
+        raise ConfigError(
+            f"{text!a} is not UTF-8 text; write other characters (run.name is the name of the file where it is left out)"
+        ) from None
 
     config, found = _validate(values)
     problems += found
@@ -100,21 +102,13 @@ def _read_tree(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError(f"{path}: base={found} must be the name of a file; write one, or leave it out")
     below = _read_tree(path.parent / base, (*above, path.resolve()))
     _change_algorithm(below, _named_algorithm(tree))
-    raise_all(
-        f"{path}: {key} is {'a list' if isinstance(found, list) else 'a section'}, and in its base {base} it is"
-        f" {'a section' if isinstance(found, list) else 'a list'}; write one like the base's"
-        for key, found in _clashes(OmegaConf.to_container(below), OmegaConf.to_container(tree))
-    )
-    return cast(DictConfig, OmegaConf.merge(below, tree))
-
-
-def _clashes(below: Any, above: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of each list in `above` where `below` has a section, and the other way round."""
-    if isinstance(below, dict) and isinstance(above, dict):
-        for name in sorted(above.keys() & below.keys(), key=str):
-            yield from _clashes(below[name], above[name], f"{key}.{name}".removeprefix("."))
-    elif isinstance(below, dict | list) and isinstance(above, dict | list) and type(below) is not type(above):
-        yield key, above
+    try:
+        return cast(DictConfig, OmegaConf.merge(below, tree))
+    except (OmegaConfBaseException, TypeError) as error:
+        raise ConfigError(
+            f"{path} cannot be merged with its base {base} ({first_line(error)}); write a list where the base has a list,"
+            " and a section where it has a section"
+        ) from None
 
 
 def _named_algorithm(tree: DictConfig) -> Any:
@@ -183,20 +177,6 @@ def _unresolved(path: str | Path, error: OmegaConfBaseException) -> str:
     return f"{path}{key}: {first_line(error)}; write the value itself"
 
 
-def _broken_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted key and text of each key and value that UTF-8 cannot write: bytes of a file name or of an argument."""
-    if isinstance(value, dict | list):
-        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            beneath = f"{key}.{name}".removeprefix(".")
-            yield from _broken_texts(str(name), beneath)
-            yield from _broken_texts(inner, beneath)
-    elif isinstance(value, str) and not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            yield key, value
-
-
 def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
     """Return the configuration without the entries that are wrong, and the problems with them."""
     problems: list[Problem] = []
@@ -208,12 +188,13 @@ def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
             return RunConfig.model_validate_json(text, strict=True), problems
         except ValidationError as error:
             removed = False
-            items = error.errors()
+            items, earlier = error.errors(), [key for key, _ in problems]
             for item in items:
                 if any(_is_beneath(other["loc"], item["loc"]) for other in items):
                     continue  # a list without its wrong entries may be too short, which is no problem of its own
                 location, problem = _describe(item, kind)
-                problems += problem
+                if not _touches(_dotted(location), earlier):  # else it is missing since it was removed
+                    problems += problem
                 # Nobody can say which options an unknown algorithm reads.
                 removed |= _remove(values, location[:1] if location == ["algorithm", "name"] else location)
             if not removed:
@@ -245,15 +226,8 @@ def _describe(item: Any, algorithm: type[Algorithm]) -> tuple[list[str | int], l
     if kind == "extra_forbidden":
         above = _key_in_table(location[:-1], known)
         there = [name for parent, _, name in (key.rpartition(".") for key in known) if parent == above]
-        near = _suggestions(location, there)
-        option = location[1] if location[0] == "algorithm" and len(location) == 2 else None
-        readers = [name for name in ALGORITHMS if option in algorithm_class(name).model_fields]
-        if readers:
-            hint = f"it is an option of {', '.join(readers)}; the chosen algorithm has {', '.join(there)}"
-        elif near:
-            hint = f"did you mean {' or '.join(near)}?"
-        else:
-            hint = f"keys here are {', '.join(there)}"
+        near = _suggestions(location, there, known)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"keys here are {', '.join(there)}"
         message = f"unknown key {key}; {hint}"
         return location, [(key, message), *((other, message) for other in near)]
     if kind == "value_error":
@@ -301,12 +275,11 @@ def _remove(values: Any, location: Sequence[str | int]) -> bool:
     return False
 
 
-def _suggestions(location: Sequence[str | int], there: list[str]) -> list[str]:
+def _suggestions(location: Sequence[str | int], there: list[str], known: Iterable[str]) -> list[str]:
     """Return dotted keys close to an unknown one: of those beside it, or else those of the same name elsewhere."""
     name = str(location[-1])
     if near := difflib.get_close_matches(name, there, n=1, cutoff=0.7):
         return [_dotted([*location[:-1], near[0]])]
-    known = known_fields()
     leaves = {key.rpartition(".")[2] for key in known}
     near = [name] if name in leaves else difflib.get_close_matches(name, leaves, n=1, cutoff=0.75)
     return [key for key in known if key.rpartition(".")[2] in near][:3]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from hybridengine.checkpoint_files import checkpoint_problems
 from hybridengine.config.algorithm import Conflict
-from hybridengine.config.holders import ModelHolder, model_holders
-from hybridengine.config.run_config import SCORERS, RunConfig
+from hybridengine.config.run_config import SCORERS, ModelHolder, RunConfig, model_holders
 from hybridengine.config.sections import BUILT_TOKENS
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.model_presets import resolve_model
@@ -21,72 +21,53 @@ WIDTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
 def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
     """Yield the broken rules of every model."""
     yield from _checkpoints(config, dry_run)
+    actor = None
     for holder in model_holders(config):
-        shape = _shape_or_none(config, holder.path, holder.hf_config)
-        if shape is not None:
+        with suppress(ConfigError, CheckpointError):  # no shape to check, which `_checkpoints` reports
+            shape = holder_shape(config, holder)
+            actor = shape if holder.role == "actor" else actor
             yield from _sharding(holder, shape)
             yield from _positions(config, holder, shape)
-    shape = _shape_or_none(config)
-    yield from _engines(config, shape)
-    if shape is not None:
-        yield from _generation(config, shape)
+    yield from _engines(config, actor)
+    if actor is not None:
+        yield from _generation(config, actor)
 
 
-def model_shape(config: RunConfig, path: str | None = None, hf_config: str | None = None) -> ModelShape:
-    """Return the shape of the checkpoint at `path`, which `hf_config` describes where it is elsewhere.
-
-    Without a path, return the shape of the actor's model: of its checkpoint, of the model to build, or of
-    `model.hf_config`.
+def model_shape(config: RunConfig) -> ModelShape:
+    """Return the shape of the actor's model: of its checkpoint, of the model to build, or of `model.hf_config`.
 
     Raises:
         ConfigError, CheckpointError: the model is not described, or cannot be used.
     """
-    if path is None and config.model.build is not None:
+    if config.model.build is not None:
         return config.model.build.shape()
-    folder = path or config.model.path
-    if folder is not None and (Path(folder) / "config.json").exists():
-        return ModelShape.from_folder(folder)
-    described = config.model.hf_config if path is None else hf_config
-    if described is not None:
-        return resolve_model(described)
-    if folder is None:
+    if config.model.path is None and config.model.hf_config is None:
         raise ConfigError("model is given by none of path, gguf and build; add one")
-    return ModelShape.from_folder(folder)
+    return _shape_at(config.model.path, config.model.hf_config)
 
 
 def holder_shape(config: RunConfig, holder: ModelHolder) -> ModelShape:
-    """Return the shape of a holder's model, with a score head where it has one."""
-    shape = model_shape(config, holder.path, holder.hf_config)
+    """Return the shape of a holder's model, with a score head where it has one.
+
+    Raises:
+        ConfigError, CheckpointError: the model is not described, or cannot be used.
+    """
+    shape = model_shape(config) if holder.path is None else _shape_at(holder.path, holder.hf_config)
     return replace(shape, num_labels=1, tied_embeddings=False) if holder.has_score_head else shape
 
 
-def _shape_or_none(
-    config: RunConfig, path: str | None = None, hf_config: str | None = None
-) -> ModelShape | None:
-    """Return the shape, or None where there is none to check, which `_checkpoints` reports."""
-    try:
-        return model_shape(config, path, hf_config)
-    except (ConfigError, CheckpointError):
-        return None
+def _shape_at(path: str | None, hf_config: str | None) -> ModelShape:
+    """Return the shape of the checkpoint at `path`, which `hf_config` describes where it is elsewhere."""
+    if hf_config is not None and not (path and (Path(path) / "config.json").exists()):
+        return resolve_model(hf_config)
+    assert path is not None, "one of the two is given"
+    return ModelShape.from_folder(path)
 
 
 def _checkpoints(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
     """Every checkpoint, and every description of a model, that the configuration names."""
     model = config.model
-    found = list(_checkpoint("model", model.path, model.hf_config, dry_run))
-    yield from found
-    if (
-        not found
-        and model.hf_config
-        and model.path
-        and Path(model.path).is_dir()
-        and resolve_model(model.hf_config) != ModelShape.from_folder(model.path)
-    ):
-        yield Conflict(
-            f"model.hf_config={model.hf_config} describes another model than {model.path}/config.json;"
-            " leave hf_config out, or name the checkpoint's own config.json",
-            ("model.hf_config", "model.path"),
-        )
+    yield from _checkpoint("model", model.path, model.hf_config, dry_run)
     try:
         if model.build is not None:
             model.build.shape()
@@ -99,39 +80,47 @@ def _checkpoints(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
             ("model.build.vocab_size",),
         )
     for holder in model_holders(config):
-        key, path, hf_config = holder.key, holder.path, holder.hf_config
-        if path is None and hf_config is not None and holder.role not in SCORERS:
+        key, path, hf_config, scores = holder.key, holder.path, holder.hf_config, holder.role in SCORERS
+        if path is None and hf_config is not None and not scores:
             yield Conflict(
                 f"{key}.hf_config={hf_config} describes the checkpoint {key}.path, which is not given; give it, or leave"
                 " hf_config out",
                 (f"{key}.hf_config", f"{key}.path"),
             )
-        yield from _checkpoint(key, path, hf_config, dry_run)
-        if path is not None and holder.role in SCORERS:
-            yield from _head(f"{key}.path", path)
+        yield from _checkpoint(key, path, hf_config, dry_run, scores=scores)
 
 
-def _checkpoint(section: str, path: str | None, hf_config: str | None, dry_run: bool) -> Iterator[Conflict]:
-    """Problems of a description and of a checkpoint; where nothing is started, the first stands for the second."""
+def _checkpoint(
+    section: str, path: str | None, hf_config: str | None, dry_run: bool, *, scores: bool = False
+) -> Iterator[Conflict]:
+    """Problems of a description and of a checkpoint; where nothing is started, the first stands for the second.
+
+    Args:
+        scores: it is a reward model's.
+    """
     described, key = None, f"{section}.path"
     try:
-        described = hf_config and resolve_model(hf_config)
+        described = resolve_model(hf_config) if hf_config else None
     except ConfigError as error:
         yield Conflict(f"{section}.hf_config: {error}", (f"{section}.hf_config",))
-    if path is not None and Path(path).is_dir():
-        for problem in checkpoint_problems(path):
-            yield Conflict(f"{key}: {problem}", (key,))
-    elif path is not None and not (dry_run and described):
-        hint = f", or give {section}.hf_config" if dry_run else ""
-        yield Conflict(f"{key}={path} is not a folder; {paths_hint(path)}{hint}", (key,))
-
-
-def _head(key: str, path: str) -> Iterator[Conflict]:
-    try:
-        shape = ModelShape.from_folder(path)
-    except (ConfigError, CheckpointError):
+    if path is None:
         return
-    if shape.num_labels != 1:
+    if not Path(path).is_dir():
+        if not (dry_run and described):
+            hint = f", or give {section}.hf_config" if dry_run else ""
+            yield Conflict(f"{key}={path} is not a folder; {paths_hint(path)}{hint}", (key,))
+        return
+    if problems := checkpoint_problems(path):
+        yield from (Conflict(f"{key}: {problem}", (key,)) for problem in problems)
+        return
+    shape = ModelShape.from_folder(path)
+    if section == "model" and described not in (None, shape):
+        yield Conflict(
+            f"{section}.hf_config={hf_config} describes another model than {path}/config.json; leave hf_config out, or"
+            " name the checkpoint's own config.json",
+            (f"{section}.hf_config", key),
+        )
+    if scores and shape.num_labels != 1:
         found = f"{shape.num_labels} labels" if shape.num_labels else "no score head"
         yield Conflict(
             f"{key}={path} has {found}, a reward model gives one score; use a ...ForSequenceClassification checkpoint"
@@ -143,12 +132,8 @@ def _head(key: str, path: str) -> Iterator[Conflict]:
 def _sharding(holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
     """Tensor-parallel size against heads and MLP width, pipeline size against layers."""
     key, sizes, keys = holder.sizes_key, holder.sizes, (holder.sizes_key, "model", f"{holder.key}.path")
-    for problem in shape.tp_problems(sizes.tp_size):
+    for problem in shape.tp_problems(sizes.tp_size) + shape.pp_problems(sizes.pp_size):
         yield Conflict(f"{key}={sizes}: {problem}", keys)
-    try:
-        shape.split_layers(sizes.pp_size)
-    except ConfigError as error:
-        yield Conflict(f"{key}={sizes}: {error}", keys)
 
 
 def _positions(config: RunConfig, holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
@@ -178,7 +163,7 @@ def _engines(config: RunConfig, shape: ModelShape | None) -> Iterator[Conflict]:
 
 
 def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
-    """One sequence against the KV cache, and requirements of vLLM on a CPU."""
+    """One sequence against the KV cache."""
     rollout, width = config.rollout, config.max_tokens
     gen, train = config.actor.gen_sizes, config.actor.train_sizes
     stages = (
@@ -193,17 +178,6 @@ def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
             f"rollout.kv_cache_bytes={rollout.kv_cache_bytes} must hold one sequence of {width} tokens, which takes"
             f" {needed} bytes at p_g-t_g = {gen}; raise it to a multiple of {needed}",
             ("rollout.kv_cache_bytes", *WIDTHS, "actor.generate", "model"),
-        )
-    if config.cluster.device == "cpu" and rollout.cuda_graphs:
-        yield Conflict(
-            "rollout.cuda_graphs=true needs cluster.device=cuda, found cpu; leave it false",
-            ("rollout.cuda_graphs", "cluster.device"),
-        )
-    if config.cluster.device == "cpu" and shape.head_dim % 32:
-        yield Conflict(
-            f"head_dim={shape.head_dim} is not a multiple of 32, which vLLM needs on a CPU; use another model, or"
-            " cluster.device=cuda",
-            ("cluster.device", "model"),
         )
 
 

@@ -18,8 +18,6 @@ from hybridengine.config.values import (
     like,
 )
 
-DEFAULT_RETRIES = 2
-
 
 class ScorerSection(Section):
     """A function of the response's text, or a model's score."""
@@ -70,10 +68,10 @@ class RewardSection(ScorerSection):
     memory_bytes: Bytes | None = None
     """Most memory of one process of a function; left out, there is no limit."""
     on_failure: Literal["fail", "retry", "drop"] = "fail"
-    """After a call that raised, did not return or gave no numbers: end the run, call again and then end it, or go on
-    without these rows."""
+    """Consequence of a call that raised, did not return or gave no numbers: end the run, call again and then end it, or
+    continue without these rows."""
     retries: CountOrZero | None = None
-    """Further calls for the rows of a failed one; left out, 2 with on_failure=retry, and 0 with drop."""
+    """Further calls for the rows of a failed one; left out, 2 with on_failure=retry, else 0."""
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_read(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -108,11 +106,9 @@ class RewardSection(ScorerSection):
     @property
     def num_retries(self) -> int:
         """Further calls for the rows of a failed one."""
-        if self.retries is not None:
-            return self.retries
-        return DEFAULT_RETRIES if self.on_failure == "retry" else 0
+        return (2 if self.on_failure == "retry" else 0) if self.retries is None else self.retries
 
 
 def scorer_key(section: str, term: str) -> str:
-    """Dotted key of a scorer: "reward", or "reward.terms.NAME"."""
+    """Return the dotted key of a scorer: "reward", or "reward.terms.NAME"."""
     return f"{section}.terms.{term}" if term else section

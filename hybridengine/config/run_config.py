@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from pydantic import Field
 
 from hybridengine.checkpoint_files import COMPANIONS_FOLDER
 from hybridengine.config.algorithm import ChosenAlgorithm, Role
-from hybridengine.config.reliability_sections import (
-    CheckpointSection,
-    FaultSection,
-    GuardSection,
-    TimeoutSection,
-)
-from hybridengine.config.reward_sections import RewardSection
+from hybridengine.config.reward_sections import RewardSection, scorer_key
 from hybridengine.config.sections import (
     MAIN_POOL,
     ActorSection,
+    CheckpointSection,
     ClusterSection,
     CriticSection,
     DataSection,
+    FaultSection,
+    GuardSection,
     ModelSection,
     PoolSection,
     ReferenceSection,
     RolloutSection,
     RunSection,
+    TimeoutSection,
     WarmupSection,
 )
-from hybridengine.config.values import PathText, Section
+from hybridengine.config.values import PathText, Section, flat
 from hybridengine.redaction import redacted, remember_secrets
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
@@ -40,16 +38,8 @@ TRAINED: tuple[Role, ...] = ("actor", "critic", "cost_critic")
 """Roles whose weights are updated."""
 SCORERS: tuple[Role, ...] = ("reward", "cost")
 """Roles that score responses, with functions, models or both."""
-PATHS = {
-    "run": ("folder",),
-    "model": ("path", "tokenizer"),
-    "data": ("train_file", "eval_file"),
-    "critic": ("path",),
-    "cost_critic": ("path",),
-    "reward": ("path",),
-    "cost": ("path",),
-}
-"""Keys of a configuration, by section, with paths that ranks read or write."""
+PATH_KEYS = ("folder", "path", "tokenizer", "train_file", "eval_file")
+"""Keys, in any section, with paths that ranks read or write."""
 
 
 def ranks_key(pool: str) -> str:
@@ -112,7 +102,7 @@ class RunConfig(Section):
         """Every pool by name, the actor's first."""
         elsewhere = {role for pool in self.cluster.pools.values() for role in pool.roles}
         roles: tuple[Role, ...] = tuple(role for role in self.algorithm.roles if role not in elsewhere)
-        main = PoolSection(roles=roles, ranks_per_node=self.cluster.ranks_per_node)
+        main = PoolSection.model_construct(roles=roles, ranks_per_node=self.cluster.ranks_per_node)
         return {MAIN_POOL: main, **self.cluster.pools}
 
     def pool_of(self, role: Role) -> str:
@@ -178,16 +168,11 @@ class RunConfig(Section):
     @property
     def paths_to_read(self) -> dict[str, Path]:
         """Key -> file or folder that must be there, on every node, before the run begins."""
-        named = {
-            f"{section}.{key}": getattr(getattr(self, section), key)
-            for section, keys in PATHS.items()
-            for key in keys
-            if section != "run"
+        return {
+            key: Path(value).resolve()
+            for key, value in flat(self.model_dump(mode="json"))
+            if key.rpartition(".")[2] in PATH_KEYS and value and key != "run.folder"
         }
-        for role in SCORERS:
-            for term, scorer in getattr(self, role).terms.items():
-                named[f"{role}.terms.{term}.path"] = scorer.path
-        return {key: Path(path).resolve() for key, path in named.items() if path is not None}
 
     @property
     def companions_folder(self) -> Path:
@@ -217,3 +202,70 @@ class RunConfig(Section):
         if self.warmup is None:
             return None
         return Path(self.warmup.file) if self.warmup.file else self.data_folder / "demonstrations.jsonl"
+
+
+class ModelHolder(NamedTuple):
+    """Something with weights on the ranks: a role, or a model among the terms of a reward."""
+
+    role: Role
+    key: str
+    """Dotted key of its section."""
+    section: Any
+    """Any of those with `parallel` and `micro_batch_tokens`."""
+    grid: Grid
+    sizes_key: str
+    """Dotted key of its sizes."""
+    folder: Path
+    """Hugging Face checkpoint that it enters RL with."""
+
+    @property
+    def name(self) -> str:
+        """Name of its group of workers: "reward", or "reward_NAME" for a term."""
+        return self.key.replace(".terms.", "_")
+
+    @property
+    def term(self) -> str:
+        """Name of its term; "" for a role."""
+        return self.key.partition(".terms.")[2]
+
+    @property
+    def sizes(self) -> TrainSizes:
+        """Sizes (p, t, d)."""
+        return self.grid.sizes
+
+    @property
+    def path(self) -> str | None:
+        """Checkpoint of its own."""
+        return getattr(self.section, "path", None)
+
+    @property
+    def hf_config(self) -> str | None:
+        """Description of that checkpoint, where it is elsewhere."""
+        return getattr(self.section, "hf_config", None)
+
+    @property
+    def has_score_head(self) -> bool:
+        """True if it gives scores or values in place of log-probs."""
+        return self.role not in ("actor", "reference")
+
+
+def reward_sections(config: RunConfig) -> dict[Role, RewardSection]:
+    """Return every section that scores responses in the run's dataflow, by name."""
+    return {role: getattr(config, role) for role in SCORERS if role in config.algorithm.roles}
+
+
+def model_holders(config: RunConfig) -> list[ModelHolder]:
+    """Return all of them, the roles first; functions have no weights."""
+    holders = [_holder(config, role, role, getattr(config, role)) for role in config.model_roles]
+    for role, section in reward_sections(config).items():
+        models = section.models.items()
+        holders += [_holder(config, role, scorer_key(role, term), one) for term, one in models if term]
+    return holders
+
+
+def _holder(config: RunConfig, role: Role, key: str, section: Any) -> ModelHolder:
+    sizes = TrainSizes.parse(section.parallel or config.actor.parallel)
+    sizes_key = f"{key}.parallel" if section.parallel else "actor.parallel"
+    path = getattr(section, "path", None)
+    folder = Path(path) if path else config.start_folder
+    return ModelHolder(role, key, section, Grid(sizes, config.cluster.order), sizes_key, folder)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from hybridengine.config.algorithm import Role
 from hybridengine.config.values import (
     Bytes,
     Count,
@@ -21,6 +20,7 @@ from hybridengine.config.values import (
     NonNegative,
     PathText,
     Positive,
+    Seconds,
     Section,
     Share,
     TrainSizesText,
@@ -64,10 +64,14 @@ class RunSection(Section):
 RanksPerNode = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
+PoolRole = Literal["critic", "cost_critic", "reference", "reward", "cost"]
+"""A role beside the actor, whose ranks are `cluster.ranks_per_node`."""
+
+
 class PoolSection(Section):
     """Ranks of their own for some roles, which work while the others do."""
 
-    roles: tuple[Role, ...] = ()
+    roles: Annotated[tuple[PoolRole, ...], Field(min_length=1)]
     """Roles that share these ranks; the actor and every role that no pool names share `cluster.ranks_per_node`."""
     ranks_per_node: RanksPerNode = (1,)
     """Ranks on each node, one GPU or CPU process each."""
@@ -109,48 +113,39 @@ class ClusterSection(Section):
 
 BUILT_TOKENS = 57
 """Tokens of the tokenizer that is built with a model."""
-_BUILD_KEYS = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "ffn_hidden_size",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_positions",
-    "tie_word_embeddings": "tied_embeddings",
-    "rope_theta": "rope_theta",
-    "initializer_range": "init_std",
-}
-"""Key of a `config.json` -> that of `model.build`."""
+
+
+def _in_hf(key: str) -> Any:
+    """Return the key of a `config.json` that a field of `model.build` is written as."""
+    return Field(serialization_alias=key)
 
 
 class BuildSection(Section):
     """A small model that the project builds itself, weights and tokenizer."""
 
-    family: FamilyName = "qwen3"
+    family: Annotated[FamilyName, _in_hf("model_type")] = "qwen3"
     """Architecture."""
-    num_layers: Count = 4
+    num_layers: Annotated[Count, _in_hf("num_hidden_layers")] = 4
     """Decoder layers."""
     hidden_size: Count = 128
     """Width of the residual stream."""
-    ffn_hidden_size: Count = 384
+    ffn_hidden_size: Annotated[Count, _in_hf("intermediate_size")] = 384
     """Width of the MLP."""
-    num_heads: Count = 4
+    num_heads: Annotated[Count, _in_hf("num_attention_heads")] = 4
     """Query heads."""
-    num_kv_heads: Count = 2
+    num_kv_heads: Annotated[Count, _in_hf("num_key_value_heads")] = 2
     """Key and value heads."""
     head_dim: Count = 32
     """Width of a head; vLLM on a CPU needs a multiple of 32."""
     vocab_size: Count = BUILT_TOKENS
     """Rows of the embedding, at least the tokenizer's tokens."""
-    max_positions: Count = 256
+    max_positions: Annotated[Count, _in_hf("max_position_embeddings")] = 256
     """Longest sequence, prompt and response."""
-    tied_embeddings: bool = True
+    tied_embeddings: Annotated[bool, _in_hf("tie_word_embeddings")] = True
     """The output head shares the embedding's weights."""
     rope_theta: Positive = 10000.0
     """Base of the rotary frequencies."""
-    init_std: Positive = 0.02
+    init_std: Annotated[Positive, _in_hf("initializer_range")] = 0.02
     """Standard deviation of the random weights."""
 
     def hf_config(self) -> dict[str, Any]:
@@ -158,8 +153,7 @@ class BuildSection(Section):
         family = FAMILIES[self.family]
         return {
             "architectures": [family.architectures[0]],
-            "model_type": self.family,
-            **{theirs: getattr(self, ours) for theirs, ours in _BUILD_KEYS.items()},
+            **self.model_dump(by_alias=True),
             "rms_norm_eps": 1e-6,
             "hidden_act": "silu",
             **family.built_config,
@@ -175,8 +169,8 @@ class BuildSection(Section):
             return ModelShape.from_hf_config(self.hf_config())
         except ConfigError as error:
             broken = str(error).rpartition(";")[0].replace(" of config.json", "")
-            for theirs, ours in _BUILD_KEYS.items():
-                broken = broken.replace(theirs, ours)
+            for name, field in BuildSection.model_fields.items():
+                broken = broken.replace(field.serialization_alias or name, name)
             raise ConfigError(f"{broken}; choose other values beneath model.build") from None
 
 
@@ -255,7 +249,7 @@ class ActorSection(TrainedSection):
     bucket_bytes: Annotated[Bytes, Field(ge=4)] = 512 * MEBIBYTE
     """Weights that are in flight at once while switching; at least one float32."""
     verify: Literal["first", "always", "never"] = "first"
-    """In which switches receivers check the digests of what they receive."""
+    """Switches in which receivers check the digests of the weights that they receive."""
     clip_low: Share = 0.2
     """The policy ratio is clipped below at 1 - clip_low."""
     clip_high: Positive = 0.2
@@ -370,3 +364,51 @@ class WarmupSection(Section):
     """Problems per step."""
     lr: Positive = 1e-3
     """Learning rate."""
+
+
+COLLECTIVE_SHARE = 2.0
+"""Limit of a collective, in limits of a call: ranks that wait for a hung one would else fail first, and be blamed."""
+
+
+class TimeoutSection(Section):
+    """Limits of waiting, in seconds."""
+
+    start_s: Seconds = 600.0
+    """Limit until all workers have started."""
+    call_s: Seconds = 1800.0
+    """Limit until every rank has answered one call."""
+    save_s: Seconds = 1800.0
+    """Limit until a checkpoint is written, from when the run has to wait for it."""
+
+    @property
+    def collective_s(self) -> float:
+        """Limit until a collective fails by itself: later than its call, whose error names the missing ranks."""
+        return COLLECTIVE_SHARE * self.call_s
+
+
+class CheckpointSection(Section):
+    """Checkpoints, from which a run can be resumed."""
+
+    every: CountOrZero = 10
+    """Iterations between two checkpoints; the last iteration is saved too. 0 saves nothing."""
+    keep: Count = 2
+    """The newest ones stay."""
+    best: PathText | None = "eval/score_mean"
+    """Metric whose checkpoint with the highest value stays as well; left empty, none does."""
+
+
+class FaultSection(Section):
+    """Restarts after ranks have failed."""
+
+    max_restarts: CountOrZero = 3
+    """Times that a run starts its ranks again and resumes from its last checkpoint."""
+
+
+class GuardSection(Section):
+    """Limits that end a run before it trains on nonsense."""
+
+    skipped_steps: CountOrZero = 10
+    """Optimizer steps on end whose gradient may not be finite; each is skipped, and counted in ROLE/skipped_steps."""
+    log_prob_drift: Positive | None = 0.5
+    """Largest distance of the log-probs of engine and trainer, as a mean over the response tokens of a replica; left
+    empty, there is no limit. In bfloat16 a few hundredths are usual."""

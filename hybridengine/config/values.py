@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import (
@@ -106,3 +106,12 @@ PathText = Annotated[
     str, like(r"(?s).*\S.*", "is an empty path; name a file or folder, or leave the key out")
 ]
 """A path; a relative one starts at the folder in which the command is run."""
+
+
+def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of every entry of a configuration's plain values."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

@@ -12,7 +12,7 @@ from ray import ObjectRef
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hybridengine.config.reliability_sections import COLLECTIVE_SHARE
+from hybridengine.config.sections import COLLECTIVE_SHARE
 from hybridengine.controller import cluster
 from hybridengine.controller.calls import call_log
 from hybridengine.controller.failures import RankFailedError

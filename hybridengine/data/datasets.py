@@ -144,9 +144,8 @@ def _prompt_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> li
     texts, problems = list[str](), list[str]()
     for row in rows:
         try:
-            text: Any = tokenizer.apply_chat_template(
-                row.messages, tokenize=False, add_generation_prompt=True
-            )
+            messages: Any = row.messages
+            text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             text.encode()
             texts.append(text)
         except jinja2.TemplateError as error:

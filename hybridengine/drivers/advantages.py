@@ -1,4 +1,4 @@
-"""The advantage functions of this project's algorithms, and what else they compute between their models, on ranks.
+"""Functions of a batch that dataflows run on the ranks where its rows are: advantages, and metrics of the batch.
 
 An advantage function has rows of one rank with the columns `drivers.dataflow.COLUMNS`, their numbers among all rows
 (`ROW_NUMBERS`), and `across`, which puts together what all ranks have. It returns `advantages` [B, R] and what else the
@@ -7,6 +7,7 @@ updates read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +17,16 @@ from torch import Tensor
 from hybridengine.algorithms import advantages as estimators
 from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.advantages import gae, token_rewards
-from hybridengine.algorithms.correction import RolloutWeights, rollout_weights
+from hybridengine.algorithms.correction import RolloutWeights, correction_metrics, rollout_weights
 from hybridengine.algorithms.kl import KL_ESTIMATORS
-from hybridengine.algorithms.masking import over_tokens, response_mask, whiten, zero_masked
+from hybridengine.algorithms.masking import (
+    masked_max,
+    masked_sum,
+    over_tokens,
+    response_mask,
+    whiten,
+    zero_masked,
+)
 from hybridengine.config.algorithm import Algorithm
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.ppo import Ppo
@@ -27,7 +35,9 @@ from hybridengine.drivers.remax import Remax
 from hybridengine.drivers.rloo import Rloo
 from hybridengine.drivers.safe_rlhf import SafeRlhf
 from hybridengine.errors import DataError
+from hybridengine.metrics import keys
 from hybridengine.protocols import ROW_NUMBERS
+from hybridengine.runtime.batch import columns_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class Counted:
     scores_B: Tensor
     """0 where a row is not kept."""
     kl_BR: Tensor
-    """From the reference, 0 where masked."""
+    """KL divergence from the reference, 0 where masked."""
     weights_BR: Tensor | None
     """Weights of the rollout correction."""
 
@@ -150,3 +160,65 @@ def mean_cost(rows: TensorDictBase, across: Across) -> dict[str, float]:
     if not count:
         raise DataError("none of this step's responses has a cost; look at the cost function's failures")
     return {"cost/mean": float(total / count)}
+
+
+def rollout_metrics(
+    rows: TensorDictBase, across: Across, algorithm: Algorithm, term_columns: Sequence[str] = ()
+) -> dict[str, float]:
+    """Return means of rewards, of each term's own scores, of the KL divergence and of lengths; if the training model has
+    computed log-probs, its entropy, their distance from the engine's, and the statistics of the rollout correction.
+
+    Raises:
+        DataError: no response has a score.
+    """
+    keep = ~rows["dropped"]
+    mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
+    kl = KL_ESTIMATORS[algorithm.kl_estimator](rows["log_probs"], rows["ref_log_probs"])
+    sums = torch.stack(
+        [
+            torch.tensor(float(len(rows))),
+            mask.sum(),
+            rows["scores"][keep].sum(),
+            keep.sum(),
+            masked_sum(kl, mask),
+            rows["prompt_lengths"].sum(),
+        ]
+    ).double()
+    num_rows, num_tokens, scores, num_scored, kl_sum, prompts = across.sum(sums).tolist()
+    if not num_scored:
+        raise DataError(
+            f"none of the {int(num_rows)} responses of this step has a score; look at the reward function's failures"
+        )
+    metrics = {
+        keys.REWARD_MEAN: scores / num_scored,
+        "rollout/dropped_rows": num_rows - num_scored,
+        keys.KL_MEAN: kl_sum / max(1.0, num_tokens),
+        keys.RESPONSE_TOKENS_MEAN: num_tokens / num_rows,
+        **_length_quantiles(rows, across),
+        keys.TOKENS: prompts + num_tokens,
+    }
+    for name in (name for name in term_columns if name in columns_of(rows)):
+        scored = ~rows[name].isnan()
+        total, count = across.sum(torch.stack([rows[name][scored].sum(), scored.sum()]).double()).tolist()
+        metrics[keys.mean_key(name)] = total / max(1.0, count)
+    if "entropies" in columns_of(rows):
+        difference = (rows["log_probs"] - rows["rollout_log_probs"]).abs()
+        metrics[keys.LOG_PROB_ABS_DIFF_MAX] = float(across.max(masked_max(difference, mask)))
+        entropies = float(across.sum(masked_sum(rows["entropies"], mask).double()))
+        metrics["rollout/entropy_mean"] = entropies / max(1.0, num_tokens)
+    if (weights := correction_weights(rows, mask & keep[:, None], algorithm)) is not None:
+        metrics |= correction_metrics(weights, across)
+    return metrics
+
+
+def _length_quantiles(rows: TensorDictBase, across: Across) -> dict[str, float]:
+    """Return the lengths of the shortest and longest response of all ranks, and quantiles between, for the planner."""
+    counts = torch.bincount(rows["response_lengths"], minlength=rows["log_probs"].size(1) + 1)
+    running = across.sum(counts.double()).cumsum(0)
+    total = running[-1].item()
+    wanted = torch.tensor([max(1.0, percent / 100 * total) for percent in keys.LENGTH_SHARES]).double()
+    lengths = torch.searchsorted(running, wanted.ceil())
+    return {
+        keys.response_tokens_key(percent): float(length)
+        for percent, length in zip(keys.LENGTH_SHARES, lengths.tolist(), strict=True)
+    }

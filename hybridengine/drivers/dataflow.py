@@ -18,7 +18,7 @@ COLUMNS = ("response_lengths", "rollout_log_probs", "log_probs", "ref_log_probs"
 """Columns that every advantage function gets."""
 STATISTICS = ("prompt_lengths", *COLUMNS)
 """Columns that `rollout_metrics` reads, besides `entropies`."""
-ROLLOUT_METRICS = "hybridengine.drivers.rollout_metrics:rollout_metrics"
+ROLLOUT_METRICS = "hybridengine.drivers.advantages:rollout_metrics"
 LOSS_PARAMETERS = ("log_probs", "columns", "algorithm", "actor", "aggregation")
 """Arguments that a loss is called with."""
 
@@ -68,23 +68,16 @@ def check_functions(algorithm: Algorithm) -> None:
     """
     parameters = {"loss": LOSS_PARAMETERS, "advantages": algorithm.advantage_parameters}
     for option, arguments in parameters.items():
-        path = getattr(algorithm, option, None)
+        path, form = getattr(algorithm, option, None), f"{option}({', '.join(arguments)})"
         if path is None or path == type(algorithm).model_fields[option].default:
             continue
-        asked, form = f"algorithm.{option}={path}", f"{option}({', '.join(arguments)})"
         try:
             function = import_named(path, "a function")
         except ValueError as error:
             raise ConfigError(f"algorithm.{option}: {error}") from error
-        if not callable(function):
-            raise ConfigError(f"{asked} is no function; write {form}")
         try:
             inspect.signature(function).bind(*arguments)
-        except ValueError:
+        except (TypeError, ValueError) as error:  # ValueError: of built-in functions without a signature
             raise ConfigError(
-                f"{asked} does not say which parameters it has, as some built-in functions do not; write {form} around it"
-            ) from None
-        except TypeError as error:
-            raise ConfigError(
-                f"{asked}: {inspect.signature(function)} cannot be called as {form} ({error}); change its parameters"
+                f"algorithm.{option}={path} cannot be called as {form} ({error}); change its parameters"
             ) from None

@@ -1,4 +1,4 @@
-"""What a dataflow works with: worker groups by role, what an iteration samples, and what it keeps between iterations."""
+"""The arguments of a dataflow: worker groups by role, the samples of an iteration, and the numbers that it keeps."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class Scorers:
     groups: Sequence[WorkerGroup]
     compute: WorkerGroup
     weights: Mapping[str, float]
-    """Of each term's column, where a term is a model; else empty: functions alone are put together on their ranks."""
+    """Weight of each term's column, where a term is a model; else empty: the functions' ranks add their terms up."""
     term_columns: Sequence[str] = ()
-    """What each of several scorers says, e.g. `cost/length`; a single one has none."""
+    """Columns of the scores of several scorers, e.g. `cost/length`; a single one has none."""
 
     @property
     def has_full_score(self) -> bool:
-        """Whether 1 is a full score: of a function alone, not of a model or a weighted sum."""
+        """True if 1 is a full score: of a function alone, not of a model or a weighted sum."""
         return not self.term_columns and hasattr(self.groups[0], "take_metrics")
 
     @property
     def num_ranks(self) -> int:
-        """Of the largest of the groups."""
+        """Ranks of the largest of the groups."""
         return max(group.num_ranks for group in self.groups)
 
     def compute_scores(self, rollout: Rows) -> Rows:
-        """`scores` and `dropped`; of several terms also their own columns."""
+        """Return `scores` and `dropped`; of several terms also their own columns."""
         parts = [group.compute_scores(rollout) for group in self.groups]
         rows = parts[0].union(*parts[1:])
         if not self.weights:
@@ -50,17 +50,12 @@ class Scorers:
             self.compute.map(terms, "hybridengine.data.rewards.combine_scores", dict(self.weights))
         )
 
-    def take_metrics(self, last_words_s: float | None = None) -> dict[str, float]:
-        """What the functions did since the last time, all ranks together, e.g. `reward/retries`; models have none.
-
-        Args:
-            last_words_s: after a failure: how long to wait for what ranks can still say; others are left out.
-        """
+    def take_metrics(self) -> dict[str, float]:
+        """Return the counters of the functions since the last call, of all ranks, e.g. `reward/retries`."""
         total = Counter[str]()
         for group in self.groups:
             if hasattr(group, "take_metrics"):
-                asked = group.take_metrics()
-                for counts in asked.get() if last_words_s is None else asked.answers(last_words_s):
+                for counts in group.take_metrics().get():
                     total.update(counts)
         return dict(total)
 
@@ -89,12 +84,12 @@ class Roles:
 
     @property
     def term_columns(self) -> tuple[str, ...]:
-        """`Scorers.term_columns` of rewards and costs."""
+        """All `Scorers.term_columns` of rewards and costs."""
         return tuple(column for one in self._scorers for column in one.term_columns)
 
-    def take_scorer_metrics(self, last_words_s: float | None = None) -> dict[str, float]:
-        """`Scorers.take_metrics` of rewards and costs."""
-        return {key: value for one in self._scorers for key, value in one.take_metrics(last_words_s).items()}
+    def take_scorer_metrics(self) -> dict[str, float]:
+        """Return `Scorers.take_metrics` of rewards and costs."""
+        return {key: value for one in self._scorers for key, value in one.take_metrics().items()}
 
     @property
     def _scorers(self) -> list[Scorers]:
@@ -110,18 +105,18 @@ class Roles:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What one iteration samples."""
+    """The prompts and responses of one iteration."""
 
     step: int
-    """From 1."""
+    """Number of the iteration, from 1."""
     num_prompts: int
     samples_per_prompt: int
     first_seed: int
-    """Of the first response; the others count on."""
+    """Seed of the first response; the next responses use the following integers."""
 
     @property
     def prompts(self) -> Rows:
-        """One row per prompt, still empty."""
+        """Rows of the prompts, still empty."""
         from hybridengine.controller.rows import Rows
 
         return Rows.numbered(self.num_prompts)

@@ -76,12 +76,7 @@ def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     domain = "micro-DP" if generation.nests else "gather"
     for name, groups in [*named_groups(generation), (domain, cost.groups)]:
         lines.append(f"  {'generation':<{width}} {name:<10} {format_groups(groups)}")
-    crossing, why = cost.num_crossing_domains, ""
-    if crossing and config.actor.train_sizes.model_parallel_size > min(config.cluster.ranks_per_node):
-        why = ", because a replica is larger than a node"
-    elif crossing:
-        why = "; cluster.rank_order=paper keeps a replica together"
-    return [*lines, f"  {crossing} of {len(cost.groups)} {domain} groups cross nodes{why}"]
+    return [*lines, f"  {cost.num_crossing_domains} of {len(cost.groups)} {domain} groups cross nodes"]
 
 
 def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:

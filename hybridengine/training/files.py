@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import yaml
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from hybridengine.checkpoint_files import check_checkpoint, copy_companions
+from hybridengine.checkpoint_files import copy_companions
+from hybridengine.checkpoints.hf_reader import check_weights
 from hybridengine.config import RunConfig, holder_shape, model_holders
-from hybridengine.config.reward_checks import reward_sections
-from hybridengine.config.run_config import PATHS, SCORERS
+from hybridengine.config.run_config import PATH_KEYS, reward_sections
 from hybridengine.data.datasets import DemonstrationDataset, PromptDataset
 from hybridengine.data.rewards import check_reward_functions
 from hybridengine.data.tasks import write_arithmetic_files
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
-from hybridengine.errors import CheckpointError, ConfigError, DataError, UnreadableError, raise_all, shown
+from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all, shown
 from hybridengine.metrics.report.run_record import CONFIG_FILE
 from hybridengine.reading import read_object
 from hybridengine.writing import writing
@@ -68,20 +69,18 @@ def claim_run(config: RunConfig) -> tuple[RunConfig, bool]:
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    sections = {}
-    for name, keys in PATHS.items():
-        section = getattr(config, name)
-        given = {key: getattr(section, key) for key in keys}
-        absolute = {key: str(Path(path).resolve()) for key, path in given.items() if path is not None}
-        sections[name] = section.model_copy(update=absolute)
-    for name in SCORERS:
-        terms = {
-            term: scorer.model_copy(update={"path": str(Path(scorer.path).resolve())} if scorer.path else {})
-            for term, scorer in sections[name].terms.items()
-        }
-        sections[name] = sections[name].model_copy(update={"terms": terms})
-    resume = config.resume if config.resume in ("auto", "never") else str(Path(config.resume).resolve())
-    return config.model_copy(update={**sections, "resume": resume})
+    def resolve(values: dict[str, Any]) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                resolve(value)
+            elif key in PATH_KEYS and value is not None:
+                values[key] = str(Path(value).resolve())
+
+    values = config.model_dump(mode="json")
+    resolve(values)
+    if config.resume not in ("auto", "never"):
+        values["resume"] = str(Path(config.resume).resolve())
+    return RunConfig.model_validate_json(json.dumps(values), strict=True)
 
 
 def prepare_files(config: RunConfig) -> RunFiles:
@@ -102,8 +101,8 @@ def prepare_files(config: RunConfig) -> RunFiles:
         elif config.model.gguf is not None:
             convert_gguf(config)
         if config.data.task is not None:
-            problems.attempt(_write_task_files, config)
-    shape = problems.attempt(check_checkpoint, config.model_folder)
+            problems.attempt(write_arithmetic_files, config.data_folder, config.data.task)
+    shape = problems.attempt(check_weights, config.model_folder)
     tokenizer = problems.attempt(load_tokenizer, config.tokenizer_folder, pad_with_eos=True)
     if shape is None or tokenizer is None:
         problems.raise_all()
@@ -119,30 +118,12 @@ def prepare_files(config: RunConfig) -> RunFiles:
             )
     files = _read_rows(config, tokenizer, shape.vocab_size, problems)
     problems.raise_all()
-    _check_read_by_transformers(config.model_folder)
     # Now, while they are there: folders of models are moved in the weeks that a run takes.
     with writing(config.companions_folder):
         copy_companions(config.model_folder, config.tokenizer_folder, config.companions_folder)
     if not (config.run_folder / CONFIG_FILE).is_file():
         keep_config(config)
     return files
-
-
-def _check_read_by_transformers(folder: Path) -> None:
-    """Read config.json as vLLM will: this project's own check knows the keys that decide shapes and weights.
-
-    Raises:
-        CheckpointError: transformers refuses it.
-    """
-    from transformers import AutoConfig
-
-    try:
-        AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of any class, by the value
-        raise CheckpointError(
-            f"{folder / 'config.json'} is not accepted by transformers ({' '.join(str(error).split())}); restore the"
-            " model's original config.json"
-        ) from None
 
 
 def keep_config(config: RunConfig) -> None:
@@ -212,34 +193,31 @@ def stop_token_ids(
     """Return the tokenizer's end token and those of the checkpoint's generation_config.json, as transformers stops.
 
     Raises:
-        CheckpointError: that file or config.json, which vLLM reads, cannot be read, or names no tokens.
+        CheckpointError: transformers, and so vLLM, refuses that file or config.json, or one of them names no tokens.
     """
-    _end_tokens(model_folder / "config.json", vocab_size)
-    more = _end_tokens(model_folder / "generation_config.json", vocab_size)
-    return tuple(dict.fromkeys([token_id(tokenizer, "eos"), *more]))
+    from transformers import AutoConfig, GenerationConfig
 
-
-def _end_tokens(file: Path, vocab_size: int) -> list[int]:
-    remedy = "restore the model's original file" + ("" if file.name == "config.json" else ", or remove it")
-    try:
-        found = read_object(file).get("eos_token_id")
-    except FileNotFoundError:
-        return []
-    except UnreadableError as error:
-        raise CheckpointError(f"{error}; {remedy}") from None
-    tokens = found if isinstance(found, list) else [] if found is None else [found]
-    if wrong := [token for token in tokens if type(token) is not int or not 0 <= token < vocab_size]:
-        raise CheckpointError(
-            f"{file}: eos_token_id has {shown(wrong[0])}, which is no token of the model's vocabulary (0 to"
-            f" {vocab_size - 1}); {remedy}"
-        )
-    return tokens
-
-
-def _write_task_files(config: RunConfig) -> None:
-    task = config.data.task
-    assert task is not None, "called for runs with a task"
-    write_arithmetic_files(config.data_folder, task)
+    for name, kind, remedy in (
+        ("config.json", AutoConfig, ""),
+        ("generation_config.json", GenerationConfig, ", or remove it"),
+    ):
+        tokens = list[int]()  # those of the last file count
+        if not (model_folder / name).exists():
+            continue
+        try:
+            read = kind.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
+            found = getattr(read, "eos_token_id", None)
+            tokens = found if isinstance(found, list) else [] if found is None else [found]
+            if wrong := [token for token in tokens if type(token) is not int or not 0 <= token < vocab_size]:
+                raise ValueError(
+                    f"eos_token_id has {shown(wrong[0])}, which is no token from 0 to {vocab_size - 1}"
+                )
+        except Exception as error:  # of any class, by the value
+            raise CheckpointError(
+                f"{model_folder / name} is not accepted by transformers ({' '.join(str(error).split())}); restore the"
+                f" model's original file{remedy}"
+            ) from None
+    return tuple(dict.fromkeys([token_id(tokenizer, "eos"), *tokens]))
 
 
 def build_model(config: RunConfig) -> None:

@@ -12,7 +12,7 @@ from hybridengine.config import RunConfig
 from hybridengine.controller.calls import call_log
 from hybridengine.controller.rows import Rows
 from hybridengine.drivers.roles import Roles, Sampling
-from hybridengine.errors import ConfigError, DataError, HybridEngineError, shown
+from hybridengine.errors import ConfigError, DataError, shown
 from hybridengine.metrics import keys
 from hybridengine.training.files import RunFiles
 from hybridengine.training.launch import RunPools
@@ -21,8 +21,6 @@ from hybridengine.training.saving import Progress, RunSaver
 from hybridengine.training.step_metrics import call_metrics
 from hybridengine.training.stopping import StopRequest
 
-LAST_WORDS_S = 5.0
-"""Time that the ranks of a failed step have to report their reward functions."""
 NUM_SAMPLES = 16
 """Responses of an evaluation that people may want to read."""
 SAMPLE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths", "answers", "scores")
@@ -51,7 +49,7 @@ def iterate(
     def measure(step: int) -> dict[str, float]:
         if files.held_out is None:
             return {}
-        output.begin_evaluation(step)
+        output.begin(step, "evaluating:")
         metrics, samples = evaluate(roles, len(files.held_out))
         output.show_samples(step, samples)
         pools.wait()
@@ -59,41 +57,33 @@ def iterate(
         return metrics
 
     @contextlib.contextmanager
-    def failures_kept(step: int, known: Mapping[str, float] | None = None) -> Iterator[None]:
-        """Write and draw what is known of a step or an evaluation that fails.
+    def failures_drawn(step: int, known: Mapping[str, float] | None = None) -> Iterator[None]:
+        """Draw a step or an evaluation that fails.
 
         Args:
-            known: the metrics of a step whose evaluation follows.
+            known: the metrics of a step whose evaluation follows; they are written.
         """
         try:
             yield
-        except BaseException as error:
-            counts = dict[str, float]()
-            try:
-                if isinstance(error, Exception):  # who interrupts a run does not want to wait
-                    with contextlib.suppress(HybridEngineError):  # of ranks that can no longer say
-                        counts = roles.take_scorer_metrics(LAST_WORDS_S)
-            finally:
-                if known is not None:
-                    output.record(step, {**known, **counts})
-                elif counts:
-                    output.record_failure(step, counts)
-                pools.settle()
-                output.draw(step, log.take_records())
+        except BaseException:
+            if known is not None:
+                output.record(step, known)
+            pools.settle()
+            output.draw(step, log.take_records())
             raise
 
     log.take_records()  # of the start
     if progress.step == 0:
-        with failures_kept(0):
+        with failures_drawn(0):
             metrics = measure(0)
             counts = roles.take_scorer_metrics()
         output.record(0, metrics | counts)
     for step in range(progress.step + 1, steps + 1):
         pools.wait()
         log.take_records()  # what was asked between two steps is part of neither
-        output.begin_step(step)
+        output.begin(step)
         begin, payload_bytes = time.time(), log.payload_bytes
-        with failures_kept(step):
+        with failures_drawn(step):
             returned = config.algorithm.step(roles, _sampling(config, step), progress.state)
             who = f"step {step} of algorithm.name={config.algorithm.name}"
             names = f"names, others than {keys.STEP!r}, and numbers"
@@ -110,7 +100,7 @@ def iterate(
             metrics[keys.TOKENS_PER_S] = metrics[keys.TOKENS] / seconds
         output.draw(step, records)
         every = config.run.eval_every
-        with failures_kept(step, metrics):
+        with failures_drawn(step, metrics):
             if step == steps or (every and step % every == 0):
                 metrics |= measure(step)
             counts = roles.take_scorer_metrics()

@@ -53,13 +53,11 @@ class RunPools:
         has_gpus = any(offer.num_gpus for offer in offers)
         use_gpus = config.cluster.device == "cuda" or (config.cluster.device == "auto" and has_gpus)
         if config.rollout.cuda_graphs and not use_gpus:
-            raise ConfigError("rollout.cuda_graphs=true needs GPUs, and the cluster has none; leave it false")
+            raise ConfigError("rollout.cuda_graphs=true needs GPUs, and the run has none; leave it false")
         self._rooms = [offer.num_ranks(1, use_gpus) for offer in offers]
-        room = sum(self._rooms)
-        if len(config.pools) > 1 and config.num_ranks > room:
-            wanted = " + ".join(f"{pool.num_ranks} of {name}" for name, pool in config.pools.items())
+        if len(config.pools) > 1 and config.num_ranks > sum(self._rooms):
             raise ConfigError(
-                f"the pools want {wanted} = {config.num_ranks} ranks, and the cluster has room for {room}; put roles on"
+                f"the pools want {config.num_ranks} ranks, and the cluster has room for {sum(self._rooms)}; put roles on"
                 " the same pool, or start the cluster with more nodes, CPUs or GPUs"
             )
         self._pools = {

@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows while it goes on: metrics, a timeline, samples, a live view, a line per step."""
+"""The output of a run: metrics, a timeline, samples, a live view, a line per step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridengine.metrics import keys
 from hybridengine.metrics.console import step_line
 from hybridengine.metrics.live import LiveView, can_show_live
 from hybridengine.metrics.recorder import TENSORBOARD_FOLDER, MetricsRecorder
-from hybridengine.metrics.rows import METRICS_FILE, Row
+from hybridengine.metrics.rows import METRICS_FILE
 from hybridengine.metrics.samples import SAMPLES_FOLDER, Sample, terminal_table, write_samples
 from hybridengine.metrics.timeline import TIMELINE_FILE, Reading, Span, TimelineWriter
 from hybridengine.metrics.trackers import TrackedRun, Trackers
@@ -41,20 +41,20 @@ BARS = {
     "prompts": "prompts",
     "advantages": "advantages",
 }
-"""Phase of an iteration -> what its bars in the timeline count as."""
+"""Phase of an iteration -> kind of its bars in the timeline."""
 
 SHOWN_SAMPLES = 3
 """Responses of an evaluation in the terminal."""
 
 
 def run_trackers(config: RunConfig) -> Trackers:
-    """The trackers of a run, still to be opened (`with`)."""
+    """Return the trackers of a run, still to be opened (`with`)."""
     run = TrackedRun(config.run.name, config.run_folder, config.described())
     return Trackers(config.run.trackers, run)
 
 
 def where_to_look(folder: Path) -> str:
-    """What to open, and what to type, once a run has ended."""
+    """Return the files and commands that show a run which has ended."""
     return (
         f"metrics: {folder / METRICS_FILE}; tensorboard --logdir {folder / TENSORBOARD_FOLDER};"
         f" hybridengine report {folder}"
@@ -86,35 +86,22 @@ class RunOutput:
         self._recorder = MetricsRecorder(folder)
         self._timeline = TimelineWriter(folder / TIMELINE_FILE)
 
-    def begin_step(self, step: int) -> None:
-        """Show in the live view that a step begins."""
+    def begin(self, step: int, *what: str) -> None:
+        """Show in the live view that a step begins, or that `what` begins after it."""
         if self._view is not None:
-            self._view.begin(step)
-
-    def begin_evaluation(self, step: int) -> None:
-        """Show in the live view that the evaluation after a step begins; step 0 is the state before training."""
-        if self._view is not None:
-            self._view.begin(step, "evaluating:")
+            self._view.begin(step, *what)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write and print the row of a step; step 0 is the state before training."""
-        row = self._write(step, metrics)
+        row = self._recorder.record(step, metrics)
+        if self._trackers is not None:
+            self._trackers.log(row)
         if self._view is not None:
             self._view.end(row)
         self._console.print(Text(step_line(row, self._num_steps)), soft_wrap=True)
 
-    def record_failure(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write what is known of a step that has failed."""
-        self._write(step, metrics)
-
-    def _write(self, step: int, metrics: Mapping[str, float]) -> Row:
-        row = self._recorder.record(step, metrics)
-        if self._trackers is not None:
-            self._trackers.log(row)
-        return row
-
     def draw(self, step: int, records: Sequence[CallRecord]) -> None:
-        """Add what the ranks did in a step, and held after each call, to the timeline."""
+        """Add the calls of a step, and the memory that ranks held after each, to the timeline."""
         spans, readings = list[Span](), list[Reading]()
         for record in records:
             phase = BARS.get(phase_of_call(record.role, record.method), "other")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,30 +11,33 @@ from typing import Any
 import yaml
 
 from hybridengine.checkpoint_files import checkpoint_problems
-from hybridengine.checkpoints.folders import Checkpoint, checkpoint_at, checkpoints_in
+from hybridengine.checkpoints.folders import Checkpoint, checkpoint_at
 from hybridengine.checkpoints.making import settle_checkpoints
 from hybridengine.config import RunConfig
-from hybridengine.config.run_config import TRAINED
-from hybridengine.errors import CheckpointError, ConfigError, shown
+from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, shown
 from hybridengine.metrics.keys import STEP
 from hybridengine.metrics.report.run_record import CONFIG_FILE
-from hybridengine.metrics.rows import latest_rows, read_rows
+from hybridengine.metrics.rows import read_rows
+from hybridengine.reading import read_object
 from hybridengine.training.files import config_text
-from hybridengine.training.saving import changed_values, differences, roles_left_out, roles_to_load
+from hybridengine.training.saving import changed_values, check_roles
+from hybridengine.writing import writing
 
 SETTLED = ("model.build", "model.gguf", "data.task", "warmup")
 """Keys whose products are in the run's folder: its model, its data, its warmed-up weights."""
+FINAL_FILE = "final.json"
+"""File of a run with the step of its trained model."""
 
 
-def goes_on(config: RunConfig) -> str:
+def resume_command(config: RunConfig) -> str:
     """Return the command that resumes the run as it is: the file in its folder has every override, but no secrets.
 
     Where ranks have never come to train with this configuration, the file is that of an earlier command, or of none.
     """
     file, described = config.run_folder / CONFIG_FILE, config_text(config)
     if "(hidden" in described or not file.is_file() or file.read_text() != described:
-        return f"the same command with run.name={config.run.name} resume=auto goes on"
-    return f"hybridengine train {as_typed(file)} resume=auto goes on"
+        return f"the same command with run.name={config.run.name} resume=auto resumes it"
+    return f"hybridengine train {as_typed(file)} resume=auto resumes it"
 
 
 def kept_config(config: RunConfig) -> dict[str, Any]:
@@ -98,14 +102,10 @@ def checkpoint_of(
             ) from None
     if found is None:
         return config, None
-    left_out = roles_left_out(found, config)
-    there = roles_to_load(found, config)
-    anew = [role for role in TRAINED if role in config.algorithm.roles and role not in there]
-    say(f"going on after step {found.step}: {as_typed(found.folder)}, all digests right")
-    for change in differences(config, found):
-        say(f"  the configuration has changed: {change}")
+    _, anew, left_out = check_roles(found, config)
+    say(f"resuming after step {found.step}: {as_typed(found.folder)}, all digests right")
     if anew:
-        say(f"  not in it, and begun as in a new run: {', '.join(anew)}")
+        say(f"  not in it, and initialised as in a new run: {', '.join(anew)}")
     if left_out:
         say(
             f"  {' and '.join(left_out)} will not be in later checkpoints: algorithm.name={config.algorithm.name}"
@@ -123,13 +123,21 @@ def final_folder(config: RunConfig) -> Path:
     return config.run_folder / "final"
 
 
+def note_final(config: RunConfig, step: int) -> None:
+    """Keep the step of the trained model, which has just been written."""
+    with writing(file := config.run_folder / FINAL_FILE):
+        file.write_text(json.dumps({STEP: step}) + "\n")
+
+
 def steps_done(config: RunConfig) -> int:
     """Return the steps of a run whose trained model is there, whole; 0 for any other run."""
     if checkpoint_problems(final_folder(config)):
         return 0
-    rows = [int(row[STEP] or 0) for row in latest_rows(read_rows(config.run_folder))]
-    saved = [one.step for one in checkpoints_in(config.run_folder)]
-    return max([0, *rows, *saved])
+    try:
+        step = read_object(config.run_folder / FINAL_FILE).get(STEP)
+    except (FileNotFoundError, UnreadableError):
+        return 0
+    return step if isinstance(step, int) else 0
 
 
 def check_final(config: RunConfig, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
@@ -143,16 +151,16 @@ def check_final(config: RunConfig, checkpoint: Checkpoint | None, say: Callable[
     has_own = checkpoint is not None and checkpoint.folder.is_relative_to(config.run_folder)
     if not os.path.lexists(final):
         if checkpoint is None and rows:
-            say("no checkpoint to go on from: the run begins anew")
+            say("no checkpoint to resume from: the run begins anew")
     elif checkpoint is None or not has_own or checkpoint.step < steps_done(config):
         raise ConfigError(
-            f"resume=auto: {as_typed(config.run_folder)} has a trained model and no whole checkpoint of its step to go on"
-            f" from; choose another run.name, or move {as_typed(final)} away"
+            f"resume=auto: {as_typed(config.run_folder)} has a trained model and no whole checkpoint of its step to"
+            f" resume from; choose another run.name, or move {as_typed(final)} away"
         )
     elif problems := checkpoint_problems(final):
         say(f"warning: {as_typed(final)} is damaged, and will be written again: {problems[0]}")
 
 
 def as_typed(path: Path) -> Path:
-    """`path` as a person would type it here."""
+    """Return `path` as a person would type it here."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

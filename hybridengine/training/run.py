@@ -17,7 +17,6 @@ from hybridengine.checkpoints.folders import Checkpoint, checkpoints_in
 from hybridengine.checkpoints.making import name_written, settle_checkpoints
 from hybridengine.checkpoints.run_lock import run_lock
 from hybridengine.config import RunConfig
-from hybridengine.config.run_config import ranks_key
 from hybridengine.config.sections import WarmupSection
 from hybridengine.controller.calls import call_log
 from hybridengine.controller.failures import failure_signature, is_passing
@@ -42,11 +41,12 @@ from hybridengine.training.resuming import (
     check_settled,
     checkpoint_of,
     final_folder,
-    goes_on,
     kept_config,
+    note_final,
+    resume_command,
     steps_done,
 )
-from hybridengine.training.saving import Progress, RunSaver, changed_surroundings, load_roles
+from hybridengine.training.saving import Progress, RunSaver, changes_since, load_roles
 from hybridengine.training.stopping import StopRequest
 
 
@@ -64,15 +64,13 @@ def train(config: RunConfig) -> None:
 
     raise_all([*local_problems(config), *missing_trackers(config.run.trackers)])
     check_functions(config.algorithm)
-    runs_are_new = not Path(config.run.folder).exists()
     config, is_made_here = claim_run(config)
     say(f"run {as_typed(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
     stop = StopRequest(saves=bool(config.checkpoint.every))
     with contextlib.ExitStack() as ends:
-        ends.enter_context(stop.interruptible())
         # First of all: who is refused leaves the other's folder alone.
         ends.enter_context(run_lock(config.run_folder, warn))
-        with _nothing_left_behind(config, is_made_here, runs_are_new), contextlib.ExitStack() as begun:
+        with _nothing_left_behind(config, is_made_here), contextlib.ExitStack() as begun:
             kept = kept_config(config)
             check_settled(config, kept)
             if (done := steps_done(config)) >= config.run.steps:
@@ -81,7 +79,7 @@ def train(config: RunConfig) -> None:
             config, checkpoint = checkpoint_of(config, kept.get("resume"), say)
             check_final(config, checkpoint, say)
             files = prepare_files(config)
-            for change in changed_surroundings(config, checkpoint) if checkpoint is not None else []:
+            for change in changes_since(config, checkpoint) if checkpoint is not None else []:
                 say(f"  {change}")
             for line in layout_lines(config, cost_of(config)):
                 say(line)
@@ -92,7 +90,9 @@ def train(config: RunConfig) -> None:
         run.carry_out(pools, checkpoint)
     if stop.asked:
         remedy = (
-            goes_on(config) if config.checkpoint.every else "nothing is saved, because checkpoint.every=0"
+            resume_command(config)
+            if config.checkpoint.every
+            else "nothing is saved, because checkpoint.every=0"
         )
         say(f"stopped; {remedy}")
         return
@@ -122,11 +122,7 @@ class _Run:
         """
         restarts, last, first = 0, "", checkpoint
         while True:
-            progress = (
-                Progress.start()
-                if checkpoint is None
-                else Progress.at(checkpoint, self.config.checkpoint.best)
-            )
+            progress = Progress.at(checkpoint, self.config.checkpoint.best)
             try:
                 with pools:
                     self._attempt(pools, progress, checkpoint)
@@ -145,7 +141,7 @@ class _Run:
                 self.say(f"starting the ranks again ({restarts} of at most {most} times)")
                 failure = error
             checkpoint = settle_checkpoints(self.config.run_folder, self.say) or first
-            self.say(f"going on after step {checkpoint.step if checkpoint else 0}")
+            self.say(f"resuming after step {checkpoint.step if checkpoint else 0}")
             pools = self._pools_after(failure)
 
     def _say_what_is_left(self, progress: Progress) -> None:
@@ -153,7 +149,9 @@ class _Run:
         with contextlib.suppress(OSError):
             name_written(self.config.run_folder, self.say)
         found = checkpoints_in(self.config.run_folder)
-        left = f"{goes_on(self.config)} after step {found[0].step}" if found else "nothing has been saved"
+        left = (
+            f"{resume_command(self.config)} after step {found[0].step}" if found else "nothing has been saved"
+        )
         self.say(f"failed {self._place(progress)}; {left}")
 
     def _place(self, progress: Progress) -> str:
@@ -202,19 +200,16 @@ class _Run:
         with RunOutput(config, pools.nodes, self.files.tokenizer, self.console, self.trackers) as output:
             saver = RunSaver(config, roles, progress, say)
             keep_config(config)
-            final = final_folder(config)
-            if progress.step < config.run.steps and final.exists():
-                # It would say that all steps are done.
-                say(f"{as_typed(final)} is of fewer steps: removed, as the run goes on to {config.run.steps}")
-                shutil.rmtree(final, ignore_errors=True)
             self.has_started = True
             with self.stop.listening():
                 iterate(config, pools, roles, self.files, output, progress, saver, self.stop)
                 if self.stop.asked and config.checkpoint.every and saver.saved_step < progress.step:
                     raise OutputError(f"step {progress.step}, after which the run ends, could not be saved")
                 if not self.stop.asked:
+                    final = final_folder(config)
                     with self.stop.too_late():
                         actor.export_model(str(final), str(config.companions_folder)).wait()
+                        note_final(config, progress.step)
                     say(f"trained model saved: {as_typed(final)}")
 
     def _warm_up(
@@ -234,38 +229,25 @@ def local_problems(config: RunConfig) -> list[str]:
     """Return the reasons why this machine cannot be the whole cluster; none where a cluster is joined."""
     if config.cluster.address is not None or os.environ.get("RAY_ADDRESS"):
         return []
-    remedy = "or join a cluster with cluster.address"
-    problems = [
-        f"{ranks_key(name)}={list(pool.ranks_per_node)} wants {len(pool.ranks_per_node)} nodes, this machine is one;"
-        f" give one number, {remedy}"
-        for name, pool in config.pools.items()
-        if len(pool.ranks_per_node) > 1
-    ]
-    if problems:
-        return problems
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     room = max(1, memory // RANK_BYTES)
     if config.num_ranks > room:
-        asked = " and ".join(
-            f"{ranks_key(name)}={list(pool.ranks_per_node)}" for name, pool in config.pools.items()
-        )
         return [
-            f"{asked} is more than this machine has room for: {room} ranks, at {format_bytes(RANK_BYTES)} of its"
-            f" {format_bytes(memory)} for each rank's process; choose sizes whose product is at most {room}, {remedy}"
+            f"the {config.num_ranks} ranks of the run are more than this machine has room for: {room} ranks, at"
+            f" {format_bytes(RANK_BYTES)} of its {format_bytes(memory)} for each rank's process; choose fewer ranks and"
+            " smaller sizes, or join a cluster with cluster.address"
         ]
     return []
 
 
 @contextlib.contextmanager
-def _nothing_left_behind(config: RunConfig, is_made_here: bool, runs_are_new: bool) -> Iterator[None]:
-    """Remove the folders that a run has made whose files, trackers or cluster rule it out; older ones stay."""
+def _nothing_left_behind(config: RunConfig, is_made_here: bool) -> Iterator[None]:
+    """Remove the folder of a run that its files, trackers or cluster rule out, unless it was there before."""
     try:
         yield
     except HybridEngineError:
-        if not is_made_here:
-            raise
-        shutil.rmtree(config.run_folder, ignore_errors=True)
-        if runs_are_new:
-            with contextlib.suppress(OSError):  # a tracker has files of its own there
+        if is_made_here:
+            shutil.rmtree(config.run_folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # other runs are there
                 Path(config.run.folder).rmdir()
         raise

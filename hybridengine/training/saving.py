@@ -1,25 +1,25 @@
-"""Saves a run while it goes on, and has a new one go on from there.
+"""Saves of a run, and the state that a resumed run begins with.
 
 A save begins between two iterations: every trained role copies its state to host memory, and writes it in the background.
-Between two later ones, once all have written, it gets its name; where a run ends before that, whoever goes on gives it.
-A save that fails costs the run nothing but itself.
+Between two later iterations, once all have written, the checkpoint is renamed; if a run ends before that, the resumed run
+renames it. A save that fails has no other consequence.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hybridengine.checkpoints.folders import Checkpoint, checkpoints_in
+from hybridengine.checkpoints.digests import FileDigest
+from hybridengine.checkpoints.folders import Best, Checkpoint, DataState, RunState
 from hybridengine.checkpoints.making import (
     begin_checkpoint,
     complete_checkpoint,
@@ -27,8 +27,9 @@ from hybridengine.checkpoints.making import (
     name_written,
     prune,
 )
-from hybridengine.config import RunConfig
+from hybridengine.config import Role, RunConfig
 from hybridengine.config.run_config import TRAINED
+from hybridengine.config.values import flat
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.roles import Roles, State
 from hybridengine.errors import CheckpointError
@@ -53,36 +54,21 @@ FREE_KEYS = (
 """Parts of a configuration that do not change a run's results."""
 
 
-@dataclass(frozen=True)
-class Best:
-    """The checkpoint with the highest value of the metric that decides."""
-
-    step: int | None = None
-    value: float = -math.inf
-    metric: str | None = None
-    """Name of that metric."""
-
-
 @dataclass
 class Progress:
     """State of a run that passes from one iteration to the next, beside the models."""
 
-    step: int
+    step: int = 0
     """Iterations that are complete."""
-    state: State
+    state: State = field(default_factory=dict)
     """Numbers that the dataflow keeps."""
-    best: Best
-    prompts_drawn: int
-    """By all iterations; not their number times the batch size, where a run has gone on with another one."""
+    best: Best = field(default_factory=Best)
+    prompts_drawn: int = 0
+    """Prompts of all iterations."""
 
     @classmethod
-    def start(cls) -> Progress:
-        """Return the progress of a new run."""
-        return cls(0, {}, Best(), 0)
-
-    @classmethod
-    def at(cls, checkpoint: Checkpoint, best_metric: str | None) -> Progress:
-        """Return the progress of a run that resumes from a checkpoint.
+    def at(cls, checkpoint: Checkpoint | None, best_metric: str | None) -> Progress:
+        """Return the progress of a run that resumes from a checkpoint; without one, of a new run.
 
         Args:
             best_metric: the metric that decides from now on; the best by another one is forgotten.
@@ -90,16 +76,11 @@ class Progress:
         Raises:
             CheckpointError: it has no such progress.
         """
+        if checkpoint is None:
+            return cls()
         found = checkpoint.run_state()
-        try:
-            state = {str(name): float(value) for name, value in found["state"].items()}
-            step, value, metric = (found["best"].get(name) for name in ("step", "value", "metric"))
-            best = Best() if step is None or metric != best_metric else Best(int(step), float(value), metric)
-            # One that was converted has trained nothing.
-            drawn = found["data"]["prompts_drawn"] if found["step"] else 0
-            return cls(int(found["step"]), state, best, max(0, int(drawn)))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CheckpointError(f"{checkpoint.folder} does not say where its run was ({error!r})") from None
+        best = found.best if found.best.metric == best_metric else Best()
+        return cls(found.step, found.state, best, found.data.prompts_drawn if found.step else 0)
 
 
 @dataclass
@@ -109,7 +90,7 @@ class _Writing:
     folder: Path
     step: int
     roles: list[str]
-    """Those that have begun to write and have not ended."""
+    """Roles that have begun to write and have not ended."""
     error: CheckpointError | None
     """Reason why there will be no checkpoint."""
 
@@ -127,8 +108,6 @@ class RunSaver:
     ) -> None:
         self._config, self._progress, self._say = config, progress, say
         self._groups, self._best_before = _trained_groups(config, roles), progress.best
-        # A run goes on from the newest whole one: later ones are damaged, until they are written again.
-        self._damaged = {one.step for one in checkpoints_in(config.run_folder) if one.step > progress.step}
         self._writing: _Writing | None = None
         self.saved_step = progress.step
         """Step of the newest checkpoint."""
@@ -157,18 +136,18 @@ class RunSaver:
 
     def _rate(self, metrics: Mapping[str, float]) -> None:
         name, best = self._config.checkpoint.best, self._progress.best
-        value = metrics.get(name, math.nan) if name else math.nan
         self._best_before = best
-        is_measured = name is not None and (not _is_evaluated(name) or any(map(_is_evaluated, metrics)))
-        if is_measured and name not in metrics and not self._has_warned:
+        if name is None:
+            return
+        if name in metrics:
+            if metrics[name] > (-math.inf if best.value is None else best.value):
+                self._progress.best = Best(step=self._progress.step, value=metrics[name], metric=name)
+        elif not self._has_warned and (not _is_evaluated(name) or any(map(_is_evaluated, metrics))):
             self._has_warned = True
-            known = ", ".join(sorted(metrics))
             self._say(
                 f"warning: checkpoint.best={name} is no metric of this run, so that no best checkpoint is kept; choose"
-                f" from {known}"
+                f" from {', '.join(sorted(metrics))}"
             )
-        if value > best.value:
-            self._progress.best = Best(self._progress.step, value, name)
 
     def _begin(self) -> None:
         config, step = self._config, self._progress.step
@@ -181,7 +160,7 @@ class RunSaver:
                     f"{run_folder} has {format_bytes(free)} free, and a checkpoint takes {format_bytes(int(expected))};"
                     " make room, or lower checkpoint.keep"
                 )
-            folder = begin_checkpoint(run_folder, step, run_state(config, self._progress), self._groups)
+            folder = begin_checkpoint(run_folder, run_state(config, self._progress, self._groups))
         except (OSError, CheckpointError) as error:
             self._give_up(step, error)
             return
@@ -228,22 +207,18 @@ class RunSaver:
                 raise writing.error
             checkpoint = complete_checkpoint(writing.folder)
         except OSError as reason:
-            # It has everything else: the next save gives the name, or whoever goes on.
             self._writing = None
-            self._say(f"warning: {writing.folder} is written, but cannot have its name now ({reason})")
+            self._say(
+                f"warning: checkpoint {writing.folder} was written but could not be renamed: {reason}; it will be renamed"
+                " at the next save"
+            )
             return
         except CheckpointError as reason:
             self._give_up(writing.step, reason)
             return
         self._writing, self.saved_step = None, writing.step
-        self._damaged.discard(writing.step)
         with contextlib.suppress(OSError):  # then they stay a while longer
-            prune(
-                self._config.run_folder,
-                self._config.checkpoint.keep,
-                self._progress.best.step,
-                self._damaged,
-            )
+            prune(self._config.run_folder, self._config.checkpoint.keep, self._progress.best.step)
         size = format_bytes(checkpoint.num_bytes())
         self._say(f"checkpoint of step {writing.step} saved: {checkpoint.folder.name}, {size}")
 
@@ -267,115 +242,86 @@ def _trained_groups(config: RunConfig, roles: Roles) -> dict[str, WorkerGroup]:
 
 
 def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:
-    """Have every trained role go on from a checkpoint, and the prompts; of one that was converted, roles that it has.
+    """Load a checkpoint into every trained role, and set the prompts; a converted one may lack roles.
 
     Raises:
         RankFailedError: it is another model's, or cannot be read.
         CheckpointError: it lacks a role.
     """
-    groups = {role: getattr(roles, role) for role in roles_to_load(checkpoint, config)}
     progress = Progress.at(checkpoint, config.checkpoint.best)
-    for loaded in [
-        *(group.load_checkpoint(str(checkpoint.folder / role)) for role, group in groups.items()),
-        roles.prompts.go_on_after(progress.step, progress.prompts_drawn),
-    ]:
+    there, _, _ = check_roles(checkpoint, config)
+    begun = [getattr(roles, role).load_checkpoint(str(checkpoint.folder / role)) for role in there]
+    for loaded in [*begun, roles.prompts.go_on_after(progress.step, progress.prompts_drawn)]:
         loaded.wait()
 
 
-def roles_to_load(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
-    """Roles that a run trains and a checkpoint has: all, or of one that was converted some.
+def check_roles(checkpoint: Checkpoint, config: RunConfig) -> tuple[list[Role], ...]:
+    """Return the roles that a run loads, those that it initialises, and those of the checkpoint that it does not train.
 
     Raises:
-        CheckpointError: it lacks one.
+        CheckpointError: a checkpoint that was not converted lacks a role that the run trains.
     """
-    trained = [role for role in TRAINED if role in config.algorithm.roles]
-    there = [role for role in trained if (checkpoint.folder / role).is_dir()]
-    missing = [role for role in trained if role not in there]
-    if missing and not (there and checkpoint.step == 0):
+    trained = set(config.algorithm.roles) & set(TRAINED)
+    there = {role for role in TRAINED if (checkpoint.folder / role).is_dir()}
+    missing = sorted(trained - there, key=TRAINED.index)
+    if missing and not (trained & there and checkpoint.step == 0):
         raise CheckpointError(
             f"{checkpoint.folder} has no {missing[0]}, which algorithm.name={config.algorithm.name} trains; resume with"
             " the algorithm that it was written by, or from a checkpoint before the change, into another run.name"
         )
-    return there
+    restored, left = (sorted(roles, key=TRAINED.index) for roles in (trained & there, there - trained))
+    return restored, missing, left
 
 
-def roles_left_out(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
-    """Roles of a checkpoint that a run does not train: it will save none of them."""
-    return [
-        role for role in TRAINED if role not in config.algorithm.roles and (checkpoint.folder / role).is_dir()
-    ]
-
-
-def run_state(config: RunConfig, progress: Progress) -> dict[str, Any]:
+def run_state(config: RunConfig, progress: Progress, roles: Iterable[str]) -> RunState:
     """Return the contents of run.json."""
-    return {
-        "state": dict(progress.state),
-        "best": {
-            "step": progress.best.step,
-            "value": None if progress.best.step is None else progress.best.value,
-            "metric": progress.best.metric,
-        },
-        "data": {
-            "prompts_drawn": progress.prompts_drawn,
-            "batch_size": config.data.batch_size,
-            "seed": config.run.seed,
-            "sha256": sha256_of(config.train_file),
-        },
-        "config": config.described(),
-        "versions": dict(package_versions()),
-    }
+    return RunState(
+        step=progress.step,
+        roles=tuple(roles),
+        state=progress.state,
+        best=progress.best,
+        data=DataState(
+            prompts_drawn=progress.prompts_drawn,
+            batch_size=config.data.batch_size,
+            seed=config.run.seed,
+            sha256=sha256_of(config.train_file),
+        ),
+        config=config.described(),
+        versions=dict(package_versions()),
+    )
 
 
 @lru_cache(maxsize=2)
 def sha256_of(file: Path) -> str | None:
     """Return the digest of a file's contents at the first call; None where it is gone, which ends no run."""
-    try:
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):
+        return FileDigest.of(file).sha256
+    return None
 
 
-def changed_surroundings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
-    """Return changes since a checkpoint was written, beside the configuration: prompts, packages."""
-    state = checkpoint.run_state()
-    data, versions = (
-        found if isinstance(found := state.get(name), dict) else {} for name in ("data", "versions")
-    )
-    changes = []
-    if data.get("sha256") not in (None, sha256_of(config.train_file)):
-        changes.append(f"{config.train_file} has other contents: prompts may come twice, or not at all")
-    if versions:
-        changes += [f"version of {change}" for change in changed_values(versions, package_versions())]
-    return changes
+def changes_since(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
+    """Return the changes since a checkpoint was written that change results: configuration, prompts, packages.
 
-
-def differences(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
-    """Return values of a configuration that differ from the checkpoint's and change results; sizes and ranks too.
-
-    There are none for a converted checkpoint, which no run has written.
+    A converted checkpoint, which no run has written, has nothing to compare with.
     """
-    before = checkpoint.run_state().get("config")
-    return [
-        change
-        for change in (changed_values(before, config.described()) if before else [])
+    before = checkpoint.run_state()
+    changes = [
+        f"the configuration has changed: {change}"
+        for change in (changed_values(before.config, config.described()) if before.config else [])
         if not change.startswith(tuple(f"{free}{end}" for free in FREE_KEYS for end in ".:"))
     ]
+    if before.data.sha256 not in (None, sha256_of(config.train_file)):
+        changes.append(f"{config.train_file} has other contents: prompts may come twice, or not at all")
+    if before.versions:
+        changes += [f"version of {one}" for one in changed_values(before.versions, package_versions())]
+    return changes
 
 
 def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the keys whose values differ, "key: before -> now", in alphabetical order."""
-    old, new = dict(_flat(before)), dict(_flat(now))
+    old, new = dict(flat(before)), dict(flat(now))
     return [
         f"{key}: {json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
         for key in sorted({*old, *new})
         if old.get(key) != new.get(key)
     ]
-
-
-def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value

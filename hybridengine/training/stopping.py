@@ -6,24 +6,8 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from types import FrameType
-
-Handler = Callable[[int, FrameType | None], None]
-
-
-@contextlib.contextmanager
-def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
-    """Signals go to handlers; they are a main thread's business."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class StopRequest:
@@ -33,35 +17,29 @@ class StopRequest:
     """
 
     def __init__(self, saves: bool = True) -> None:
-        """`saves`: the run makes a checkpoint then."""
+        """`saves`: the run makes a checkpoint when it stops."""
         self.asked = False
         self.heard = False
-        """Also when it was too late to end anything."""
-        self._interrupted = self._is_late = False
+        """True after any signal, also one that was too late to end anything."""
+        self._is_late = False
         self._saves = saves
 
     @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Ctrl-C ends a run that still begins: at once, or where Python drops the exception, as soon as it has begun."""
-
-        def interrupt(number: int, frame: FrameType | None) -> None:
-            self._interrupted = True
-            raise KeyboardInterrupt
-
-        with _handled({signal.SIGINT: interrupt}):
-            yield
-
-    @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Signals are requests while the context is open; in other threads than the main one, nothing changes."""
-        if self._interrupted:
-            raise KeyboardInterrupt
-        with _handled({signal.SIGINT: self._take, signal.SIGTERM: self._take}):
+        """Take signals as requests while the context is open; only the main thread of a process can."""
+        if threading.current_thread() is not threading.main_thread():
             yield
+            return
+        before = {number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     @contextlib.contextmanager
     def too_late(self) -> Iterator[None]:
-        """All iterations are done: who asks while the context is open is told that the run ends by itself."""
+        """Answer a signal, while the context is open, that the run ends by itself."""
         self._is_late = True
         try:
             yield

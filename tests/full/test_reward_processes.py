@@ -38,8 +38,8 @@ class GuardedWorker:
     @register(ONE_TO_ALL)
     def place(self) -> tuple[int, str]:
         """(process, folder) of the function."""
-        assert self._function._group is not None
-        return self._function._group, str(self._function._folder)
+        assert self._function._process is not None
+        return self._function._process.pid, str(self._function._folder)
 
     @register(ONE_TO_ALL)
     def process(self) -> int:

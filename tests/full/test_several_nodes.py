@@ -148,7 +148,7 @@ def test_a_run_goes_on_where_a_node_disappears(seen: Seen):
     assert seen.cluster["left"] == ["127.0.0.2", "127.0.0.10"]
     failed = rf"failed in step {STEPS}: \S+ died on rank 1 \(.*node 127\.0\.0\.9\): "
     assert re.search(failed, seen.console), seen.console
-    assert re.search(r"going on after step [12]\b", seen.console), seen.console
+    assert re.search(r"resuming after step [12]\b", seen.console), seen.console
     gone = max(span.end_s for span in seen.spans if span.node == "127.0.0.9")
     assert {span.node for span in seen.spans if span.start_s > gone} == {"127.0.0.2", "127.0.0.10"}
 

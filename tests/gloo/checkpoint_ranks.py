@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import resource
 import time
 import weakref
@@ -18,8 +17,8 @@ from torch.distributed.checkpoint import SavePlan
 from hybridengine.backends.megatron import checkpoint
 from hybridengine.backends.megatron.checkpoint import BackgroundSave, BoxPlanner, load_checkpoint
 from hybridengine.backends.megatron.trainer import MegatronTrainer
-from hybridengine.checkpoints.digests import digests_json, digests_of
-from hybridengine.checkpoints.folders import ROLE_FILES
+from hybridengine.checkpoints.digests import digests_of
+from hybridengine.checkpoints.folders import ROLE_FILES, FileList, read_kept
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError
 from hybridengine.model_shapes import ModelShape
@@ -83,9 +82,9 @@ def save_while_training(
         for index in (2, 3):
             step(trainer, index)
         ended(save)
-        listed = json.loads((folder / ROLE_FILES).read_text())["files"]
+        listed = read_kept(folder / ROLE_FILES, FileList).files
         there = {one.name for one in folder.iterdir()} - {ROLE_FILES}
-        assert listed == digests_json(digests_of(folder, there)), "a file changed after its digest was taken"
+        assert listed == digests_of(folder, there), "a file changed after its digest was taken"
         resumed = make_trainer(shape, grid, rank, registry, source, dtype)
         role = load_checkpoint(resumed, folder)
         assert role["updates"] == 7

@@ -19,10 +19,9 @@ from hybridengine.algorithms.losses.aggregation import LossStats, SummedLoss
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.config import Role, RunConfig
 from hybridengine.config.run_config import TRAINED
-from hybridengine.drivers.advantages import mean_cost
+from hybridengine.drivers.advantages import mean_cost, rollout_metrics
 from hybridengine.drivers.dataflow import ROLLOUT_METRICS
 from hybridengine.drivers.online_dpo import preferences
-from hybridengine.drivers.rollout_metrics import rollout_metrics
 from hybridengine.drivers.safe_rlhf import MEAN_COST, SafeRlhf
 from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.importing import import_object

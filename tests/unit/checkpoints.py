@@ -7,6 +7,7 @@ from pathlib import Path
 from hybridengine.checkpoints.digests import settled_digests
 from hybridengine.checkpoints.folders import (
     Checkpoint,
+    RunState,
 )
 from hybridengine.checkpoints.making import (
     begin_checkpoint,
@@ -22,7 +23,7 @@ def write(run: Path, step: int) -> Checkpoint:
 
 def written(run: Path, step: int) -> Path:
     """Its folder, as long as it has no name."""
-    partial = begin_checkpoint(run, step, {"state": {"multiplier": 0.1}}, ["actor"])
+    partial = begin_checkpoint(run, RunState(step=step, roles=("actor",), state={"multiplier": 0.1}))
     (partial / "actor" / "weights").write_bytes(bytes(range(256)) * step)
     end_role(partial / "actor", settled_digests(partial / "actor", ["weights"]))
     return partial

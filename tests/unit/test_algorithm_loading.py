@@ -156,11 +156,11 @@ def test_a_dry_run_looks_for_functions_of_ones_own() -> None:
         ),
         (
             Grpo(advantages=f"{__name__}:NOT_CALLABLE"),
-            "is no function; write advantages(rows, across, algorithm,",
+            "cannot be called as advantages(rows, across, algorithm,",
         ),
         (
             Grpo(advantages=f"{__name__}:too_few"),
-            ": (rows, across) cannot be called as advantages(rows, across, alg",
+            "cannot be called as advantages(rows, across, alg",
         ),
         (
             Ppo(loss=f"{__name__}:advantages"),
@@ -172,7 +172,7 @@ def test_a_dry_run_looks_for_functions_of_ones_own() -> None:
         ),
         (
             Ppo(loss="builtins:int"),
-            "does not say which parameters it has, as some built-in functions do not; write loss(",
+            "cannot be called as loss(",
         ),
     ],
 )
@@ -192,7 +192,5 @@ def test_a_file_or_an_override_that_names_another_algorithm_leaves_the_options_o
     upon.write_text(f"base: {BASE}\nalgorithm: {{name: online_dpo, beta: 0.3}}\n")
     assert load_config(upon, pairs).algorithm == OnlineDpo(beta=0.3)
     for overrides in (["algorithm.name=grpo", "algorithm.kl_coef=0.1"], ["algorithm.kl_coef=0.1"]):
-        with pytest.raises(
-            ConfigError, match=r"algorithm\.kl_coef; it is an option of ppo, rloo, remax, reinf"
-        ):
+        with pytest.raises(ConfigError, match=r"algorithm\.kl_coef; keys here are "):
             load_config(upon, [*overrides, *pairs])

@@ -19,12 +19,11 @@ from hybridengine.checkpoints.folders import (
     CHECKPOINTS_FOLDER,
     MANIFEST,
     checkpoint_at,
-    newest_complete,
 )
+from hybridengine.checkpoints.making import newest_complete
 from hybridengine.checkpoints.run_lock import LOCK_FILE, run_lock
 from hybridengine.checkpoints.tensors import METADATA_FILE, read_metadata
 from hybridengine.errors import CheckpointError, ConfigError
-from hybridengine.training.saving import Progress
 from tests.unit.checkpoints import flip, write
 
 
@@ -54,21 +53,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest": (lambda folder: os.truncate(folder / MANIFEST, 30), "manifest.json cannot be read"),
     "format": (
         lambda folder: (folder / MANIFEST).write_text('{"format": 99}'),
-        "format 99, this version reads 1",
+        "format: Input should be 1",
     ),
     "no list": (
         lambda folder: (folder / MANIFEST).write_text('{"format": 1}'),
-        "has no size and digest for each file",
+        "files: Field required",
     ),
     "outside": (
         lambda folder: (folder / MANIFEST).write_text(
             '{"format": 1, "files": {"run.json": [1, "a"], "../x": [1, "a"]}}'
         ),
-        "lists ../x, which is not beneath",
+        "../x is not beneath",
     ),
     "odd list": (
         lambda folder: (folder / MANIFEST).write_text('{"format": 1, "files": {"run.json": 3}}'),
-        "no size and digest for each file",
+        "manifest.json cannot be read",
     ),
     "nested list": (
         lambda folder: (folder / MANIFEST).write_text('{"a":' * 100_000),
@@ -78,13 +77,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / MANIFEST).write_text(
             '{"format": 1, "files": {"run.json": [Infinity, "a"]}}'
         ),
-        "no size and digest for each file",
+        "Input should be a finite number",
     ),
     "long name": (
         lambda folder: (folder / MANIFEST).write_text(
             json.dumps({"format": 1, "files": {"run.json": [1, "a"], "x" * 5000: [1, "a"]}})
         ),
-        "a file that manifest.json lists cannot be read|run.json has",
+        "a file cannot be read|run.json has",
     ),
     "nested state": (lambda folder: resigned(folder, '{"a":' * 100_000), "run.json cannot be read"),
     "link": (
@@ -115,43 +114,37 @@ def test_a_state_that_says_no_step_is_refused(state: str, tmp_path: Path) -> Non
     checkpoint = write(tmp_path, 5)
     other = checkpoint.folder.rename(tmp_path / "start")
     (other / "run.json").write_text(state)
-    with pytest.raises(CheckpointError, match="which is no number"):
+    with pytest.raises(CheckpointError, match="cannot be read \\(step: "):
         checkpoint_at(other)
 
 
 def test_a_state_whose_configuration_is_none_is_refused(tmp_path: Path) -> None:
     checkpoint = write(tmp_path, 5)
     (checkpoint.folder / "run.json").write_text('{"step": 5, "config": "x"}')
-    with pytest.raises(CheckpointError, match="has no configuration"):
+    with pytest.raises(CheckpointError, match="cannot be read \\(config: "):
         checkpoint.run_state()
 
 
 @pytest.mark.parametrize(
     "state",
     [
-        '"state": {"a": 1' + "0" * 400 + '}, "best": {"step": null, "value": null}',
         '"state": {}, "best": {"step": Infinity, "value": 1.0}',
-        '"state": [1], "best": {"step": null, "value": null}',
-        '"state": {}',
+        '"state": [1]',
     ],
 )
 def test_a_state_with_odd_numbers_is_refused(state: str, tmp_path: Path) -> None:
     checkpoint = write(tmp_path, 5)
     resigned(checkpoint.folder, f'{{"step": 5, {state}}}')
-    checkpoint.check()
-    with pytest.raises(CheckpointError, match="does not say where its run was"):
-        Progress.at(checkpoint, None)
+    with pytest.raises(CheckpointError, match=r"run.json cannot be read \("):
+        checkpoint.check()
 
 
-@pytest.mark.parametrize("config", ['{"run": "x"}', '{"model": {"path": [1]}, "run": {"folder": 3}}', "{}"])
-def test_companions_of_a_state_that_may_be_anybodys(config: str, tmp_path: Path) -> None:
+def test_the_companions_are_those_of_the_run(tmp_path: Path) -> None:
     checkpoint = write(tmp_path, 5)
-    resigned(checkpoint.folder, f'{{"step": 5, "config": {config}}}')
     assert default_companions(checkpoint) is None
-    for place in ("model", "companions"):  # the better one comes last
-        (tmp_path / place).mkdir()
-        (tmp_path / place / "config.json").touch()
-        assert default_companions(checkpoint) == tmp_path / place
+    (tmp_path / "companions").mkdir()
+    (tmp_path / "companions" / "config.json").touch()
+    assert default_companions(checkpoint) == tmp_path / "companions"
 
 
 def test_a_file_system_without_locks_is_told_and_used(
@@ -198,7 +191,6 @@ def test_other_things_than_checkpoints_are_left_out(tmp_path: Path) -> None:
     warnings: list[str] = []
     assert newest_complete(tmp_path, warnings.append) == written
     assert warnings == [
-        "checkpoint step-00000009 is a file; left out",
         "checkpoint step-00000005 is damaged (run.json says step 3: the folder has another one's name); left out",
     ]
     (tmp_path / "other").mkdir()
@@ -251,5 +243,5 @@ def test_metadata_with_other_things_than_tensors_is_refused(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_metadata(tmp_path)
     (tmp_path / METADATA_FILE).write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(CheckpointError, match="is a dict, no description"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         read_metadata(tmp_path)

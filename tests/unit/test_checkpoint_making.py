@@ -11,28 +11,28 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.checkpoints import making
 from hybridengine.checkpoints.digests import FileDigest
 from hybridengine.checkpoints.folders import (
     CHECKPOINTS_FOLDER,
     MANIFEST,
     Checkpoint,
+    RunState,
     checkpoints_in,
-    newest_complete,
+    write_kept,
 )
 from hybridengine.checkpoints.making import (
     begin_checkpoint,
     complete_checkpoint,
     end_role,
+    newest_complete,
     prune,
     settle_checkpoints,
-    write_run_state,
 )
 from tests.unit.checkpoints import flip, write, written
 
 
 def test_a_checkpoint_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
-    partial = begin_checkpoint(tmp_path, 10, {"state": {}}, ["actor"])
+    partial = begin_checkpoint(tmp_path, RunState(step=10, roles=("actor",)))
     (partial / "actor" / "weights").write_bytes(b"1234")
     assert checkpoints_in(tmp_path) == []
     warnings: list[str] = []
@@ -45,7 +45,7 @@ def test_a_checkpoint_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
     done = complete_checkpoint(partial)
     assert checkpoints_in(tmp_path) == [done]
     done.check()
-    assert done.run_state()["step"] == 10
+    assert done.run_state().step == 10
     assert not partial.exists()
 
 
@@ -55,7 +55,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert prune(tmp_path, 2, best_step=3) == [4, 2, 1]
     assert [one.step for one in checkpoints_in(tmp_path)] == [6, 5, 3]
     assert prune(tmp_path, 2, best_step=None) == [3]
-    begin_checkpoint(tmp_path, 9, {})
+    begin_checkpoint(tmp_path, RunState(step=9))
     assert settle_checkpoints(tmp_path, print) == checkpoints_in(tmp_path)[0]
     assert sorted(one.name for one in (tmp_path / CHECKPOINTS_FOLDER).iterdir()) == [
         "step-00000005",
@@ -74,11 +74,11 @@ NO_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str | None]] = {
         "is damaged (run.json cannot be read",
     ),
     "it says other things": (
-        lambda partial: write_run_state(partial, 6, {"roles": 5}),
-        "is damaged (5/files.json is missing)",
+        lambda partial: (partial / "run.json").write_text('{"step": 6, "roles": 5}'),
+        "is damaged (run.json cannot be read (roles: ",
     ),
     "it lacks a role": (
-        lambda partial: write_run_state(partial, 6, {"roles": ["actor", "critic"]}),
+        lambda partial: write_kept(partial / "run.json", RunState(step=6, roles=("actor", "critic"))),
         "is damaged (critic/files.json is missing)",
     ),
     "it lacks a file": (
@@ -108,22 +108,6 @@ def test_what_lacks_only_its_name_gets_it_and_nothing_else_does(why: str, tmp_pa
     assert sorted(older.folder.parent.iterdir()) == [stray, older.folder, found.folder]
 
 
-def test_what_is_written_in_the_last_moment_is_not_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By ranks of a node that was thought to be lost, after somebody has looked and before they are shut out."""
-    partial = begin_checkpoint(tmp_path, 4, {}, ["actor"])
-    shut_out = making._unnamed
-
-    def late(folder: Path) -> Path:
-        end_role(partial / "actor", {})
-        return shut_out(folder)
-
-    monkeypatch.setattr(making, "_unnamed", late)
-    found = settle_checkpoints(tmp_path, print)
-    assert found is not None and found.step == 4
-
-
 def test_what_cannot_be_read_now_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partial, read = written(tmp_path, 4), Path.read_bytes
     for name in ("run.json", "files.json"):
@@ -139,7 +123,8 @@ def test_what_cannot_be_read_now_is_not_deleted(tmp_path: Path, monkeypatch: pyt
             assert settle_checkpoints(tmp_path, said.append) is None
         why = "[Errno 5] Input/output error"
         assert said == [
-            f"warning: {partial} is written, but cannot have its name now ({why}); it stays as it is"
+            f"warning: checkpoint {partial} was written but could not be renamed: {why}; it will be renamed at the next"
+            " save"
         ]
     assert settle_checkpoints(tmp_path, print) is not None
 
@@ -151,6 +136,7 @@ def test_a_whole_checkpoint_is_not_replaced_by_another_of_its_step(tmp_path: Pat
     assert settle_checkpoints(tmp_path, print) == named
     assert (named.folder / MANIFEST).stat().st_ino == before
     flip(named.folder / "actor" / "weights")
+    assert settle_checkpoints(tmp_path, print) is None
     written(tmp_path, 4)
     assert settle_checkpoints(tmp_path, print) == named
     assert (named.folder / MANIFEST).stat().st_ino != before
@@ -196,16 +182,20 @@ def test_a_disk_that_takes_no_name_loses_nothing(tmp_path: Path) -> None:
         assert settle_checkpoints(tmp_path, said.append) == older
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "is written, but cannot have its name now ([Errno 27] File too large)" in said[0]
+    assert "was written but could not be renamed: [Errno 27] File too large" in said[0]
     found = settle_checkpoints(tmp_path, print)
     assert found is not None and found.step == 4
 
 
 def test_damaged_checkpoints_take_no_place(tmp_path: Path) -> None:
     for step in (3, 6, 9, 12):
-        write(tmp_path, step)
-    assert prune(tmp_path, 1, best_step=None, ignored={9, 12}) == [3]
-    assert [one.step for one in checkpoints_in(tmp_path)] == [12, 9, 6]
+        newest = write(tmp_path, step)
+    flip(newest.folder / "actor" / "weights")
+    assert newest_complete(tmp_path, print) == checkpoints_in(tmp_path)[0]
+    assert prune(tmp_path, 1, best_step=None) == [6, 3]
+    assert [one.step for one in checkpoints_in(tmp_path)] == [9]
+    (damaged,) = newest.folder.parent.glob("*.damaged")
+    assert (damaged / "actor" / "weights").is_file()
 
 
 def test_every_file_is_on_disk_before_the_checkpoint_has_its_name(

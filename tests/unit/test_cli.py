@@ -19,7 +19,7 @@ from tests.unit.run_bench import Bench, Reached
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
 CLUSTER = str(ROOT / "configs/clusters/a100-80gb-16x8.yaml")
-HEAVY = ("torch", "ray", "megatron", "vllm", "transformers", "tensordict", "safetensors")
+HEAVY = ("torch", "ray", "megatron", "vllm", "transformers", "tensordict")
 
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:

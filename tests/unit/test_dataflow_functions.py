@@ -13,14 +13,13 @@ from tensordict import TensorDict
 from hybridengine.algorithms.across import ONE_PROCESS
 from hybridengine.config.algorithm import CorrectionSection
 from hybridengine.drivers import advantages, online_dpo
-from hybridengine.drivers.advantages import counted_rows
+from hybridengine.drivers.advantages import counted_rows, rollout_metrics
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.reinforce_plus_plus import ReinforcePlusPlus
 from hybridengine.drivers.remax import Remax
 from hybridengine.drivers.rloo import Rloo
 from hybridengine.drivers.roles import Roles
-from hybridengine.drivers.rollout_metrics import rollout_metrics
 from hybridengine.drivers.safe_rlhf import SafeRlhf
 from hybridengine.errors import ConfigError, DataError
 from hybridengine.protocols import ROW_NUMBERS

@@ -106,19 +106,6 @@ def test_who_asks_while_the_model_is_saved_is_told_that_the_run_ends_by_itself(
         assert stop.heard and not stop.asked
 
 
-def test_an_interrupt_that_python_drops_ends_the_run_once_it_has_begun() -> None:
-    """As in a callback around a fork, of which Python only prints the exception."""
-    stop, dropped = StopRequest(), False
-    with stop.interruptible():
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-        except KeyboardInterrupt:
-            dropped = True
-        assert dropped and not stop.asked
-        with pytest.raises(KeyboardInterrupt), stop.listening():
-            pass
-
-
 def failed(error: BaseException) -> RankFailedError:
     return rank_failed(failure_of(1, error), [])
 

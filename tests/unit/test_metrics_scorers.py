@@ -44,9 +44,3 @@ def test_counts_of_all_ranks_and_sections_are_summed_once() -> None:
 
 def test_models_alone_count_nothing() -> None:
     assert Roles(actor=_model(), reward=Scorers([_model()], _model(), {})).take_scorer_metrics() == {}
-
-
-def test_after_a_failure_those_are_counted_that_can_still_answer() -> None:
-    functions = _functions({"reward/calls": 3.0, "reward/failures": 1.0}, {"reward/calls": 4.0})
-    roles = Roles(actor=_model(), reward=Scorers([functions], _model(), {}))
-    assert roles.take_scorer_metrics(last_words_s=1.0) == {"reward/calls": 3.0, "reward/failures": 1.0}

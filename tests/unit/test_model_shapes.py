@@ -193,7 +193,7 @@ def test_a_vocabulary_that_does_not_nest_is_refused_where_the_sizes_do() -> None
     )
     assert shape.gen_tp_problems(2, 6) == [
         "t=6 does not divide 128, which is vocab_size=100 padded to a multiple of 64 as vLLM does, so that the"
-        " vocabulary's training shards do not nest in those of t_g=2; choose t_g from 1 or 4, or another t"
+        " vocabulary's training shards do not nest in those of t_g=2; choose t_g from 1 or 4"
     ]
     assert shape.gen_tp_problems(1, 6) == []  # one shard holds all rows
     assert shape.gen_tp_problems(4, 6) == []  # does not nest: weights move among whole replicas

@@ -95,11 +95,11 @@ def test_sizes_are_held_against_the_pool_of_the_role(tmp_path: Path):
     [
         (
             {"a": {"roles": ["actor"]}},
-            "cluster.pools.a.roles names the actor, whose ranks are cluster.ranks_per_node",
+            "cluster.pools.a.roles[0]=\"actor\" must be 'critic', 'cost_critic', 'reference', 'reward' or 'cost'",
         ),
         (
             {"a": {"roles": []}},
-            "cluster.pools.a.roles=[] names no role; choose from critic, reference, reward",
+            "cluster.pools.a.roles=[] must be a list of at least 1 item",
         ),
         (
             {"a": {"roles": ["cost"]}},

@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from hybridengine.checkpoints.folders import Checkpoint, checkpoints_in
+from hybridengine.checkpoints.folders import Best, Checkpoint, DataState, RunState, checkpoints_in
 from hybridengine.checkpoints.making import begin_checkpoint, complete_checkpoint, end_role
 from hybridengine.cli.main import main
 from hybridengine.config import load_config
 from hybridengine.config.run_config import TRAINED
 from hybridengine.package_versions import package_versions
 from hybridengine.training.files import build_model
-from hybridengine.training.saving import Best, Progress, changed_surroundings
+from hybridengine.training.saving import Progress, changes_since
 
 SMALL = {
     "run": {"steps": 4},
@@ -46,16 +47,12 @@ def file(tmp_path: Path) -> Path:
 def save(file: Path, step: int, *overrides: str) -> Path:
     """A checkpoint that says how its run was configured; its folder."""
     config = load_config(file, overrides)
-    state = {
-        "state": {},
-        "best": {"step": None, "value": None},
-        "data": {"prompts_drawn": 4 * step},
-        "config": config.described(),
-    }
     config.run_folder.mkdir(parents=True, exist_ok=True)
     (config.run_folder / "config.yaml").write_text(yaml.safe_dump(config.described()))
-    roles = [role for role in TRAINED if role in config.algorithm.roles]
-    partial = begin_checkpoint(config.run_folder, step, state, roles)
+    roles = tuple(role for role in TRAINED if role in config.algorithm.roles)
+    data = DataState(prompts_drawn=4 * step)
+    state = RunState(step=step, roles=roles, data=data, config=config.described())
+    partial = begin_checkpoint(config.run_folder, state)
     for role in roles:
         end_role(partial / role, {})
     return complete_checkpoint(partial).folder
@@ -63,12 +60,12 @@ def save(file: Path, step: int, *overrides: str) -> Path:
 
 @pytest.fixture
 def trained(file: Path, tmp_path: Path) -> Path:
-    """The model that a run of 4 steps has left, with its rows and no checkpoint."""
+    """The model that a run of 4 steps has left, and no checkpoint."""
     config = load_config(file)
     final = config.run_folder / "final"
     build_model(config)
     config.model_folder.rename(final)
-    (config.run_folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(5)))
+    (config.run_folder / "final.json").write_text('{"step": 4}')
     return final
 
 
@@ -96,7 +93,7 @@ def test_checkpoints_count_also_where_the_configuration_beside_them_is_gone(
 ) -> None:
     (save(file, 4).parents[1] / "config.yaml").unlink()
     assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
-    assert "going on after step 4" in capsys.readouterr().out
+    assert "resuming after step 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("change", ["model.build.hidden_size=64", "data.task.train_rows=20"])
@@ -118,25 +115,25 @@ def test_a_run_that_began_from_a_checkpoint_and_has_none_of_its_own_yet_begins_t
     kept = tmp_path / "runs" / "own" / "config.yaml"
     kept.write_text(yaml.safe_dump(yaml.safe_load(kept.read_text()) | {"resume": str(origin)}))
     assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
-    assert "going on after step 2: " in capsys.readouterr().out
+    assert "resuming after step 2: " in capsys.readouterr().out
     flip = save(file, 3) / "run.json"  # a damaged one of its own changes nothing
     flip.write_text(flip.read_text().replace("3", "4"))
     kept.write_text(yaml.safe_dump(yaml.safe_load(kept.read_text()) | {"resume": str(origin)}))
     assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
     told = capsys.readouterr().out
-    assert "step-00000003 is damaged" in told and "going on after step 2: " in told
+    assert "step-00000003 is damaged" in told and "resuming after step 2: " in told
 
 
 def test_of_a_converted_checkpoint_what_it_lacks_is_told_and_no_configuration_is_compared(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    partial = begin_checkpoint(tmp_path / "made", 0, {"state": {}, "config": {}}, ["actor"])
+    partial = begin_checkpoint(tmp_path / "made", RunState(step=0, roles=("actor",)))
     end_role(partial / "actor", {})
     start = complete_checkpoint(partial).folder
     assert main(["train", str(file), f"resume={start}", "data.batch_size=17"]) == 2
     told = capsys.readouterr().out
-    assert "going on after step 0: " in told and "has changed" not in told
-    assert "not in it, and begun as in a new run: critic\n" in told
+    assert "resuming after step 0: " in told and "has changed" not in told
+    assert "not in it, and initialised as in a new run: critic\n" in told
     assert main(["train", str(file), f"resume={start}", "data.batch_size=17", *GRPO]) == 2
     assert "not in it" not in capsys.readouterr().out
 
@@ -164,7 +161,7 @@ def test_a_trained_model_without_checkpoints_is_not_trained_anew(
     assert "all 4 steps are done, and nothing is left to do" in capsys.readouterr().out
     assert main(["train", str(file), "resume=auto", "run.steps=6"]) == 2
     assert (
-        "has a trained model and no whole checkpoint of its step to go on from; choose"
+        "has a trained model and no whole checkpoint of its step to resume from; choose"
         in capsys.readouterr().err
     )
     origin = save(file, 2, "run.name=other")
@@ -178,7 +175,7 @@ def test_a_trained_model_without_checkpoints_is_not_trained_anew(
     save(file, 3)  # the last one could not be written
     assert main(["train", str(file), "resume=auto"]) == 0
     assert main(["train", str(file), "resume=auto", "run.steps=6"]) == 2
-    assert "no whole checkpoint of its step to go on from" in capsys.readouterr().err
+    assert "no whole checkpoint of its step to resume from" in capsys.readouterr().err
     assert (trained / "model.safetensors").read_bytes() == before
 
 
@@ -192,17 +189,17 @@ def test_a_damaged_trained_model_is_not_taken_for_one(
     else:
         (trained / "model.safetensors").write_bytes(b"")
     assert main(["train", str(file), "resume=auto"]) == 2
-    assert "no whole checkpoint of its step to go on from" in capsys.readouterr().err
+    assert "no whole checkpoint of its step to resume from" in capsys.readouterr().err
     save(file, 4)
     assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
     assert "is damaged, and will be written again: " in capsys.readouterr().out
 
 
-def checkpoint_that_says(file: Path, **state: object) -> Checkpoint:
+def checkpoint_that_says(file: Path, **state: Any) -> Checkpoint:
     config = load_config(file)
     config.run_folder.mkdir(parents=True, exist_ok=True)
-    every = {"state": {"beta": 1}, "data": {"prompts_drawn": 8}, "best": {"step": None}, "config": {}}
-    return complete_checkpoint(begin_checkpoint(config.run_folder, 2, every | state))
+    every = {"step": 2, "state": {"beta": 1}, "data": {"prompts_drawn": 8}}
+    return complete_checkpoint(begin_checkpoint(config.run_folder, RunState(**(every | state))))
 
 
 def test_other_prompts_and_packages_are_told(file: Path) -> None:
@@ -211,10 +208,10 @@ def test_other_prompts_and_packages_are_told(file: Path) -> None:
     config.train_file.write_text("{}")
     same = {"sha256": hashlib.sha256(b"{}").hexdigest()}
     versions = dict(package_versions())
-    assert changed_surroundings(config, checkpoint_that_says(file, data=same, versions=versions)) == []
-    assert changed_surroundings(config, checkpoint_that_says(file)) == []  # says nothing
+    assert changes_since(config, checkpoint_that_says(file, data=same, versions=versions)) == []
+    assert changes_since(config, checkpoint_that_says(file)) == []  # says nothing
     other = checkpoint_that_says(file, data={"sha256": "0"}, versions=versions | {"torch": "1.0"})
-    assert changed_surroundings(config, other) == [
+    assert changes_since(config, other) == [
         f"{config.train_file} has other contents: prompts may come twice, or not at all",
         f'version of torch: "1.0" -> "{versions["torch"]}"',
     ]
@@ -229,7 +226,9 @@ def test_damaged_rows_are_told_before_anything_starts(file: Path, capsys: pytest
 
 def test_the_best_by_another_metric_is_forgotten(file: Path) -> None:
     found = checkpoint_that_says(file, best={"step": 1, "value": 50.0, "metric": "reward/mean"})
-    assert Progress.at(found, "reward/mean") == Progress(2, {"beta": 1.0}, Best(1, 50.0, "reward/mean"), 8)
+    assert Progress.at(found, "reward/mean") == Progress(
+        2, {"beta": 1.0}, Best(step=1, value=50.0, metric="reward/mean"), 8
+    )
     assert Progress.at(found, "eval/score_mean").best == Best()
 
 

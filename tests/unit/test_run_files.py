@@ -17,11 +17,8 @@ from tests.unit.run_bench import ROWS, Bench, copy_checkpoint
 
 def test_truncated_checkpoint(bench: Bench, checkpoint: Path):
     weights = copy_checkpoint(bench, checkpoint) / "model.safetensors"
-    size = weights.stat().st_size
     weights.write_bytes(weights.read_bytes()[:-100])
-    message = bench.refusal()
-    assert f"{weights} is truncated" in message
-    assert f"{size} bytes, the file has {size - 100}" in message
+    assert f"{weights} is no whole safetensors file" in bench.refusal()
 
 
 def test_checkpoint_without_weights(bench: Bench, checkpoint: Path):
@@ -63,12 +60,12 @@ def test_a_response_ends_where_the_checkpoint_says(
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        ("[1]", "holds list, not an object"),
-        ("[" * 100_000, "is not valid JSON (nested too deeply)"),
-        ("{broken", "is not valid JSON"),
+        ("[1]", "is not accepted by transformers ("),
+        ("[" * 100_000, "is not accepted by transformers (maximum recursion depth"),
+        ("{broken", "is not a valid JSON file"),
         (
             '{"eos_token_id": "abc"}',
-            'eos_token_id has "abc", which is no token of the model\'s vocabulary (0 to 130)',
+            'eos_token_id has "abc", which is no token from 0 to 130',
         ),
         ('{"eos_token_id": [3, 131]}', "eos_token_id has 131, which is no token"),
         ('{"eos_token_id": -1}', "eos_token_id has -1, which is no token"),
@@ -88,7 +85,8 @@ def test_a_generation_config_that_names_no_tokens(bench: Bench, checkpoint: Path
 def test_a_config_that_names_no_end_token(bench: Bench, checkpoint: Path, named: Any):
     file = copy_checkpoint(bench, checkpoint) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": named}))
-    assert f"hybridengine: {file}: eos_token_id has " in bench.refusal()
+    message = bench.refusal()
+    assert f"hybridengine: {file} is not accepted by transformers (" in message and "eos_token_id" in message
 
 
 @pytest.mark.parametrize(

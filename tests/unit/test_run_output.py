@@ -97,10 +97,10 @@ def _play(output: RunOutput) -> list[Row]:
         {"eval/exact_match": 0.5},
         {"reward/mean": 0.25, "time/step_s": 2.0, "throughput/tokens_per_s": 50.0},
     ]
-    output.begin_evaluation(0)
+    output.begin(0, "evaluating:")
     output.show_samples(0, SAMPLES)
     output.record(0, rows[0])
-    output.begin_step(1)
+    output.begin(1)
     output.record(1, rows[1])
     return [{"step": step, **row} for step, row in enumerate(rows)]
 
@@ -159,7 +159,7 @@ def test_a_terminal_gets_the_view_the_lines_and_some_samples(tmp_path: Path) -> 
         assert observer is not None
         observer.call_made(1, "actor", "generate_sequences", "main", 2, [])
         rows = _play(output)
-        output.begin_step(2)
+        output.begin(2)
         assert output._view is not None
         output._view.refresh()
     assert call_log().observer is None
@@ -252,7 +252,7 @@ def test_trackers_get_the_rows_as_they_were_written(tmp_path: Path, monkeypatch:
     console = Console(file=io.StringIO())
     with run_trackers(config) as trackers, RunOutput(config, NODES, Letters(), console, trackers) as output:
         output.record(1, {"reward/mean": 0.5, "kl/mean": float("inf")})
-        output.record_failure(2, {"reward/failures": 1.0})
+        output.record(2, {"reward/failures": 1.0})
     assert seen == [(1, {"reward/mean": 0.5}), (2, {"reward/failures": 1.0}), (-1, {"failed": False})]
     assert [row["step"] for row in read_rows(config.run_folder)] == [1, 2]
     assert (told[0].name, told[0].folder) == ("demo", config.run_folder)

@@ -36,10 +36,10 @@ from torch.futures import Future
 from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.backends.megatron.trainer import MegatronTrainer
-from hybridengine.checkpoints.conversion import MEGATRON_FORMAT, ROLE_FILE, WEIGHTS, read_role
+from hybridengine.checkpoints.conversion import ROLE_FILE, WEIGHTS, read_role
 from hybridengine.checkpoints.digests import FileDigest, settled_digests
 from hybridengine.checkpoints.making import end_role
-from hybridengine.checkpoints.random_states import RandomStates, load_random_states
+from hybridengine.checkpoints.random_states import load_random_states, random_states
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError
 from hybridengine.reshard.boxes import Box, extents, starts
@@ -85,7 +85,7 @@ class BackgroundSave:
         with device_shim():
             tracker: Any = get_cuda_rng_tracker()
             tracked = {name: state.cpu() for name, state in tracker.get_states().items()}
-        self._random = RandomStates.now(tracked)
+        self._random = random_states(tracked)
         self._ranks = trainer.groups.intra_dist_opt
         self._agree_on(refused)
         # Longer than the run waits, which names who is late.
@@ -123,9 +123,7 @@ class BackgroundSave:
         own = [one.name for one in self._folder.glob(f"__{self._rank}_*.distcp")] + [_random_file(self._rank)]
         if self._rank == 0:
             (self._folder / ROLE_FILE).write_text(json.dumps(self._role, indent=1) + "\n")
-            (self._folder / "metadata.json").write_text(json.dumps(MEGATRON_FORMAT))
-            torch.save({}, self._folder / "common.pt")
-            own += [ROLE_FILE, "metadata.json", "common.pt", ".metadata"]
+            own += [ROLE_FILE, ".metadata"]
         return settled_digests(self._folder, own)
 
     def _complete(self, digests: list[dict[str, FileDigest]]) -> None:
@@ -183,13 +181,13 @@ class BoxPlanner(DefaultSavePlanner):
 class _RankWriter(FileSystemWriter):
     """Writes a rank's tensors, and then the states of its random generators."""
 
-    def __init__(self, folder: Path, rank: int, random: RandomStates) -> None:
+    def __init__(self, folder: Path, rank: int, random: dict[str, Any]) -> None:
         super().__init__(folder)
         self._random_file, self._random = folder / _random_file(rank), random
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written = super().write_data(plan, planner)
-        self._random.save(self._random_file)
+        torch.save(self._random, self._random_file)
         return written
 
 
@@ -273,7 +271,7 @@ def _shape_json(trainer: MegatronTrainer) -> dict[str, Any]:
 
 
 def _random_file(rank: int) -> str:
-    return f"rng-{rank:05d}.safetensors"
+    return f"rng-{rank:05d}.pt"
 
 
 _Part = tuple[str, Box, tuple[int, ...], Tensor]

@@ -89,7 +89,7 @@ def left_by(
 ) -> tuple[list[Row], set[tuple[int | None, str]]]:
     """Rows of metrics and (step, bar) of the timeline that a run leaves which fails with an error."""
     config = own_run(started, name)
-    progress = Progress.start()
+    progress = Progress()
     with pytest.raises(error, match=match):
         go_on(started, config, step, progress, RunSaver(config, roles, progress, print), roles=roles)
     spans = read_timeline(config.run_folder / TIMELINE_FILE).spans

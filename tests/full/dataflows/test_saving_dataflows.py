@@ -51,7 +51,7 @@ def test_who_asks_to_stop_while_a_step_is_being_saved_loses_nothing(
 ) -> None:
     """A signal after the run has looked for one: where a checkpoint is due, and where none is."""
     config = own_run(started, f"stopped-{every}", run={"steps": 3}, checkpoint={"every": every})
-    progress, stop = Progress.start(), StopRequest()
+    progress, stop = Progress(), StopRequest()
     saver = RunSaver(config, started.roles, progress, print)
     poll = saver._poll
 
@@ -106,7 +106,7 @@ def test_a_save_may_take_longer_than_a_call(
     config = own_run(started, f"slow-{save_s}", timeouts={"save_s": save_s})
     monkeypatch.setattr(started.roles.actor, "timeout_s", 3.0)
     said: list[str] = []
-    progress = Progress.start()
+    progress = Progress()
     saver = RunSaver(config, started.roles, progress, said.append)
     progress.step = 1
     with writers(started, "write_slowly"):
@@ -137,7 +137,7 @@ def test_the_multiplier_and_the_best_go_on_from_a_checkpoint(started: Started) -
     """ln lam += lr·lam·(J_c - d) over four steps (arXiv 2310.12773, equation 31), which two runs share."""
     two = own_run(started, "multiplied", run={"steps": 2}, checkpoint={"every": 2, "best": "cost/mean"})
     four = two.model_copy(update={"run": two.run.model_copy(update={"steps": 4})})
-    progress = Progress.start()
+    progress = Progress()
     for config in (two, four):
         saver = RunSaver(config, started.roles, progress, print)
         go_on(started, config, multiplied, progress, saver)
@@ -164,7 +164,7 @@ def test_a_best_metric_that_the_run_does_not_have_is_told_once(
 ) -> None:
     config = own_run(started, f"best-{str(best).replace('/', '-')}", checkpoint={"best": best})
     said: list[str] = []
-    saver = RunSaver(config, started.roles, Progress.start(), said.append)
+    saver = RunSaver(config, started.roles, Progress(), said.append)
     saver._rate({"loss": 1.0})
     saver._rate({"loss": 1.0, "eval/score_mean": 0.5})
     saver._rate({"loss": 1.0, "eval/score_mean": 0.5})
@@ -177,7 +177,7 @@ def test_a_role_that_cannot_begin_to_save(started: Started, tmp_path: Path) -> N
     """What the others have begun is ended, so that the next save is a whole one."""
     config, roles = own_run(started, "not-begun"), started.roles
     said: list[str] = []
-    progress = Progress.start()
+    progress = Progress()
     saver = RunSaver(config, roles, progress, said.append)
     with writers(started, "write_slowly"):
         roles.actor.begin_save(str(tmp_path)).wait()
