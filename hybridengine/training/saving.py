@@ -261,16 +261,19 @@ def check_roles(checkpoint: Checkpoint, config: RunConfig) -> tuple[list[Role], 
     Raises:
         CheckpointError: a checkpoint that was not converted lacks a role that the run trains.
     """
-    trained = set(config.algorithm.roles) & set(TRAINED)
-    there = {role for role in TRAINED if (checkpoint.folder / role).is_dir()}
+    trained: set[Role] = set(config.algorithm.roles) & set(TRAINED)
+    there: set[Role] = {role for role in TRAINED if (checkpoint.folder / role).is_dir()}
     missing = sorted(trained - there, key=TRAINED.index)
     if missing and not (trained & there and checkpoint.step == 0):
         raise CheckpointError(
             f"{checkpoint.folder} has no {missing[0]}, which algorithm.name={config.algorithm.name} trains; resume with"
             " the algorithm that it was written by, or from a checkpoint before the change, into another run.name"
         )
-    restored, left = (sorted(roles, key=TRAINED.index) for roles in (trained & there, there - trained))
-    return restored, missing, left
+    return (
+        [role for role in TRAINED if role in trained & there],
+        missing,
+        [role for role in TRAINED if role in there - trained],
+    )
 
 
 def run_state(config: RunConfig, progress: Progress, roles: Iterable[str]) -> RunState:
