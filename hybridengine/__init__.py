@@ -32,17 +32,17 @@ _HOMES = {
     "drivers.dataflow": "measure_rollout switch_metrics with_advantages",
     "drivers.roles": "Roles Sampling",
     "errors": "ConfigError HybridEngineError",
-    "model_shapes": "ModelShape",
-    "protocols": (
+    "models.shapes": "ModelShape",
+    "rows.protocols": (
         "ALL_TO_ALL DP_PROTO ONE_TO_ALL PROTO_3D PROTO_3D_ALL_MICRO_DP PROTO_3D_PP_ONLY RankContext register"
     ),
     "reshard.domains": "domains",
     "reshard.megatron": "megatron_layout",
     "reshard.planner": "compile_plan",
     "reshard.vllm": "vllm_layout",
-    "runtime.hybrid_engine": "HybridEngine WeightPush",
-    "runtime.process_groups": "process_groups",
-    "runtime.transport": "PointToPointTransport",
+    "weights.hybrid_engine": "HybridEngine WeightPush",
+    "weights.process_groups": "process_groups",
+    "weights.transport": "PointToPointTransport",
     "topology.generation": "GenerationGrid",
     "topology.grid": "Grid group_with",
     "topology.sizes": "GenSizes TrainSizes",
@@ -88,23 +88,19 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.drivers.roles import Sampling as Sampling
     from hybridengine.errors import ConfigError as ConfigError
     from hybridengine.errors import HybridEngineError as HybridEngineError
-    from hybridengine.model_shapes import ModelShape as ModelShape
-    from hybridengine.protocols import ALL_TO_ALL as ALL_TO_ALL
-    from hybridengine.protocols import DP_PROTO as DP_PROTO
-    from hybridengine.protocols import ONE_TO_ALL as ONE_TO_ALL
-    from hybridengine.protocols import PROTO_3D as PROTO_3D
-    from hybridengine.protocols import PROTO_3D_ALL_MICRO_DP as PROTO_3D_ALL_MICRO_DP
-    from hybridengine.protocols import PROTO_3D_PP_ONLY as PROTO_3D_PP_ONLY
-    from hybridengine.protocols import RankContext as RankContext
-    from hybridengine.protocols import register as register
+    from hybridengine.models.shapes import ModelShape as ModelShape
     from hybridengine.reshard.domains import domains as domains
     from hybridengine.reshard.megatron import megatron_layout as megatron_layout
     from hybridengine.reshard.planner import compile_plan as compile_plan
     from hybridengine.reshard.vllm import vllm_layout as vllm_layout
-    from hybridengine.runtime.hybrid_engine import HybridEngine as HybridEngine
-    from hybridengine.runtime.hybrid_engine import WeightPush as WeightPush
-    from hybridengine.runtime.process_groups import process_groups as process_groups
-    from hybridengine.runtime.transport import PointToPointTransport as PointToPointTransport
+    from hybridengine.rows.protocols import ALL_TO_ALL as ALL_TO_ALL
+    from hybridengine.rows.protocols import DP_PROTO as DP_PROTO
+    from hybridengine.rows.protocols import ONE_TO_ALL as ONE_TO_ALL
+    from hybridengine.rows.protocols import PROTO_3D as PROTO_3D
+    from hybridengine.rows.protocols import PROTO_3D_ALL_MICRO_DP as PROTO_3D_ALL_MICRO_DP
+    from hybridengine.rows.protocols import PROTO_3D_PP_ONLY as PROTO_3D_PP_ONLY
+    from hybridengine.rows.protocols import RankContext as RankContext
+    from hybridengine.rows.protocols import register as register
     from hybridengine.topology.generation import GenerationGrid as GenerationGrid
     from hybridengine.topology.grid import Grid as Grid
     from hybridengine.topology.grid import group_with as group_with
@@ -113,6 +109,10 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compa
     from hybridengine.training.files import prepare_files as prepare_files
     from hybridengine.training.launch import RunPools as RunPools
     from hybridengine.training.run import train as train
+    from hybridengine.weights.hybrid_engine import HybridEngine as HybridEngine
+    from hybridengine.weights.hybrid_engine import WeightPush as WeightPush
+    from hybridengine.weights.process_groups import process_groups as process_groups
+    from hybridengine.weights.transport import PointToPointTransport as PointToPointTransport
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from hybridengine.config import load_config, model_shape
-from hybridengine.model_shapes import DTYPE_BYTES
+from hybridengine.models.shapes import DTYPE_BYTES
 from hybridengine.reshard.boxes import Box, intersect, num_elements, subtract
 from hybridengine.reshard.cost import plan_costs
 from hybridengine.reshard.domains import domains

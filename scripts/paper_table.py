@@ -17,12 +17,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hybridengine.bench.formulas import formula
-from hybridengine.bench.spec import LayoutPair, MethodName
-from hybridengine.metrics.formatting import format_bytes, format_seconds
-from hybridengine.model_presets import PRESETS
-from hybridengine.planning.clusters import Cluster, load_cluster
-from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer
+from hybridengine.bench.reshard.formulas import formula
+from hybridengine.bench.reshard.spec import LayoutPair, MethodName
+from hybridengine.formatting import format_bytes, format_seconds
+from hybridengine.models.presets import PRESETS
+from hybridengine.planning.costs.clusters import Cluster, load_cluster
+from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.links import LinkClass

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 from soak_faults import KINDS, PATIENCE_S, Fault, RunProcess, faults_of
 
-from hybridengine.metrics.rows import Row, latest_rows
-from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
+from hybridengine.report.step_rows import Row, latest_rows
+from hybridengine.report.timeline import TIMELINE_FILE, read_timeline
 
 TINY = [
     "data.batch_size=16",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridengine.metrics.rows import Row, read_rows
+from hybridengine.report.step_rows import Row, read_rows
 
 NUM_RANKS = 4
 """Of the main job."""

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from hybridengine.algorithms.drift import check_drift, save_reproduction
 from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
 from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss
 from hybridengine.backends.engine import SamplingSettings, generate
@@ -20,8 +21,11 @@ from hybridengine.config import RunConfig
 from hybridengine.config.algorithm import Algorithm
 from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.importing import import_object
-from hybridengine.model_shapes import DTYPE_BYTES
-from hybridengine.protocols import (
+from hybridengine.models.shapes import DTYPE_BYTES
+from hybridengine.reshard.domains import domains
+from hybridengine.reshard.planner import compile_plan
+from hybridengine.rows.micro_batches import SEQUENCE_COLUMNS, cut_rows
+from hybridengine.rows.protocols import (
     ONE_TO_ALL,
     PROTO_3D,
     PROTO_3D_ALL_MICRO_DP,
@@ -29,16 +33,12 @@ from hybridengine.protocols import (
     RankContext,
     register,
 )
-from hybridengine.reshard.domains import domains
-from hybridengine.reshard.planner import compile_plan
-from hybridengine.runtime.digests import digests
-from hybridengine.runtime.drift import check_drift, save_reproduction
-from hybridengine.runtime.executor import Verify
-from hybridengine.runtime.hybrid_engine import HybridEngine
-from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS, cut_rows
-from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.topology.grid import group_with
 from hybridengine.topology.links import NodeMap
+from hybridengine.weights.digests import digests
+from hybridengine.weights.executor import Verify
+from hybridengine.weights.hybrid_engine import HybridEngine
+from hybridengine.weights.transport import PointToPointTransport
 from workers.model_worker import TrainedWorker
 
 

@@ -9,8 +9,8 @@ from tensordict import TensorDict, TensorDictBase
 from hybridengine.algorithms.across import Across
 from hybridengine.config import RunConfig
 from hybridengine.importing import import_object
-from hybridengine.protocols import DP_PROTO, ROW_NUMBERS, RankContext, register
-from hybridengine.runtime.process_groups import process_groups
+from hybridengine.rows.protocols import DP_PROTO, ROW_NUMBERS, RankContext, register
+from hybridengine.weights.process_groups import process_groups
 
 
 class ComputeWorker:

@@ -11,8 +11,8 @@ from torch import Tensor
 from hybridengine.algorithms.losses.value import value_loss
 from hybridengine.backends.megatron.outputs import response_values
 from hybridengine.config import RunConfig
-from hybridengine.protocols import PROTO_3D, ROW_NUMBERS, RankContext, register
-from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS
+from hybridengine.rows.micro_batches import SEQUENCE_COLUMNS
+from hybridengine.rows.protocols import PROTO_3D, ROW_NUMBERS, RankContext, register
 from workers.model_worker import TrainedWorker
 
 

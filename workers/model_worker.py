@@ -24,10 +24,10 @@ from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunctio
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import TrainedSection
 from hybridengine.errors import CheckpointError, DataError, ProtocolError
-from hybridengine.model_shapes import ModelShape
-from hybridengine.protocols import ONE_TO_ALL, ROW_NUMBERS, RankContext, register
-from hybridengine.runtime.micro_batches import cut_rows, draw_mini_batches, gather_rows
-from hybridengine.runtime.process_groups import process_groups
+from hybridengine.models.shapes import ModelShape
+from hybridengine.rows.micro_batches import cut_rows, draw_mini_batches, gather_rows
+from hybridengine.rows.protocols import ONE_TO_ALL, ROW_NUMBERS, RankContext, register
+from hybridengine.weights.process_groups import process_groups
 
 
 class ModelWorker:

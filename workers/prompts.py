@@ -9,7 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from hybridengine.config import RunConfig
 from hybridengine.data.datasets import PromptDataset, rows_after
 from hybridengine.data.tokenizer import load_tokenizer
-from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
+from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 
 
 class PromptWorker:

@@ -7,8 +7,8 @@ from pathlib import Path
 from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.config import RunConfig
-from hybridengine.protocols import PROTO_3D, RankContext, register
-from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS
+from hybridengine.rows.micro_batches import SEQUENCE_COLUMNS
+from hybridengine.rows.protocols import PROTO_3D, RankContext, register
 from workers.model_worker import ModelWorker
 
 

@@ -15,8 +15,8 @@ from hybridengine.config.reward_sections import scorer_key
 from hybridengine.data.rewards import RewardFunctions, reward_texts, score_column
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.errors import DataError
-from hybridengine.protocols import DP_PROTO, ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
-from hybridengine.runtime.micro_batches import SEQUENCE_COLUMNS, cut_rows
+from hybridengine.rows.micro_batches import SEQUENCE_COLUMNS, cut_rows
+from hybridengine.rows.protocols import DP_PROTO, ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 from workers.model_worker import ModelWorker
 
 

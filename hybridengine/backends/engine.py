@@ -17,7 +17,7 @@ from pydantic_core import ArgsKwargs, PydanticCustomError
 from hybridengine.config.wording import rule
 from hybridengine.errors import DataError, StorageError, shown
 from hybridengine.reshard.layout import Layout
-from hybridengine.runtime.hybrid_engine import GenerationSide
+from hybridengine.weights.hybrid_engine import GenerationSide
 
 TokenIds = tuple[int, ...]
 """Token ids; the engine knows which ones its model has."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hybridengine.reshard.layout import Layout
-from hybridengine.runtime.hybrid_engine import TrainingSide
+from hybridengine.weights.hybrid_engine import TrainingSide
 
 MicroBatch = dict[str, Tensor]
 """Columns of some rows; `tokens` [B, T] goes into the model, the rest to the output function.

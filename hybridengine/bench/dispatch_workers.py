@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from hybridengine.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
+from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 
 COLUMN = "tokens"
 STRIDE = 1_000_003

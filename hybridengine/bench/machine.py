@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.errors import ConfigError
-from hybridengine.metrics.formatting import format_bytes
-from hybridengine.runtime.host_memory import available_bytes
+from hybridengine.formatting import format_bytes
+from hybridengine.host_memory import available_bytes
 
 PROCESS_BYTES = 450 * 2**20
 """Memory of a rank's process by itself, roughly."""

@@ -26,14 +26,14 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from hybridengine.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE
 from hybridengine.checkpoints.folders import RUN_STATE, Checkpoint, RunState, write_kept
 from hybridengine.checkpoints.hf_reader import SafetensorsFolder, check_weights
 from hybridengine.checkpoints.hf_writer import HfWriter, gone_on_failure
 from hybridengine.checkpoints.making import complete_checkpoint
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError, UnreadableError
-from hybridengine.model_shapes import LM_HEAD, SCORE_HEAD, ModelShape
+from hybridengine.models.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE
+from hybridengine.models.shapes import LM_HEAD, SCORE_HEAD, ModelShape
 from hybridengine.reading import read_object
 from hybridengine.reshard.boxes import full_box
 

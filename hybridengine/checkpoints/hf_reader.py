@@ -8,9 +8,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hybridengine.checkpoint_files import check_checkpoint, tensors_of
 from hybridengine.errors import CheckpointError
-from hybridengine.model_shapes import EMBEDDING, LM_HEAD, ModelShape
+from hybridengine.models.checkpoint_files import check_checkpoint, tensors_of
+from hybridengine.models.shapes import EMBEDDING, LM_HEAD, ModelShape
 from hybridengine.reshard.boxes import Box
 
 COMPARED_ROWS = 4096

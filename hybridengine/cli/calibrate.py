@@ -13,15 +13,15 @@ from typing import Any
 
 import yaml
 
+from hybridengine.bench.calibration.check import check_lines, check_run
+from hybridengine.bench.calibration.fitting import MeasuredRun, fit
+from hybridengine.bench.calibration.measured_run import read_run
 from hybridengine.bench.machine import num_gpus
 from hybridengine.cli.options import between
 from hybridengine.cli.outputs import check_outputs, progress_printer, write_outputs
-from hybridengine.cli.plan_check import check_lines, check_run
 from hybridengine.cli.run_request import CALIBRATED
 from hybridengine.errors import ConfigError
-from hybridengine.metrics.measured_run import read_run
-from hybridengine.planning.clusters import Cluster
-from hybridengine.planning.fitting import MeasuredRun, fit
+from hybridengine.planning.costs.clusters import Cluster
 from hybridengine.temporary import temporary_folder
 
 DEFAULT_RANKS = 4
@@ -98,7 +98,7 @@ def _measured_cluster(ranks: int, on_gpus: bool) -> Cluster:
     import torch
 
     from hybridengine.backends.vllm.environment import rank_environment
-    from hybridengine.bench.machine_rates import measure_machine
+    from hybridengine.bench.calibration.machine_rates import measure_machine
     from hybridengine.controller.cluster import start_ray
     from hybridengine.controller.pool import ResourcePool
 
@@ -124,7 +124,7 @@ def _measured_cluster(ranks: int, on_gpus: bool) -> Cluster:
 
 def _measured_runs(ranks: int, on_gpus: bool, say: Callable[[str], None]) -> Iterator[MeasuredRun]:
     """Carry out the runs of all cases, whose folders are removed afterwards."""
-    from hybridengine.bench.calibration import case_configs, cases_for
+    from hybridengine.bench.calibration.cases import case_configs, cases_for
     from hybridengine.training.run import train
 
     cases, dtype = cases_for(ranks, on_gpus), "bfloat16" if on_gpus else "float32"

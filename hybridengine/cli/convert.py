@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from hybridengine.cli.options import DTYPES, byte_size
 from hybridengine.config.run_config import TRAINED
 from hybridengine.errors import ConfigError
-from hybridengine.metrics.formatting import format_bytes
+from hybridengine.formatting import format_bytes
 from hybridengine.writing import writing
 
 VALUE_ROLES = tuple(role for role in TRAINED if role != "actor")
@@ -107,8 +107,8 @@ def _import(options: argparse.Namespace) -> int:
             f"--max-file and --companions are for checkpoints of runs, and SOURCE {options.source} is a Hugging Face"
             " checkpoint; leave them out"
         )
-    from hybridengine.checkpoint_files import check_checkpoint, tensors_of
     from hybridengine.checkpoints.conversion import import_model
+    from hybridengine.models.checkpoint_files import check_checkpoint, tensors_of
 
     shape = check_checkpoint(options.source)
     if bool(shape.num_labels) != (options.role in VALUE_ROLES):

@@ -8,10 +8,10 @@ from typing import Any
 
 from hybridengine.bench.dispatch import DispatchSpec, measure_dispatch
 from hybridengine.bench.machine import check_memory
-from hybridengine.cli.figure_tables import cell, table
 from hybridengine.cli.options import add_json_option, between, byte_size, train_sizes
 from hybridengine.cli.outputs import check_outputs, emit, progress_printer
-from hybridengine.metrics.formatting import format_bytes
+from hybridengine.figure_tables import cell, table
+from hybridengine.formatting import format_bytes
 
 COLUMNS = {
     "way": "way",

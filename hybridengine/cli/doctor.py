@@ -22,7 +22,7 @@ from hybridengine.doctor.judging import RunNeeds
 from hybridengine.doctor.machine import Say, examine_machine
 from hybridengine.doctor.node_facts import node_facts
 from hybridengine.errors import HybridEngineError
-from hybridengine.planning.memory import checkpoint_bytes
+from hybridengine.planning.costs.memory import checkpoint_bytes
 from hybridengine.training.dry_run import RANK_BYTES, cost_of, phase_bytes
 
 DESCRIPTION = """Examine this machine's installation, then every node of the cluster, and print what to fix.

@@ -11,16 +11,16 @@ import yaml
 
 from hybridengine.cli.options import STDOUT, add_json_option, between
 from hybridengine.cli.outputs import check_outputs, emit, show_status
-from hybridengine.cli.plan_tables import plan_lines
 from hybridengine.cli.run_request import RunRequest, add_run_options, cluster_of, request_of
 from hybridengine.errors import ConfigError
-from hybridengine.planning.comparison import idle_shares
-from hybridengine.planning.options import Options
-from hybridengine.planning.passes import compute_of
-from hybridengine.planning.plan import Plan
-from hybridengine.planning.run_settings import run_settings
-from hybridengine.planning.search import Found, Search
-from hybridengine.planning.shortage import shortage
+from hybridengine.planning.costs.passes import compute_of
+from hybridengine.planning.search.comparison import idle_shares
+from hybridengine.planning.search.options import Options
+from hybridengine.planning.search.plan import Plan
+from hybridengine.planning.search.plan_tables import plan_lines
+from hybridengine.planning.search.run_settings import run_settings
+from hybridengine.planning.search.search import Found, Search
+from hybridengine.planning.search.shortage import shortage
 
 DESCRIPTION = """Choose placement and parallel sizes for a run: which models share devices, how many devices each pool
 has, (p, t, d) of every model and (p_g, t_g) of generation. Searches all placements (15 for PPO's four models), all
@@ -90,7 +90,7 @@ def run_planner(options: argparse.Namespace) -> int:
         raise ConfigError(shortage(search))
 
     def draw(place: Path) -> None:
-        from hybridengine.cli.plan_chart import draw_plans
+        from hybridengine.planning.search.plan_chart import draw_plans
 
         title = f"{request.workload.algorithm} on {request.num_devices} devices of {request.cluster.name}"
         draw_plans(title, found.plans, place)
@@ -105,8 +105,8 @@ def run_planner(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     """Compare runs with their predictions; return 1 if one is beyond its tolerance."""
-    from hybridengine.cli.plan_check import check_lines, check_run
-    from hybridengine.metrics.measured_run import read_run
+    from hybridengine.bench.calibration.check import check_lines, check_run
+    from hybridengine.bench.calibration.measured_run import read_run
 
     names = ("config", "nodes", "devices", "lengths", "prompt_tokens", "fix", "placement", "out", "plot")
     if given := [name.replace("_", "-") for name in names if getattr(options, name)]:

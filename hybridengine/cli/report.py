@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridengine.cli.outputs import check_outputs, write_outputs
 from hybridengine.errors import ConfigError
-from hybridengine.metrics.formatting import format_bytes
+from hybridengine.formatting import format_bytes
 
 DESCRIPTION = """Write a report of a run, finished or still going, as one HTML page that needs no network: the figures
 that show whether it is healthy (evaluation, reward, KL, losses, time of each phase, memory, transfers), the timeline of
@@ -34,8 +34,8 @@ def run_report(options: argparse.Namespace) -> int:
     """Carry out the command; return the exit status."""
     if find_spec("matplotlib") is None:
         raise ConfigError("hybridengine report needs matplotlib; install hybridengine[plots]")
-    from hybridengine.metrics.report.page import render_page
-    from hybridengine.metrics.report.run_record import read_run
+    from hybridengine.report.page import render_page
+    from hybridengine.report.run_record import read_run
 
     run = read_run(options.folder)
     file = options.output or options.folder / REPORT_FILE

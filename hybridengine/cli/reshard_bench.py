@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.bench.machine import check_memory, num_gpus
-from hybridengine.bench.results import PairResult, report
-from hybridengine.bench.spec import DEFAULT_MODEL, VERIFY_TIMES, BenchSpec, LayoutPair, MethodName
-from hybridengine.cli.figure_tables import cell, table
+from hybridengine.bench.reshard.results import PairResult, report
+from hybridengine.bench.reshard.spec import DEFAULT_MODEL, VERIFY_TIMES, BenchSpec, LayoutPair, MethodName
 from hybridengine.cli.options import (
     DTYPES,
     add_json_option,
@@ -21,8 +20,9 @@ from hybridengine.cli.options import (
     train_sizes,
 )
 from hybridengine.cli.outputs import check_outputs, emit, progress_printer
-from hybridengine.metrics.formatting import format_bytes
-from hybridengine.model_presets import resolve_model
+from hybridengine.figure_tables import cell, table
+from hybridengine.formatting import format_bytes
+from hybridengine.models.presets import resolve_model
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 DESCRIPTION = """Measure what switching the actor's weights from training to generation and back costs.
@@ -115,12 +115,12 @@ def run_bench(options: argparse.Namespace) -> int:
         )
     # Megatron-core warns for every GPU package that is not installed; on a machine without a GPU that is expected.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    from hybridengine.bench.measurement import measure_switches
+    from hybridengine.bench.reshard.measurement import measure_switches
 
     measured: list[PairResult] = []
 
     def draw(place: Path) -> None:
-        from hybridengine.bench.plot import draw
+        from hybridengine.bench.reshard.plot import draw
 
         draw(spec, measured, place)
 

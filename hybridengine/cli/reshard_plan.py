@@ -9,15 +9,15 @@ from typing import Any
 
 from hybridengine.cli.options import add_json_option, byte_size, gen_sizes, parsed, train_sizes
 from hybridengine.cli.outputs import check_outputs, emit, show_status
-from hybridengine.cli.switch_tables import diff_lines, plan_lines, sweep_lines
 from hybridengine.errors import ConfigError, TopologyError
 from hybridengine.families.registry import FAMILIES
-from hybridengine.model_presets import PRESETS, resolve_model
-from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
-from hybridengine.planning.clusters import Cluster, load_cluster
-from hybridengine.planning.layouts import check_generates, check_layouts, generation_sizes
-from hybridengine.planning.shards import generation_holding
-from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer
+from hybridengine.models.presets import PRESETS, resolve_model
+from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
+from hybridengine.planning.costs.clusters import Cluster, load_cluster
+from hybridengine.planning.costs.shards import generation_holding
+from hybridengine.planning.search.layouts import check_generates, check_layouts, generation_sizes
+from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
+from hybridengine.planning.switch.switch_tables import diff_lines, plan_lines, sweep_lines
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.links import LinkClass
@@ -219,7 +219,7 @@ def run_plan(options: argparse.Namespace) -> int:
         lines = plan_lines(request.shape, request.cluster, cost, figures)
 
     def draw(place: Path) -> None:
-        from hybridengine.cli.switch_chart import draw_switches
+        from hybridengine.planning.switch.switch_chart import draw_switches
 
         draw_switches(request.cluster, switches, place)
 

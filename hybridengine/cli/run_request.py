@@ -9,10 +9,10 @@ from typing import Any
 
 from hybridengine.config import RunConfig, load_config
 from hybridengine.errors import ConfigError
-from hybridengine.planning.clusters import Cluster, load_planned_cluster
-from hybridengine.planning.constraints import Constraints
-from hybridengine.planning.lengths import FORMS, Lengths
-from hybridengine.planning.workload import Workload, workload_of
+from hybridengine.planning.costs.clusters import Cluster, load_planned_cluster
+from hybridengine.planning.costs.lengths import FORMS, Lengths
+from hybridengine.planning.costs.workload import Workload, workload_of
+from hybridengine.planning.search.constraints import Constraints
 
 CALIBRATED = "calibrated.yaml"
 """Where `calibrate` writes, and what is read, unless another file is named."""
@@ -91,7 +91,7 @@ def request_of(options: argparse.Namespace) -> RunRequest:
 def _lengths(text: str, limit: int) -> Lengths:
     """Return the lengths that are written, or those of a run."""
     if text and Path(text).is_dir():
-        from hybridengine.metrics.measured_run import run_lengths
+        from hybridengine.bench.calibration.measured_run import run_lengths
 
         return run_lengths(text, limit)
     return Lengths.of(text, limit)

@@ -14,14 +14,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from hybridengine.cli.figure_tables import table
 from hybridengine.cli.options import add_json_option, between
 from hybridengine.cli.outputs import check_outputs, emit
 from hybridengine.cli.run_request import RunRequest, add_run_options, request_of
 from hybridengine.errors import ConfigError
-from hybridengine.metrics.formatting import format_seconds
-from hybridengine.planning.scenarios import Run, Scenarios, SteadyState, role_idle_shares
-from hybridengine.planning.simulation import Outcome, simulate_asynchronous, simulate_synchronous
+from hybridengine.figure_tables import table
+from hybridengine.formatting import format_seconds
+from hybridengine.planning.simulation.scenarios import Run, Scenarios, SteadyState, role_idle_shares
+from hybridengine.planning.simulation.simulation import Outcome, simulate_asynchronous, simulate_synchronous
 
 MOST_SIMULATED = 16
 """Divisions of a sweep; of more, evenly spaced ones."""
@@ -122,7 +122,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     }
 
     def draw(place: Path) -> None:
-        from hybridengine.cli.simulate_chart import draw_runs
+        from hybridengine.planning.simulation.simulate_chart import draw_runs
 
         title = f"{request.workload.algorithm} on {request.num_devices} devices of {request.cluster.name}, simulated"
         outcomes = {"synchronous": outcome, "asynchronous": best[2]}

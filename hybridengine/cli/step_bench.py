@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridengine.bench.machine import num_gpus
-from hybridengine.bench.step_environment import make_environment
-from hybridengine.bench.step_spec import (
+from hybridengine.bench.step.environment import make_environment
+from hybridengine.bench.step.spec import (
     PRECISIONS,
     OwnWay,
     StepSpec,
@@ -20,15 +20,15 @@ from hybridengine.bench.step_spec import (
     step_figures,
     trl_ways,
 )
-from hybridengine.cli.figure_tables import cell, table
 from hybridengine.cli.options import DTYPES, add_json_option, between, gen_sizes, train_sizes
 from hybridengine.cli.outputs import check_outputs, emit, progress_printer
 from hybridengine.errors import ConfigError, raise_all
+from hybridengine.figure_tables import cell, table
 from hybridengine.temporary import temporary_folder
 from hybridengine.topology.sizes import GenSizes
 
 if TYPE_CHECKING:
-    from hybridengine.bench.step_own import StepFiles
+    from hybridengine.bench.step.own import StepFiles
 
 DEFAULT_ENVIRONMENT = Path("~/.cache/hybridengine")
 COLUMNS = {
@@ -113,7 +113,7 @@ def run_step(options: argparse.Namespace) -> int:
         # Megatron-core warns for every GPU package that is not installed.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
         files = prepare_step(options.config, spec, folder)
-        from hybridengine.bench.step_measure import StepBench
+        from hybridengine.bench.step.measure import StepBench
 
         python = None
         if options.only is None:
@@ -173,7 +173,7 @@ def prepare_step(config_file: str, spec: StepSpec, folder: Path) -> StepFiles:
     Raises:
         ConfigError, CheckpointError, DataError: they cannot be had.
     """
-    from hybridengine.bench.step_own import StepFiles, copy_without_end
+    from hybridengine.bench.step.own import StepFiles, copy_without_end
     from hybridengine.config import load_config
     from hybridengine.training.files import claim_run, prepare_files
 

@@ -15,7 +15,7 @@ from hybridengine.config.model_checks import model_conflicts, paths_hint
 from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
 from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key, reward_sections
 from hybridengine.config.sections import MAIN_POOL
-from hybridengine.model_presets import find_preset
+from hybridengine.models.presets import find_preset
 from hybridengine.topology.sizes import TrainSizes
 
 PLACEMENT_KEYS = ("cluster.ranks_per_node", "cluster.pools", "rollout.kv_cache_bytes")

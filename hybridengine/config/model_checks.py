@@ -7,13 +7,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hybridengine.checkpoint_files import checkpoint_problems
 from hybridengine.config.algorithm import Conflict
 from hybridengine.config.run_config import SCORERS, ModelHolder, RunConfig, model_holders
 from hybridengine.config.sections import BUILT_TOKENS
 from hybridengine.errors import CheckpointError, ConfigError
-from hybridengine.model_presets import resolve_model
-from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
+from hybridengine.models.checkpoint_files import checkpoint_problems
+from hybridengine.models.presets import resolve_model
+from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 
 WIDTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import Field
 
-from hybridengine.checkpoint_files import COMPANIONS_FOLDER
 from hybridengine.config.algorithm import ChosenAlgorithm, Role
 from hybridengine.config.reward_sections import RewardSection, scorer_key
 from hybridengine.config.sections import (
@@ -28,6 +27,7 @@ from hybridengine.config.sections import (
     WarmupSection,
 )
 from hybridengine.config.values import PathText, Section, flat
+from hybridengine.models.checkpoint_files import COMPANIONS_FOLDER
 from hybridengine.redaction import redacted, remember_secrets
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid

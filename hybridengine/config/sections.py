@@ -28,7 +28,7 @@ from hybridengine.config.values import (
 )
 from hybridengine.errors import ConfigError
 from hybridengine.families.registry import FAMILIES
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 

@@ -22,9 +22,9 @@ from hybridengine.controller.calls import Arguments, Call
 from hybridengine.controller.failures import Outcome, failure_of
 from hybridengine.controller.whereabouts import telling
 from hybridengine.errors import WorkerError
+from hybridengine.host_memory import held_bytes
 from hybridengine.importing import import_object, nothing_collected
-from hybridengine.protocols import RankContext
-from hybridengine.runtime.host_memory import held_bytes
+from hybridengine.rows.protocols import RankContext
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hybridengine.controller.futures import Future
 from hybridengine.controller.row_requests import traffic_bytes
 from hybridengine.controller.rows import Batches, Rows
 from hybridengine.errors import ProtocolError
-from hybridengine.protocols import GroupTopology, Registration
+from hybridengine.rows.protocols import GroupTopology, Registration
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,8 @@ from torch import Tensor
 from hybridengine.controller.calls import Arguments, Call, InputFailedError, map_arguments
 from hybridengine.controller.stored_rows import Content, Owner, StoredColumn, StoredRows, as_bytes
 from hybridengine.errors import ProtocolError, TransferError
-from hybridengine.protocols import ROW_NUMBERS
-from hybridengine.runtime.batch import columns_of, payload_bytes
+from hybridengine.rows.batch import columns_of, payload_bytes
+from hybridengine.rows.protocols import ROW_NUMBERS
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from hybridengine.controller.calls import call_log
 from hybridengine.controller.futures import Future
 from hybridengine.controller.row_requests import RowsOrigin, RowsRequest
 from hybridengine.errors import ProtocolError, WorkerError, WrongArgumentsError
-from hybridengine.runtime.batch import columns_of, num_rows
+from hybridengine.rows.batch import columns_of, num_rows
 
 READ_TIMEOUT_S = 300.0
 """Longest wait for rows that the controller itself wants."""

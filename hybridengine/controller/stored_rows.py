@@ -16,7 +16,7 @@ from tensordict import TensorDictBase, is_non_tensor
 
 from hybridengine.controller.calls import Call
 from hybridengine.errors import ProtocolError, StorageError
-from hybridengine.runtime.batch import columns_of, is_tensor_column
+from hybridengine.rows.batch import columns_of, is_tensor_column
 
 INLINE_BYTES = 2**16
 """Most bytes of columns inside one description. With it, a description stays below the 100 KiB up to which Ray carries

@@ -18,7 +18,7 @@ from hybridengine.controller.requests import split_requests
 from hybridengine.controller.rows import Produced, Rows, Source
 from hybridengine.errors import ConfigError, ProtocolError, UnknownNameError, WrongArgumentsError, raise_all
 from hybridengine.importing import import_object
-from hybridengine.protocols import GroupTopology, RankContext, registered
+from hybridengine.rows.protocols import GroupTopology, RankContext, registered
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes

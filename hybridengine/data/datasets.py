@@ -13,7 +13,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from hybridengine.data.rows import Row, raise_listed, read_rows
+from hybridengine.data.row_files import Row, raise_listed, read_rows
 from hybridengine.data.tokenizer import token_id
 
 TOKENIZED_AT_ONCE = 4096

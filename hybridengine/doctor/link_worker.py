@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from hybridengine.protocols import ONE_TO_ALL, RankContext, register
+from hybridengine.rows.protocols import ONE_TO_ALL, RankContext, register
 
 TIMES = 3
 

@@ -97,7 +97,7 @@ class NodeFacts:
 def node_facts() -> NodeFacts:
     """Return the facts about this node; takes as long as importing the libraries."""
     # Imported late: if its own imports fail, the module of the facts can still be imported.
-    from hybridengine.runtime.host_memory import available_bytes
+    from hybridengine.host_memory import available_bytes
 
     packages = installed_packages()
     shared = Path("/dev/shm")

@@ -35,9 +35,9 @@ from hybridengine.drivers.remax import Remax
 from hybridengine.drivers.rloo import Rloo
 from hybridengine.drivers.safe_rlhf import SafeRlhf
 from hybridengine.errors import DataError
-from hybridengine.metrics import keys
-from hybridengine.protocols import ROW_NUMBERS
-from hybridengine.runtime.batch import columns_of
+from hybridengine.report import keys
+from hybridengine.rows.batch import columns_of
+from hybridengine.rows.protocols import ROW_NUMBERS
 
 
 @dataclass(frozen=True)

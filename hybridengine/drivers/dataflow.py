@@ -12,7 +12,7 @@ from typing import Any
 from hybridengine.config.algorithm import Algorithm, import_named
 from hybridengine.drivers.roles import Roles
 from hybridengine.errors import ConfigError
-from hybridengine.metrics import keys
+from hybridengine.report import keys
 
 COLUMNS = ("response_lengths", "rollout_log_probs", "log_probs", "ref_log_probs", "scores", "dropped")
 """Columns that every advantage function gets."""

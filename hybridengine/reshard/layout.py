@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hybridengine.errors import PlanError
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.boxes import Box, extents, full_box, moved, num_elements, starts, view_index
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from hybridengine.errors import PlanError, raise_all
 from hybridengine.families.registry import FAMILIES
 from hybridengine.families.tables import NameSet
-from hybridengine.model_shapes import (
+from hybridengine.models.shapes import (
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,

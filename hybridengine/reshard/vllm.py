@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from hybridengine.errors import PlanError, raise_all
 from hybridengine.families.registry import FAMILIES
-from hybridengine.model_shapes import (
+from hybridengine.models.shapes import (
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,

@@ -8,10 +8,10 @@ from hybridengine.config import ModelHolder, RunConfig, holder_shape, model_hold
 from hybridengine.config.run_config import TRAINED
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.drivers.dataflow import check_functions
-from hybridengine.metrics.formatting import format_bytes
-from hybridengine.metrics.group_text import format_groups, named_groups
-from hybridengine.planning.memory import ModelMemory, model_memory
-from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer
+from hybridengine.formatting import format_bytes
+from hybridengine.planning.costs.memory import ModelMemory, model_memory
+from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
+from hybridengine.topology.group_text import format_groups, named_groups
 from hybridengine.topology.links import NodeMap
 
 SHOWN_PLANS = 8

@@ -12,7 +12,6 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from hybridengine.checkpoint_files import copy_companions
 from hybridengine.checkpoints.hf_reader import check_weights
 from hybridengine.config import RunConfig, holder_shape, model_holders
 from hybridengine.config.run_config import PATH_KEYS, reward_sections
@@ -21,8 +20,9 @@ from hybridengine.data.rewards import check_reward_functions
 from hybridengine.data.tasks import write_arithmetic_files
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
 from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all, shown
-from hybridengine.metrics.report.run_record import CONFIG_FILE
+from hybridengine.models.checkpoint_files import copy_companions
 from hybridengine.reading import read_object
+from hybridengine.report.run_record import CONFIG_FILE
 from hybridengine.writing import writing
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from hybridengine.controller.calls import call_log
 from hybridengine.controller.rows import Rows
 from hybridengine.drivers.roles import Roles, Sampling
 from hybridengine.errors import ConfigError, DataError, shown
-from hybridengine.metrics import keys
+from hybridengine.report import keys
 from hybridengine.training.files import RunFiles
 from hybridengine.training.launch import RunPools
 from hybridengine.training.output import RunOutput

@@ -15,15 +15,15 @@ from tensordict import TensorDictBase
 from hybridengine.config import RunConfig
 from hybridengine.controller.calls import CallRecord, call_log
 from hybridengine.data.rewards import Decoder, reward_texts
-from hybridengine.metrics import keys
-from hybridengine.metrics.console import step_line
-from hybridengine.metrics.live import LiveView, can_show_live
-from hybridengine.metrics.recorder import TENSORBOARD_FOLDER, MetricsRecorder
-from hybridengine.metrics.rows import METRICS_FILE
-from hybridengine.metrics.samples import SAMPLES_FOLDER, Sample, terminal_table, write_samples
-from hybridengine.metrics.timeline import TIMELINE_FILE, Reading, Span, TimelineWriter
-from hybridengine.metrics.trackers import TrackedRun, Trackers
-from hybridengine.planning.dataflows import phase_of_call
+from hybridengine.planning.costs.dataflows import phase_of_call
+from hybridengine.report import keys
+from hybridengine.report.console import step_line
+from hybridengine.report.live import LiveView, can_show_live
+from hybridengine.report.recorder import TENSORBOARD_FOLDER, MetricsRecorder
+from hybridengine.report.samples import SAMPLES_FOLDER, Sample, terminal_table, write_samples
+from hybridengine.report.step_rows import METRICS_FILE
+from hybridengine.report.timeline import TIMELINE_FILE, Reading, Span, TimelineWriter
+from hybridengine.report.trackers import TrackedRun, Trackers
 
 BARS = {
     "generate": "generate",

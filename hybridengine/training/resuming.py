@@ -10,15 +10,15 @@ from typing import Any
 
 import yaml
 
-from hybridengine.checkpoint_files import checkpoint_problems
 from hybridengine.checkpoints.folders import Checkpoint, checkpoint_at
 from hybridengine.checkpoints.making import settle_checkpoints
 from hybridengine.config import RunConfig
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, shown
-from hybridengine.metrics.keys import STEP
-from hybridengine.metrics.report.run_record import CONFIG_FILE
-from hybridengine.metrics.rows import read_rows
+from hybridengine.models.checkpoint_files import checkpoint_problems
 from hybridengine.reading import read_object
+from hybridengine.report.keys import STEP
+from hybridengine.report.run_record import CONFIG_FILE
+from hybridengine.report.step_rows import read_rows
 from hybridengine.training.files import config_text
 from hybridengine.training.saving import changed_values, check_roles
 from hybridengine.writing import writing

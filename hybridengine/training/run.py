@@ -24,12 +24,12 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.datasets import DemonstrationDataset
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.errors import HybridEngineError, OutputError, WorkerError, raise_all
-from hybridengine.metrics.console import summary_table
-from hybridengine.metrics.formatting import format_bytes
-from hybridengine.metrics.rows import latest_rows, read_rows
-from hybridengine.metrics.summary import summarise
-from hybridengine.metrics.trackers import Trackers, missing_trackers
+from hybridengine.formatting import format_bytes
 from hybridengine.redaction import without_secrets
+from hybridengine.report.console import summary_table
+from hybridengine.report.step_rows import latest_rows, read_rows
+from hybridengine.report.summary import summarise
+from hybridengine.report.trackers import Trackers, missing_trackers
 from hybridengine.training.dry_run import RANK_BYTES, cost_of, layout_lines
 from hybridengine.training.files import RunFiles, claim_run, keep_config, prepare_files
 from hybridengine.training.iterations import iterate

@@ -33,9 +33,9 @@ from hybridengine.config.values import flat
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.roles import Roles, State
 from hybridengine.errors import CheckpointError
-from hybridengine.metrics.formatting import format_bytes
+from hybridengine.formatting import format_bytes
 from hybridengine.package_versions import package_versions
-from hybridengine.planning.memory import checkpoint_bytes
+from hybridengine.planning.costs.memory import checkpoint_bytes
 
 SPARE_SHARE = 1.05
 """Space that a save needs, in sizes of a checkpoint: descriptions of tensors, and files that others write meanwhile."""

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from hybridengine.controller.calls import CallRecord
-from hybridengine.metrics import keys
-from hybridengine.planning.dataflows import phase_of_call
+from hybridengine.planning.costs.dataflows import phase_of_call
+from hybridengine.report import keys
 
 
 def call_metrics(

@@ -20,7 +20,7 @@ from hybridengine.config import load_config
 from hybridengine.controller.cluster import start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.metrics.rows import read_rows
+from hybridengine.report.step_rows import read_rows
 from hybridengine.training.run import train
 from tests.full.probe_workers import ProbeWorker
 from tests.full.tiny_runs import SECTIONS, Run

@@ -23,7 +23,7 @@ from hybridengine.controller import cluster
 from hybridengine.drivers.advantages import ppo
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.roles import Roles, Sampling, State
-from hybridengine.protocols import ROW_NUMBERS
+from hybridengine.rows.protocols import ROW_NUMBERS
 
 VICTIM = 1
 """Rank that the fault meets, where there are several."""
@@ -128,7 +128,7 @@ def _fill_disk() -> None:
 
 def _damage_switch() -> None:
     """From now on, a switch leaves the engine's weights a little wrong."""
-    from hybridengine.runtime.hybrid_engine import HybridEngine
+    from hybridengine.weights.hybrid_engine import HybridEngine
 
     switch = HybridEngine.to_generate
 

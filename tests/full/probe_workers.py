@@ -15,7 +15,7 @@ from ray import cloudpickle
 from tensordict import NonTensorStack, TensorDict
 
 from hybridengine.errors import ConfigError
-from hybridengine.protocols import (
+from hybridengine.rows.protocols import (
     ALL_TO_ALL,
     DP_PROTO,
     ONE_TO_ALL,

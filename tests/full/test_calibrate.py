@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridengine.bench import calibration
+from hybridengine.bench.calibration import cases as calibration
+from hybridengine.bench.calibration.measured_run import call_seconds, run_lengths
 from hybridengine.cli.main import main
-from hybridengine.metrics import keys
-from hybridengine.metrics.measured_run import call_seconds, run_lengths
-from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
-from hybridengine.planning.clusters import load_planned_cluster
-from hybridengine.planning.lengths import Lengths
-from hybridengine.planning.workload import workload_of
+from hybridengine.planning.costs.clusters import load_planned_cluster
+from hybridengine.planning.costs.lengths import Lengths
+from hybridengine.planning.costs.workload import workload_of
+from hybridengine.report import keys
+from hybridengine.report.timeline import TIMELINE_FILE, read_timeline
 from tests.full.tiny_runs import Run, value
 
 pytestmark = pytest.mark.timeout(600)

@@ -14,7 +14,7 @@ from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rows import Rows
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.metrics.live import LiveView
+from hybridengine.report.live import LiveView
 from tests.full.probe_workers import ProbeWorker
 
 LIMIT_S = 20.0

@@ -20,7 +20,7 @@ from hybridengine.controller.futures import Future
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import ConfigError, ProtocolError, TopologyError, TransferError, WorkerTimeoutError
-from hybridengine.runtime.transport import PeerError
+from hybridengine.weights.transport import PeerError
 from tests.full.probe_workers import BrokenWorker, ClashingWorker, ProbeWorker, SilentWorker, batch_of
 
 

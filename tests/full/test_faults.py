@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER, checkpoints_in
 from hybridengine.cli.main import main
 from hybridengine.controller import cluster
-from hybridengine.metrics import keys
-from hybridengine.metrics.rows import Row, latest_rows, read_rows
+from hybridengine.report import keys
+from hybridengine.report.step_rows import Row, latest_rows, read_rows
 from hybridengine.training.stopping import StopRequest
 from tests.full.tiny_runs import SECTIONS, computed
 

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hybridengine.cli.main import main
 from hybridengine.config import model_shape
-from hybridengine.metrics import keys
-from hybridengine.metrics.report.figures import FIGURES, draw_figure
-from hybridengine.metrics.report.run_record import read_run
-from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
-from hybridengine.planning.switch_cost import SwitchPricer
+from hybridengine.planning.switch.switch_cost import SwitchPricer
+from hybridengine.report import keys
+from hybridengine.report.figures import FIGURES, draw_figure
+from hybridengine.report.run_record import read_run
+from hybridengine.report.timeline import TIMELINE_FILE, read_timeline
 from hybridengine.topology.links import NodeMap
 from hybridengine.training.files import claim_run
 from tests.full.tiny_runs import SECTIONS, STEPS, Run, value

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.bench.spec import MethodName
+from hybridengine.bench.reshard.spec import MethodName
 from hybridengine.cli.main import main
 
 CONFIG = {

@@ -13,7 +13,7 @@ import pytest
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.reward_process import RewardProcess
-from hybridengine.protocols import ONE_TO_ALL, RankContext, register
+from hybridengine.rows.protocols import ONE_TO_ALL, RankContext, register
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER
-from hybridengine.metrics import keys
-from hybridengine.metrics.rows import Row, latest_rows, read_rows
-from hybridengine.metrics.timeline import TIMELINE_FILE, Span, read_timeline
+from hybridengine.report import keys
+from hybridengine.report.step_rows import Row, latest_rows, read_rows
+from hybridengine.report.timeline import TIMELINE_FILE, Span, read_timeline
 from tests.full.probe_workers import WIDE_BYTES
 from tests.full.several_nodes import NUM_ROWS
 from tests.full.tiny_runs import SECTIONS, Run, value

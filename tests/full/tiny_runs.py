@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.config import RunConfig
-from hybridengine.metrics.rows import Row
+from hybridengine.report.step_rows import Row
 
 STEPS = 3
 SECTIONS: dict[str, Any] = {

@@ -21,10 +21,10 @@ from hybridengine.checkpoints.digests import digests_of
 from hybridengine.checkpoints.folders import ROLE_FILES, FileList, read_kept
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError
-from hybridengine.model_shapes import ModelShape
-from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo.megatron_training import copy_weights, make_trainer, step
 
 LIMIT_S = 60.0

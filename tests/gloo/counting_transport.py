@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from hybridengine.runtime.transport import Message, Messages, Pending, PointToPointTransport
+from hybridengine.weights.transport import Message, Messages, Pending, PointToPointTransport
 
 
 class CountingTransport(PointToPointTransport):

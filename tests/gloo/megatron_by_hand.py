@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.backends.megatron.trainer import MegatronModel
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from tests.gloo.sharding_by_hand import Part, mask, padded_vocab, stage_of_layers
 
 Shards = dict[tuple[int, int], dict[str, Tensor]]

@@ -13,9 +13,9 @@ from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_pro
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import LossFunction
 from hybridengine.config.sections import OptimizerSection
-from hybridengine.model_shapes import ModelShape
-from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid
+from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo import training_reference as reference
 
 SETTINGS = OptimizerSection(

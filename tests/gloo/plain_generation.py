@@ -14,14 +14,14 @@ from hybridengine.reshard.domains import domains
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
-from hybridengine.runtime.executor import Verify
-from hybridengine.runtime.hybrid_engine import HybridEngine
-from hybridengine.runtime.process_groups import ProcessGroups
-from hybridengine.runtime.storage import WeightStorage
-from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import group_with
 from hybridengine.topology.sizes import GenSizes
+from hybridengine.weights.executor import Verify
+from hybridengine.weights.hybrid_engine import HybridEngine
+from hybridengine.weights.process_groups import ProcessGroups
+from hybridengine.weights.storage import WeightStorage
+from hybridengine.weights.transport import PointToPointTransport
 
 
 class PlainGeneration:

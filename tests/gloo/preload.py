@@ -15,11 +15,6 @@ with warnings.catch_warnings(), nothing_collected():
     import safetensors.torch  # noqa: F401
     import torch.distributed  # noqa: F401
 
-    import hybridengine.backends.megatron.groups
-    import hybridengine.backends.megatron.vocab_parallel
-    import hybridengine.backends.megatron.weights
-    import hybridengine.runtime.hybrid_engine
-    import hybridengine.topology.generation  # noqa: F401
     import tests.gloo.ranks
     import tests.gloo.sharded_ranks  # noqa: F401
     from hybridengine.families.registry import FAMILIES

@@ -25,8 +25,8 @@ from hybridengine.drivers.online_dpo import preferences
 from hybridengine.drivers.safe_rlhf import MEAN_COST, SafeRlhf
 from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.importing import import_object
-from hybridengine.protocols import DP_PROTO, ROW_NUMBERS, GroupTopology, RankContext, registered
 from hybridengine.reshard.boxes import Box
+from hybridengine.rows.protocols import DP_PROTO, ROW_NUMBERS, GroupTopology, RankContext, registered
 from tests.gloo.row_parts import concat_rows, slice_rows
 from tests.gloo.sharded_cases import CASES, NUM_ROWS, ONE_RANK, SAMPLES, judged, run_of
 from workers.actor import ActorWorker

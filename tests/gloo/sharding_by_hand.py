@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Projections that are sharded by rows; their biases too."""

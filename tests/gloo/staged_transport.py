@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.reshard.plan import Bucket
-from hybridengine.runtime.programs import Copies, Program, ProgramBuilder
-from hybridengine.runtime.transport import Messages, Pending, PointToPointTransport
+from hybridengine.weights.programs import Copies, Program, ProgramBuilder
+from hybridengine.weights.transport import Messages, Pending, PointToPointTransport
 
 
 @dataclass(frozen=True)

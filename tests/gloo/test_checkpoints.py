@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from hybridengine.checkpoints.conversion import import_model
 from hybridengine.checkpoints.folders import ROLE_FILES
 from hybridengine.checkpoints.tensors import TensorFolder, read_metadata
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.boxes import full_box
 from tests.gloo.checkpoint_ranks import (
     load_and_save,

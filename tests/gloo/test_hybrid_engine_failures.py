@@ -16,13 +16,13 @@ import pytest
 import torch.distributed as dist
 
 from hybridengine.errors import TransferError
-from hybridengine.model_shapes import ModelShape
-from hybridengine.runtime import failure_notes
-from hybridengine.runtime.hybrid_engine import HybridEngine, Mode
-from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.links import NodeMap
 from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights import failure_notes
+from hybridengine.weights.hybrid_engine import HybridEngine, Mode
+from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo import sharding_by_hand as by_hand
 from tests.gloo.megatron_by_hand import gather_unsharded
 from tests.gloo.megatron_training import copy_weights, make_trainer, same_weights, step

@@ -16,12 +16,12 @@ from torch import Tensor
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.config.sections import OptimizerSection
 from hybridengine.errors import StorageError
-from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
-from hybridengine.runtime.hybrid_engine import HybridEngine
-from hybridengine.runtime.ledger import SwitchReport
-from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights.hybrid_engine import HybridEngine
+from hybridengine.weights.ledger import SwitchReport
+from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo import sharding_by_hand as by_hand
 from tests.gloo.megatron_training import copy_weights, loss_of, make_trainer, same_weights
 from tests.gloo.plain_generation import make_engine

@@ -12,11 +12,11 @@ from torch import Tensor
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.config.sections import OptimizerSection
-from hybridengine.model_shapes import ModelShape
-from hybridengine.runtime.process_groups import ProcessGroups
-from hybridengine.runtime.storage import return_memory_to_system
+from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights.process_groups import ProcessGroups
+from hybridengine.weights.storage import return_memory_to_system
 from tests.gloo.megatron_training import loss_of, same_weights
 from tests.gloo.plain_generation import make_engine
 from tests.gloo.ranks import RankLauncher

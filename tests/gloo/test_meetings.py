@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 import torch.distributed as dist
 
-from hybridengine.runtime.transport import PeerError, PointToPointTransport
+from hybridengine.weights.transport import PeerError, PointToPointTransport
 from tests.gloo.ranks import RankLauncher
 
 TIMEOUT_S = 3.0

@@ -23,10 +23,10 @@ from hybridengine.backends.megatron.weights import load_weights, save_weights
 from hybridengine.checkpoints.hf_writer import HfWriter
 from hybridengine.errors import OutputError
 from hybridengine.families.registry import FAMILIES
-from hybridengine.model_shapes import ModelShape
-from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 

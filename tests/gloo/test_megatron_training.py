@@ -13,10 +13,10 @@ from torch import Tensor
 
 from hybridengine.backends.megatron.weights import load_weights, save_weights
 from hybridengine.config.sections import OptimizerSection
-from hybridengine.model_shapes import ModelShape
-from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo import training_reference as reference
 from tests.gloo.checkpoint_ranks import differing, state_of
 from tests.gloo.megatron_training import copy_weights, loss_of, make_trainer, same_weights, step

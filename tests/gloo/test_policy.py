@@ -9,10 +9,10 @@ import pytest
 
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.errors import DataError, StorageError
-from hybridengine.model_shapes import ModelShape
-from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo import training_reference as reference
 from tests.gloo.megatron_training import loss_of, make_trainer
 from tests.gloo.plain_generation import make_engine

@@ -10,17 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.bench import methods
-from hybridengine.bench.measurement import SwitchBenchWorker, measure_pair
-from hybridengine.bench.methods.gather_all import Full
-from hybridengine.bench.methods.method import Method
-from hybridengine.bench.methods.micro_dp import MicroDp
-from hybridengine.bench.results import PairResult
-from hybridengine.bench.spec import BenchSpec, LayoutPair, MethodName
-from hybridengine.model_shapes import ModelShape
-from hybridengine.protocols import GroupTopology, RankContext
-from hybridengine.runtime.ledger import SwitchReport
-from hybridengine.runtime.storage import WeightStorage
+from hybridengine.bench.reshard import methods
+from hybridengine.bench.reshard.measurement import SwitchBenchWorker, measure_pair
+from hybridengine.bench.reshard.methods.gather_all import Full
+from hybridengine.bench.reshard.methods.method import Method
+from hybridengine.bench.reshard.methods.micro_dp import MicroDp
+from hybridengine.bench.reshard.results import PairResult
+from hybridengine.bench.reshard.spec import BenchSpec, LayoutPair, MethodName
+from hybridengine.models.shapes import ModelShape
+from hybridengine.rows.protocols import GroupTopology, RankContext
+from hybridengine.weights.ledger import SwitchReport
+from hybridengine.weights.storage import WeightStorage
 from tests.gloo.ranks import RankError, RankLauncher
 
 EVEN = ModelShape(

@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.errors import HybridEngineError
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.plan import Pack, Plan
-from hybridengine.runtime.executor import Verify
-from hybridengine.runtime.hybrid_engine import HybridEngine, Mode
-from hybridengine.runtime.process_groups import ProcessGroups
-from hybridengine.runtime.programs import Checks
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.links import NodeMap
 from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights.executor import Verify
+from hybridengine.weights.hybrid_engine import HybridEngine, Mode
+from hybridengine.weights.process_groups import ProcessGroups
+from hybridengine.weights.programs import Checks
 from tests.gloo import sharding_by_hand as by_hand
 from tests.gloo.megatron_by_hand import gather_unsharded
 from tests.gloo.megatron_training import copy_weights, make_trainer, same_weights

@@ -17,15 +17,15 @@ import pytest
 
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.config.sections import OptimizerSection
-from hybridengine.model_shapes import DTYPE_BYTES, ModelShape
+from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.reshard.planner import DIRECT_ELEMENTS
-from hybridengine.runtime.hybrid_engine import HybridEngine
-from hybridengine.runtime.ledger import SwitchReport
-from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.topology.generation import Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.links import NodeMap
 from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.weights.hybrid_engine import HybridEngine
+from hybridengine.weights.ledger import SwitchReport
+from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo import sharding_by_hand as by_hand
 from tests.gloo.counting_transport import CountingTransport
 from tests.gloo.megatron_by_hand import gather_unsharded, num_retained

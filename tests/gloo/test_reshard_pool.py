@@ -19,19 +19,19 @@ from hybridengine.backends.megatron.groups import build_groups, initialize_globa
 from hybridengine.backends.megatron.trainer import MegatronModel
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.errors import PlanError, TopologyError
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
-from hybridengine.runtime.executor import Verify
-from hybridengine.runtime.hybrid_engine import WeightPush
-from hybridengine.runtime.process_groups import ProcessGroups
-from hybridengine.runtime.storage import WeightStorage
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid, Groups
 from hybridengine.topology.links import NodeMap
 from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.weights.executor import Verify
+from hybridengine.weights.hybrid_engine import WeightPush
+from hybridengine.weights.process_groups import ProcessGroups
+from hybridengine.weights.storage import WeightStorage
 from tests.gloo import sharding_by_hand as by_hand
 from tests.gloo.counting_transport import CountingTransport
 from tests.gloo.megatron_by_hand import gather_unsharded

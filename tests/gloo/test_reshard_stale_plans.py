@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.errors import HybridEngineError
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.package_versions import package_versions
-from hybridengine.runtime import fingerprint
-from hybridengine.runtime.executor import Verify
-from hybridengine.runtime.hybrid_engine import HybridEngine, Mode
-from hybridengine.runtime.process_groups import ProcessGroups
-from hybridengine.runtime.storage import WeightStorage
-from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights import fingerprint
+from hybridengine.weights.executor import Verify
+from hybridengine.weights.hybrid_engine import HybridEngine, Mode
+from hybridengine.weights.process_groups import ProcessGroups
+from hybridengine.weights.storage import WeightStorage
+from hybridengine.weights.transport import PointToPointTransport
 from tests.gloo.megatron_training import copy_weights, make_trainer, same_weights, step
 from tests.gloo.plain_generation import make_engine
 from tests.gloo.ranks import RankLauncher

@@ -8,13 +8,13 @@ import torch
 
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.planner import compile_plan, inverse_local
-from hybridengine.runtime.executor import PlanExecutor
-from hybridengine.runtime.ledger import StorageLedger
-from hybridengine.runtime.process_groups import ProcessGroups
-from hybridengine.runtime.storage import WeightStorage
-from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights.executor import PlanExecutor
+from hybridengine.weights.ledger import StorageLedger
+from hybridengine.weights.process_groups import ProcessGroups
+from hybridengine.weights.storage import WeightStorage
+from hybridengine.weights.transport import PointToPointTransport
 from tests.gloo.ranks import RankLauncher
 from tests.unit.numpy_shards import Arrays, megatron_reference, numbered, small_shape
 from tests.unit.stacked_layers import stacked_layout, stacked_reference

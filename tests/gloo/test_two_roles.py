@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hybridengine.model_shapes import ModelShape
-from hybridengine.runtime.process_groups import ProcessGroups
+from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo.megatron_training import copy_weights, make_trainer, same_weights, step
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model

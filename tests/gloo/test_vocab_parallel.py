@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
-from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo.ranks import RankLauncher
 
 VOCAB, PADDED = 131, 192

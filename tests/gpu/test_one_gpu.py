@@ -22,14 +22,14 @@ from hybridengine.backends.vllm import environment
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config.sections import OptimizerSection
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.planner import compile_plan
-from hybridengine.runtime.hybrid_engine import HybridEngine
-from hybridengine.runtime.process_groups import ProcessGroups
-from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.weights.hybrid_engine import HybridEngine
+from hybridengine.weights.process_groups import ProcessGroups
+from hybridengine.weights.transport import PointToPointTransport
 
 pytestmark = pytest.mark.gpu
 

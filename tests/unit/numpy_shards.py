@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import Shard
 
 Arrays = dict[str, np.ndarray]

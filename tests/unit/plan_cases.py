@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hybridengine.families import registry as families
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.plan import Bucket, Move, Pack, Place, Plan

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridengine.metrics.timeline import Reading, Span, TimelineWriter
+from hybridengine.report.timeline import Reading, Span, TimelineWriter
 
 CALLS = {
     "actor.switch_to_generate": ("switch", 0.06),

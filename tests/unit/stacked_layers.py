@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import Layout, Shard, row_stack, sharded, stacked, whole
 from tests.unit.numpy_shards import Arrays
 

@@ -18,7 +18,7 @@ from hybridengine.algorithms.across import ONE_PROCESS
 from hybridengine.config import load_config
 from hybridengine.config.algorithm import ALGORITHMS, algorithm_class
 from hybridengine.drivers.dataflow import check_functions
-from hybridengine.planning.dataflows import calls_of
+from hybridengine.planning.costs.dataflows import calls_of
 
 ROOT = Path(__file__).parents[2]
 TABLE = (ROOT / "docs/explanation/algorithms.md").read_text()

@@ -7,7 +7,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from hybridengine.errors import ProtocolError
-from hybridengine.runtime.batch import num_rows, payload_bytes
+from hybridengine.rows.batch import num_rows, payload_bytes
 
 
 def rows(first: int, last: int) -> TensorDict:

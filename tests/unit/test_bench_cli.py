@@ -13,8 +13,8 @@ import pytest
 
 from hybridengine.bench import machine
 from hybridengine.bench.machine import check_memory, num_gpus
-from hybridengine.bench.results import PairResult, Sample, summarise
-from hybridengine.bench.spec import DEFAULT_MODEL, BenchSpec, LayoutPair, MethodName
+from hybridengine.bench.reshard.results import PairResult, Sample, summarise
+from hybridengine.bench.reshard.spec import DEFAULT_MODEL, BenchSpec, LayoutPair, MethodName
 from hybridengine.cli import reshard_bench
 from hybridengine.cli.main import main
 from hybridengine.cli.reshard_bench import add_bench_command, spec_of
@@ -24,7 +24,7 @@ from hybridengine.errors import ConfigError, TopologyError, WorkerError
 def replace_measurement(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., object]) -> None:
     """Put `measure` where ranks would be started; the module itself would load torch and Megatron."""
     stand_in = SimpleNamespace(measure_switches=measure)
-    monkeypatch.setitem(sys.modules, "hybridengine.bench.measurement", stand_in)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "hybridengine.bench.reshard.measurement", stand_in)  # type: ignore[arg-type]
 
 
 def no_ranks(*arguments: object) -> None:
@@ -219,7 +219,7 @@ def test_a_pair_that_fails_takes_nothing_away_from_those_before(
 
 
 def test_the_picture_is_drawn(result: tuple[BenchSpec, PairResult], tmp_path: Path) -> None:
-    from hybridengine.bench.plot import draw
+    from hybridengine.bench.reshard.plot import draw
 
     spec, pair = result
     file = tmp_path / "bench.svg"

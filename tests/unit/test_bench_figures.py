@@ -7,9 +7,9 @@ from fractions import Fraction
 
 import pytest
 
-from hybridengine.bench.formulas import formula, ratio
-from hybridengine.bench.results import Sample, report, spread, summarise
-from hybridengine.bench.spec import DEFAULT_MODEL, BenchSpec, LayoutPair, MethodName
+from hybridengine.bench.reshard.formulas import formula, ratio
+from hybridengine.bench.reshard.results import Sample, report, spread, summarise
+from hybridengine.bench.reshard.spec import DEFAULT_MODEL, BenchSpec, LayoutPair, MethodName
 
 M = 960
 

@@ -8,17 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.bench.row_blocks import cuts, row_blocks
-from hybridengine.bench.values import box_values, differing_parameters, fill, parameter_values
+from hybridengine.bench.reshard.row_blocks import cuts, row_blocks
+from hybridengine.bench.reshard.values import box_values, differing_parameters, fill, parameter_values
 from hybridengine.errors import PlanError
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import Shard
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.vllm import vllm_layout
-from hybridengine.runtime.storage import WeightStorage
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.weights.storage import WeightStorage
 
 SHAPE = ModelShape(
     family="qwen2",

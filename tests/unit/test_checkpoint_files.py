@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hybridengine.checkpoint_files import check_checkpoint, checkpoint_problems, tensors_of
 from hybridengine.errors import CheckpointError
-from hybridengine.model_shapes import LM_HEAD, ModelShape
+from hybridengine.models.checkpoint_files import check_checkpoint, checkpoint_problems, tensors_of
+from hybridengine.models.shapes import LM_HEAD, ModelShape
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridengine.errors import ConfigError
-from hybridengine.planning.clusters import load_cluster
+from hybridengine.planning.costs.clusters import load_cluster
 from hybridengine.topology.links import LinkClass
 
 ROOT = Path(__file__).parents[2]

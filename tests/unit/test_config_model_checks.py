@@ -13,8 +13,8 @@ import transformers
 from hybridengine.config import holder_shape, load_config, model_holders, model_shape
 from hybridengine.errors import ConfigError, DataError
 from hybridengine.families.registry import FAMILIES
-from hybridengine.model_presets import PRESETS
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.presets import PRESETS
+from hybridengine.models.shapes import ModelShape
 from hybridengine.training.files import claim_run, prepare_files
 from tests.unit.test_checkpoint_files import CONFIG, write_checkpoint
 from tests.unit.test_config import problems_of

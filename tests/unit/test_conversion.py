@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hybridengine.checkpoint_files import check_checkpoint
 from hybridengine.checkpoints.conversion import import_model
 from hybridengine.checkpoints.folders import checkpoint_at
 from hybridengine.checkpoints.hf_writer import HfWriter
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.cli.main import main
+from hybridengine.models.checkpoint_files import check_checkpoint
 from hybridengine.reshard.boxes import full_box
 from tests.gloo.tiny_models import write_model
 

@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hybridengine.data import rows
-from hybridengine.data.rows import read_rows
+from hybridengine.data import row_files as rows
+from hybridengine.data.row_files import read_rows
 from hybridengine.errors import DataError
 
 GOOD = {"prompt": "1 + 2 =", "answer": "3"}

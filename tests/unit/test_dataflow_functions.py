@@ -22,7 +22,7 @@ from hybridengine.drivers.rloo import Rloo
 from hybridengine.drivers.roles import Roles
 from hybridengine.drivers.safe_rlhf import SafeRlhf
 from hybridengine.errors import ConfigError, DataError
-from hybridengine.protocols import ROW_NUMBERS
+from hybridengine.rows.protocols import ROW_NUMBERS
 
 NUM_ROWS, WIDTH, SAMPLES = 8, 5, 4
 LENGTHS = [5, 3, 0, 2, 1, 4, 5, 2]

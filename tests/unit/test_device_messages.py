@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.runtime.transport import Messages, PeerError, Pending, PointToPointTransport
+from hybridengine.weights.transport import Messages, PeerError, Pending, PointToPointTransport
 
 TIMEOUT_S = 0.5
 

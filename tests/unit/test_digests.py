@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridengine.runtime.digests import DIGEST_SIZE, digests
+from hybridengine.weights.digests import DIGEST_SIZE, digests
 
 WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 DTYPES = list(WORDS)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import Tensor
 
+from hybridengine.algorithms.drift import check_drift, save_reproduction
 from hybridengine.controller.failures import (
     RankFailedError,
     RankFailure,
@@ -23,7 +24,6 @@ from hybridengine.controller.failures import (
     rank_failed,
 )
 from hybridengine.errors import ConfigError, DataError, DriftError, TransferError, WorkerTimeoutError
-from hybridengine.runtime.drift import check_drift, save_reproduction
 from hybridengine.training.stopping import StopRequest
 
 ROWS, PROMPT, RESPONSE = 3, 4, 5

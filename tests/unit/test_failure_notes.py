@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridengine.runtime.failure_notes import FailureNote, explain
+from hybridengine.weights.failure_notes import FailureNote, explain
 
 
 def waiting(rank: int, *waited_for: int) -> FailureNote:

@@ -12,11 +12,11 @@ HEAVY = ("torch", "ray", "megatron", "vllm", "transformers", "tensordict")
 
 LIGHT = (
     "hybridengine.config",
-    "hybridengine.checkpoint_files",
+    "hybridengine.models.checkpoint_files",
     "hybridengine.topology",
     "hybridengine.reshard",
     "hybridengine.planning",
-    "hybridengine.model_presets",
+    "hybridengine.models.presets",
 )
 
 REPORT = """
@@ -36,7 +36,7 @@ def loaded_by(name: str) -> tuple[set[str], int]:
     return set(modules), count
 
 
-@pytest.mark.parametrize("name", [*LIGHT, "hybridengine.protocols"])
+@pytest.mark.parametrize("name", [*LIGHT, "hybridengine.rows.protocols"])
 def test_light_floor_loads_nothing_heavy(name: str) -> None:
     modules, count = loaded_by(name)
     assert count >= 1

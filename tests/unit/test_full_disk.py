@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from hybridengine.errors import OutputError
-from hybridengine.metrics.recorder import MetricsRecorder
-from hybridengine.metrics.rows import read_rows
-from hybridengine.metrics.samples import Sample, write_samples
-from hybridengine.metrics.timeline import Span, TimelineWriter, read_timeline
+from hybridengine.report.recorder import MetricsRecorder
+from hybridengine.report.samples import Sample, write_samples
+from hybridengine.report.step_rows import read_rows
+from hybridengine.report.timeline import Span, TimelineWriter, read_timeline
 
 FILE_BYTES = 4096
 SAID = r"cannot be written \(File too large\); make room, .* what was written before is kept"

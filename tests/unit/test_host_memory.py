@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hybridengine.runtime import host_memory
+from hybridengine import host_memory
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from hybridengine.errors import PlanError
 from hybridengine.families import registry as families
 from hybridengine.families.tables import NameSet
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.hf import hf_layout
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.megatron import megatron_layout, padded_vocab_size

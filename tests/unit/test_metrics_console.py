@@ -8,9 +8,9 @@ import math
 import pytest
 from rich.console import Console
 
-from hybridengine.metrics.console import step_line, summary_table
-from hybridengine.metrics.rows import Row
-from hybridengine.metrics.summary import HeldOutResult, PhaseTime, RunSummary, summarise
+from hybridengine.report.console import step_line, summary_table
+from hybridengine.report.step_rows import Row
+from hybridengine.report.summary import HeldOutResult, PhaseTime, RunSummary, summarise
 
 MIB = 2**20
 

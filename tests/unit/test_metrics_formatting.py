@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from hybridengine.metrics import keys
-from hybridengine.metrics.formatting import format_bytes, format_seconds
+from hybridengine.formatting import format_bytes, format_seconds
+from hybridengine.report import keys
 
 
 def test_phase_names_and_keys_are_inverse() -> None:

@@ -28,7 +28,7 @@ from rich.progress import Task
 
 from hybridengine.controller.calls import CallObserver
 from hybridengine.controller.futures import Future as GroupCall
-from hybridengine.metrics.live import LiveView, can_show_live
+from hybridengine.report.live import LiveView, can_show_live
 
 LONG = "reward_of_a_term_whose_name_is_longer_than_any_terminal_is_wide_" * 3
 
@@ -314,7 +314,7 @@ def test_the_errors_of_a_run_stay_in_the_file_that_they_were_directed_to(
 PROGRAM = """
 import logging, os, signal, sys, threading, time
 from rich.console import Console
-from hybridengine.metrics.live import LiveView, can_show_live
+from hybridengine.report.live import LiveView, can_show_live
 handler = logging.StreamHandler()
 logging.getLogger("somebody").addHandler(handler)
 console = Console()

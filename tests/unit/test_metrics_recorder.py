@@ -15,8 +15,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hybridengine.errors import DataError
-from hybridengine.metrics.recorder import TENSORBOARD_FOLDER, MetricsRecorder
-from hybridengine.metrics.rows import METRICS_FILE, Row, latest_rows, read_rows
+from hybridengine.report.recorder import TENSORBOARD_FOLDER, MetricsRecorder
+from hybridengine.report.step_rows import METRICS_FILE, Row, latest_rows, read_rows
 
 
 def _tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -54,7 +54,7 @@ def test_rows_are_on_disk_before_the_recorder_is_closed(tmp_path: Path) -> None:
     """A process that dies without any cleanup has lost no row."""
     script = (
         "import os, sys\n"
-        "from hybridengine.metrics.recorder import MetricsRecorder\n"
+        "from hybridengine.report.recorder import MetricsRecorder\n"
         "recorder = MetricsRecorder(sys.argv[1])\n"
         "recorder.record(1, {'reward/mean': 0.5})\n"
         "recorder.record(2, {'reward/mean': 0.75})\n"

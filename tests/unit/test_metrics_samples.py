@@ -14,8 +14,8 @@ from markdown_it import MarkdownIt
 from rich.cells import cell_len
 from rich.console import Console
 
-from hybridengine.metrics.report.run_record import read_run
-from hybridengine.metrics.samples import (
+from hybridengine.report.run_record import read_run
+from hybridengine.report.samples import (
     MAX_CHARACTERS,
     Sample,
     markdown_table,

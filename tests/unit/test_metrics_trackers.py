@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from hybridengine.errors import ConfigError
-from hybridengine.metrics import trackers as trackers_module
-from hybridengine.metrics.recorder import MetricsRecorder
-from hybridengine.metrics.trackers import (
+from hybridengine.report import trackers as trackers_module
+from hybridengine.report.recorder import MetricsRecorder
+from hybridengine.report.trackers import (
     OPENERS,
     TrackedRun,
     Trackers,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from hybridengine.errors import ConfigError, ProtocolError
-from hybridengine.planning.packing import balance_rows
-from hybridengine.runtime.micro_batches import cut_rows
+from hybridengine.rows.balance import balance_rows
+from hybridengine.rows.micro_batches import cut_rows
 
 row_counts = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 

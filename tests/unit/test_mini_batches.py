@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.runtime.micro_batches import draw_mini_batches
+from hybridengine.rows.micro_batches import draw_mini_batches
 
 
 def drawn(num_rows: int, replicas: int, count: int, unit: int, seed: int) -> list[set[int]]:

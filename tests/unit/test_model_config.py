@@ -12,7 +12,7 @@ import transformers
 
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.families.registry import ARCHITECTURES
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from tests.unit.model_configs import plain
 
 LLAMA3 = {

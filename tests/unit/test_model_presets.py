@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridengine.errors import ConfigError
-from hybridengine.model_presets import PRESETS, find_preset, resolve_model
+from hybridengine.models.presets import PRESETS, find_preset, resolve_model
 
 PUBLISHED = {
     "llama3-8b": 8_030_261_248,

@@ -13,7 +13,7 @@ import pytest
 
 from hybridengine.errors import ConfigError
 from hybridengine.families.registry import FAMILIES
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from tests.unit.model_configs import SIZES, plain
 
 PREFIXES = {family.hf_prefix: family for family in FAMILIES.values()}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybridengine.cli.main import main
-from hybridengine.model_presets import PRESETS
+from hybridengine.models.presets import PRESETS
 from tests.unit.plan_runs import GOOD, H100, Plan
 
 COMMAND = [sys.executable, "-m", "hybridengine.cli.main", "reshard", "plan", *GOOD]

@@ -88,9 +88,9 @@ def test_text_shows_plans_sizes_the_timeline_and_why_the_next_one_lost(planned: 
 def test_differences_add_up_to_what_the_runner_up_takes_longer(planned: Planned) -> None:
     from hybridengine.cli.main import parse
     from hybridengine.cli.run_request import request_of
-    from hybridengine.planning.comparison import _path_seconds, compare, longest_path
-    from hybridengine.planning.options import Options
-    from hybridengine.planning.search import Search
+    from hybridengine.planning.search.comparison import _path_seconds, compare, longest_path
+    from hybridengine.planning.search.options import Options
+    from hybridengine.planning.search.search import Search
 
     request = request_of(parse(["plan", CONFIG, "--cluster", A100, *SMALL]))
     plans = Search(Options(request.workload, request.cluster), 16).run().plans

@@ -14,20 +14,20 @@ from tensordict import TensorDict
 
 from hybridengine.config import load_config
 from hybridengine.errors import ConfigError
-from hybridengine.model_presets import resolve_model
-from hybridengine.model_shapes import ModelShape
-from hybridengine.planning.clusters import Cluster, Compute
-from hybridengine.planning.dataflows import Work
-from hybridengine.planning.decoding import Engine, knee, running_steps
-from hybridengine.planning.lengths import Lengths, counted
-from hybridengine.planning.memory import activation_bytes, model_memory
-from hybridengine.planning.passes import MicroBatches, ModelPasses, layer_weights
-from hybridengine.planning.scenarios import steady_state
-from hybridengine.planning.shards import generation_holding, training_holding
-from hybridengine.planning.workload import workload_of
+from hybridengine.models.presets import resolve_model
+from hybridengine.models.shapes import ModelShape
+from hybridengine.planning.costs.clusters import Cluster, Compute
+from hybridengine.planning.costs.dataflows import Work
+from hybridengine.planning.costs.decoding import Engine, knee, running_steps
+from hybridengine.planning.costs.lengths import Lengths, counted
+from hybridengine.planning.costs.memory import activation_bytes, model_memory
+from hybridengine.planning.costs.passes import MicroBatches, ModelPasses, layer_weights
+from hybridengine.planning.costs.shards import generation_holding, training_holding
+from hybridengine.planning.costs.workload import workload_of
+from hybridengine.planning.simulation.scenarios import steady_state
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.vllm import vllm_layout
-from hybridengine.runtime.micro_batches import cut_rows
+from hybridengine.rows.micro_batches import cut_rows
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes

@@ -9,7 +9,7 @@ import pytest
 
 from hybridengine.config.algorithm import ALGORITHMS, Algorithm, algorithm_class
 from hybridengine.errors import ConfigError
-from hybridengine.planning.dataflows import HELPERS, PHASES, calls_of
+from hybridengine.planning.costs.dataflows import HELPERS, PHASES, calls_of
 
 BEGIN = """
 0 prompts.training_prompts    -        prompts
@@ -154,7 +154,7 @@ def test_algorithms_are_traced_without_torch_and_ray() -> None:
 import sys
 sys.modules.update(dict.fromkeys(("torch", "tensordict", "ray", "vllm", "megatron"), None))
 from hybridengine.config.algorithm import ALGORITHMS, algorithm_class
-from hybridengine.planning.dataflows import calls_of
+from hybridengine.planning.costs.dataflows import calls_of
 print(sum(len(calls_of(algorithm_class(name)(), 5, 3)) for name in ALGORITHMS))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

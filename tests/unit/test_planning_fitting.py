@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import yaml
 
-from hybridengine.bench.calibration import case_configs, cases_for
+from hybridengine.bench.calibration.cases import case_configs, cases_for
+from hybridengine.bench.calibration.check import check_run
+from hybridengine.bench.calibration.fitting import RANGES, MeasuredRun, fit
+from hybridengine.bench.calibration.measured_run import call_seconds, read_run
 from hybridengine.cli.main import main
-from hybridengine.cli.plan_check import check_run
 from hybridengine.config import RunConfig
 from hybridengine.errors import ConfigError, DataError
-from hybridengine.metrics import keys
-from hybridengine.metrics.measured_run import call_seconds, read_run
-from hybridengine.metrics.timeline import Span, TimelineWriter
-from hybridengine.planning.clusters import Cluster
-from hybridengine.planning.dataflows import Work
-from hybridengine.planning.fitting import RANGES, MeasuredRun, fit
-from hybridengine.planning.given import given_plan
-from hybridengine.planning.lengths import Lengths
-from hybridengine.planning.workload import workload_of
+from hybridengine.planning.costs.clusters import Cluster
+from hybridengine.planning.costs.dataflows import Work
+from hybridengine.planning.costs.lengths import Lengths
+from hybridengine.planning.costs.workload import workload_of
+from hybridengine.planning.search.given import given_plan
+from hybridengine.report import keys
+from hybridengine.report.timeline import Span, TimelineWriter
 
 MACHINE = Cluster.model_validate(
     {

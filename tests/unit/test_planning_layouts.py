@@ -7,8 +7,8 @@ import re
 import pytest
 
 from hybridengine.errors import TopologyError
-from hybridengine.model_presets import PRESETS
-from hybridengine.planning.layouts import check_layouts, generation_sizes
+from hybridengine.models.presets import PRESETS
+from hybridengine.planning.search.layouts import check_layouts, generation_sizes
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 LLAMA = PRESETS["llama3-70b"].shape()

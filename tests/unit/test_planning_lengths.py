@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridengine.errors import ConfigError
-from hybridengine.planning.lengths import Lengths, counted
+from hybridengine.planning.costs.lengths import Lengths, counted
 
 counts = st.lists(st.integers(0, 60), min_size=1, max_size=30)
 

@@ -12,13 +12,13 @@ from functools import cache
 import pytest
 
 from hybridengine.config import load_config
-from hybridengine.planning.clusters import load_cluster
-from hybridengine.planning.lengths import Lengths
-from hybridengine.planning.options import Options
-from hybridengine.planning.placements import Placement, placements
-from hybridengine.planning.plan import Plan
-from hybridengine.planning.search import Search
-from hybridengine.planning.workload import Workload, workload_of
+from hybridengine.planning.costs.clusters import load_cluster
+from hybridengine.planning.costs.lengths import Lengths
+from hybridengine.planning.costs.workload import Workload, workload_of
+from hybridengine.planning.search.options import Options
+from hybridengine.planning.search.placements import Placement, placements
+from hybridengine.planning.search.plan import Plan
+from hybridengine.planning.search.search import Search
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 B7, B13, B34 = (f"model.hf_config={name}" for name in ("llama2-7b", "llama2-13b", "codellama-34b"))

@@ -12,17 +12,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hybridengine.config.algorithm import ALGORITHMS, algorithm_class
-from hybridengine.model_presets import resolve_model
-from hybridengine.model_shapes import ModelShape
-from hybridengine.planning.clusters import Cluster, load_cluster
-from hybridengine.planning.dataflows import HELPERS, Call, Work, calls_of
-from hybridengine.planning.iteration import Schedule, phases
-from hybridengine.planning.lengths import Lengths
-from hybridengine.planning.options import Options
-from hybridengine.planning.placements import allocations, placements, pool_sizes
-from hybridengine.planning.plan import Plan
-from hybridengine.planning.search import Search
-from hybridengine.planning.workload import PlannedModel, Workload
+from hybridengine.models.presets import resolve_model
+from hybridengine.models.shapes import ModelShape
+from hybridengine.planning.costs.clusters import Cluster, load_cluster
+from hybridengine.planning.costs.dataflows import HELPERS, Call, Work, calls_of
+from hybridengine.planning.costs.lengths import Lengths
+from hybridengine.planning.costs.workload import PlannedModel, Workload
+from hybridengine.planning.search.iteration import Schedule, phases
+from hybridengine.planning.search.options import Options
+from hybridengine.planning.search.placements import allocations, placements, pool_sizes
+from hybridengine.planning.search.plan import Plan
+from hybridengine.planning.search.search import Search
 from hybridengine.topology.sizes import TrainSizes
 
 A100 = load_cluster("configs/clusters/a100-80gb-16x8.yaml")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.planning.lengths import Lengths
-from hybridengine.planning.simulation import Setting, simulate_asynchronous, simulate_synchronous
+from hybridengine.planning.costs.lengths import Lengths
+from hybridengine.planning.simulation.simulation import Setting, simulate_asynchronous, simulate_synchronous
 
 
 def setting(**changes: object) -> Setting:

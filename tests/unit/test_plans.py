@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hybridengine.errors import PlanError
 from hybridengine.families.tables import NameSet
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.audit import audit, audit_return
 from hybridengine.reshard.boxes import num_elements
 from hybridengine.reshard.cost import plan_costs

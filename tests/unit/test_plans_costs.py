@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.cost import RankCost, plan_costs, plan_traffic
 from hybridengine.reshard.layout import Layout, Shard, row_stack, whole
 from hybridengine.reshard.plan import Bucket, Plan

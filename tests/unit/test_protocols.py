@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from hybridengine.errors import ProtocolError
-from hybridengine.protocols import (
+from hybridengine.rows.protocols import (
     ALL_TO_ALL,
     DP_PROTO,
     ONE_TO_ALL,

@@ -15,9 +15,9 @@ import pytest
 from hybridengine.cli import report as command
 from hybridengine.cli.main import main
 from hybridengine.errors import DataError
-from hybridengine.metrics.report.figures import FIGURES
-from hybridengine.metrics.report.page import render_page
-from hybridengine.metrics.report.run_record import read_run
+from hybridengine.report.figures import FIGURES
+from hybridengine.report.page import render_page
+from hybridengine.report.run_record import read_run
 from tests.unit.report_runs import CONFIG, write_run
 
 LACKING = "Rows and steps left out, failures, Memory of the rank with the most"

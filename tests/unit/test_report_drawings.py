@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.metrics.report import figures
-from hybridengine.metrics.report.colours import OTHERS, phase_colours
-from hybridengine.metrics.report.figures import FIGURES, draw_figure, draw_timeline, largest, means
-from hybridengine.metrics.report.page import spread
-from hybridengine.metrics.rows import Row
-from hybridengine.metrics.timeline import Span
+from hybridengine.report import figures
+from hybridengine.report.colours import OTHERS, phase_colours
+from hybridengine.report.figures import FIGURES, draw_figure, draw_timeline, largest, means
+from hybridengine.report.page import spread
+from hybridengine.report.step_rows import Row
+from hybridengine.report.timeline import Span
 
 SHOWN = {
     "Held-out result": ("eval/exact_match", "eval/score_mean"),

@@ -11,8 +11,8 @@ import pytest
 from playwright.sync_api import Browser
 
 from hybridengine.cli.main import main
-from hybridengine.metrics.report.figures import FIGURES
-from hybridengine.metrics.timeline import Reading, Span, TimelineWriter
+from hybridengine.report.figures import FIGURES
+from hybridengine.report.timeline import Reading, Span, TimelineWriter
 from tests.unit import browser as browsers
 from tests.unit.browser import opened, running_browser
 from tests.unit.report_runs import HOSTILE, write_run

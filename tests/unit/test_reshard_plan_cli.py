@@ -12,7 +12,7 @@ import pytest
 
 from hybridengine.cli import reshard_plan
 from hybridengine.cli.main import main
-from hybridengine.model_presets import PRESETS
+from hybridengine.models.presets import PRESETS
 from tests.unit.plan_runs import A100, GOOD, ROOT, Plan
 
 

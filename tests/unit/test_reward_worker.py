@@ -13,8 +13,8 @@ from tensordict import NonTensorStack, TensorDict
 from hybridengine.config import RunConfig, load_config
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import DataError
-from hybridengine.protocols import ROW_NUMBERS, GroupTopology, RankContext, registered
-from hybridengine.runtime.batch import columns_of
+from hybridengine.rows.batch import columns_of
+from hybridengine.rows.protocols import ROW_NUMBERS, GroupTopology, RankContext, registered
 from workers import reward
 from workers.reward import RewardFunctionWorker, RewardModelWorker
 

@@ -18,7 +18,7 @@ from hybridengine.controller.row_requests import ColumnRows, Received, RowsReque
 from hybridengine.controller.rows import Batches, Produced, Rows, Source
 from hybridengine.controller.stored_rows import Content, Owner, StoredRows, store_rows
 from hybridengine.errors import ProtocolError, TransferError
-from hybridengine.protocols import ROW_NUMBERS, even_split
+from hybridengine.rows.protocols import ROW_NUMBERS, even_split
 
 NUM_ROWS = 7
 

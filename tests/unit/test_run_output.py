@@ -23,10 +23,10 @@ from hybridengine.cli.main import main
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import RunSection
 from hybridengine.controller.calls import CallRecord, call_log
-from hybridengine.metrics import trackers as trackers_module
-from hybridengine.metrics.console import step_line
-from hybridengine.metrics.rows import Row, read_rows
-from hybridengine.metrics.timeline import read_timeline
+from hybridengine.report import trackers as trackers_module
+from hybridengine.report.console import step_line
+from hybridengine.report.step_rows import Row, read_rows
+from hybridengine.report.timeline import read_timeline
 from hybridengine.training.output import RunOutput, run_trackers, where_to_look
 
 NODES = {"main": ["10.0.0.1", "10.0.0.1"]}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.bench.step_spec import (
+from hybridengine.bench.step.spec import (
     OwnWay,
     Side,
     StepSpec,
@@ -20,7 +20,7 @@ from hybridengine.bench.step_spec import (
     step_figures,
     trl_ways,
 )
-from hybridengine.bench.step_trl import Clock, arguments, digit_share
+from hybridengine.bench.step.trl_process import Clock, arguments, digit_share
 from hybridengine.cli import step_bench
 from hybridengine.cli.main import main
 from hybridengine.cli.step_bench import (

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from hybridengine.bench import step_environment
-from hybridengine.bench.step_environment import STAMP, make_environment, requirements
-from hybridengine.bench.step_turns import TurnTaker
+from hybridengine.bench.step import environment as step_environment
+from hybridengine.bench.step.environment import STAMP, make_environment, requirements
+from hybridengine.bench.step.turns import TurnTaker
 from hybridengine.errors import ConfigError, WorkerError, WorkerTimeoutError
 
 CHANNEL = """

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from hybridengine.errors import PlanError
-from hybridengine.model_presets import PRESETS
-from hybridengine.model_shapes import ModelShape
-from hybridengine.planning.clusters import load_cluster
-from hybridengine.planning.shards import generation_holding
-from hybridengine.planning.switch_cost import SwitchCost, SwitchPricer
+from hybridengine.models.presets import PRESETS
+from hybridengine.models.shapes import ModelShape
+from hybridengine.planning.costs.clusters import load_cluster
+from hybridengine.planning.costs.shards import generation_holding
+from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.reshard.cost import REMOTE, plan_costs
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.megatron import megatron_layout

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hybridengine.planning.clusters import Cluster
-from hybridengine.planning.switch_cost import SwitchPricer
-from hybridengine.planning.switch_time import hosted_ranks, joined, line_rate_seconds, predict_seconds
+from hybridengine.planning.costs.clusters import Cluster
+from hybridengine.planning.switch.switch_cost import SwitchPricer
+from hybridengine.planning.switch.switch_time import hosted_ranks, joined, line_rate_seconds, predict_seconds
 from hybridengine.reshard.cost import REMOTE, Traffic
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.errors import DataError
-from hybridengine.metrics.timeline import Reading, Span, Timeline, TimelineWriter, read_timeline
+from hybridengine.report.timeline import Reading, Span, Timeline, TimelineWriter, read_timeline
 
 EPOCH_S = 1_760_000_000.123456
 
@@ -191,7 +191,7 @@ def test_a_killed_process_loses_nothing_that_was_written(tmp_path: Path) -> None
     file = tmp_path / "timeline.json"
     program = f"""
 import itertools
-from hybridengine.metrics.timeline import Span, TimelineWriter
+from hybridengine.report.timeline import Span, TimelineWriter
 writer = TimelineWriter({str(file)!r})
 for step in itertools.count():
     writer.write([Span("x" * 500, "generate", rank, "n", "actor", step, step + 1) for rank in range(8)])

@@ -12,8 +12,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from hybridengine.backends.megatron.shim import device_shim
-from hybridengine.runtime.process_groups import ProcessGroups
 from hybridengine.topology.grid import Grid, Groups
+from hybridengine.weights.process_groups import ProcessGroups
 
 _AXES = {
     "tp": ("tp",),

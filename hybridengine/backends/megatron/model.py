@@ -22,7 +22,7 @@ from hybridengine.backends.megatron.shim import device, device_shim, is_needed
 from hybridengine.errors import ConfigError
 from hybridengine.families.registry import FAMILIES
 from hybridengine.families.tables import NameSet
-from hybridengine.model_shapes import ModelShape, padded_vocab_size
+from hybridengine.models.shapes import ModelShape, padded_vocab_size
 from hybridengine.topology.sizes import TrainSizes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -29,12 +29,12 @@ from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunctio
 from hybridengine.config.sections import OptimizerSection
 from hybridengine.errors import DataError, StorageError
 from hybridengine.families.tables import NameSet
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.megatron import megatron_layout
-from hybridengine.runtime.process_groups import ProcessGroups
-from hybridengine.runtime.storage import WeightStorage
 from hybridengine.topology.grid import Grid
+from hybridengine.weights.process_groups import ProcessGroups
+from hybridengine.weights.storage import WeightStorage
 
 
 class MegatronModel:

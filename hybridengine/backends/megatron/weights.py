@@ -14,14 +14,14 @@ from hybridengine.backends.megatron.trainer import MegatronModel
 from hybridengine.checkpoints.hf_reader import SafetensorsFolder
 from hybridengine.checkpoints.hf_writer import HfWriter
 from hybridengine.errors import CheckpointError
-from hybridengine.model_shapes import SCORE_HEAD
+from hybridengine.models.shapes import SCORE_HEAD
 from hybridengine.reshard.hf import hf_layout
 from hybridengine.reshard.planner import compile_plan
-from hybridengine.runtime.executor import PlanExecutor
-from hybridengine.runtime.ledger import StorageLedger
-from hybridengine.runtime.process_groups import ProcessGroups
-from hybridengine.runtime.storage import WeightStorage
-from hybridengine.runtime.transport import PointToPointTransport
+from hybridengine.weights.executor import PlanExecutor
+from hybridengine.weights.ledger import StorageLedger
+from hybridengine.weights.process_groups import ProcessGroups
+from hybridengine.weights.storage import WeightStorage
+from hybridengine.weights.transport import PointToPointTransport
 from hybridengine.writing import writing
 
 

@@ -26,11 +26,11 @@ from hybridengine.backends.vllm.requests import RunningRequests
 from hybridengine.backends.vllm.sleeping import SleepingWeights
 from hybridengine.errors import DataError, StorageError
 from hybridengine.importing import nothing_collected
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.vllm import vllm_layout
-from hybridengine.runtime.storage import WeightStorage
 from hybridengine.topology.generation import GenerationGrid
+from hybridengine.weights.storage import WeightStorage
 
 
 class VllmEngine:

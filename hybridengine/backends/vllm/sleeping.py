@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridengine.runtime.storage import StoragePart, WeightStorage
+from hybridengine.weights.storage import StoragePart, WeightStorage
 
 
 class SleepingWeights(WeightStorage):

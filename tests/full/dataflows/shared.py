@@ -12,8 +12,8 @@ from rich.console import Console
 from hybridengine.config import RunConfig
 from hybridengine.config.algorithm import Algorithm
 from hybridengine.drivers.roles import Roles, Sampling, State
-from hybridengine.metrics.rows import Row, read_rows
-from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
+from hybridengine.report.step_rows import Row, read_rows
+from hybridengine.report.timeline import TIMELINE_FILE, read_timeline
 from hybridengine.training.files import RunFiles
 from hybridengine.training.iterations import iterate
 from hybridengine.training.launch import RunPools

@@ -11,7 +11,7 @@ from hybridengine.config import load_config
 from hybridengine.config.algorithm import ALGORITHMS, CorrectionSection, algorithm_class
 from hybridengine.controller.calls import call_log
 from hybridengine.drivers.roles import Sampling, State
-from hybridengine.metrics import keys
+from hybridengine.report import keys
 from tests.full.dataflows.shared import COST_LIMIT, MULTIPLIER_LR, Started
 
 pytestmark = pytest.mark.timeout(600)

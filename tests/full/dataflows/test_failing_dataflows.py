@@ -13,7 +13,7 @@ from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.roles import Roles, Sampling, Scorers, State
 from hybridengine.errors import ConfigError, DataError, StorageError
-from hybridengine.metrics import keys
+from hybridengine.report import keys
 from hybridengine.training import iterations as iterations_module
 from hybridengine.training.output import RunOutput
 from tests.full.dataflows.shared import Started, Step, left_by

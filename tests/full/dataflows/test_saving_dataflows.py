@@ -20,8 +20,8 @@ from hybridengine.data.datasets import rows_after
 from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.drivers.safe_rlhf import SafeRlhf
 from hybridengine.errors import ConfigError
-from hybridengine.metrics import keys
-from hybridengine.metrics.rows import read_rows
+from hybridengine.report import keys
+from hybridengine.report.step_rows import read_rows
 from hybridengine.training.saving import Progress, RunSaver
 from hybridengine.training.stopping import StopRequest
 from tests.full.dataflows.shared import COST_LIMIT, MULTIPLIER_LR, Started, go_on, left_by, own_run

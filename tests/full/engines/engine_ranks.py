@@ -14,7 +14,7 @@ from hybridengine.backends.engine import Request, Response, SamplingSettings, ge
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.errors import DataError
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import LocalParameter
 from hybridengine.topology.generation import GenerationGrid
 from tests.full.engines.vllm_ranks import take_place

@@ -23,17 +23,17 @@ from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.backends.vllm.groups import SHARED_MEMORY
 from hybridengine.config.sections import OptimizerSection
 from hybridengine.errors import StorageError
-from hybridengine.model_shapes import ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.planner import compile_plan
-from hybridengine.runtime.hybrid_engine import HybridEngine
-from hybridengine.runtime.ledger import SwitchReport
-from hybridengine.runtime.process_groups import ProcessGroups
-from hybridengine.runtime.storage import return_memory_to_system
-from hybridengine.runtime.transport import PointToPointTransport
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid, RankOrder, group_with
 from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.weights.hybrid_engine import HybridEngine
+from hybridengine.weights.ledger import SwitchReport
+from hybridengine.weights.process_groups import ProcessGroups
+from hybridengine.weights.storage import return_memory_to_system
+from hybridengine.weights.transport import PointToPointTransport
 from tests.full.engines.vllm_ranks import take_place
 
 KV_CACHE_BYTES = 64 * 2**20

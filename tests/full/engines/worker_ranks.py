@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tensordict import NonTensorStack, TensorDict
 
 from hybridengine.config import Role, RunConfig
-from hybridengine.protocols import ROW_NUMBERS, GroupTopology, RankContext, registered
+from hybridengine.rows.protocols import ROW_NUMBERS, GroupTopology, RankContext, registered
 from tests.full.engines.vllm_ranks import take_place
 from tests.gloo.row_parts import concat_rows, slice_rows
 from workers.actor import ActorWorker

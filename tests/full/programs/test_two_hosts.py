@@ -15,9 +15,9 @@ import yaml
 
 from hybridengine.backends.vllm import environment
 from hybridengine.controller.cluster import QUIET_RAY
-from hybridengine.metrics import keys
-from hybridengine.metrics.rows import read_rows
-from hybridengine.metrics.timeline import TIMELINE_FILE, read_timeline
+from hybridengine.report import keys
+from hybridengine.report.step_rows import read_rows
+from hybridengine.report.timeline import TIMELINE_FILE, read_timeline
 from tests.full.programs.hosts import RAY_FOLDER, Host, joined_hosts, needs_root
 from tests.full.tiny_runs import SECTIONS, value
 from tests.gloo.ranks import ENVIRONMENT

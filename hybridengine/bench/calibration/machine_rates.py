@@ -1,0 +1,140 @@
+"""What a machine's ranks can do: matrices, memory, links; by one rank alone, and by all of them at the same time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.benchmark import Timer
+
+from hybridengine.controller.pool import ResourcePool
+from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.rows.protocols import ONE_TO_ALL, RankContext, register
+from hybridengine.topology.sizes import TrainSizes
+
+MEBIBYTE = 2**20
+MATRIX = 1024
+COPIED_BYTES = 64 * MEBIBYTE
+SENT_BYTES = 16 * MEBIBYTE
+MEASURED_S = 0.3
+"""Seconds for which each figure is measured, at least."""
+EMPTY_CALLS = 50
+COPY_LATENCY_S = 10e-6
+OWN_DEVICES_SHARE = 0.75
+"""Ranks that together do so much of what they do alone have devices of their own."""
+
+
+class MachineWorker:
+    """Measures on one rank; every method is called on all ranks, of which some only wait."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._rank, self._world_size = context.rank, context.world_size
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        )
+
+    @register(ONE_TO_ALL)
+    def answer(self) -> None:
+        """Do nothing: an empty call."""
+
+    @register(ONE_TO_ALL)
+    def multiply(self, dtype: str, num_working: int) -> float:
+        """Return operations per second of square matrices, 0 on ranks that wait; a product and its sum are two."""
+        one, other = (
+            torch.randn(MATRIX, MATRIX, dtype=getattr(torch, dtype), device=self._device) for _ in range(2)
+        )
+        return self._rate(num_working, 2 * MATRIX**3, lambda: torch.mm(one, other))
+
+    @register(ONE_TO_ALL)
+    def copy(self, num_working: int) -> float:
+        """Return bytes read and written per second in memory that is there."""
+        source, target = (torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2))
+        return self._rate(num_working, 2 * COPIED_BYTES, lambda: target.copy_(source))
+
+    @register(ONE_TO_ALL)
+    def send(self, num_bytes: int, num_pairs: int) -> float:
+        """Return seconds of a message to a neighbour (of 0 and 1, 2 and 3, ...) and back; 0 on ranks that wait."""
+        message = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        neighbour = self._rank ^ 1
+        dist.barrier()
+        if self._rank // 2 >= num_pairs or neighbour >= self._world_size:
+            dist.barrier()
+            return 0.0
+        # Both sides must know when to end: a fixed number, after one that warms up.
+        repetitions, begin = 4 if num_bytes > MEBIBYTE else 50, 0.0
+        for number in range(repetitions + 1):
+            if number == 1:
+                begin = time.perf_counter()
+            if self._rank < neighbour:
+                dist.send(message, neighbour)
+                dist.recv(message, neighbour)
+            else:
+                dist.recv(message, neighbour)
+                dist.send(message, neighbour)
+        if self._device is not None:
+            torch.cuda.synchronize()
+        seconds = (time.perf_counter() - begin) / repetitions
+        dist.barrier()
+        return seconds
+
+    def _rate(self, num_working: int, amount: float, work: Callable[[], object]) -> float:
+        dist.barrier()
+        rate = 0.0
+        if self._rank < num_working:
+            timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+            rate = amount / timer.blocked_autorange(min_run_time=MEASURED_S).mean
+        dist.barrier()
+        return rate
+
+
+def measure_machine(pool: ResourcePool, num_ranks: int, dtypes: Sequence[str]) -> dict[str, Any]:
+    """Return the sections `links` and `compute` of a cluster file for the machine that a pool's ranks are on.
+
+    Args:
+        dtypes: types of matrices; the first one decides whether ranks share devices.
+    """
+    group = WorkerGroup(
+        pool,
+        "hybridengine.bench.calibration.machine_rates.MachineWorker",
+        parallel=TrainSizes(1, 1, num_ranks),
+    )
+
+    def rates(method: str, *arguments: object) -> tuple[float, float]:
+        """Return the rate of one rank while the others wait, and of all together."""
+        alone, together = (
+            sum(getattr(group, method)(*arguments, num_working).get()) for num_working in (1, num_ranks)
+        )
+        return alone, together
+
+    flops = {dtype: rates("multiply", dtype) for dtype in dtypes}
+    alone, together = flops[dtypes[0]]
+    shared = together < OWN_DEVICES_SHARE * num_ranks * alone
+
+    def link(alone: float, together: float, latency_s: float) -> dict[str, float | None]:
+        node = max(alone, together) if shared else None
+        return {"bytes_per_s": alone, "node_bytes_per_s": node, "latency_s": latency_s}
+
+    memory = rates("copy")
+    neighbours = link(*memory, 1e-6)
+    if num_ranks > 1:
+        pairs = num_ranks // 2
+        one, all_pairs = (2 * SENT_BYTES * num / max(group.send(SENT_BYTES, num).get()) for num in (1, pairs))
+        neighbours = link(one, all_pairs, max(group.send(8, 1).get()) / 2)
+    begin = time.perf_counter()
+    for _ in range(EMPTY_CALLS):
+        group.answer().get()
+    return {
+        "links": {
+            "same_device": link(*memory, COPY_LATENCY_S),
+            "same_node": neighbours,
+            "host": {"bytes_per_s": memory[0], "latency_s": COPY_LATENCY_S},
+        },
+        "compute": {
+            "flops_per_s": {dtype: rate for dtype, (rate, _) in flops.items()},
+            "devices_at_once": max(1, round(together / alone)) if shared else None,
+            "call_s": (time.perf_counter() - begin) / EMPTY_CALLS,
+        },
+    }

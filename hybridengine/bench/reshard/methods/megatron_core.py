@@ -1,0 +1,136 @@
+"""megatron-core: that library's own `megatron.core.resharding`, called as its users call it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core.resharding import swap_model_weights
+from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
+from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
+from torch import Tensor, nn
+
+from hybridengine.backends.megatron.shim import device_shim, is_needed
+from hybridengine.bench.reshard.actor import Actor
+from hybridengine.bench.reshard.methods.method import GENERATING, TRAINING, Method
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights.ledger import StorageLedger, SwitchReport
+
+
+class _Counting:
+    """Adds to a copy service that it tells a ledger which bytes it receives and which buffers it holds."""
+
+    send_ops: list[Any]
+    recv_ops: list[Any]
+
+    def __init__(self, ledger: StorageLedger, models: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._weights = {p.untyped_storage()._cdata for model in models for p in model.parameters()}
+
+    def run(self) -> None:
+        """Carry out all submitted messages; every buffer of the call is alive now but those that `run` itself makes."""
+        # The gloo service pairs a message with the tensor that it is copied to afterwards.
+        received = [
+            operation if isinstance(operation, tuple) else (operation,) for operation in self.recv_ops
+        ]
+        own_rank = dist.get_rank()
+        self._ledger.receive(sum(pair[0].tensor.nbytes for pair in received if pair[0].src_rank != own_rank))
+        tensors: list[Tensor] = [operation.tensor for operation in self.send_ops]
+        for pair in received:
+            tensors += [pair[0].tensor, *pair[1:]]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        staged = sum(storage.nbytes() for key, storage in storages.items() if key not in self._weights)
+        self._ledger.stage(staged)
+        super().run()  # type: ignore[misc]
+        self._ledger.unstage(staged)
+
+
+class MegatronCore(Method):
+    """Slices move point to point into a second, complete model of the generation sizes; both stay resident.
+
+    The target is a GPTModel of its own, as the library wants it, not vLLM's parameters: nothing is charged for
+    repacking. The library makes its plan in the first call and keeps it. On the way back nothing moves.
+
+    Source: megatron-core, megatron/core/resharding/refit.py.
+    """
+
+    def prepare(self) -> None:
+        actor, gen = self.actor, self.setting.gen
+        sizes = TrainSizes(gen.pp_size, gen.tp_size, actor.grid.num_ranks // gen.num_ranks)
+        grid = Grid(sizes, actor.grid.order)
+        self._target = Actor(actor.shape, grid, actor.rank, actor.registry, actor.dtype_name)
+        self.layout, self.destination = self._target.layout, self._target.weights
+        for model in (actor, self._target):
+            _mark(model)
+        models = [actor.module, self._target.module]
+        self.ledger = StorageLedger({TRAINING: actor.weights, GENERATING: self.destination})
+        with device_shim():
+            service = GlooCopyService if is_needed() else NCCLCopyService
+            self._service: Any = type("Counting", (_Counting, service), {})(self.ledger, models)
+        if is_needed():
+            # It makes a group of its own, which would wait for half an hour.
+            group = cast(dist.ProcessGroup, self._service.gloo_pg)
+            backend = group._get_backend(torch.device("cpu"))
+            backend._set_default_timeout(timedelta(seconds=self.setting.timeout_s))
+
+    def there(self) -> SwitchReport:
+        self.ledger.begin()
+        with _cuda_calls():
+            swap_model_weights([self.actor.module], [self._target.module], self._service)  # type: ignore[arg-type]
+        return self.ledger.finish("to_generate", GENERATING)
+
+    def back(self) -> SwitchReport:
+        self.ledger.begin()
+        return self.ledger.finish("to_train", TRAINING)
+
+
+@contextlib.contextmanager
+def _cuda_calls() -> Iterator[None]:
+    """On a CPU, answers the few CUDA calls of a switch; on a GPU, nothing.
+
+    The device shim would do, but looks at every tensor operation, and the library should not be charged for that.
+    """
+    if not is_needed():
+        yield
+        return
+
+    def empty(*sizes: Any, pin_memory: bool = False, **arguments: Any) -> Tensor:
+        return pageable_empty(*sizes, **arguments)  # memory is pinned for a GPU's copies
+
+    pageable_empty = torch.empty
+    with contextlib.ExitStack() as stack:
+        for name, answer in _ANSWERS.items():
+            stack.enter_context(mock.patch(f"torch.cuda.{name}", answer))
+        stack.enter_context(mock.patch("torch.empty", empty))
+        yield
+
+
+_STREAM = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
+
+_ANSWERS: dict[str, Any] = {
+    "current_stream": lambda: _STREAM,
+    "stream": lambda stream: contextlib.nullcontext(),
+    "synchronize": lambda: None,
+}
+
+
+def _mark(model: Actor) -> None:
+    """Give a model the marks that the library reads and that Megatron's own construction would have given it.
+
+    Gate and up rows alternate rank by rank, which its initialisation of weights (left out here) says; and layers are
+    numbered over all stages, which it does for even stages only.
+    """
+    place = model.grid.coordinate(model.rank)
+    layers = model.shape.split_layers(model.grid.sizes.pp_size)[place.pp_rank]
+    modules: Any = model.module.decoder.layers
+    for number, layer in zip(layers, modules, strict=True):
+        layer.layer_number = number + 1  # from 1
+        layer.mlp.linear_fc1.weight.partition_stride = 2

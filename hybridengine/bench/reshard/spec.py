@@ -1,0 +1,150 @@
+"""Specification of `hybridengine reshard bench`: one model, pairs of layouts, methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from hybridengine.bench.machine import PROCESS_BYTES
+from hybridengine.errors import TopologyError, raise_all
+from hybridengine.formatting import format_bytes
+from hybridengine.models.shapes import ModelShape
+from hybridengine.planning.search.layouts import check_generates, check_layouts
+from hybridengine.topology.links import NodeMap
+from hybridengine.topology.sizes import GenSizes, TrainSizes
+
+
+class MethodName(str, Enum):
+    """The methods that can be compared, in the order in which they run."""
+
+    MICRO_DP = "micro-dp"
+    MODEL_PARALLEL = "model-parallel"
+    FULL = "full"
+    PER_TENSOR = "per-tensor"
+    MEGATRON_CORE = "megatron-core"
+
+
+VERIFY_TIMES = ("first", "always", "never")
+"""When micro-dp's receivers check what they have received; values of `runtime.executor.Verify`, which needs torch."""
+VERIFYING = "micro-dp (verify: {})"
+"""Label of micro-dp where it runs only to price verification."""
+
+DEFAULT_MODEL = ModelShape(
+    family="llama",
+    num_layers=8,
+    hidden_size=512,
+    ffn_hidden_size=1536,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    vocab_size=8192,
+    max_positions=2048,
+)
+"""A Llama of 33.6 million parameters, 134 MB in float32, that shards at t = 4 and splits into 2, 4 or 8 stages.
+
+Three quarters of its weights are those of layers; in a large model it is nearly all.
+"""
+
+
+@dataclass(frozen=True)
+class LayoutPair:
+    """Train at (p, t, d), generate at (p_g, t_g)."""
+
+    train: TrainSizes
+    gen: GenSizes
+
+    @classmethod
+    def parse(cls, text: str) -> LayoutPair:
+        """Return a pair that is written as TRAIN:GEN, e.g. "2-4-1:1-2".
+
+        Raises:
+            TopologyError: another form.
+        """
+        train, separator, gen = text.partition(":")
+        if not separator:
+            raise TopologyError(f'{text!r} is not a pair of layouts; write TRAIN:GEN such as "2-4-1:1-2"')
+        return cls(TrainSizes.parse(train), GenSizes.parse(gen))
+
+    def __str__(self) -> str:
+        return f"{self.train} -> {self.gen}"
+
+
+@dataclass(frozen=True)
+class BenchSpec:
+    """One benchmark.
+
+    Raises:
+        ConfigError: a model that generates nothing.
+        TopologyError: layouts that cannot be, with the nearest that can.
+    """
+
+    shape: ModelShape
+    pairs: tuple[LayoutPair, ...]
+    methods: tuple[MethodName, ...] = tuple(MethodName)
+    dtype: str = "float32"
+    repetitions: int = 7
+    """Counted repetitions; one more, which is not counted, warms up."""
+    bucket_bytes: int = 16 * 2**20
+    verify: str = "first"
+    timeout_s: float = 120.0
+    """Longest that a method may take there and back."""
+    num_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        check_generates(self.shape)
+        raise_all(self._layout_problems(), TopologyError)
+
+    @property
+    def weight_bytes(self) -> int:
+        """M: bytes of all weights."""
+        return self.shape.weight_bytes(self.dtype)
+
+    @property
+    def contestants(self) -> dict[str, tuple[MethodName, str]]:
+        """Label -> method and when it verifies, in the order of each repetition."""
+        named = {method.value: (method, self.verify) for method in self.methods}
+        if MethodName.MICRO_DP in self.methods:
+            named |= {
+                VERIFYING.format(verify): (MethodName.MICRO_DP, verify) for verify in ("always", "never")
+            }
+        return named
+
+    def nodes(self, pair: LayoutPair) -> NodeMap:
+        """Return the nodes of a pair's ranks."""
+        return NodeMap.uniform(pair.train.num_ranks, -(-pair.train.num_ranks // self.num_nodes))
+
+    def describe(self, pair: LayoutPair) -> str:
+        """Return one line that says what is about to be measured."""
+        return (
+            f"{pair}: {pair.train.num_ranks} ranks, {format_bytes(self.weight_bytes)} of {self.dtype} weights,"
+            f" methods {', '.join(method.value for method in self.methods)}"
+        )
+
+    def needed_bytes(self, pair: LayoutPair) -> int:
+        """Return the bytes that a node's ranks take together at the worst moment, roughly.
+
+        Resident all along: the training shard, the raw all-gather's buffers, megatron-core's target. Above that, one
+        method at a time: its destination and a few buckets.
+        """
+        whole = self.weight_bytes
+        train, gen = whole / pair.train.model_parallel_size, whole / pair.gen.num_ranks
+        domain = max(1, pair.train.model_parallel_size // pair.gen.num_ranks)
+        resident = train * (2 + domain) + (gen if MethodName.MEGATRON_CORE in self.methods else 0)
+        # gloo's all-gather keeps a copy of what it gathers.
+        moving = gen + max(train * domain, 4 * min(self.bucket_bytes, whole))
+        return int(max(self.nodes(pair).ranks_per_node) * (resident + moving + PROCESS_BYTES))
+
+    def _layout_problems(self) -> Iterable[str]:
+        for pair in self.pairs:
+            try:
+                check_layouts(self.shape, pair.train, pair.gen)
+            except TopologyError as error:
+                yield f"{pair}: {error}"
+                continue
+            if MethodName.MEGATRON_CORE in self.methods:
+                # Its target is a Megatron model of the generation sizes.
+                yield from (
+                    f"{pair}: megatron-core: {problem}, or leave this method out with --methods"
+                    for problem in self.shape.tp_problems(pair.gen.tp_size, "t_g")
+                )

@@ -1,0 +1,56 @@
+"""Weights that any rank can compute for any box: every element follows from its tensor's name and its logical index.
+
+Each version has other values, so that a method which delivers nothing cannot pass with what an earlier one has left in
+memory.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from hybridengine.reshard.boxes import Box
+from hybridengine.reshard.layout import LocalParameter, Shard
+from hybridengine.weights.storage import WeightStorage
+
+NUM_VALUES = 2**24
+"""Different values of an element; float32 holds them exactly, bfloat16 rounds them."""
+
+
+def box_values(tensor: str, box: Box, version: int, device: torch.device) -> Tensor:
+    """Return float32 values in [-1, 1) of one box of a logical tensor, shaped like the box."""
+    mixed = torch.tensor(zlib.crc32(f"{version}/{tensor}".encode()), device=device)
+    for dim, (start, stop) in enumerate(box):
+        step = zlib.crc32(f"{version}/{dim}/{tensor}".encode()) | 1
+        mixed = mixed.unsqueeze(-1) + torch.arange(start, stop, device=device) * step
+    return (mixed % NUM_VALUES).float().mul_(2 / NUM_VALUES).sub_(1.0)
+
+
+def parameter_values(
+    parameter: LocalParameter, dtype: torch.dtype, version: int, device: torch.device
+) -> Tensor:
+    """Return the contents of a local parameter; padding is zero."""
+    values = torch.zeros(parameter.shape, dtype=dtype, device=device)
+    for piece in parameter.pieces:
+        values[piece.index] = box_values(piece.tensor, piece.box, version, device).to(dtype)
+    return values
+
+
+def fill(shard: Shard, weights: WeightStorage, version: int) -> None:
+    """Write a version's values into all parameters of a shard."""
+    for parameter in shard.parameters:
+        target = weights[parameter.name]
+        target.copy_(parameter_values(parameter, target.dtype, version, target.device))
+
+
+def differing_parameters(shard: Shard, weights: WeightStorage, version: int) -> list[str]:
+    """Return the parameters that do not hold a version's values, bit for bit."""
+    wrong = []
+    for parameter in shard.parameters:
+        found = weights[parameter.name].contiguous()
+        expected = parameter_values(parameter, found.dtype, version, found.device)
+        if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
+            wrong.append(parameter.name)
+    return wrong

@@ -1,0 +1,165 @@
+"""TRL's GRPOTrainer, one step whenever it is asked. Runs in TRL's own environment: imports nothing of this project.
+
+    python trl_process.py FILE_DESCRIPTOR
+
+The descriptor is that of a `Connection`. The first message is the settings, and the answer says that TRL is ready; each
+further message asks for a step, and its figures are the answer. The program ends when the connection closes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def digit_share(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """Return the share of digits among each response's characters, a reward that costs nothing."""
+    return [sum(map(str.isdigit, text)) / max(1, len(text)) for text in responses]
+
+
+class Clock:
+    """Seconds by phase, and tokens, of the present step."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+        self.tokens = 0
+
+    def around(self, owner: Any, method: str, phase: str, count: Callable[..., int] | None = None) -> None:
+        """Count a method's seconds as `phase`, and with `count` its tokens, from its first argument and its result."""
+        function = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - begin
+            self.tokens += count(args[0], result) if count else 0
+            return result
+
+        setattr(owner, method, timed)
+
+    def take(self) -> dict[str, Any]:
+        """Return what the step took so far; the next one begins."""
+        phases, tokens, self.phases, self.tokens = self.phases, self.tokens, {}, 0
+        generate, rollout = phases.get("generate", 0.0), phases.get("rollout", 0.0)
+        return {
+            "phases": {"generate": generate, "reference and rewards": rollout - generate},
+            "tokens": tokens,
+        }
+
+
+def arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of GRPOConfig.
+
+    No gradient checkpointing, which trades time for memory; nothing is logged, saved or shuffled; the end token cannot be
+    drawn before a response is complete.
+    """
+    rows, samples = settings["rows_per_batch"], settings["samples_per_prompt"]
+    return {
+        "output_dir": settings["folder"],
+        "use_cpu": settings["on_cpu"],
+        "bf16": settings["precision"] == "autocast",
+        "model_init_kwargs": {"dtype": "bfloat16" if settings["precision"] == "weights" else "float32"},
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": len(settings["prompts"][0]) * samples // rows,
+        "num_generations": samples,
+        "max_completion_length": settings["response_tokens"],
+        "generation_kwargs": {"min_new_tokens": settings["response_tokens"]},
+        "temperature": 1.0,
+        "learning_rate": settings["lr"],
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused",
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "beta": settings["kl_coef"],
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "num_iterations": 1,
+        "max_steps": len(settings["prompts"]),
+        "shuffle_dataset": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+
+
+def main(channel: Connection) -> None:
+    """Load everything, then train; every step waits for its turn."""
+    try:
+        build_trainer(channel.recv(), channel).train()
+    except EOFError:
+        pass
+    except Exception as error:
+        channel.send({"error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+def build_trainer(settings: dict[str, Any], channel: Connection) -> Any:
+    """Return a GRPOTrainer that says where its first step begins, and answers each message with a step's figures."""
+    import torch
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    torch.set_num_threads(settings["num_threads"])
+    tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    texts = [text for step in settings["prompts"] for text in step]
+    found = tokenizer(text=texts)["input_ids"]
+    wanted = [tokens for step in settings["prompt_tokens"] for tokens in step]
+    if found != wanted:
+        raise ValueError(
+            "TRL's tokenizer makes other tokens of the prompts; name a tokenizer that adds none of its own"
+        )
+    clock = Clock()
+
+    class Turns(TrainerCallback):
+        """Waits for a message before every step."""
+
+        begin = 0.0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            channel.send({"torch": torch.__version__})
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            channel.recv()
+            clock.take()
+            self.begin = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seconds = time.perf_counter() - self.begin
+            taken = clock.take()
+            taken["phases"]["update"] = seconds - sum(taken["phases"].values())
+            channel.send({"seconds": seconds, **taken})
+
+    def reward(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+        return digit_share(completions, prompts)
+
+    trainer = GRPOTrainer(
+        model=settings["model"],
+        reward_funcs=reward,
+        args=GRPOConfig(**arguments(settings)),
+        train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
+        processing_class=tokenizer,
+        callbacks=[Turns()],
+    )
+    clock.around(trainer, "_generate_and_score_completions", "rollout")
+    clock.around(
+        trainer,
+        "_generate_single_turn",
+        "generate",
+        lambda prompts, result: sum(map(len, prompts)) + sum(map(len, result[0])),
+    )
+    return trainer
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))

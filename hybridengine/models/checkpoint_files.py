@@ -1,0 +1,226 @@
+"""Files of a Hugging Face checkpoint, checked from their headers: `config.json` must describe the stored tensors."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, raise_all, shown
+from hybridengine.models.shapes import EMBEDDING, LM_HEAD, ModelShape
+from hybridengine.reading import check_regular, read_object
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+
+MODEL_COMPANIONS = (
+    CONFIG_FILE,
+    "generation_config.json",
+    "README.md",
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+)
+"""Files beside the weights that say what they are; README.md is the model card."""
+TOKENIZER_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+COMPANIONS = (*MODEL_COMPANIONS, *TOKENIZER_COMPANIONS)
+"""Files beside the weights that make a checkpoint folder complete."""
+COMPANIONS_FOLDER = "companions"
+"""Folder, in a run's, of such files for all models that it writes."""
+
+WEIGHT_DTYPES = ("F32", "BF16", "F16")
+"""Weight types that can be loaded."""
+
+MAX_LISTED = 4
+"""Tensors named in one message."""
+
+
+class StoredTensor(NamedTuple):
+    """One entry of a safetensors header."""
+
+    name: str
+    dtype: str
+    """Type as safetensors names it: F32, BF16, ..."""
+    shape: tuple[int, ...]
+    file: Path
+
+
+def check_checkpoint(folder: str | Path) -> ModelShape:
+    """Return the shape of the checkpoint in `folder`, whose files are complete and agree with its `config.json`.
+
+    Raises:
+        CheckpointError: everything that is wrong with it, in one list.
+    """
+    raise_all(checkpoint_problems(folder), CheckpointError)
+    return ModelShape.from_folder(folder)
+
+
+def checkpoint_problems(folder: str | Path) -> list[str]:
+    """Return the problems of the checkpoint in `folder`, as value, rule and remedy."""
+    folder = Path(folder)
+    problems: list[str] = []
+    shape = None
+    try:
+        shape = ModelShape.from_folder(folder)
+    except (CheckpointError, ConfigError) as error:
+        text = str(error)
+        problems.append(text if str(folder) in text else f"{folder / 'config.json'}: {text}")
+    files, file_problems = _weight_files(folder)
+    tensors, header_problems = _stored(files)
+    file_problems += header_problems
+    problems += file_problems
+    if shape is not None and not file_problems:
+        problems += _disagreements(folder, shape, tensors)
+    return problems
+
+
+def tensors_of(folder: str | Path) -> dict[str, StoredTensor]:
+    """Return every tensor of a complete checkpoint folder by name: where all that read weights find them.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    files, problems = _weight_files(Path(folder))
+    tensors, header_problems = _stored(files)
+    raise_all(problems + header_problems, CheckpointError)
+    return tensors
+
+
+def read_header(file: Path) -> list[StoredTensor]:
+    """Return the entries of a safetensors file.
+
+    Raises:
+        CheckpointError: the file is missing, truncated, or no safetensors file.
+    """
+    try:
+        check_regular(file)
+        with safe_open(file, framework="numpy") as opened:
+            slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118
+            return [StoredTensor(name, one.get_dtype(), tuple(one.get_shape()), file) for name, one in slices]
+    except (OSError, UnreadableError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{file} is no whole safetensors file ({error}); copy the file again from where it came"
+        ) from None
+
+
+def _stored(files: list[Path]) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Return the tensors of all files by name, and the problems of the files."""
+    tensors: dict[str, StoredTensor] = {}
+    problems: list[str] = []
+    for file in files:
+        try:
+            found = {tensor.name: tensor for tensor in read_header(file)}
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if twice := found.keys() & tensors.keys():
+            name = min(twice)
+            problems.append(
+                f"{name} is stored in {tensors[name].file.name} and in {file}; restore the original files"
+            )
+        tensors |= found
+    return tensors, problems
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
+    """Return the safetensors files of a checkpoint, and the problems of their list.
+
+    As in transformers, an index beside a single file is ignored.
+    """
+    index = folder / INDEX_FILE
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE], []
+    if not index.exists():
+        return [], [
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; save the model as safetensors there"
+        ]
+    try:
+        names = sorted(set(read_object(index)["weight_map"].values()))
+        if outside := [
+            name for name in names if Path(name).name != name or name in ("", "..") or len(name) > 255
+        ]:
+            return [], [
+                f"{index} names {shown(outside[0])}, which is no file of its folder; restore the original file"
+            ]
+        files = [folder / name for name in names]
+    except UnreadableError as error:
+        return [], [f"{error}; restore the original file"]
+    except (KeyError, TypeError, AttributeError) as error:
+        return [], [f"{index} is no index of shards ({error}); restore the original file"]
+    if not files:
+        return [], [f"{index} names no shard; restore the original file"]
+    missing = [file for file in files if not file.is_file()]
+    problems = [f"{file}, named by {INDEX_FILE}, does not exist; restore it" for file in missing]
+    return [file for file in files if file not in missing], problems
+
+
+def _disagreements(folder: Path, shape: ModelShape, tensors: dict[str, StoredTensor]) -> list[str]:
+    """Return the differences of the stored tensors from those that `config.json` describes."""
+    expected = dict(shape.tensors)
+    if LM_HEAD in tensors and shape.tied_embeddings:
+        expected[LM_HEAD] = expected[EMBEDDING]  # some exporters store a tied head as well
+    config, remedy = (
+        folder / "config.json",
+        "config.json and weights must be of one model: restore the original pair",
+    )
+    missing = [name for name in expected if name not in tensors]
+    unexpected = [name for name in tensors if name not in expected and not name.endswith(".inv_freq")]
+    both = [tensors[name] for name in expected if name in tensors]
+    problems = []
+    if missing:
+        problems.append(f"{folder}: {_listed(missing)} described by {config} but not stored; {remedy}")
+    if unexpected:
+        problems.append(f"{folder}: {_listed(unexpected)} stored but not described by {config}; {remedy}")
+    other = [
+        f"{t.name} is [{_joined([str(size) for size in t.shape])}], not {list(expected[t.name])}"
+        for t in both
+        if t.shape != expected[t.name]
+    ]
+    if other:
+        problems.append(f"{folder}: shapes differ from {config}: {_joined(other, '; ')}; {remedy}")
+    untyped = [f"{t.name} ({t.dtype})" for t in both if t.dtype not in WEIGHT_DTYPES]
+    if untyped:
+        problems.append(
+            f"{folder}: {_joined(untyped)} stored in a type that cannot be trained;"
+            " convert the checkpoint to float32 or bfloat16"
+        )
+    return problems
+
+
+def _listed(names: list[str]) -> str:
+    """Return "3 tensors (a, b, c)", which a participle follows in the caller's sentence."""
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({_joined(names)})"
+
+
+def _joined(parts: list[str], separator: str = ", ") -> str:
+    more = f"{separator}and {len(parts) - MAX_LISTED} more" if len(parts) > MAX_LISTED else ""
+    return separator.join(parts[:MAX_LISTED]) + more
+
+
+def copy_companions(model: Path, tokenizer: Path, out: Path) -> None:
+    """Copy the companions of a model's weights, and a tokenizer, into a folder, in place of an older one.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for folder, names in ((model, MODEL_COMPANIONS), (tokenizer, TOKENIZER_COMPANIONS)):
+        for name in names:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, partial / name)
+    shutil.rmtree(out, ignore_errors=True)
+    partial.rename(out)

@@ -1,0 +1,136 @@
+"""Shapes of well-known models by name, and of any other model by its `config.json`.
+
+A preset is the part of the public `config.json` of a Hugging Face repository that decides the model's tensors. Where a
+base model and its instruction-tuned sibling differ (positions, norm epsilon), the preset is the one of the repository
+that it names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from hybridengine.errors import CheckpointError, ConfigError
+from hybridengine.models.shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model that can be named instead of pointing at its files."""
+
+    name: str
+    repository: str
+    """Hugging Face repository that the values were read in."""
+    config: Mapping[str, Any]
+    """The values of its `config.json` that a shape needs."""
+
+    def shape(self) -> ModelShape:
+        return ModelShape.from_hf_config(self.config)
+
+
+_COLUMNS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+)
+
+
+def _preset(name: str, repository: str, architecture: str, *values: float, **others: object) -> Preset:
+    """Return a preset of the `values` of `_COLUMNS`, in their order, and of `others`."""
+    config = {"architectures": [architecture], **dict(zip(_COLUMNS, values, strict=True)), **others}
+    return Preset(name, repository, MappingProxyType(config))
+
+
+_LLAMA, _QWEN2, _QWEN3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+_LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+# fmt: off
+_PRESETS = (
+    _preset("llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct",
+            _LLAMA, 32, 4096, 14336, 32, 8, 128256, 8192, 1e-5, 5e5),
+    _preset("llama3-70b", "meta-llama/Meta-Llama-3-70B-Instruct",
+            _LLAMA, 80, 8192, 28672, 64, 8, 128256, 8192, 1e-5, 5e5),
+    _preset("llama3-405b", "meta-llama/Llama-3.1-405B-Instruct",
+            _LLAMA, 126, 16384, 53248, 128, 8, 128256, 131072, 1e-5, 5e5, rope_scaling=_LLAMA31_ROPE),
+    _preset("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct",
+            _QWEN2, 28, 3584, 18944, 28, 4, 152064, 32768, 1e-6, 1e6),
+    _preset("qwen2.5-32b", "Qwen/Qwen2.5-32B-Instruct",
+            _QWEN2, 64, 5120, 27648, 40, 8, 152064, 32768, 1e-6, 1e6),
+    _preset("qwen2.5-72b", "Qwen/Qwen2.5-72B-Instruct",
+            _QWEN2, 80, 8192, 29568, 64, 8, 152064, 32768, 1e-6, 1e6),
+    _preset("qwen3-8b", "Qwen/Qwen3-8B",
+            _QWEN3, 36, 4096, 12288, 32, 8, 151936, 40960, 1e-6, 1e6, head_dim=128),
+    _preset("qwen3-32b", "Qwen/Qwen3-32B",
+            _QWEN3, 64, 5120, 25600, 64, 8, 151936, 40960, 1e-6, 1e6, head_dim=128),
+    _preset("llama2-7b", "meta-llama/Llama-2-7b-hf",
+            _LLAMA, 32, 4096, 11008, 32, 32, 32000, 4096, 1e-5, 1e4),
+    _preset("llama2-13b", "meta-llama/Llama-2-13b-hf",
+            _LLAMA, 40, 5120, 13824, 40, 40, 32000, 4096, 1e-5, 1e4),
+    _preset("llama2-70b", "meta-llama/Llama-2-70b-hf",
+            _LLAMA, 80, 8192, 28672, 64, 8, 32000, 4096, 1e-5, 1e4),
+    _preset("codellama-34b", "codellama/CodeLlama-34b-hf",
+            _LLAMA, 48, 8192, 22016, 64, 8, 32000, 16384, 1e-5, 1e6),
+    _preset("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3",
+            "MistralForCausalLM", 32, 4096, 14336, 32, 8, 32768, 32768, 1e-5, 1e6, sliding_window=None),
+    _preset("phi-4", "microsoft/phi-4",
+            "Phi3ForCausalLM", 40, 5120, 17920, 40, 10, 100352, 16384, 1e-5, 2.5e5),
+)
+# fmt: on
+
+PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _PRESETS})
+"""Preset name -> preset. Llama 2 and CodeLlama are the sizes of the paper's tables (7B, 13B, 34B, 70B)."""
+
+
+def find_preset(text: str) -> Preset | None:
+    """Return the preset of a name or a repository, in any capitals and hyphens; None where there is none."""
+    wanted = _plain(text)
+    for preset in PRESETS.values():
+        if wanted in map(_plain, (preset.name, preset.repository, Path(preset.repository).name)):
+            return preset
+    return None
+
+
+def resolve_model(text: str) -> ModelShape:
+    """Return the shape of a preset, or of the `config.json` (or of the folder with one) that `text` names.
+
+    A preset's name wins over a folder of the same name; write ./NAME for the folder.
+
+    Raises:
+        ConfigError: no preset, no such file, or a file that describes no model that can be sharded here.
+    """
+    preset = find_preset(text)
+    if preset is not None:
+        return preset.shape()
+    try:
+        if not text.strip():
+            raise CheckpointError("an empty text names no file; name a config.json or a checkpoint folder")
+        return ModelShape.from_folder(text)
+    except ConfigError as error:
+        raise ConfigError(f"model {text}: {error}") from None
+    except CheckpointError as error:
+        near = difflib.get_close_matches(text.lower(), PRESETS, n=2, cutoff=0.6)
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        known = ", ".join(PRESETS)
+        raise ConfigError(f"model {text!r} is no preset ({meant}presets are {known}), and {error}") from None
+
+
+def _plain(text: str) -> str:
+    """Return a text without capitals, hyphens, underscores and spaces."""
+    return re.sub(r"[\s_-]", "", text.lower())

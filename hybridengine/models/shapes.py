@@ -1,0 +1,287 @@
+"""A model's shape: its sizes, the tensors that they make, and how it can be sharded.
+
+A *logical tensor* is a tensor of the Hugging Face model, by its name and global shape. It is the common language
+of every layout. Nothing here imports torch or transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, raise_all, shown
+from hybridengine.families.family import Family
+from hybridengine.families.registry import ARCHITECTURES, FAMILIES
+from hybridengine.families.tables import DecoderSizes
+from hybridengine.models.config_json import (
+    MAX_PARAMETERS,
+    ROPE_NUMBERS,
+    check_features,
+    check_kinds,
+    check_numbers,
+    check_sizes,
+    is_number,
+    without_nulls,
+)
+from hybridengine.reading import read_object
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+LM_HEAD = "lm_head.weight"
+SCORE_HEAD = "score.weight"
+
+VOCAB_MULTIPLE = 64
+"""vLLM pads vocabularies to this multiple; Megatron's padding follows, so that shards nest."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def layer_prefix(layer: int) -> str:
+    """Return the prefix of the names of a decoder layer's logical tensors."""
+    return f"model.layers.{layer}."
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """Rows of the padded vocabulary: the least multiple of 64 and of `tp_size` that holds `vocab_size`."""
+    multiple = math.lcm(VOCAB_MULTIPLE, tp_size)
+    return -(-vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class ModelShape(DecoderSizes):
+    """Everything about a model that decides which tensors it has and how large they are."""
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Shape described by the contents of a Hugging Face `config.json`.
+
+        Raises:
+            ConfigError: an unsupported architecture, a missing key, or a feature that no layout covers.
+        """
+        config = without_nulls(config)
+        check_kinds(config)
+        names = [str(name) for name in config.get("architectures") or ()]
+        known = [name for name in names if name in ARCHITECTURES]
+        if not known:
+            raise ConfigError(
+                f"architectures={names} is not supported; use one of {', '.join(sorted(ARCHITECTURES))}"
+            )
+        family = ARCHITECTURES[known[0]]
+        config = {**family.defaults, **config}
+        check_sizes(config)
+        num_heads = config["num_attention_heads"]
+        head_dim, rest = divmod(config["hidden_size"], num_heads)
+        if config.get("head_dim") is None and rest:
+            raise ConfigError(
+                f"num_attention_heads={num_heads} does not divide hidden_size={config['hidden_size']} and head_dim is not"
+                " given; restore the model's original config.json"
+            )
+        classifies = known[0] == family.architectures[1]
+        norm_eps = config.get("rms_norm_eps", 1e-6)
+        check_numbers({"rms_norm_eps": norm_eps})
+        shape = cls(
+            family=family.name,
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            ffn_hidden_size=config["intermediate_size"],
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=config.get("head_dim", head_dim),
+            vocab_size=config["vocab_size"],
+            max_positions=config["max_position_embeddings"],
+            tied_embeddings=bool(config.get("tie_word_embeddings")) and not classifies,
+            norm_eps=norm_eps,
+            num_labels=(config.get("num_labels") or len(config.get("id2label") or (0, 1)))
+            if classifies
+            else 0,
+            **_rotary(config, family),
+        )
+        if shape.num_heads % shape.num_kv_heads:
+            raise ConfigError(
+                f"num_key_value_heads={shape.num_kv_heads} does not divide num_attention_heads={shape.num_heads};"
+                " restore the model's original config.json"
+            )
+        check_features(config, known[0], family)
+        if shape.num_parameters > MAX_PARAMETERS:
+            raise ConfigError(
+                f"the sizes of config.json make {shape.num_parameters} parameters, which must be at most"
+                f" {MAX_PARAMETERS}; restore the model's original config.json"
+            )
+        return shape
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelShape:
+        """Shape of the Hugging Face checkpoint in `folder` (or of the `config.json` that is named itself)."""
+        path = Path(folder)
+        path = path if path.suffix == ".json" else path / "config.json"
+        try:
+            config = read_object(path)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} does not exist; name a Hugging Face checkpoint folder") from None
+        except UnreadableError as error:
+            raise CheckpointError(f"{error}; restore the model's original file") from None
+        return cls.from_hf_config(config)
+
+    def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Logical tensors of one decoder layer: name -> shape, in the model's own order."""
+        tensors = FAMILIES[self.family].layer_tensors(self)
+        return {layer_prefix(layer) + name: shape for name, shape in tensors.items()}
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """All logical tensors: name -> shape, from the embedding to the head."""
+        tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
+        for layer in range(self.num_layers):
+            tensors |= self.layer_tensors(layer)
+        tensors[FINAL_NORM] = (self.hidden_size,)
+        if self.num_labels:
+            tensors[SCORE_HEAD] = (self.num_labels, self.hidden_size)
+        elif not self.tied_embeddings:
+            tensors[LM_HEAD] = (self.vocab_size, self.hidden_size)
+        return tensors
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all logical tensors."""
+        return sum(math.prod(shape) for shape in self.tensors.values())
+
+    def weight_bytes(self, dtype: str) -> int:
+        """M of the paper's table 2: bytes of all weights, each stored once."""
+        return self.num_parameters * DTYPE_BYTES[dtype]
+
+    def split_layers(self, pp_size: int) -> tuple[range, ...]:
+        """Layers of each pipeline stage: consecutive, the first stages one longer where `pp_size` does not divide.
+
+        Raises:
+            ConfigError: more stages than layers.
+        """
+        raise_all(self.pp_problems(pp_size))
+        each, longer = divmod(self.num_layers, pp_size)
+        stages, first = [], 0
+        for stage in range(pp_size):
+            last = first + each + (stage < longer)
+            stages.append(range(first, last))
+            first = last
+        return tuple(stages)
+
+    def gen_stage_layers(self, train_pp_size: int, gen_pp_size: int) -> tuple[range, ...]:
+        """Layers of each generation stage: the union of p/p_g consecutive training stages, so that stages nest.
+
+        Where p_g does not divide p they cannot nest, and the stages are as even as training's are.
+
+        Raises:
+            ConfigError: more stages than layers.
+        """
+        if train_pp_size % gen_pp_size:
+            return self.split_layers(gen_pp_size)
+        stages, joined = self.split_layers(train_pp_size), train_pp_size // gen_pp_size
+        return tuple(
+            range(stages[first * joined].start, stages[(first + 1) * joined - 1].stop)
+            for first in range(gen_pp_size)
+        )
+
+    def tp_problems(self, tp_size: int, name: str = "t") -> list[str]:
+        """Return the reasons why `tp_size` cannot shard this model."""
+        sizes = {key: getattr(self, key) for key in ("num_heads", "num_kv_heads", "ffn_hidden_size")}
+        broken = [
+            f"{name}={tp_size} does not divide {key}={size}" for key, size in sizes.items() if size % tp_size
+        ]
+        if not broken:
+            return []
+        choices = [n for n in range(1, 65) if not any(size % n for size in sizes.values())]
+        return [f"{rule}; choose {_one_of(choices)}" for rule in broken]
+
+    def pp_problems(self, pp_size: int, name: str = "p") -> list[str]:
+        """Return the reasons why `pp_size` pipeline stages cannot hold this model."""
+        if pp_size <= self.num_layers:
+            return []
+        return [
+            f"{name}={pp_size} pipeline stages need as many layers, the model has num_layers={self.num_layers};"
+            f" choose {name} <= {self.num_layers}"
+        ]
+
+    def gen_pp_problems(self, pp_size: int) -> list[str]:
+        """Return the reasons why p_g = `pp_size` cannot hold this model."""
+        return self.pp_problems(pp_size, "p_g")
+
+    def gen_tp_problems(self, tp_size: int, train_tp_size: int) -> list[str]:
+        """Return the reasons why vLLM cannot hold this model at t_g = `tp_size` where it trains at t = `train_tp_size`.
+
+        vLLM shares out KV heads where t_g divides their number, and gives t_g / num_kv_heads ranks
+        a copy of the same head where their number divides t_g.
+        """
+        problems = FAMILIES[self.family].vllm_problems(self)
+        if problems:
+            return problems
+        if not (faults := self._gen_tp_faults(tp_size, train_tp_size)):
+            return []
+        choices = [size for size in range(1, 65) if not self._gen_tp_faults(size, train_tp_size)]
+        return [f"{fault}; choose t_g from {_one_of(choices)}" for fault in faults]
+
+    def _gen_tp_faults(self, tp_size: int, train_tp_size: int) -> list[str]:
+        """Return the rules that t_g breaks."""
+        faults = [
+            f"t_g={tp_size} does not divide {field}={getattr(self, field)}"
+            for field in ("num_heads", "ffn_hidden_size")
+            if getattr(self, field) % tp_size
+        ]
+        if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
+            faults.append(
+                f"t_g={tp_size} neither divides num_kv_heads={self.num_kv_heads} nor is a multiple of it"
+            )
+        rows, train_rows = (padded_vocab_size(self.vocab_size, size) for size in (1, train_tp_size))
+        text = f"{rows}, which is vocab_size={self.vocab_size} padded to a multiple of {VOCAB_MULTIPLE} as vLLM does"
+        if rows % tp_size:
+            faults.append(f"t_g={tp_size} does not divide {text}")
+        elif tp_size > 1 and train_tp_size % tp_size == 0 and rows != train_rows:
+            # The ranks that gather for one generation shard then lack some of its rows.
+            faults.append(
+                f"t={train_tp_size} does not divide {text}, so that the vocabulary's training shards do not nest in those"
+                f" of t_g={tp_size}"
+            )
+        return faults
+
+
+def _one_of(choices: list[int]) -> str:
+    texts = [str(choice) for choice in choices]
+    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
+
+
+def _rotary(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Rotary settings of either config style: transformers 5 nests them, earlier versions do not."""
+    nested: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        style = {
+            "rope_type" if name == "type" else name: value for name, value in config.get(key, {}).items()
+        }
+        if any(nested.get(name, value) != value for name, value in style.items()):
+            raise ConfigError(
+                "rope_parameters and rope_scaling say different things; restore the model's original config.json"
+            )
+        nested |= style
+    theta = nested.get("rope_theta", config.get("rope_theta", 10000.0))
+    kind = nested.get("rope_type", "default")
+    if layered := [key for key, value in nested.items() if isinstance(value, dict)]:
+        raise ConfigError(
+            f"rotary settings by kind of layer ({shown(layered[0])}) are not supported; use another model"
+        )
+    if any(section.get("partial_rotary_factor", 1.0) != 1.0 for section in (config, nested)):
+        raise ConfigError("partial_rotary_factor is not supported; it must be 1.0")
+    check_numbers({"rope_theta": theta})
+    if kind not in family.rope_types:
+        choices = " or ".join(repr(known) for known in family.rope_types)
+        raise ConfigError(f"rope_type={kind!r} is not supported; use {choices}")
+    if kind == "default":
+        return {"rope_theta": float(theta)}
+    missing = [key for key in ROPE_NUMBERS if not is_number(nested.get(key))]
+    if missing:
+        raise ConfigError(
+            f"rope_type='llama3' needs the numbers {', '.join(missing)}; restore the model's original config.json"
+        )
+    scaling = {key: nested[key] for key in ROPE_NUMBERS}
+    check_numbers(scaling)
+    return {"rope_theta": float(theta), "rope_scaling": tuple(scaling.items())}

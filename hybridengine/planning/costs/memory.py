@@ -1,0 +1,123 @@
+"""Memory of a model on one rank: weights, gradients, optimizer state, and what a pass over a micro-batch keeps.
+
+Activations are counted tensor by tensor, as Megatron-core keeps them for a layer without sequence parallelism: inputs
+of the norms and of the matrices, and what lies between. Sharded ones are divided by t, those of the hidden state are not.
+
+Source: Korthikanti et al., arXiv 2205.05198, section 4, redone for grouped queries and gated MLPs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridengine.config import RunConfig, holder_shape, model_holders
+from hybridengine.config.run_config import TRAINED
+from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
+from hybridengine.planning.costs.passes import GRADIENT_BYTES, MicroBatches
+from hybridengine.planning.costs.shards import training_holding
+from hybridengine.topology.sizes import TrainSizes
+
+MOMENT_BYTES = 8
+"""Adam's two moments in float32."""
+LOGIT_COPIES = 3
+"""Float32 tensors of logits' size that log-probs and entropies keep: logits, their softmax, their gradient."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of a model on the rank with the most, by what it is doing."""
+
+    idle: int
+    """While others work; the actor is in training mode then."""
+    infer: int
+    update: int
+    generating: int
+    """While the actor generates; of the actor, what it holds beside the engine."""
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """Bytes of a model's parts on the rank with the most."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    """Float32, released while generating."""
+    optimizer_bytes: int
+    """Moments, and float32 master weights where the weights are not float32; sharded over d."""
+
+    def states(self, *, is_actor: bool, offloads: bool, infer: int = 0, update: int = 0) -> StateBytes:
+        """Return the bytes by what the model is doing.
+
+        Args:
+            offloads: its optimizer state is in host memory while it does not train.
+            infer: activations of a forward pass.
+            update: activations of an update.
+        """
+        whole = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        kept = 0 if offloads else self.optimizer_bytes
+        idle = whole if is_actor else self.weights_bytes + kept
+        return StateBytes(idle, idle + infer, whole + update, kept if is_actor else idle)
+
+
+def model_memory(shape: ModelShape, sizes: TrainSizes, dtype: str, *, trains: bool = True) -> ModelMemory:
+    """Return the memory of `shape` at (p, t, d) under the distributed optimizer; without training, weights alone."""
+    num_elements = training_holding(shape, sizes.pp_size, sizes.tp_size).num_elements
+    weights_bytes = num_elements * DTYPE_BYTES[dtype]
+    if not trains:
+        return ModelMemory(weights_bytes, 0, 0)
+    optimizer_bytes = -(-num_elements * optimizer_weight_bytes(dtype) // sizes.dp_size)
+    return ModelMemory(weights_bytes, num_elements * GRADIENT_BYTES, optimizer_bytes)
+
+
+def optimizer_weight_bytes(dtype: str) -> int:
+    """Return the bytes of optimizer state for each weight."""
+    return MOMENT_BYTES + (4 if dtype != "float32" else 0)
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Return the bytes of the tensors in a checkpoint of a run: weights and optimizer state of what trains."""
+    dtype = config.model.dtype
+    each = DTYPE_BYTES[dtype] + optimizer_weight_bytes(dtype)
+    trained = (holder for holder in model_holders(config) if holder.role in TRAINED)
+    return sum(each * holder_shape(config, holder).num_parameters for holder in trained)
+
+
+def layer_activations(shape: ModelShape, tp_size: int) -> float:
+    """Return the elements that a layer keeps of each token for its backward pass, scores of attention left out."""
+    hidden = 4 * shape.hidden_size  # inputs of both norms, of the query projection and of the MLP
+    attention = 2 * shape.q_size + 2 * shape.kv_size + shape.q_size  # rotated and not, and attention's output
+    mlp = 3 * shape.ffn_hidden_size  # gate, up, and their product
+    return hidden + (attention + mlp) / tp_size
+
+
+def activation_bytes(
+    shape: ModelShape,
+    sizes: TrainSizes,
+    dtype: str,
+    micro: MicroBatches,
+    *,
+    trains: bool,
+    recompute: bool = False,
+) -> int:
+    """Return the most bytes that a pass keeps on a rank.
+
+    They are those of the first stage, with as many micro-batches as are under way, or of the last one, with its logits.
+
+    Args:
+        trains: activations are kept for a backward pass.
+        recompute: only the input of each layer is.
+    """
+    element = DTYPE_BYTES[dtype]
+    layers = len(shape.split_layers(sizes.pp_size)[0])
+    one_layer = layer_activations(shape, sizes.tp_size)
+    if not trains:
+        first = last = one_layer
+    else:
+        # What is computed again is one layer at a time, of one micro-batch.
+        kept, again = (shape.hidden_size * layers, one_layer) if recompute else (one_layer * layers, 0.0)
+        first, last = kept * min(sizes.pp_size, micro.count) + again, kept + again
+    logits = 0.0
+    if not shape.num_labels:
+        copies = LOGIT_COPIES if trains else LOGIT_COPIES - 1
+        logits = copies * 4 * micro.response_tokens * shape.vocab_size / sizes.tp_size
+    return int(max(first * element * micro.tokens, last * element * micro.tokens + logits))

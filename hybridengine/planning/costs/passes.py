@@ -1,0 +1,211 @@
+"""Seconds of passes over rows under (p, t, d): forward passes, and updates with their optimizer steps.
+
+The first of m micro-batches passes all p stages, the others follow as fast as the slowest of them: where all are equal,
+that makes the pipeline's m + p - 1 slots. A stage takes
+
+    arithmetic   2 operations for each weight and token, over the rate that matrices of n tokens reach:
+                 peak · efficiency · n / (n + half_tokens)
+    attention    4 · tokens · sequence length · query width operations, at a rate of its own
+    memory       the hidden state is read and written `activation_passes` times
+    launches     for each layer, and for each micro-batch
+    tensor axis  two all-reduces of the hidden state for each layer and direction
+
+Backward passes are two forward ones, and another one where activations are computed again. An optimizer step sums the
+gradients over the replicas (float32, scattered), updates its part, and gathers the weights.
+
+Where the devices of a node are the cores of a CPU, a pass also takes at least the work of the node's ranks over the
+devices that can work at once; exchanging is work too, since the links are the memory.
+
+Source: bubbles of the schedule as in Narayanan et al., arXiv 2104.04473, section 2.2; sharded optimizer states as in
+ZeRO, arXiv 1910.02054.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
+from hybridengine.planning.costs.clusters import Cluster, Compute
+from hybridengine.planning.costs.fabric import Axis, Fabric
+from hybridengine.planning.costs.lengths import Lengths
+from hybridengine.planning.costs.shards import training_holding
+from hybridengine.rows.balance import balance_rows
+from hybridengine.topology.sizes import TrainSizes
+
+GOLDEN = 0.6180339887498949
+"""Multiples of it, without their whole parts, are evenly spread in whatever order they come."""
+GRADIENT_BYTES = 4
+OPTIMIZER_TRAFFIC_BYTES = 30
+"""Bytes that a step reads and writes for each of its weights: a gradient, two moments and a master weight in float32,
+read, and all but the gradient written; the weight itself."""
+GRADIENT_TRAFFIC_BYTES = 8
+"""Bytes that a step writes and reads for each weight of the rank: gradients are zeroed, and looked at."""
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Micro-batches of one replica; padding counts, since every row is as long as the longest one beside it."""
+
+    count: int
+    tokens: float
+    """Mean tokens of each: prompts and responses."""
+    response_tokens: float
+    """Mean tokens of each whose logits are wanted."""
+    length: float
+    """Tokens of a row, as a mean over tokens."""
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(
+        cls, num_rows: int, prompt_tokens: float, lengths: Lengths, max_tokens: int, unit: int = 1
+    ) -> MicroBatches:
+        """Return those that runs make of rows with the quantiles of `lengths`; `unit` rows stay together."""
+        prompt, responses = round(prompt_tokens), lengths.spread(num_rows)
+        # Rows that stay together are no more alike than any others.
+        responses = responses[np.argsort(np.arange(num_rows) * GOLDEN % 1.0)] if unit > 1 else responses
+        longest = np.resize(responses, -(-num_rows // unit) * unit).reshape(-1, unit).max(axis=1)
+        runs = balance_rows(
+            ((prompt + longest) * unit).tolist(), max(max_tokens, (prompt + longest.max()) * unit)
+        )
+        rows = np.array([len(run) * unit for run in runs], dtype=np.float64)
+        padded = np.array([longest[run].max() for run in runs], dtype=np.float64)
+        tokens = rows * (prompt + padded)
+        return cls(
+            len(runs),
+            float(tokens.mean()),
+            float((rows * padded).mean()),
+            float((tokens * (prompt + padded)).sum() / tokens.sum()),
+        )
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Seconds of a pass."""
+
+    path_s: float
+    """Seconds of its longest chain, if every device works for itself."""
+    work_s: float
+    """Seconds that a rank works and exchanges, bubbles left out; the mean of its stages."""
+
+    def __add__(self, other: PassSeconds) -> PassSeconds:
+        return PassSeconds(self.path_s + other.path_s, self.work_s + other.work_s)
+
+    def __mul__(self, times: float) -> PassSeconds:
+        return PassSeconds(self.path_s * times, self.work_s * times)
+
+    def on(self, cluster: Cluster, num_ranks: int) -> float:
+        """Return the seconds where the ranks of a node share its devices."""
+        at_once = compute_of(cluster).devices_at_once
+        if at_once is None:
+            return self.path_s
+        return max(self.path_s, self.work_s * min(cluster.devices_per_node, num_ranks) / at_once)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """Work on each micro-batch."""
+
+    passes: int
+    """Forward passes; a backward one is worth two."""
+    all_reduces: int
+    """All-reduces of the hidden state, for each layer."""
+    sends: int
+    """Messages to the next stage, and back."""
+
+
+_FORWARD, _TRAINED, _RECOMPUTED = _Done(1, 2, 1), _Done(3, 4, 2), _Done(4, 6, 2)
+
+
+def compute_of(cluster: Cluster) -> Compute:
+    """Return the cluster's compute section; whoever plans has checked that it is there."""
+    assert cluster.compute is not None, "a plan of a whole run needs the section"
+    return cluster.compute
+
+
+def layer_weights(shape: ModelShape) -> int:
+    """Return the weights of the matrices of a layer."""
+    return sum(math.prod(size) for size in shape.layer_tensors(0).values() if len(size) > 1)
+
+
+@dataclass(frozen=True)
+class ModelPasses:
+    """Passes of one model at (p, t, d) on a cluster."""
+
+    shape: ModelShape
+    sizes: TrainSizes
+    dtype: str
+    cluster: Cluster
+
+    def forward(self, micro: MicroBatches) -> PassSeconds:
+        """Return the seconds of a forward pass over all micro-batches."""
+        return self._pipeline(micro, _FORWARD)
+
+    def update(
+        self, micro: MicroBatches, num_steps: int, *, recompute: bool = False, num_passes: int = 1
+    ) -> PassSeconds:
+        """Return the seconds of optimizer steps, each after forward and backward passes over `micro`.
+
+        Args:
+            num_steps: optimizer steps of each pass over the rows.
+            num_passes: passes over the rows.
+        """
+        one = self._pipeline(micro, _RECOMPUTED if recompute else _TRAINED) + self._optimizer_step()
+        return one * (num_steps * num_passes)
+
+    def _pipeline(self, micro: MicroBatches, done: _Done) -> PassSeconds:
+        p, t = self.sizes.pp_size, self.sizes.tp_size
+        layers = [len(stage) for stage in self.shape.split_layers(p)]
+        inner = {count: self._stage(micro, count, last=False) for count in set(layers)}
+        work = [*(inner[count] for count in layers[:-1]), self._stage(micro, layers[-1], last=True)]
+        all_reduce_s = self._fabric.all_reduce_s(self._hidden_bytes(micro), Axis(t, 1))
+        sends_s = self._fabric.sends_s(self._hidden_bytes(micro), Axis(p, t), done.sends)
+        slots = [
+            done.passes * own + count * done.all_reduces * all_reduce_s + sends_s
+            for own, count in zip(work, layers, strict=True)
+        ]
+        return PassSeconds((micro.count - 1) * max(slots) + sum(slots), micro.count * sum(slots) / p)
+
+    def _stage(self, micro: MicroBatches, layers: int, *, last: bool) -> float:
+        """Return the seconds of a forward pass of one micro-batch over a stage, collectives left out."""
+        compute, shape, t = compute_of(self.cluster), self.shape, self.sizes.tp_size
+        peak = compute.rate(self.dtype)
+        matmul = 2 * micro.tokens * layers * layer_weights(shape) / t
+        if last and not shape.num_labels:
+            matmul += 2 * micro.response_tokens * shape.hidden_size * shape.vocab_size / t
+        arithmetic = matmul / (peak * compute.efficiency) * (1 + compute.half_tokens / max(micro.tokens, 1.0))
+        attention = 4 * micro.tokens * micro.length * shape.q_size * layers / t
+        attention_s = attention / (peak * compute.attention_efficiency)
+        memory = compute.activation_passes * self._hidden_bytes(micro) * layers
+        memory_s = memory / self.cluster.links.same_device.bytes_per_s
+        return arithmetic + attention_s + memory_s + layers * compute.layer_s + compute.micro_batch_s
+
+    def _hidden_bytes(self, micro: MicroBatches) -> float:
+        return micro.tokens * self.shape.hidden_size * DTYPE_BYTES[self.dtype]
+
+    @property
+    def _fabric(self) -> Fabric:
+        return Fabric(self.cluster, self.sizes.num_ranks)
+
+    def _optimizer_step(self) -> PassSeconds:
+        compute, d = compute_of(self.cluster), self.sizes.dp_size
+        held = training_holding(self.shape, self.sizes.pp_size, self.sizes.tp_size)
+        memory = held.num_elements * (OPTIMIZER_TRAFFIC_BYTES / d + GRADIENT_TRAFFIC_BYTES)
+        own = (
+            memory / self.cluster.links.same_device.bytes_per_s
+            + held.num_parameters * compute.parameter_s
+            + compute.optimizer_step_s
+        )
+        # Gradients are scattered, weights gathered.
+        replicas = Axis(d, self.sizes.model_parallel_size)
+        gathers_s = [
+            self._fabric.all_gather_s(held.num_elements * num_bytes, replicas)
+            for num_bytes in (GRADIENT_BYTES, DTYPE_BYTES[self.dtype])
+        ]
+        exchanged = (1 - compute.overlap) * sum(gathers_s)
+        if d > 1:
+            exchanged += held.num_parameters * compute.exchange_s
+        return PassSeconds(own + exchanged, own + exchanged)

@@ -1,0 +1,165 @@
+"""Work of an iteration, wherever it is done: calls, models, rows and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hybridengine.config import RunConfig, holder_shape, model_holders, rows_for_every_rank
+from hybridengine.config.algorithm import Role
+from hybridengine.config.run_config import TRAINED
+from hybridengine.models.shapes import ModelShape
+from hybridengine.planning.costs.dataflows import Call, Work, calls_of
+from hybridengine.planning.costs.lengths import Lengths
+from hybridengine.planning.costs.passes import MicroBatches
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model that needs ranks."""
+
+    name: str
+    """Name of its group: a role, or "reward_NAME" for a model among several terms."""
+    role: Role
+    shape: ModelShape
+    micro_batch_tokens: int
+    trains: bool = False
+    ppo_epochs: int = 1
+    mini_batches: int = 1
+    offloads: bool = False
+    """Its optimizer state moves to host memory while it does not train."""
+    recompute: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """An iteration."""
+
+    algorithm: str
+    calls: tuple[Call, ...]
+    """The calls, one for each model of a reward of several terms."""
+    models: tuple[PlannedModel, ...]
+    """The models, the actor first."""
+    num_prompts: int
+    samples_per_prompt: int
+    prompt_tokens: float
+    """Mean tokens of a prompt."""
+    lengths: Lengths
+    max_tokens: int
+    """Tokens of the longest prompt and response."""
+    max_num_seqs: int
+    dtype: str
+    bucket_bytes: int
+    rank_rows: Mapping[str, int] = field(default_factory=dict)
+    """Role -> rows that all ranks of its pool share out, each at least one."""
+    warmup_rows: int | None = None
+    """Rows of an optimizer step of the warm-up before the run, if there is one."""
+
+    @property
+    def rows_per_step(self) -> int:
+        """Responses of an iteration."""
+        return self.num_prompts * self.samples_per_prompt
+
+    def row_bytes(self, call: Call) -> int:
+        """Return the bytes of a row that a call fetches."""
+        response_width = self.lengths.max_tokens
+        return call.columns.num_bytes(self.max_tokens - response_width, response_width)
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens of an iteration, prompts and responses."""
+        return self.rows_per_step * (self.prompt_tokens + self.lengths.mean)
+
+    def without_generation(self) -> Workload:
+        """Return what those do that only train: every call but the switches and generation."""
+        kept = [
+            place for place, call in enumerate(self.calls) if call.work not in (Work.SWITCH, Work.GENERATE)
+        ]
+        place_of = {old: new for new, old in enumerate(kept)}
+        calls = [
+            replace(call, reads=tuple(place_of[read] for read in call.reads if read in place_of))
+            for call in (self.calls[place] for place in kept)
+        ]
+        return replace(self, calls=tuple(calls))
+
+    @property
+    def roles(self) -> dict[str, tuple[str, ...]]:
+        """Role -> names of its models, which share a pool; the actor first."""
+        found: dict[str, tuple[str, ...]] = {}
+        for model in self.models:
+            found[model.role] = (*found.get(model.role, ()), model.name)
+        return found
+
+    def model(self, name: str) -> PlannedModel:
+        """Return the model of a group."""
+        return next(model for model in self.models if model.name == name)
+
+    def micro_batches(self, model: PlannedModel, call: Call, dp_size: int) -> MicroBatches:
+        """Return what one replica passes over; of an update, for one optimizer step."""
+        parts = dp_size * (model.mini_batches if call.work is Work.UPDATE else 1)
+        rows = -(-call.num_rows // parts)
+        unit = 2 if call.method == "update_preferences" else 1
+        return MicroBatches.of(rows, self.prompt_tokens, self.lengths, model.micro_batch_tokens, unit)
+
+
+def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None = None) -> Workload:
+    """Return the workload of a run.
+
+    Args:
+        prompt_tokens: mean length of the prompts; the longest that is allowed, where left out.
+
+    Raises:
+        ConfigError: a step that cannot be traced, or a model that nobody has.
+    """
+    models = [
+        PlannedModel(
+            name=holder.name,
+            role=holder.role,
+            shape=holder_shape(config, holder),
+            micro_batch_tokens=holder.section.micro_batch_tokens,
+            trains=holder.role in TRAINED,
+            ppo_epochs=getattr(holder.section, "ppo_epochs", 1),
+            mini_batches=getattr(holder.section, "mini_batches", 1),
+            offloads=getattr(holder.section, "offload", "none") == "optimizer",
+            recompute=getattr(holder.section, "recompute", "none") == "full",
+        )
+        for holder in model_holders(config)
+    ]
+    samples = config.rollout.samples_per_prompt
+    calls = calls_of(config.algorithm, config.data.batch_size, samples)
+    return Workload(
+        algorithm=config.algorithm.name,
+        calls=_with_terms(calls, models),
+        models=tuple(models),
+        num_prompts=config.data.batch_size,
+        samples_per_prompt=samples,
+        prompt_tokens=config.rollout.max_prompt_tokens if prompt_tokens is None else prompt_tokens,
+        lengths=lengths,
+        max_tokens=config.max_tokens,
+        max_num_seqs=config.rollout.max_num_seqs,
+        dtype=config.model.dtype,
+        bucket_bytes=config.actor.bucket_bytes,
+        rank_rows=_rank_rows(config, models),
+        warmup_rows=config.warmup.batch_size if config.warmup else None,
+    )
+
+
+def _rank_rows(config: RunConfig, models: Sequence[PlannedModel]) -> dict[str, int]:
+    """Return the rows as the configuration counts them; roles without a model are where the actor is."""
+    placed, found = {model.role for model in models}, dict[str, int]()
+    for role, num_rows in rows_for_every_rank(config).items():
+        where = role if role in placed else "actor"
+        found[where] = min(num_rows, found.get(where, num_rows))
+    return found
+
+
+def _with_terms(calls: Sequence[Call], models: Sequence[PlannedModel]) -> tuple[Call, ...]:
+    """Return one call for each model of a call's role; calls of roles without a model, helpers and functions, stay."""
+    found: list[Call] = []
+    places: list[range] = []  # of a call among the new ones
+    for call in calls:
+        reads = tuple(place for old in call.reads for place in places[old])
+        names = [model.name for model in models if model.role == call.role] or [call.role]
+        places.append(range(len(found), len(found) + len(names)))
+        found += [replace(call, role=name, reads=reads) for name in names]
+    return tuple(found)

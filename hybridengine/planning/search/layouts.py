@@ -1,0 +1,65 @@
+"""Training and generation sizes that a model can have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridengine.errors import ConfigError, TopologyError
+from hybridengine.models.shapes import ModelShape
+from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
+
+
+def check_generates(shape: ModelShape) -> None:
+    """Check that `shape` is a model that generates.
+
+    Raises:
+        ConfigError: it has a score head.
+    """
+    if shape.num_labels:
+        raise ConfigError(
+            "the model has a score head instead of a vocabulary; a switch to generation needs a language model"
+        )
+
+
+def check_layouts(shape: ModelShape, train: TrainSizes, gen: GenSizes | None = None) -> None:
+    """Check that `shape` can train at `train` and, where it is given, generate at `gen` on the same ranks.
+
+    Raises:
+        TopologyError: everything that is wrong.
+    """
+    if broken := train_problems(shape, train):
+        raise TopologyError(f"training {train}: {'; '.join(broken)}")
+    if gen is not None and (broken := [*gen.problems_over(train), *gen_problems(shape, train, gen)]):
+        raise TopologyError(f"generation {gen}: {'; '.join(broken)}")
+
+
+def train_problems(shape: ModelShape, sizes: TrainSizes) -> list[str]:
+    """Return the reasons why Megatron cannot train `shape` at these sizes."""
+    problems = shape.tp_problems(sizes.tp_size)
+    try:
+        shape.split_layers(sizes.pp_size)
+    except ConfigError as error:
+        problems.append(str(error))
+    return problems
+
+
+def gen_problems(shape: ModelShape, train: TrainSizes, sizes: GenSizes) -> list[str]:
+    """Return the reasons why vLLM cannot hold `shape` at these sizes."""
+    return shape.gen_pp_problems(sizes.pp_size) + shape.gen_tp_problems(sizes.tp_size, train.tp_size)
+
+
+def generation_sizes(shape: ModelShape, train: TrainSizes, max_tp_size: int) -> Iterator[GenSizes]:
+    """Yield every generation layout that can be, of engines no larger than a training replica or one node.
+
+    Args:
+        max_tp_size: largest t_g, e.g. the devices of a node, where t is not larger.
+    """
+    widest = max(max_tp_size, train.tp_size)
+    largest = max(train.model_parallel_size, max_tp_size)
+    for num_ranks in divisors(train.num_ranks):
+        if num_ranks > largest:
+            return
+        for tp_size in divisors(num_ranks):
+            sizes = GenSizes(num_ranks // tp_size, tp_size)
+            if tp_size <= widest and not sizes.problems_over(train) and not gen_problems(shape, train, sizes):
+                yield sizes

@@ -1,0 +1,329 @@
+"""The best placement, numbers of ranks and sizes of a workload on a cluster.
+
+For each placement (which models share a pool) and each allocation (how many ranks each pool has), every model can have
+any of its options. An iteration never gets shorter when one of its calls gets longer, so that the least seconds that each
+call can take bound whatever contains it:
+
+1. All allocations are bounded at once, and looked at in the order of their bounds, until the next bound is no better than
+   the best plan so far.
+2. Within an allocation, models are given their options one after another, the fastest ones first. A branch ends where its
+   models do not fit into memory with the least that the others need, or where the iteration cannot get better than the
+   best plan any more, with the least seconds of the models that have no option yet.
+3. What remains is a plan whose switch is then planned, and whose KV cache is what the rank has left.
+
+Source: the auto-mapping of HybridFlow, arXiv 2409.19256, section 6 and appendix C. Different from there: a pool smaller
+than a node has its sizes too, d is an integer that shares out the rows, and transitions are part of the time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridengine.planning.costs.passes import compute_of
+from hybridengine.planning.search.iteration import schedule_of
+from hybridengine.planning.search.option import Option
+from hybridengine.planning.search.options import Options
+from hybridengine.planning.search.placements import Placement, allocations, placements, pool_sizes
+from hybridengine.planning.search.plan import Plan
+
+MAX_ALLOCATIONS = 400_000
+"""Most allocations of a placement; beyond them pools get only round sizes, and the search is no longer exact."""
+CHUNK = 50_000
+"""Allocations that are bounded at a time."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a search."""
+
+    plans: tuple[Plan, ...]
+    """The best plan of each placement, best first; of as many placements as were wanted."""
+    exact: bool
+    """True if nothing better exists among all plans of the search space."""
+    num_placements: int
+    num_allocations: int
+    """Allocations that were bounded."""
+    num_solved: int
+    """Allocations that had to be looked at."""
+
+
+class Search:
+    """A search for the best plans on `num_devices` devices of a cluster.
+
+    Args:
+        only: placements of roles to look at; all, where left out.
+        num_best: placements whose best plans are wanted; all, where left out.
+        progress: told of how many placements have been searched, and of how many there are.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        num_devices: int,
+        only: Sequence[Placement] | None = None,
+        num_best: int | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self._num_best, self._progress = num_best, progress
+        self.options, self.workload, self.cluster = options, options.workload, options.cluster
+        self.num_devices, self.only = num_devices, only
+        self.process_bytes = compute_of(self.cluster).process_bytes or 0
+        self.capacity_bytes = self.cluster.device_memory_bytes - self.process_bytes
+        self.sizes = pool_sizes(self.cluster, num_devices)
+        self._least: dict[str, np.ndarray] = {}
+        self._allocations: dict[int, tuple[np.ndarray, bool]] = {}
+
+    def run(self) -> Found:
+        """Return the best plans, each of another placement."""
+        searches = [_PlacementSearch(self, placement) for placement in self.wanted]
+        searches.sort(key=lambda search: search.least_s)  # a good plan that is found early rules out more
+        plans = list[Plan]()
+        for number, search in enumerate(searches):
+            self._progress(number, len(searches))
+            enough = self._num_best is not None and len(plans) >= self._num_best
+            plan = search.run(plans[-1].step_s if enough else math.inf)
+            if plan is not None:
+                plans = sorted([*plans, plan], key=lambda plan: plan.step_s)[: self._num_best]
+        return Found(
+            tuple(plans),
+            all(search.is_complete for search in searches),
+            len(searches),
+            sum(search.num_allocations for search in searches),
+            sum(search.num_solved for search in searches),
+        )
+
+    @property
+    def wanted(self) -> list[Placement]:
+        """Placements to look at, as models instead of roles; pools that share a CPU's cores gain nothing."""
+        roles = self.workload.roles
+        shared = compute_of(self.cluster).devices_at_once is not None
+        possible = [(tuple(roles),)] if shared else placements(tuple(roles))
+        return [
+            tuple(tuple(name for role in pool for name in roles[role]) for pool in placement)
+            for placement in (self.only or possible)
+        ]
+
+    def allocations(self, num_pools: int) -> tuple[np.ndarray, bool]:
+        """Return the ranks of each pool, [A, pools], and True if they are all that can be."""
+        if num_pools not in self._allocations:
+            sizes, complete = self._pool_sizes(num_pools)
+            found = allocations(sizes, num_pools, self.num_devices, self.cluster.devices_per_node)
+            self._allocations[num_pools] = found, complete
+        return self._allocations[num_pools]
+
+    def _pool_sizes(self, num_pools: int) -> tuple[Sequence[int], bool]:
+        """Return the sizes of pools to try, and True if they are all."""
+        if math.comb(len(self.sizes), num_pools - 1) <= MAX_ALLOCATIONS:
+            return self.sizes, True
+        coarse = {size for size in self.sizes if _is_round(size)}
+        rest = {self.num_devices - size for size in coarse}
+        return sorted((coarse | rest) & set(self.sizes)), False
+
+    def least_seconds(self, model: str) -> np.ndarray:
+        """Return the least seconds of a model's calls by ranks, [calls, num_devices + 1]; infinite where it cannot be."""
+        if model not in self._least:
+            num_calls = sum(call.role == model for call in self.workload.calls)
+            table = np.full((num_calls, self.num_devices + 1), np.inf)
+            for size in self.sizes:
+                fitting = [option.least_seconds for option in self.fitting(model, size)]
+                if fitting:
+                    table[:, size] = np.min(fitting, axis=0)
+            self._least[model] = table
+        return self._least[model]
+
+    def fitting(self, model: str, size: int) -> list[Option]:
+        """Return the options of a model that fit on a rank by themselves."""
+        return [
+            option
+            for option in self.options.of(model, size)
+            if option.memory.idle + option.extra_bytes <= self.capacity_bytes
+        ]
+
+    def fits(self, options: Sequence[Option], others_idle_bytes: int = 0) -> bool:
+        """Return True if models fit on a rank together, one of them at work at a time."""
+        idle = sum(option.memory.idle for option in options) + others_idle_bytes
+        return idle + max(option.extra_bytes for option in options) <= self.capacity_bytes
+
+    def beside(self, option: Option, others_idle_bytes: int) -> Option | None:
+        """Return the option with as much KV cache as fits beside other models; None where that is too little."""
+        if (engine := option.engine) is None:
+            return option
+        room = self.capacity_bytes - others_idle_bytes - option.memory.generating - engine.gen_bytes
+        if room < engine.least_kv_bytes:
+            return None
+        return option if room >= engine.kv_bytes else self.options.with_cache(option, room)
+
+
+class _PlacementSearch:
+    """The best plan of one placement."""
+
+    least_s: float
+    """Lower bound of all its plans; infinite where there are none."""
+    num_allocations: int
+    is_complete: bool
+    """True if these are all."""
+    num_solved: int
+    """Allocations that had to be looked at."""
+
+    def __init__(self, search: Search, placement: Placement) -> None:
+        self._search, self._placement = search, placement
+        self._models = [name for pool in placement for name in pool]
+        self._schedule = schedule_of(search.workload, compute_of(search.cluster), placement)
+        self._tried: set[tuple[int, ...]] = set()
+        self._best: Plan | None = None
+        self._limit_s = math.inf
+        self.num_solved = 0
+        candidates, self.is_complete = search.allocations(len(placement))
+        self.num_allocations = len(candidates)
+        self.least_s = float(self._bounds(candidates).min(initial=math.inf))
+
+    @property
+    def _best_s(self) -> float:
+        return self._limit_s if self._best is None else self._best.step_s
+
+    @property
+    def _tables(self) -> Mapping[str, np.ndarray]:
+        return {name: self._search.least_seconds(name) for name in self._models}
+
+    @property
+    def _reachable(self) -> Mapping[str, np.ndarray]:
+        """The tables, with at most so many ranks."""
+        return {name: np.minimum.accumulate(table, axis=1) for name, table in self._tables.items()}
+
+    def run(self, limit_s: float) -> Plan | None:
+        """Return the plan; None where no allocation has room for the models, or none takes less than `limit_s`."""
+        self._limit_s = limit_s
+        if self.least_s >= limit_s:
+            return None
+        candidates, _ = self._search.allocations(len(self._placement))
+        # Found again rather than kept: few placements get here, and the bounds of all of them take much memory.
+        tables, reachable, bounds = self._tables, self._reachable, self._bounds(candidates)
+        for row in np.argsort(bounds, kind="stable"):
+            if bounds[row] >= self._best_s or not np.isfinite(bounds[row]):
+                break
+            for sizes in self._smaller(tuple(candidates[row].tolist()), tables, reachable):
+                self._solve(sizes)
+        return self._best
+
+    def _bounds(self, candidates: np.ndarray) -> np.ndarray:
+        """Return lower bounds of plans on at most so many ranks, in seconds, [A]."""
+        reachable, found = self._reachable, [np.empty(0)]
+        for first in range(0, len(candidates), CHUNK):
+            chunk = candidates[first : first + CHUNK]
+            seconds = {
+                name: list(reachable[name][:, chunk[:, place]])
+                for place, pool in enumerate(self._placement)
+                for name in pool
+            }
+            found.append(np.broadcast_to(self._schedule.step_s(seconds, np.maximum), (len(chunk),)))
+        return np.concatenate(found)
+
+    def _smaller(
+        self,
+        sizes: tuple[int, ...],
+        tables: Mapping[str, np.ndarray],
+        reachable: Mapping[str, np.ndarray],
+    ) -> Iterator[tuple[int, ...]]:
+        """Yield the allocation, and those with fewer ranks for some pools that may be better than the best so far."""
+        choices = []
+        for place, most in enumerate(sizes):
+            useful = []
+            for size in (size for size in self._search.sizes if size <= most):
+                tried = (*sizes[:place], size, *sizes[place + 1 :])
+                seconds = {
+                    name: (tables if other == place else reachable)[name][:, tried[other]].tolist()
+                    for other, names in enumerate(self._placement)
+                    for name in names
+                }
+                if self._schedule.step_s(seconds) < self._best_s:
+                    useful.append(size)
+            choices.append(useful[::-1])
+        for one in itertools.product(*choices):
+            if one not in self._tried:
+                self._tried.add(one)
+                yield one
+
+    def _solve(self, sizes: tuple[int, ...]) -> None:
+        """Look at all options of the models on pools of these sizes."""
+        size_of = {name: size for pool, size in zip(self._placement, sizes, strict=True) for name in pool}
+        least = {name: self._search.least_seconds(name)[:, size].tolist() for name, size in size_of.items()}
+        if self._schedule.step_s(least) >= self._best_s:
+            return
+        self.num_solved += 1
+        options = {name: self._search.fitting(name, size) for name, size in size_of.items()}
+        least_idle = {name: min(option.memory.idle for option in options[name]) for name in options}
+        pool_of = {name: pool for pool in self._placement for name in pool}
+        for name, own in options.items():
+            others = sum(least_idle[other] for other in pool_of[name] if other != name)
+            beside = [
+                self._search.beside(option, others) for option in own if self._search.fits([option], others)
+            ]
+            useful = (
+                option
+                for option in beside
+                if option is not None
+                and self._schedule.step_s({**least, name: option.least_seconds}) < self._best_s
+            )
+            options[name] = sorted(useful, key=lambda option: sum(option.least_seconds))
+            if not options[name]:
+                return
+            least[name] = np.min([option.least_seconds for option in options[name]], axis=0).tolist()
+        self._branch(sizes, options, least_idle, dict(least), {})
+
+    def _branch(
+        self,
+        sizes: tuple[int, ...],
+        options: Mapping[str, Sequence[Option]],
+        least_idle: Mapping[str, int],
+        seconds: dict[str, Sequence[float]],
+        chosen: dict[str, Option],
+    ) -> None:
+        """Give the next model each of its options."""
+        if len(chosen) == len(self._models):
+            self._settle(sizes, chosen)
+            return
+        name = self._models[len(chosen)]
+        pool = next(pool for pool in self._placement if name in pool)
+        before = seconds[name]
+        for option in options[name]:
+            there = [chosen[other] for other in pool if other in chosen]
+            waiting = sum(least_idle[other] for other in pool if other not in chosen and other != name)
+            if not self._search.fits([*there, option], waiting):
+                continue
+            seconds[name] = option.least_seconds
+            if self._schedule.step_s(seconds) < self._best_s:
+                chosen[name] = option
+                self._branch(sizes, options, least_idle, seconds, chosen)
+                del chosen[name]
+        seconds[name] = before
+
+    def _settle(self, sizes: tuple[int, ...], chosen: Mapping[str, Option]) -> None:
+        """Keep the plan with these options if it is the best so far."""
+        limited = dict(chosen)
+        for pool in self._placement:  # what the KV cache allows is known at once, the switch is not
+            for name in pool:
+                others = sum(chosen[other].memory.idle for other in pool if other != name)
+                beside = self._search.beside(chosen[name], others)
+                if beside is None:
+                    return
+                limited[name] = beside
+        seconds = {name: option.least_seconds for name, option in limited.items()}
+        if self._schedule.step_s(seconds) >= self._best_s:
+            return
+        pools = [[self._search.options.planned(limited[name]) for name in pool] for pool in self._placement]
+        if all(self._search.fits(pool) for pool in pools):
+            plan = Plan.of(self._placement, pools, sizes, self._schedule, self._search.cluster)
+            if plan.step_s < self._best_s:
+                self._best = plan
+
+
+def _is_round(size: int) -> bool:
+    """Return True for 1, 2, 3, 4, 6, 8, 12, 16, ...: a power of two, or one and a half of it."""
+    while size % 2 == 0:
+        size //= 2
+    return size in (1, 3)

@@ -1,0 +1,193 @@
+"""Explanation of a search that has found nothing: which model misses by how much, and what would help."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from hybridengine.planning.costs.workload import Workload
+from hybridengine.planning.search.constraints import GENERATE
+from hybridengine.planning.search.option import Option
+from hybridengine.planning.search.options import Options
+from hybridengine.planning.search.search import Search
+
+GIB = 2**30
+MOST_DEVICES = 1024
+"""Most devices that a remedy names: beyond them a search takes minutes."""
+
+
+@dataclass(frozen=True)
+class _Need:
+    """The options with which models that share ranks need the least."""
+
+    options: tuple[Option, ...]
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of a rank."""
+        idle = sum(option.memory.idle for option in self.options)
+        return idle + max(option.extra_bytes for option in self.options)
+
+    def __str__(self) -> str:
+        names = " + ".join(option.model for option in self.options)
+        sizes = ", ".join(
+            f"{option.model} {option.sizes}{f' with {option.engine.sizes}' if option.engine else ''}"
+            for option in self.options
+        )
+        num_ranks = self.options[0].sizes.num_ranks
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        return f"{names} on {ranks} needs {self.num_bytes / GIB:.1f} GiB a rank at best ({sizes})"
+
+
+def shortage(search: Search) -> str:
+    """Return why `search` has found nothing, as value, rule and remedy."""
+    capacity, names = search.capacity_bytes, [model.name for model in search.workload.models]
+    alone = []
+    for name in names:
+        need = _least(search, (name,), search.sizes)
+        if need is None:
+            return _no_sizes(search, name)
+        if need.num_bytes > capacity:
+            alone.append(need)
+    devices = "1 device" if search.num_devices == 1 else f"{search.num_devices} devices"
+    where = f"on {devices} of {search.cluster.name}"
+    pools = _nearest(search)
+    if pools is None:
+        given = _given(search)
+        return (
+            f"no plan of {', '.join(names)} exists {where}: each model can have sizes by itself, and no pools can have"
+            f" them together; {f'relax {given}, or ' if given else ''}give another number of devices"
+        )
+    needs = alone or [need for need in pools if need.num_bytes > capacity]
+    missing = [f"{need} and misses by {(need.num_bytes - capacity) / GIB:.1f} GiB" for need in needs]
+    remedies = list(_remedies(search, needs or pools))
+    if not needs:
+        missing = ["models and KV caches would, but the plans of switches need more at their peak"]
+        remedies.append(f"a lower actor.bucket_bytes={search.workload.bucket_bytes}")
+    return (
+        f"nothing fits {where} ({max(0, capacity) / GIB:.1f} GiB of each are for models, {search.process_bytes / GIB:.1f}"
+        f" GiB for processes): {'; '.join(missing)}; {' or '.join(remedies)} would do"
+    )
+
+
+def _given(search: Search) -> str:
+    """Return what constrains `search`: sizes and placements."""
+    fixed = [f"--fix {name}={sizes}" for name, sizes in search.options.fixed.items()]
+    if search.options.fixed_gen is not None:
+        fixed.append(f"--fix {GENERATE}={search.options.fixed_gen}")
+    placement = [" | ".join(",".join(pool) for pool in pools) for pools in search.only or ()]
+    return " and ".join([*fixed, *(f"placement {one!r}" for one in placement)])
+
+
+def _no_sizes(search: Search, name: str) -> str:
+    model, workload = search.workload.model(name), search.workload
+    rows = [f"the {workload.rows_per_step} rows of a step"]
+    if model.trains:
+        rows.append(f"those of each of {name}.mini_batches={model.mini_batches}")
+    if name == "actor" and workload.warmup_rows is not None:
+        rows.append(f"warmup.batch_size={workload.warmup_rows}")
+    nested = ", engines nest in training shards (p_g divides p, t_g divides t)" if name == "actor" else ""
+    return (
+        f"{name} cannot have {_given(search) or 'any sizes'} on up to {search.num_devices} devices: tensor shards must"
+        f" divide its {model.shape.num_heads} heads and lie on a node of {search.cluster.devices_per_node}, stages be at"
+        f" most its {model.shape.num_layers} layers{nested}, and replicas share out {', '.join(rows)}, each rank at least"
+        " one; choose other sizes, another data.batch_size or other mini-batches"
+    )
+
+
+def _nearest(search: Search) -> Sequence[_Need] | None:
+    """Return the pools of an allowed placement that come nearest to fitting; None where none can be."""
+    best: Sequence[_Need] | None = None
+    for placement in search.wanted:
+        sizes, _ = search.allocations(len(placement))
+        if not len(sizes):
+            continue
+        found = [{size: _least(search, pool, (size,)) for size in search.sizes} for pool in placement]
+        needed = np.zeros(len(sizes))
+        for place, by_size in enumerate(found):
+            table = np.full(search.num_devices + 1, np.inf)
+            for size, need in by_size.items():
+                table[size] = need.num_bytes if need else np.inf
+            needed = np.maximum(needed, table[sizes[:, place]])
+        row = int(np.argmin(needed))
+        if np.isfinite(needed[row]) and (best is None or needed[row] < _largest(best)):
+            nearest = [by_size[size] for by_size, size in zip(found, sizes[row].tolist(), strict=True)]
+            best = [need for need in nearest if need is not None]
+    return best
+
+
+def _largest(needs: Sequence[_Need]) -> int:
+    return max(need.num_bytes for need in needs)
+
+
+def _least(search: Search, names: Sequence[str], sizes: Sequence[int]) -> _Need | None:
+    """Return the options with which models that share a rank need the least; None where one has no options."""
+    found = []
+    for size in sizes:
+        of = [search.options.of(name, size) for name in names]
+        if all(of):
+            idle = [min(own, key=lambda option: option.memory.idle) for own in of]
+            for place, own in enumerate(of):  # whose work is the peak; the others are idle
+                leader = min(own, key=lambda option: option.memory.idle + option.extra_bytes)
+                found.append(_Need((*idle[:place], leader, *idle[place + 1 :])))
+    return min(found, key=lambda need: need.num_bytes, default=None)
+
+
+def _remedies(search: Search, needs: Sequence[_Need]) -> Iterator[str]:
+    """Yield what has been tried and would do: settings of the models that miss, more devices, larger devices."""
+    names = [option.model for need in needs for option in need.options]
+    for offloads, recompute in ((True, False), (False, True), (True, True)):
+        settings, workload = _with_settings(search.workload, names, offloads, recompute)
+        options = Options(workload, search.cluster, search.options.fixed, search.options.fixed_gen)
+        nearest = _nearest(Search(options, search.num_devices, search.only)) if settings else None
+        if nearest is not None and _largest(nearest) <= search.capacity_bytes:
+            yield " ".join(settings)
+            break
+    if (devices := _enough_devices(search)) is not None:
+        yield f"{devices} devices"
+    nearest = _nearest(search)
+    if nearest is not None and _largest(nearest) > search.capacity_bytes:
+        needed = math.ceil((_largest(nearest) + search.process_bytes) / GIB * 10) / 10
+        yield f"devices with {needed:.1f} GiB"
+
+
+def _with_settings(
+    workload: Workload, names: Sequence[str], offloads: bool, recompute: bool
+) -> tuple[list[str], Workload]:
+    """Return the settings that models which train lack, and the workload with them."""
+    models, settings = [], []
+    for model in workload.models:
+        if model.trains and model.name in names and offloads and not model.offloads:
+            model = replace(model, offloads=True)
+            settings.append(f"{model.name}.offload=optimizer")
+        if model.trains and model.name in names and recompute and not model.recompute:
+            model = replace(model, recompute=True)
+            settings.append(f"{model.name}.recompute=full")
+        models.append(model)
+    return settings, replace(workload, models=tuple(models))
+
+
+def _enough_devices(search: Search) -> int | None:
+    """Return a number of devices on which all models fit, from twice as many on."""
+    cluster, devices, least = search.cluster, 2 * search.num_devices, math.inf
+    while devices <= MOST_DEVICES and (devices <= cluster.num_devices or cluster.links.between_nodes):
+        nodes = -(-devices // cluster.devices_per_node)
+        options = Options(
+            search.workload,
+            cluster.resized(max(nodes, cluster.nodes)),
+            search.options.fixed,
+            search.options.fixed_gen,
+        )
+        nearest = _nearest(Search(options, devices, search.only))
+        if nearest is not None:
+            if _largest(nearest) <= search.capacity_bytes:
+                return devices
+            if _largest(nearest) >= least:  # more devices do not make a rank need less
+                return None
+            least = _largest(nearest)
+        devices *= 2
+    return None

@@ -1,0 +1,229 @@
+"""Figures of a run's report: a table of those that show whether a run is healthy, and how each kind is drawn."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
+
+from hybridengine.formatting import format_bytes, format_seconds
+from hybridengine.report import keys
+from hybridengine.report.colours import OTHERS, PALETTE, STYLE, phase_colours
+from hybridengine.report.samples import printable
+from hybridengine.report.step_rows import Row
+from hybridengine.report.timeline import Span
+
+MAX_PARTS = len(PALETTE)
+"""Curves, or parts of a bar, that a figure tells apart."""
+MAX_BARS = 120
+"""Stacked bars of a figure; each is the mean of neighbouring steps if there are more steps."""
+MAX_POINTS = 60
+"""Points of a curve whose points are marked."""
+MAX_NAME = 60
+"""Characters of a name in a drawing."""
+MAX_SPANS = 4000
+MAX_RANKS = 64
+FORMATS = {"bytes": format_bytes, "s": format_seconds, "": "{:.4g}".format}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Metrics that are drawn together: those whose names match a pattern."""
+
+    title: str
+    patterns: tuple[str, ...]
+    unit: Literal["", "bytes", "s"] = ""
+    is_stack: bool = False
+    """True if the metrics are parts of a bar per step; otherwise each is a curve."""
+
+    def has(self, key: str) -> bool:
+        """Return True if the figure shows a metric."""
+        return key != keys.STEP_S and any(fnmatchcase(key, pattern) for pattern in self.patterns)
+
+
+FIGURES = (
+    Figure("Held-out result", (keys.EXACT_MATCH, keys.SCORE_MEAN)),
+    Figure("Reward and cost", (keys.REWARD_MEAN, "reward/*_mean", "cost/mean", "cost/*_mean")),
+    Figure("KL divergence from the reference", (keys.KL_MEAN,)),
+    Figure("Largest log-prob difference between engine and trainer", (keys.LOG_PROB_ABS_DIFF_MAX,)),
+    Figure("Entropy", ("rollout/entropy_mean",)),
+    Figure("Response length in tokens", (keys.RESPONSE_TOKENS_MEAN,)),
+    Figure("Loss", ("*/loss", "*_loss")),
+    Figure("Gradient norm", ("*/grad_norm",)),
+    Figure("Share of clipped ratios", ("*/*clip_fraction",)),
+    Figure(
+        "Rows and steps left out, failures", ("*/dropped_rows", "*/skipped_steps", "*/failures", "*/timeouts")
+    ),
+    Figure("Tokens per second", (keys.TOKENS_PER_S,)),
+    Figure("Memory of the rank with the most", (keys.memory_key("*"),), "bytes"),
+    Figure("Weights held while switching", (keys.PEAK_WEIGHT_BYTES, keys.REDUNDANT_BYTES), "bytes"),
+    Figure("Seconds of each phase", (keys.time_key("*"),), "s", is_stack=True),
+    Figure("Bytes fetched, by producer and consumer", ("transfer/*->*_bytes",), "bytes", is_stack=True),
+)
+"""In the order of the page."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure as an image."""
+
+    image: str
+    """Address that holds the image itself."""
+    description: str
+    """Contents of the image in words."""
+    note: str = ""
+    is_wide: bool = False
+    """True if it takes the page's width."""
+
+
+def draw_figure(figure: Figure, rows: Sequence[Row]) -> Drawing | None:
+    """Return a figure of a run, or None if the run has no values for it."""
+    names = [key for key in dict.fromkeys(key for row in rows for key in row) if figure.has(key)]
+    with matplotlib.rc_context(STYLE):
+        canvas = Canvas(figsize=(11.4, 3.2) if figure.is_stack else (5.6, 3.0), layout="constrained")
+        axes = canvas.subplots()
+        if figure.is_stack:
+            description, note = _draw_stack(figure, axes, names, [row for row in rows if row[keys.STEP]])
+        else:
+            description, note = _draw_lines(figure, axes, names, rows)
+        if not description:
+            return None
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: FORMATS[figure.unit](value)))
+        if figure.unit == "bytes":
+            low, high = axes.get_ylim()
+            axes.yaxis.set_major_locator(MultipleLocator(2.0 ** math.floor(math.log2((high - low) / 3))))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        axes.set_xlabel("step")
+        if len(axes.get_legend_handles_labels()[0]) > 1:
+            canvas.legend(loc="outside lower center", ncols=4 if figure.unit == "s" else 2, frameon=False)
+        return Drawing(_image(canvas), description, note, figure.is_stack)
+
+
+def _draw_lines(figure: Figure, axes: Axes, names: Iterable[str], rows: Sequence[Row]) -> tuple[str, str]:
+    """Draw a curve per metric, with a gap where a value was not finite. Returns a description and a note."""
+    curves, num_gaps = dict[str, tuple[list[float], np.ndarray]](), 0
+    for name in names:
+        present = [row for row in rows if name in row]
+        values = np.array([row[name] for row in present], dtype=float)
+        num_gaps += int(np.isnan(values).sum())
+        if not np.isnan(values).all():
+            curves[name] = [float(row[keys.STEP] or 0) for row in present], values
+    shown = sorted(curves, key=lambda name: -np.nanmax(np.abs(curves[name][1])))[:MAX_PARTS]
+    form, facts = FORMATS[figure.unit], list[str]()
+    for name, colour in zip([name for name in curves if name in shown], PALETTE, strict=False):
+        steps, values = curves[name]
+        marker = "." if len(steps) <= MAX_POINTS else None
+        axes.plot(steps, values, color=colour, marker=marker, linewidth=1.2, label=_label(name))
+        known = values[~np.isnan(values)]
+        ends = f"first {form(known[0])}, last {form(known[-1])}"
+        facts.append(f"{name}: {ends}, lowest {form(known.min())}, highest {form(known.max())}")
+    notes = [f"Values that were not finite: {num_gaps}." if num_gaps else ""]
+    notes += [f"The {len(shown)} largest of {len(curves)}." if len(shown) < len(curves) else ""]
+    return "; ".join(facts), " ".join(filter(None, notes))
+
+
+def _draw_stack(figure: Figure, axes: Axes, names: Iterable[str], rows: Sequence[Row]) -> tuple[str, str]:
+    """Draw a bar per step, or per some neighbouring steps. Returns a description and a note."""
+    parts = {name: np.array([row.get(name) or 0.0 for row in rows], dtype=float) for name in names}
+    parts = largest({_part_name(name): values for name, values in parts.items() if values.any()})
+    if not parts:
+        return "", ""
+    width = -(-len(rows) // MAX_BARS)
+    steps = means([float(row[keys.STEP] or 0) for row in rows], width)
+    bottom = np.zeros(len(steps))
+    for name, colour in phase_colours(parts).items():
+        heights = means(parts[name], width)
+        axes.bar(steps, heights, width=0.9 * width, bottom=bottom, color=colour, label=_label(name))
+        bottom += heights
+    facts = (f"{name} {FORMATS[figure.unit](values.mean())}" for name, values in parts.items())
+    note = f"Each bar is the mean of up to {width} steps." if width > 1 else ""
+    return "Means per step: " + ", ".join(facts), note
+
+
+def largest(parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the parts with the largest sums, in their order, and the sum of the others."""
+    ranked = sorted(parts, key=lambda name: -parts[name].sum())
+    shown = {name: values for name, values in parts.items() if name in ranked[:MAX_PARTS]}
+    if rest := ranked[MAX_PARTS:]:
+        shown[OTHERS] = np.sum([parts[name] for name in rest], axis=0)
+    return shown
+
+
+def means(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
+    """Return the mean of each `width` neighbours, the last ones of what is left."""
+    cuts = np.arange(0, len(values), width)
+    return np.add.reduceat(np.asarray(values, dtype=float), cuts) / np.diff(cuts, append=len(values))
+
+
+def draw_timeline(spans: Sequence[Span]) -> Drawing | None:
+    """Return what every rank did in the last step, or None if there are no spans of a step."""
+    last = max((span.step for span in spans if span.step is not None), default=None)
+    if last is None:
+        return None
+    spans = [span for span in spans if span.step == last]
+    has_nodes = len({span.node for span in spans}) > 1
+
+    def place(span: Span) -> tuple[str, int, str]:
+        return span.pool, span.rank, span.node if has_nodes else ""
+
+    places = sorted({place(span) for span in spans})
+    shown = sorted(
+        (span for span in spans if place(span) in places[:MAX_RANKS]), key=lambda span: span.start_s
+    )
+    numbers = {place: number for number, place in enumerate(places[:MAX_RANKS])}
+    first_s = shown[0].start_s
+    with matplotlib.rc_context(STYLE):
+        canvas = Canvas(figsize=(11.4, 1.3 + 0.28 * len(numbers)), layout="constrained")
+        axes = canvas.subplots()
+        for phase, colour in phase_colours(span.phase for span in shown).items():
+            bars = [span for span in shown[-MAX_SPANS:] if span.phase == phase]
+            height = 0.36 if phase == "transfers" else 0.8  # rows are fetched inside of a call
+            axes.barh(
+                [numbers[place(span)] for span in bars],
+                [max(0.0, span.end_s - span.start_s) for span in bars],
+                left=[span.start_s - first_s for span in bars],
+                height=height,
+                color=colour,
+                zorder=3 if phase == "transfers" else 2,
+                label=_label(phase),
+            )
+        names = [
+            _label(f"{node} {pool} rank {rank}".replace("  ", " ").strip()) for pool, rank, node in numbers
+        ]
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.set_xlabel(f"seconds of step {last}")
+        canvas.legend(loc="outside lower center", ncols=8, frameon=False)
+        note = "" if len(places) == len(numbers) else f"The first {len(numbers)} of {len(places)} ranks."
+        return Drawing(_image(canvas), f"{len(shown)} bars in {len(numbers)} rows, one row per rank.", note)
+
+
+def _part_name(key: str) -> str:
+    """Return the part of a name that tells metrics of a stack apart: "time/generate_s" -> "generate"."""
+    return key.split("/", 1)[1].rsplit("_", 1)[0]
+
+
+def _label(name: str) -> str:
+    """Return a name as a drawing can hold it."""
+    shown = printable(name)
+    return shown if len(shown) <= MAX_NAME else shown[: MAX_NAME - 3] + "..."
+
+
+def _image(canvas: Canvas) -> str:
+    """Return a drawing as an address that holds the image."""
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # names with letters that the font lacks
+        canvas.savefig(file, format="svg", metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()

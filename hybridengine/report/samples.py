@@ -1,0 +1,128 @@
+"""Responses of an evaluation: as lines of JSON, as a table in a file, and a few of them in the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hybridengine.report.step_rows import is_step, json_lines
+from hybridengine.writing import writing
+
+SAMPLES_FOLDER = "samples"
+MAX_CHARACTERS = 500
+"""Characters of a text in a table; the lines of JSON have it whole."""
+WIDTH = 20_000
+"""Width of a table in a file: more than its texts take."""
+HEADINGS = ("prompt", "response", "answer")
+NEWLINE = "\u21b5"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A response of an evaluation."""
+
+    step: int
+    prompt: str
+    response: str
+    answer: str
+    score: float | None
+    """None if it was not a finite number."""
+
+
+def write_samples(folder: Path, step: int, samples: Sequence[Sample]) -> None:
+    """Add the samples to FOLDER/evaluation.jsonl, and write them as a table to FOLDER/evaluation-STEP.md.
+
+    Raises:
+        OutputError: the disk does not take them.
+    """
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        with (folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(asdict(sample)) + "\n" for sample in samples)
+        (folder / f"evaluation-{step}.md").write_text(markdown_table(step, samples), encoding="utf-8")
+
+
+def read_samples(file: Path) -> tuple[list[Sample], int]:
+    """Return the samples of a file, and the number of its lines that are none; an unfinished last line does not count.
+
+    Raises:
+        UnreadableError: it is not a regular file.
+    """
+    values = [value for line, value in json_lines(file) if line.strip()]
+    samples = [
+        Sample(
+            value["step"],
+            *(str(value.get(name) or "") for name in ("prompt", "response", "answer")),
+            score=_finite(value.get("score")),
+        )
+        for value in values
+        if isinstance(value, dict) and is_step(value.get("step")) and "response" in value
+    ]
+    return samples, len(values) - len(samples)
+
+
+def _finite(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def markdown_table(step: int, samples: Sequence[Sample]) -> str:
+    """Return the samples as Markdown: texts word for word in code spans, columns aligned as plain text."""
+    file = io.StringIO()
+    Console(file=file, width=WIDTH, color_system=None).print(_table(samples, box.MARKDOWN, _code))
+    scores = [sample.score for sample in samples if sample.score is not None]
+    mean = f", mean score {sum(scores) / len(scores):.3f}" if scores else ""
+    table = "\n".join(line.strip() for line in file.getvalue().splitlines() if line.strip())
+    return f"# Evaluation after step {step}\n\n{len(samples)} responses{mean}.\n\n{table}\n"
+
+
+def terminal_table(step: int, samples: Sequence[Sample]) -> Table:
+    """Return the samples, a line each, cut where the terminal ends."""
+    table = _table(samples, box.SIMPLE, str)
+    table.title = f"after step {step}"
+    return table
+
+
+def _table(samples: Sequence[Sample], border: box.Box, form: Callable[[str], str]) -> Table:
+    table = Table(box=border, title_justify="left", pad_edge=border is box.MARKDOWN)
+    for heading in HEADINGS:
+        table.add_column(heading)
+    table.add_column("score", no_wrap=True, justify="right")
+    for sample in samples:
+        texts = (form(_cut(text)) for text in (sample.prompt, sample.response, sample.answer))
+        cells = (Text(text, no_wrap=True, overflow="ellipsis") for text in texts)
+        table.add_row(*cells, "-" if sample.score is None else f"{sample.score:.3f}")
+    return table
+
+
+def printable(text: str) -> str:
+    """Return the text in one line: line ends as an arrow, and no character that a terminal would obey."""
+    lines = text.replace("\r\n", "\n").replace("\n", NEWLINE)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in lines
+    )
+
+
+def _cut(text: str) -> str:
+    """Return the text printable, with the number of the characters that were left out."""
+    rest = len(text) - MAX_CHARACTERS
+    return printable(text) if rest <= 0 else f"{printable(text[:MAX_CHARACTERS])}... ({rest} more)"
+
+
+def _code(text: str) -> str:
+    """Return a code span in a cell: fenced by more backticks than it has in a row, bars escaped for the table."""
+    if not text.strip():
+        return ""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    padding = " " if "`" in (text[0], text[-1]) or " " == text[0] == text[-1] else ""
+    return fence + padding + text.replace("|", "\\|") + padding + fence

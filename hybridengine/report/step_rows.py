@@ -1,0 +1,88 @@
+"""Rows of metrics.jsonl as a run has written them: one per step. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeGuard
+
+from hybridengine.errors import DataError, UnreadableError
+from hybridengine.reading import check_regular, parse_json
+from hybridengine.report.keys import STEP
+
+METRICS_FILE = "metrics.jsonl"
+LARGEST = 2**127
+"""Values of metrics are smaller, whether they are bytes or losses."""
+
+Row = dict[str, float | int | None]
+"""Metric -> value; None where the value was not finite. `step` is always there."""
+
+
+def json_lines(path: Path) -> Iterator[tuple[bytes, object]]:
+    """Yield each line of a file with its value, None if it is not JSON; an unfinished last line is skipped.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnreadableError: it is not a regular file.
+    """
+    check_regular(path)
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            value = parse_json(line)
+        except UnreadableError:
+            if not line.endswith(b"\n"):
+                return
+            value = None
+        yield line, value
+
+
+def read_rows(folder: str | Path) -> list[Row]:
+    """Return all rows of FOLDER/metrics.jsonl in the order written; none if there is no file.
+
+    The unfinished last line of a killed or still running process is skipped.
+
+    Raises:
+        DataError: it is not a regular file, or another line is not a JSON object with a `step`; names the line.
+    """
+    path = Path(folder) / METRICS_FILE
+    rows: list[Row] = []
+    try:
+        for number, (line, value) in enumerate(json_lines(path), start=1):
+            if not _is_row(value):
+                raise DataError(
+                    f"{path}:{number}: {line[:80]!r} is not a row, a JSON object of finite numbers with a {STEP!r}"
+                    " from 0 on; remove or repair the line"
+                )
+            rows.append(value)
+    except FileNotFoundError:
+        return []
+    except UnreadableError as error:
+        raise DataError(f"{error}; name the folder of a run") from None
+    return rows
+
+
+def latest_rows(rows: list[Row]) -> list[Row]:
+    """Return one row per step, in order of steps: a row of an earlier step means that the run went back to there."""
+    latest: list[Row] = []
+    for row in rows:
+        while latest and (latest[-1][STEP] or 0) >= (row[STEP] or 0):
+            latest.pop()
+        latest.append(row)
+    return latest
+
+
+def _is_row(value: object) -> TypeGuard[Row]:
+    if not isinstance(value, dict) or not is_step(value.get(STEP)):
+        return False
+    return all(one is None or (isinstance(one, int | float) and abs(one) < LARGEST) for one in value.values())
+
+
+def is_step(value: object) -> bool:
+    """Return True if `value` can be the number of an iteration."""
+    return type(value) is int and 0 <= value < LARGEST
+
+
+def number(value: float | None) -> float:
+    """Return a value of a row as a number: NaN for None."""
+    return math.nan if value is None else float(value)

@@ -1,0 +1,99 @@
+"""Rows of a whole run in a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridengine.report import keys
+from hybridengine.report.step_rows import Row, latest_rows, number
+
+
+@dataclass(frozen=True)
+class HeldOutResult:
+    """Result of an evaluation: exact match where a function alone judges, otherwise the mean score.
+
+    As text, a percentage or a plain number.
+    """
+
+    value: float
+    """NaN where it was not finite."""
+    is_share: bool
+    """True for the share of problems with full score, 0 to 1."""
+
+    @classmethod
+    def of(cls, row: Row) -> HeldOutResult | None:
+        """Return the result in a row; None if the step was not evaluated."""
+        for key, is_share in ((keys.EXACT_MATCH, True), (keys.SCORE_MEAN, False)):
+            if key in row:
+                return cls(number(row[key]), is_share)
+        return None
+
+    @property
+    def name(self) -> str:
+        """Name of the result."""
+        return "exact match" if self.is_share else "held-out score"
+
+    def __str__(self) -> str:
+        return f"{100 * self.value:.1f}%" if self.is_share else f"{self.value:.3f}"
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Seconds of one phase over the run."""
+
+    sum_s: float
+    mean_s: float
+    """Mean over the steps that had the phase."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Totals of a run. None where no row had the metric; NaN where a row had it as null (not finite)."""
+
+    num_steps: int
+    """Training steps: rows with a step of 1 or more."""
+    held_out_before: HeldOutResult | None
+    """First evaluation of the run; the warmed-up model's, if step 0 was evaluated."""
+    held_out_after: HeldOutResult | None
+    """Last evaluation; None where there was only one."""
+    phases: Mapping[str, PhaseTime]
+    """Phase -> its seconds, in order of first appearance."""
+    received_bytes: float | None
+    """Sum over all switches."""
+    received_bytes_per_step: float | None
+    peak_weight_bytes: float | None
+    """Largest of the run."""
+    redundant_bytes: float | None
+    """Largest of the run."""
+    log_prob_abs_diff_max: float | None
+    """Largest of the run."""
+
+
+def summarise(rows: Sequence[Row]) -> RunSummary:
+    """Return the totals of `rows` (as recorded; see `latest_rows` for steps that come again)."""
+    ordered = latest_rows(list(rows))
+    values: dict[str, list[float]] = {}
+    for row in ordered:
+        for key, value in row.items():
+            values.setdefault(key, []).append(number(value))
+    evaluations = [found for row in ordered if (found := HeldOutResult.of(row))]
+    times = {phase: values[key] for key in values if (phase := keys.phase_of(key)) is not None}
+    received = values.get(keys.RECEIVED_BYTES)
+
+    def largest(key: str) -> float | None:
+        return float(np.max(values[key])) if key in values else None  # NaN if any is
+
+    return RunSummary(
+        num_steps=sum(step >= 1 for step in values.get(keys.STEP, ())),
+        held_out_before=evaluations[0] if evaluations else None,
+        held_out_after=evaluations[-1] if len(evaluations) > 1 else None,
+        phases={phase: PhaseTime(sum(some), sum(some) / len(some)) for phase, some in times.items()},
+        received_bytes=sum(received) if received else None,
+        received_bytes_per_step=sum(received) / len(received) if received else None,
+        peak_weight_bytes=largest(keys.PEAK_WEIGHT_BYTES),
+        redundant_bytes=largest(keys.REDUNDANT_BYTES),
+        log_prob_abs_diff_max=largest(keys.LOG_PROB_ABS_DIFF_MAX),
+    )

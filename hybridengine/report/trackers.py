@@ -1,0 +1,276 @@
+"""Where metrics go besides the run's folder: Weights & Biases and MLflow, each in a thread of its own.
+
+Accounts, servers and projects are those packages' own settings (WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI,
+MLFLOW_EXPERIMENT_NAME, ...). Nothing of theirs can slow or end a run once it has begun. Each package is imported where it
+is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybridengine.errors import ConfigError, raise_all
+from hybridengine.redaction import redacted, without_secrets
+from hybridengine.report.keys import STEP
+from hybridengine.report.step_rows import Row
+
+PROJECT = "hybridengine"
+"""wandb's project and MLflow's experiment, where the environment names no other."""
+LOGIN_TIMEOUT_S = 60.0
+"""Time limit for the answer to wandb's question for a key."""
+FINISH_TIMEOUT_S = 50.0
+
+MLFLOW_FILE = "mlflow.db"
+MLFLOW_MAX_PARAMS = 100
+"""Parameters of one request."""
+MLFLOW_MAX_VALUE = 500
+"""Characters of a parameter's value that every server takes."""
+OPEN_TIMEOUT_S = 120.0
+CLOSE_TIMEOUT_S = 60.0
+"""Longest that the end of a run waits for rows that are still on their way."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """Description of a run for its trackers."""
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+    """As it is written to config.yaml."""
+
+
+class Tracker(Protocol):
+    """A place to log to; used by one thread, and may raise anything."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self, failed: bool) -> None: ...
+
+
+class WandbTracker:
+    """A run of Weights & Biases; keys and steps are those of metrics.jsonl."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        # The terminal is the live view's: wandb must not record or replace what is printed.
+        settings: dict[str, Any] = {"console": "off", "login_timeout": LOGIN_TIMEOUT_S}
+        if "finish_timeout" in getattr(wandb.Settings, "model_fields", ()):  # newer versions
+            settings["finish_timeout"] = FINISH_TIMEOUT_S
+        with _arguments_without_secrets():
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                name=run.name,
+                dir=str(run.folder),
+                config=dict(run.config),
+                settings=wandb.Settings(**settings),
+            )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log a row. wandb leaves out a step that is not beyond the last one, and says so."""
+        self._run.log(dict(values), step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)
+
+
+@contextlib.contextmanager
+def _arguments_without_secrets() -> Iterator[None]:
+    """Hide secrets of overrides from wandb, which keeps the command line of whoever opens a run."""
+    typed = sys.argv
+    sys.argv = [_without_secret(argument) for argument in typed]
+    try:
+        yield
+    finally:
+        sys.argv = typed
+
+
+def _without_secret(argument: str) -> str:
+    key, is_override, value = argument.partition("=")
+    return f"{key}={redacted(value, key)}" if is_override else without_secrets(argument)
+
+
+class MlflowTracker:
+    """A run of MLflow, on the server of MLFLOW_TRACKING_URI, or in a file beside the runs."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
+        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
+
+        self._metric = Metric
+        file = f"sqlite:///{(run.folder.parent / MLFLOW_FILE).absolute()}"
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or file)
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        found = self._client.get_experiment_by_name(experiment)
+        identity = found.experiment_id if found else self._client.create_experiment(experiment)
+        self._run_id = self._client.create_run(identity, run_name=run.name).info.run_id
+        params = [Param(key, value[:MLFLOW_MAX_VALUE]) for key, value in flat_config(run.config)]
+        for first in range(0, len(params), MLFLOW_MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[first : first + MLFLOW_MAX_PARAMS])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        self._client.log_batch(
+            self._run_id,
+            metrics=[
+                self._metric(mlflow_name(key), float(value), now, step) for key, value in values.items()
+            ],
+        )
+
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+
+
+def mlflow_name(key: str) -> str:
+    """Return the key as MLflow takes it, which knows no arrows: "a.b->c.d" is "a.b to c.d"."""
+    return re.sub(r"[^\w./: -]", "_", key.replace("->", " to "), flags=re.ASCII)
+
+
+def flat_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted key and value of every field, values as JSON but for texts."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat_config(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value if isinstance(value, str) else json.dumps(value)
+
+
+OPENERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker}
+"""Name of a package -> function that opens it."""
+
+
+def missing_trackers(names: Sequence[str]) -> list[str]:
+    """Return a problem for each tracker whose package is not installed."""
+    return [
+        f"run.trackers names {name}, and there is no package {name}; install hybridengine[{name}], or leave {name} out"
+        for name in dict.fromkeys(names)
+        if not _is_installed(name)
+    ]
+
+
+class Trackers:
+    """The trackers of one run; a context manager, which opens them and closes them."""
+
+    def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
+        self._threads = [_TrackerThread(name, partial(OPENERS[name], run)) for name in dict.fromkeys(names)]
+
+    def log(self, row: Row) -> None:
+        """Hand on a row as it was written to metrics.jsonl, without values that were not finite; waits for nothing."""
+        step = row[STEP]
+        assert isinstance(step, int), "every row has a step"
+        values = {key: value for key, value in row.items() if key != STEP and value is not None}
+        for thread in self._threads:
+            thread.do(f"the row of step {step}", lambda tracker: tracker.log(step, values))
+
+    def __enter__(self) -> Trackers:
+        """Open all.
+
+        Raises:
+            ConfigError: some cannot be opened, because an account, a server or a place to write to is missing.
+        """
+        deadline = time.monotonic() + OPEN_TIMEOUT_S
+        for thread in self._threads:
+            thread.start()
+        problems = [problem for thread in self._threads if (problem := thread.open_problem(deadline))]
+        if problems:
+            self._close(failed=True)
+        raise_all(problems, ConfigError)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._close(failed=kind is not None)
+
+    def _close(self, failed: bool) -> None:
+        for thread in self._threads:
+            thread.do("the end of the run", lambda tracker: tracker.close(failed))
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for thread in self._threads:
+            thread.end(deadline)
+
+
+class _TrackerThread:
+    """Does everything with one tracker, one thing after the other; warns of the first failure only.
+
+    A daemon: a connection that hangs does not keep the process alive.
+    """
+
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
+        self._name, self._open = name, open_tracker
+        self._jobs = queue.SimpleQueue[tuple[str, Callable[[Tracker], None]] | None]()
+        self._opening = Future[Tracker]()
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+        self._has_warned = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def open_problem(self, deadline: float) -> str | None:
+        """Return why the tracker is not open when it should be; None if it is."""
+        remedy = f"see {self._name}'s own settings, or leave it out of run.trackers"
+        wait([self._opening], max(0.0, deadline - time.monotonic()))
+        if not self._opening.done():
+            return f"run.trackers: {self._name} did not open within {OPEN_TIMEOUT_S:g} s; {remedy}"
+        if error := self._opening.exception():
+            return f"run.trackers: {self._name} cannot be opened ({_first_line(error)}); {remedy}"
+        return None
+
+    def do(self, what: str, job: Callable[[Tracker], None]) -> None:
+        self._jobs.put((what, job))
+
+    def end(self, deadline: float) -> None:
+        """Wait until everything is done, not for long; a tracker that has not opened has nothing to do."""
+        self._jobs.put(None)
+        if not self._opening.done():
+            return
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._warn(f"was not done {CLOSE_TIMEOUT_S:g} s after the run's end")
+
+    def _run(self) -> None:
+        # Whatever the package does, the run goes on: it has its rows in metrics.jsonl.
+        try:
+            tracker = self._open()
+        except BaseException as error:
+            self._opening.set_exception(error)
+            return
+        self._opening.set_result(tracker)
+        while (job := self._jobs.get()) is not None:
+            what, act = job
+            try:
+                act(tracker)
+            except Exception as error:
+                self._warn(f"did not take {what} ({_first_line(error)})")
+
+    def _warn(self, problem: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning("%s %s; rows that it lacks are in metrics.jsonl", self._name, problem)
+
+
+def _is_installed(name: str) -> bool:
+    """Return True if there is such a package; a folder of that name, which wandb leaves behind, is none."""
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
+def _first_line(error: BaseException) -> str:
+    text = without_secrets(" ".join(str(error).split()))
+    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}"

@@ -1,0 +1,101 @@
+"""Mini-batches of a batch's rows, and their micro-batches, cut to the longest row, with results put back in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from hybridengine.errors import ProtocolError
+from hybridengine.rows.balance import balance_rows
+from hybridengine.rows.batch import columns_of
+
+SEQUENCE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths")
+"""Columns of rows of prompts and responses."""
+
+
+@dataclass(frozen=True)
+class MicroRows:
+    """Some rows of a batch, cut to their own longest prompt and response."""
+
+    rows: list[int]
+    """Their places in the batch."""
+    columns: dict[str, Tensor]
+    """`tokens` [b, t]; `positions` [b, r], where in the model's output the distribution of response token j is found;
+    `mask` [b, r], True at response tokens of rows that are kept; and the response-aligned columns asked for, [b, r]."""
+
+
+def cut_rows(
+    batch: TensorDictBase, max_tokens: int, response_columns: Sequence[str] = (), unit: int = 1
+) -> list[MicroRows]:
+    """Micro-batches of a batch of prompts and responses (`SEQUENCE_COLUMNS`).
+
+    Args:
+        unit: so many rows, one behind the other, stay together and in order.
+
+    Raises:
+        ConfigError: one row alone exceeds `max_tokens`.
+        ProtocolError: a response-aligned column that has no value for each response token.
+    """
+    longest = int(batch["response_lengths"].max()) if len(batch) else 0
+    for name in response_columns:
+        if batch[name].dim() != 2 or batch[name].size(1) < longest:
+            raise ProtocolError(
+                f"column {name!r} has the shape {list(batch[name].shape)}, and {len(batch)} rows with up to {longest}"
+                " response tokens need one for each, [B, R]; spread what holds for a whole row over its tokens"
+            )
+    lengths = (batch["prompt_lengths"] + batch["response_lengths"]).view(-1, unit)
+    return [
+        MicroRows(rows, _columns(batch, rows, response_columns))
+        for units in balance_rows((lengths.amax(1) * unit).tolist(), max_tokens)
+        for rows in [[number * unit + place for number in units for place in range(unit)]]
+    ]
+
+
+def _columns(batch: TensorDictBase, rows: list[int], response_columns: Sequence[str]) -> dict[str, Tensor]:
+    prompts, responses = batch["prompt_lengths"][rows], batch["response_lengths"][rows]
+    width, longest = int((prompts + responses).max()), max(1, int(responses.max()))
+    steps = torch.arange(longest)
+    mask = steps < responses.unsqueeze(1)
+    if "keep" in columns_of(batch):
+        mask &= batch["keep"][rows].unsqueeze(1)
+    columns = {
+        "tokens": batch["tokens"][rows, :width],
+        "positions": (prompts.unsqueeze(1) - 1 + steps).clamp(max=width - 1),
+        "mask": mask,
+    }
+    return columns | {name: batch[name][rows, :longest] for name in response_columns}
+
+
+def gather_rows(parts: Sequence[tuple[MicroRows, Tensor]], num_rows: int, width: int) -> Tensor:
+    """[num_rows, width] float32 from the [b, r] results of micro-batches; zero beyond each response."""
+    whole = torch.zeros(num_rows, width)
+    for micro, values in parts:
+        part = values.detach().float().cpu().masked_fill(~micro.columns["mask"], 0.0)
+        whole[micro.rows, : part.size(1)] = part
+    return whole
+
+
+def draw_mini_batches(numbers_B: Tensor, count: int, unit: int, seed: int) -> tuple[Tensor, ...]:
+    """Return the rows of each mini-batch, as places in `numbers_B`.
+
+    Of every `count` units that follow each other among all rows, each mini-batch gets one; which one is drawn. So a
+    mini-batch does not depend on how many replicas share the rows, as long as each has a multiple of `count` units. Other
+    numbers of units are split so that mini-batches differ by one unit at most, and none is empty.
+
+    Args:
+        numbers_B: int64, of this replica's rows among those of all replicas, ascending.
+        count: of mini-batches.
+        unit: so many rows, one behind the other, stay together.
+        seed: the same on all ranks.
+    """
+    units = numbers_B[::unit] // unit
+    blocks, places = units // count, units % count
+    generator = torch.Generator().manual_seed(seed)
+    # Drawn block by block from the first one on: whoever needs fewer blocks draws the same for those.
+    drawn = torch.rand(int(blocks[-1]) + 1, count, generator=generator, dtype=torch.float64).argsort(dim=1)
+    order = drawn[blocks, places].argsort(stable=True)
+    return tuple((part[:, None] * unit + torch.arange(unit)).flatten() for part in order.tensor_split(count))

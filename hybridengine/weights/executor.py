@@ -1,0 +1,307 @@
+"""Carries a plan out on one rank, bucket by bucket, between two sets of weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from hybridengine.errors import HybridEngineError, PlanError, StorageError, TransferError
+from hybridengine.reshard.layout import LocalParameter
+from hybridengine.reshard.plan import Plan
+from hybridengine.weights.failure_notes import FailureNote, FailureNotes, explain
+from hybridengine.weights.ledger import StorageLedger
+from hybridengine.weights.programs import Program, ProgramBuilder, Step
+from hybridengine.weights.storage import StoragePart, WeightStorage
+from hybridengine.weights.transport import PeerError, Pending, PointToPointTransport
+
+_num_runs: Counter[str] = Counter()
+"""Process group and plan -> runs that this process has begun or refused; as many on all ranks of the group.
+
+Of the process, not of an executor: one that is made anew on the same group must not read the notes of the one before.
+"""
+
+
+class Verify(str, Enum):
+    """Switches in which receivers check what they have received."""
+
+    FIRST = "first"
+    """In the first switch of each direction: what is wrong with a plan is wrong every time."""
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+@dataclass
+class _Open:
+    """A bucket in flight."""
+
+    program: Program
+    pending: list[Pending]
+    """Messages of its present step."""
+
+
+class PlanExecutor:
+    """One rank's part in a plan.
+
+    Two buckets are in flight where the plan allows it: the messages of one travel while the one before is unpacked.
+
+    Args:
+        source, destination: this rank's weights in both layouts. A rank without a part in one has it empty.
+        release_source: give up each bucket's source weights once the bucket has arrived (a switch); keep them
+            otherwise (an export).
+
+    Raises:
+        PlanError: a parameter is missing, or has another shape or dtype than the layouts say.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        source: WeightStorage,
+        destination: WeightStorage,
+        transport: PointToPointTransport,
+        ledger: StorageLedger,
+        release_source: bool = True,
+    ) -> None:
+        self.plan, self._rank = plan, rank
+        self._source, self._destination = source, destination
+        self._transport, self._ledger = transport, ledger
+        self._release_source = release_source
+        self.num_complete = 0
+        """Buckets of the present or last run that have arrived."""
+        self._operation = f"{transport.group.group_name}/{plan.digest[:16]}"
+        dtypes, parameters = set(), ()
+        for layout, storage in ((plan.source, source), (plan.destination, destination)):
+            parameters = layout.shard(rank).parameters if rank in layout.keys else ()
+            _check_storage(layout.kind, rank, parameters, storage)
+            dtypes |= {storage[parameter.name].dtype for parameter in parameters}
+        if len(dtypes) > 1:
+            raise PlanError(
+                f"{plan.source.kind} and {plan.destination.kind} hold weights of types"
+                f" {', '.join(sorted(map(str, dtypes)))}; a switch needs one type on both sides"
+            )
+        padded = frozenset(parameter.name for parameter in parameters if parameter.has_padding)
+        self._builder = ProgramBuilder(rank, source, destination, padded, transport)
+        self._storages: list[tuple[StoragePart, StoragePart]] = [
+            self._builder.storages(bucket) for bucket in plan.buckets
+        ]
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self._is_local = not any(bucket.packs for bucket in plan.buckets)
+
+    def run(
+        self,
+        first: int = 0,
+        verify: bool = False,
+        after_bucket: Callable[[tuple[str, ...]], None] | None = None,
+    ) -> None:
+        """Carry out the plan's buckets from `first` on, in order; returns once all ranks of the plan have done so.
+
+        A rank that has all it needs waits for the others, so that either all have the destination or none has. Without
+        messages between ranks nobody waits.
+
+        Where the models may have changed since the plan was bound to them, `check_fresh` comes first.
+
+        Args:
+            verify: receivers check every move.
+            after_bucket: called with the destination parameters of each bucket once they are filled.
+
+        Raises:
+            TransferError: a message failed, or arrived changed; buckets before `num_complete` are complete, the sources
+                of the others untouched.
+        """
+        self.num_complete = first
+        in_flight: list[_Open] = []
+        try:
+            for index in range(first, len(self.plan.buckets)):
+                if in_flight and not self.plan.buckets[index].overlaps:
+                    self._finish_oldest(in_flight, after_bucket)
+                self._open(index, verify, in_flight)
+                if len(in_flight) > 1:
+                    self._finish_oldest(in_flight, after_bucket)
+            while in_flight:
+                self._finish_oldest(in_flight, after_bucket)
+            if not self._is_local:
+                self._transport.meet()
+        except (HybridEngineError, MemoryError, RuntimeError) as error:
+            self._abandon(in_flight)
+            raise self._failure(error) from error
+        except BaseException as error:
+            self._notes.leave(FailureNote(self._rank, self._place, (), _said(error)))
+            self._abandon(in_flight)
+            raise
+        finally:
+            _num_runs[self._operation] += 1
+
+    def check_fresh(self, first: int = 0) -> None:
+        """Check that both models still keep their weights where they were when the plan was bound to them, and that there
+        is something to read for the buckets from `first` on.
+
+        Raises:
+            PlanError: names what has moved.
+        """
+        try:
+            if changes := self._changes(first):
+                raise PlanError(
+                    f"the plan is stale: rank {self._rank}, {', '.join(changes)}, since the plan was bound to the model;"
+                    " make the engine anew, with a process group of its own"
+                )
+        except BaseException as error:
+            self.refuse("the check before the switch", error)
+            raise
+
+    def _changes(self, first: int) -> list[str]:
+        """Return what is no longer as it was when the plan was bound."""
+        changes = []
+        for layout, storage in ((self.plan.source, self._source), (self.plan.destination, self._destination)):
+            if moved := storage.moved():
+                changes.append(f"{layout.kind}: {_named(moved)} moved or changed shape, type or device")
+        given_up = {
+            name for bucket in self.plan.buckets[:first] for name in bucket.sources.get(self._rank, ())
+        }
+        empty = [
+            name for name in self._source.names if name not in given_up and not self._source.is_live(name)
+        ]
+        if empty:
+            changes.append(f"{self.plan.source.kind}: {_named(empty)} have given up their memory")
+        if self._transport.is_closed and not self._is_local:
+            changes.append("its process group has been destroyed")
+        elif self._transport.has_given_up and not self._is_local:
+            changes.append("a switch over its process group has failed")
+        return changes
+
+    def refuse(self, where: str, error: BaseException) -> None:
+        """Do without a run that the other ranks begin: they learn why, and at once where they can be told at once."""
+        self._notes.leave(FailureNote(self._rank, where, (), _said(error)))
+        _num_runs[self._operation] += 1
+        self._give_up()
+
+    def drop_unfinished(self) -> None:
+        """Give up the destination weights of all buckets that have not arrived: after a failure they are undefined."""
+        for fills, _ in self._storages[self.num_complete :]:
+            fills.release()
+
+    def _open(self, index: int, verify: bool, in_flight: list[_Open]) -> None:
+        """Make room, and start the messages of a bucket's first step."""
+        fills, _ = self._storages[index]
+        fills.materialise()
+        self._ledger.note()
+        program = self._program(index, verify)
+        program.staging.materialise()
+        self._ledger.stage(program.staging_bytes)
+        opened = _Open(program, [])
+        in_flight.append(opened)
+        if program.steps:
+            self._start(opened, program.steps[0])
+        program.local.run()
+
+    def _program(self, index: int, verify: bool) -> Program:
+        if (index, verify) not in self._programs:
+            _, gives_up = self._storages[index]
+            self._programs[index, verify] = self._builder.build(self.plan.buckets[index], gives_up, verify)
+        return self._programs[index, verify]
+
+    def _start(self, opened: _Open, step: Step) -> None:
+        step.gather.run()
+        opened.pending = [self._transport.post(step.messages)]
+        if step.checks is not None:
+            step.checks.sign()
+            if step.checks.messages is not None:
+                opened.pending.append(self._transport.post(step.checks.messages))
+
+    def _finish_oldest(
+        self, in_flight: list[_Open], after_bucket: Callable[[tuple[str, ...]], None] | None
+    ) -> None:
+        """Wait for a bucket, pass boxes on, unpack, check, and give its sources up."""
+        opened, index = in_flight[0], self.num_complete
+        program = opened.program
+        for number, step in enumerate(program.steps):
+            if number:
+                self._start(opened, step)
+            for pending in opened.pending:
+                self._ledger.receive(pending.wait())
+            step.spread.run()
+            if step.checks is not None:
+                step.checks.verify(self._rank)
+        if program.local_checks is not None:
+            program.local_checks.sign()
+            program.local_checks.verify(self._rank)
+        in_flight.pop(0)
+        program.staging.release()
+        self._ledger.unstage(program.staging_bytes)
+        if self._release_source:
+            program.gives_up.release()
+        self.num_complete = index + 1
+        if after_bucket is not None:
+            after_bucket(self.plan.buckets[index].destinations.get(self._rank, ()))
+
+    def _abandon(self, in_flight: list[_Open]) -> None:
+        """After a failure: nobody writes into buffers of unfinished buckets any more, and their staging goes."""
+        self._give_up()  # first: what others read from here from now on, they do not take for weights
+        for opened in in_flight:
+            for pending in opened.pending:
+                pending.abandon()
+        for program in self._programs.values():
+            program.staging.release()
+
+    def _give_up(self) -> None:
+        if not self._is_local:
+            self._transport.give_up()
+
+    @property
+    def _notes(self) -> FailureNotes:
+        """Notes of the present run; the next one, of this executor or of another for the same plan, has its own."""
+        return FailureNotes(self.plan.ranks, f"{self._operation}/{_num_runs[self._operation]}")
+
+    @property
+    def _place(self) -> str:
+        """Place of the present run, for errors."""
+        index, buckets = self.num_complete, self.plan.buckets
+        place = (
+            f"bucket {index} of {len(buckets)} ({buckets[index].tensors[0]} ...)"
+            if index < len(buckets)
+            else f"the meeting after bucket {index - 1} of {len(buckets)}"
+        )
+        return f"{place} of {self.plan.source.kind} -> {self.plan.destination.kind}"
+
+    def _failure(self, error: Exception) -> HybridEngineError:
+        """`error` with the bucket, and with what the other ranks say."""
+        where = self._place
+        waited_for = error.peers if isinstance(error, PeerError) else ()
+        note = FailureNote(self._rank, where, waited_for, str(error))
+        notes = self._notes
+        notes.leave(note)
+        if isinstance(error, PeerError):
+            told = explain(note, notes.read(waited_for))
+            return TransferError(f"rank {self._rank}: {where}: {error}{'; ' if told else ''}{told}")
+        if isinstance(error, TransferError):
+            return TransferError(f"rank {self._rank}: {where}: {error}")
+        return StorageError(
+            f"rank {self._rank}: {where} failed: {type(error).__name__}: {error}; where it lacks memory, choose smaller"
+            " buckets or a smaller KV cache"
+        )
+
+
+def _said(error: BaseException) -> str:
+    """Return the text of an error for other ranks, with the class of one that is not of this project."""
+    return str(error) if isinstance(error, HybridEngineError) else f"{type(error).__name__}: {error}"
+
+
+def _named(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _check_storage(
+    kind: str, rank: int, parameters: Sequence[LocalParameter], storage: WeightStorage
+) -> None:
+    expected = {parameter.name: tuple(parameter.shape) for parameter in parameters}
+    found = {name: tuple(storage[name].shape) for name in storage.names}
+    differing = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+    if differing:
+        name = differing[0]
+        raise PlanError(
+            f"rank {rank} of {kind}: {_named(differing)} differ: the model has {name} with shape"
+            f" {found.get(name, 'missing')}, its layout {expected.get(name, 'missing')}; use the layout of this model"
+        )

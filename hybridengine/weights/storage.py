@@ -1,0 +1,152 @@
+"""Named tensors whose memory can be given up and taken back while the tensors themselves stay the same objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridengine.errors import StorageError
+from hybridengine.host_memory import trim_heap
+
+
+class StoragePart:
+    """Some of the parameters of a WeightStorage, looked up once: what a bucket takes and gives up.
+
+    Args:
+        spans: a tensor over the whole storage of each parameter.
+        zeroed: those of them that are filled with zeros when they take memory; others are then undefined.
+    """
+
+    def __init__(self, spans: Sequence[Tensor], zeroed: Sequence[Tensor]) -> None:
+        self._storages = [(span.untyped_storage(), span.numel() * span.element_size()) for span in spans]
+        self._zeroed = list(zeroed)
+        self.total_bytes = sum(num_bytes for _, num_bytes in self._storages)
+        """Bytes when materialised."""
+
+    def materialise(self) -> None:
+        """Take memory for what has none."""
+        for storage, num_bytes in self._storages:
+            if storage.nbytes() == 0:
+                storage.resize_(num_bytes)
+        if self._zeroed:
+            torch._foreach_zero_(self._zeroed)
+
+    def release(self) -> None:
+        """Give the memory up."""
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+
+class WeightStorage:
+    """Weights of one layout on one rank, by parameter name.
+
+    A released tensor keeps its shape and identity, and views of it stay valid; it owns no memory until it is
+    materialised again, with contents that are then undefined.
+
+    Args:
+        tensors: parameter name -> tensor.
+        owners: parameter name -> tensor that spans the parameter's whole storage, where that is larger than the
+            parameter (a DDP bucket with its padding); one parameter per storage.
+        current: what the model uses now, by the same names, for `moved`; `tensors` where it is None.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        owners: Mapping[str, Tensor] | None = None,
+        current: Callable[[], Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._spans = {name: (owners or {}).get(name, tensor).detach() for name, tensor in tensors.items()}
+        self._storages = {name: span.untyped_storage() for name, span in self._spans.items()}
+        self._sizes = {name: span.numel() * span.element_size() for name, span in self._spans.items()}
+        self._current = current or (lambda: tensors)
+        self._bound = {name: _binding(tensor) for name, tensor in tensors.items()}
+        self._check_ownership()
+
+    def _check_ownership(self) -> None:
+        by_storage: dict[int, str] = {}
+        for name, storage in self._storages.items():
+            other = by_storage.setdefault(storage._cdata, name)
+            if other != name:
+                raise StorageError(f"parameters {other} and {name} share one storage; give each its own")
+            tensor = self._tensors[name]
+            if tensor.untyped_storage()._cdata != storage._cdata:
+                raise StorageError(f"parameter {name} is not part of the storage named as its owner")
+            if storage.nbytes() not in (0, self._sizes[name]):
+                raise StorageError(
+                    f"parameter {name} is a part of a larger storage ({storage.nbytes()} bytes, its own are"
+                    f" {self._sizes[name]}); releasing it would release its neighbours"
+                )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tensors)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all storages when materialised."""
+        return sum(self._sizes.values())
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that the storages own now, read from the storages themselves."""
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+    def is_live(self, name: str) -> bool:
+        return self._storages[name].nbytes() > 0
+
+    def moved(self) -> list[str]:
+        """Return the parameters that the model no longer keeps where and as they were when this object was made.
+
+        A plan that is bound to these tensors would then fill memory that nobody reads.
+        """
+        current = self._current()
+        return [
+            name
+            for name, bound in self._bound.items()
+            if name not in current or _binding(current[name]) != bound
+        ]
+
+    def part(self, names: Iterable[str], zero: Iterable[str] = ()) -> StoragePart:
+        """The storages of `names`; those in `zero`, and owners with padding, are filled with zeros when they appear."""
+        names, zero = tuple(names), set(zero)
+        padded = [
+            name
+            for name in names
+            if name in zero
+            or self._sizes[name] > self._tensors[name].numel() * self._tensors[name].element_size()
+        ]
+        return StoragePart([self._spans[name] for name in names], [self._spans[name] for name in padded])
+
+    def release(self, names: Iterable[str] | None = None) -> None:
+        """Give up the memory of `names` (all, where None)."""
+        self.part(self.names if names is None else names).release()
+
+    def materialise(self, names: Iterable[str] | None = None, zero: Iterable[str] = ()) -> None:
+        """Take memory for `names` (all, where None) that have none; for `zero` see `part`."""
+        chosen = [name for name in (self.names if names is None else names) if not self.is_live(name)]
+        self.part(chosen, set(zero).intersection(chosen)).materialise()
+
+
+def _binding(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the place of a tensor and how it is read."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def return_memory_to_system() -> None:
+    """Hand freed memory back: the caching allocator's on a GPU, else the C heap's."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    else:
+        trim_heap()
