@@ -81,7 +81,7 @@ def test_options() -> None:
     ("arguments", "parts"),
     [
         (["--train", "1-4"], ["'1-4'", "p-t-d"]),
-        (["--train", "1-3-1", "--gen", "1-1"], ["t=3 does not divide num_heads=8", "1-1-3, 3-1-1"]),
+        (["--train", "1-3-1", "--gen", "1-1"], ["t=3 does not divide num_heads=8; choose 1, 2 or 4"]),
         (["--train", "1-4-2", "--gen", "1-3"], ["1-3", "choose"]),
         (["--pair", "1-4-2"], ["'1-4-2' is not a pair", "2-4-1:1-2"]),
         (["--methods", "micro-db"], ["--methods", "'micro-db'", "micro-dp", "model-parallel"]),

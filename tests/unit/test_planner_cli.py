@@ -282,7 +282,7 @@ def test_no_setting_is_named_that_would_not_do(planned: Planned) -> None:
         ),
         (["--fix", "generate=1-16"], ["cannot have --fix generate=1-16", "t_g divides t", "node of 8"]),
         (["--fix", "acter=1-8-2"], ["must be NAME=SIZES with one of actor, critic"]),
-        (["--fix", "actor"], ["must be NAME=SIZES"]),
+        (["--fix", "actor"], ["is not a parallel size; write p-t-d"]),
         (["--fix", "actor=1-8-2", "--fix", "actor=1-8-4"], ["each name once"]),
         (["--fix", "actor=8"], ["p-t-d"]),
         (

@@ -108,10 +108,10 @@ def test_text_compares_both_kinds_of_training(simulated: Simulated) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("--steps", "0"), "--steps 0 must be from 1"),
-        (("--staleness", "-1"), "--staleness -1 must be from 0 to inf"),
-        (("--staleness", "nan"), "--staleness nan must be from 0"),
-        (("--seed", "-1"), "--seed -1 must be from 0"),
+        (("--steps", "0"), "--steps: '0' must be an integer from 1 to"),
+        (("--staleness", "-1"), "--staleness: '-1' must be a number from 0 to inf"),
+        (("--staleness", "nan"), "--staleness: 'nan' must be a number from 0"),
+        (("--seed", "-1"), "--seed: '-1' must be an integer from 0"),
         (("--train-devices", "31"), "leave whole engines"),
         (("--train-devices", "8", "--sweep"), "leave one of them out"),
         (("--devices", "1"), "one device cannot be divided"),

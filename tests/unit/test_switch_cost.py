@@ -203,14 +203,6 @@ def test_few_domains_are_planned_for_thousands_of_ranks(
     assert len(cost.domains) <= 2
 
 
-def test_both_orders_share_plans_of_domains_with_the_same_pattern() -> None:
-    pricer = SwitchPricer(small_shape("llama", tied=False, vocab=256, layers=4, kv_heads=4), "float32", 2**13)
-    nodes = NodeMap.uniform(16, 2)
-    costs = [pricer.price(grid("4-2-2", "1-2", order), nodes) for order in RankOrder]
-    assert costs[0].domains[0][0] is costs[1].domains[0][0]
-    assert costs[0].domains[0][1] != costs[1].domains[0][1]
-
-
 def test_planning_needs_no_torch() -> None:
     code = (
         "import sys, json\n"

@@ -125,7 +125,7 @@ class Engine:
         steps = running_steps(lengths, num_rows, num_running)
         counts, contexts, spans = steps[:, 0], steps[:, 1], steps[:, 2]
         seconds = spans @ self.step_s(counts, counts * prompt_tokens + contexts)
-        return float(seconds) + self.prefill_s(num_rows * prompt_tokens)
+        return float(seconds + self.prefill_s(num_rows * prompt_tokens))
 
     def _exchanges_s(self, num_tokens: Any) -> tuple[Any, Any]:
         """Return the seconds of an all-reduce of the hidden state of tokens, and of sending it to the next stage."""

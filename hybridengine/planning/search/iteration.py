@@ -82,7 +82,8 @@ class Schedule:
         """
         spans = self._spans(seconds)
         return [
-            Bar(call, pool, *span) for call, pool, span in zip(self._calls, self._pools, spans, strict=True)
+            Bar(call, pool, float(begin), float(end))
+            for call, pool, (begin, end) in zip(self._calls, self._pools, spans, strict=True)
         ]
 
     def _spans(
