@@ -225,14 +225,6 @@ class Future:
             self._results.clear()
         return self._values
 
-    def answers(self, timeout_s: float) -> list[Any]:
-        """Return the results of the source ranks that end well within so long, in row order; others may fail or hang."""
-        deadline = time.monotonic() + timeout_s
-        while not self.poll() and (left_s := deadline - time.monotonic()) > 0:
-            ray.wait(list(self._pending.values()), num_returns=len(self._pending), timeout=left_s)
-        ended = {rank for rank, outcome in self._outcomes.items() if outcome.failure is None}
-        return self._fetch([result for rank, result in self._results.items() if rank in ended])
-
     def _fetch(self, references: list[ObjectRef]) -> list[Any]:
         try:
             results = ray.get(references, timeout=self.timeout_s)

@@ -84,19 +84,6 @@ def test_a_hang_ends_in_a_timeout_that_names_operation_and_ranks(
     assert len(behind.get()) == 4
 
 
-def test_ranks_that_can_still_answer_are_heard(actor: WorkerGroup) -> None:
-    """The others have failed, or hang."""
-    hanging = actor.sleep(3, 3.0)
-    asked = actor.items(["a"] * 4)
-    assert asked.answers(0.5) == ["a@0", "a@1", "a@2"]
-    assert asked.answers(60.0) == ["a@0", "a@1", "a@2", "a@3"]
-    hanging.wait()
-    failing = actor.fail(1)
-    assert failing.answers(60.0) == [None] * 3
-    with pytest.raises(RankFailedError, match="bad luck on 1"):
-        failing.wait()
-
-
 def test_wrong_calls_are_refused_in_the_controller(actor: WorkerGroup, critic: WorkerGroup) -> None:
     with pytest.raises(TypeError, match=r"actor\.tp_sum.*missing a required argument: 'value'"):
         actor.tp_sum()
