@@ -94,7 +94,10 @@ def test_a_config_that_names_no_end_token(bench: Bench, checkpoint: Path, named:
     [
         ([*ROWS[:2], "{broken", *ROWS], ["train.jsonl, line 3", "is not JSON"]),
         ([*ROWS, {"prompt": "1 + 1 ="}], ["train.jsonl, line 17", "answer is missing"]),
-        ([*ROWS, {"prompt": 5, "answer": "5"}, '"text"'], ["2 problems", "line 17", "line 18", "prompt=5 must be a string"]),
+        (
+            [*ROWS, {"prompt": 5, "answer": "5"}, '"text"'],
+            ["2 problems", "line 17", "line 18", "prompt=5 must be a string"],
+        ),
         ([], ["train.jsonl has no rows"]),
         (
             [*ROWS, {"prompt": "1 + " * 9 + "1 =", "answer": "10"}],
