@@ -2,10 +2,10 @@
 
     python scripts/draw_groups.py                 writes docs/images/groups.svg and docs/images/switch.svg
     python scripts/draw_groups.py --folder /tmp   writes them elsewhere
-    python scripts/draw_groups.py --format png    for looking at them
+    python scripts/draw_groups.py --format png    writes PNG files to look at
 
 Equal groups and plans give equal bytes. Each file carries a digest of what it shows, which a test compares with the
-present groups and plans, so that a picture cannot grow old unseen.
+present groups and plans, so that no picture goes out of date unnoticed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ STYLE: dict[Any, Any] = {
 }
 
 
-# ---- What is drawn: pure data ---------------------------------------------------------------------------------------
+# ---- Contents of the pictures: pure data
+# ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,15 @@ class Holding:
     """Parts of the model on one rank, as boxes in a plane of p rows (training stages) and t columns (tensor shards)."""
 
     kept: Box | None
-    """In the training shard and in the generation shard."""
+    """The part that belongs to both the training shard and the generation shard."""
     held_twice: tuple[Box, ...]
-    """In the training shard only: needed again later, so it occupies memory next to the generation shard."""
+    """Parts of the training shard alone, which training needs again: they occupy memory next to the generation shard."""
     received: tuple[Box, ...]
-    """In the generation shard only."""
+    """Parts of the generation shard alone."""
 
 
 def holding(generation: GenerationGrid, rank: int) -> Holding:
-    """What `rank` holds in the two modes."""
+    """Return the parts that `rank` holds in the two modes."""
     train, place, gen = generation.train.sizes, generation.train.coordinate(rank), generation.coordinate(rank)
     stages, shards = train.pp_size // generation.sizes.pp_size, train.tp_size // generation.sizes.tp_size
     own: Box = ((place.pp_rank, place.pp_rank + 1), (place.tp_rank, place.tp_rank + 1))
@@ -95,10 +96,10 @@ class Moment:
 
 
 def storage_trace(plan: Plan, rank: int, element_bytes: int) -> list[Moment]:
-    """Bytes of `rank` before the first bucket, then whenever a bucket opens or closes, in the executor's order.
+    """Return the bytes of `rank` before the first bucket and when buckets open or close, in the executor's order.
 
-    A bucket opens: its destination parameters and its staging appear. It closes: staging and source parameters go. It
-    opens before the one before it closes where the plan says that they overlap.
+    When a bucket opens, its destination parameters and its staging appear; when it closes, its staging and source
+    parameters go. It opens before the previous bucket closes if the plan lets them overlap.
     """
     source, destination = plan.source.shard(rank).by_name, plan.destination.shard(rank).by_name
     opening, closing = [], []
@@ -137,7 +138,7 @@ def groups_example(grouping: Grouping) -> GenerationGrid:
 
 
 def digest(name: str) -> str:
-    """Of everything that the picture `name` shows."""
+    """Return a digest of everything that the picture `name` shows."""
     if name == "groups":
         shown = [
             (
@@ -158,7 +159,7 @@ def digest(name: str) -> str:
 
 
 def draw_groups() -> Figure:
-    """Which part of the model each rank holds, in both groupings, with the generation groups beneath."""
+    """Draw the part of the model that each rank holds under both groupings, with the generation groups beneath."""
     figure, panels = pyplot.subplots(2, 1, figsize=(9.2, 6.2))
     for axes, grouping in zip(panels, (Grouping.VANILLA, Grouping.INTERVAL), strict=True):
         _draw_grouping(axes, groups_example(grouping))
@@ -179,7 +180,7 @@ def draw_groups() -> Figure:
 
 def _draw_grouping(axes: Axes, grid: GenerationGrid) -> None:
     sizes, ranks = grid.train.sizes, range(grid.train.num_ranks)
-    # A little more room between training replicas than between ranks.
+    # Training replicas are a little further apart than ranks.
     lefts = {rank: 1.25 * rank + 0.35 * grid.train.coordinate(rank).dp_rank for rank in ranks}
     for rank, left in lefts.items():
         axes.add_patch(Rectangle((left, 0), 1, 1, facecolor=PALE))
@@ -204,7 +205,7 @@ def _draw_grouping(axes: Axes, grid: GenerationGrid) -> None:
 
 
 def _finding(grid: GenerationGrid) -> str:
-    """What the panel shows, in words."""
+    """Return a sentence that says what the panel shows."""
     whole = grid.train.sizes.model_parallel_size
     held = {rank: holding(grid, rank) for rank in range(grid.train.num_ranks)}
     outside = {rank: sum(map(num_elements, one.held_twice)) for rank, one in held.items()}
@@ -218,7 +219,7 @@ def _finding(grid: GenerationGrid) -> str:
 
 
 def _draw_brackets(axes: Axes, groups: Groups, centres: dict[int, float], label: str, top: float) -> None:
-    """Every group as a line from rank to rank; groups that interleave go on lines of their own."""
+    """Draw every group as a line from rank to rank; interleaved groups get lines of their own."""
     ends: list[float] = []
     for group in groups:
         places = [centres[rank] for rank in group]
@@ -234,7 +235,7 @@ def _draw_brackets(axes: Axes, groups: Groups, centres: dict[int, float], label:
 
 
 def draw_switch() -> Figure:
-    """Bytes of a rank of each pipeline stage, there and back, bucket by bucket."""
+    """Draw the bytes of one rank of each pipeline stage, bucket by bucket, on the way to generation and back."""
     plan, element_bytes = example_plan()
     back = inverse_local(plan)
     ranks = (plan.ranks[0], plan.ranks[-1])
@@ -268,7 +269,7 @@ def draw_switch() -> Figure:
 def _draw_trace(axes: Axes, plan: Plan, rank: int, element_bytes: int, to_generate: bool) -> None:
     trace = storage_trace(plan, rank, element_bytes)
     cost = plan_costs(plan, element_bytes)[rank]
-    # Two moments per bucket; before the first and after the last, some room.
+    # Two moments per bucket, with some room before the first and after the last one.
     x = [-0.6, *(moment / 2 for moment in range(len(trace) - 1)), len(plan.buckets) + 0.6]
     training = [moment.source_bytes if to_generate else moment.destination_bytes for moment in trace]
     engine = [moment.destination_bytes if to_generate else moment.source_bytes for moment in trace]
@@ -295,7 +296,7 @@ PICTURES = {"groups": draw_groups, "switch": draw_switch}
 
 
 def write(folder: Path, form: str = "svg") -> list[Path]:
-    """Write every picture into `folder`; returns the files."""
+    """Write every picture into `folder`; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for name, draw in PICTURES.items():
@@ -309,14 +310,14 @@ def write(folder: Path, form: str = "svg") -> list[Path]:
             }
             figure.savefig(file, metadata=about if form == "svg" else None, dpi=110)
             pyplot.close(figure)
-        if form == "svg":  # no editor or hook shall find something to change in it
+        if form == "svg":  # keeps editors and hooks from changing the file
             file.write_text("\n".join(line.rstrip() for line in file.read_text().splitlines()) + "\n")
         files.append(file)
     return files
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the pictures and name them."""
+    """Write the pictures and print their names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "images")
     parser.add_argument("--format", choices=("svg", "png"), default="svg")

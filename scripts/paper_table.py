@@ -38,15 +38,15 @@ SIZES = (
     ("34B", "2-8-8", "1-4"),
     ("70B", "4-8-4", "1-8"),
 )
-"""Model, training p-t-d, generation p_g-t_g. For 7B and 13B, t = 8 and the t_g that the paper finds fastest; the rest is
-chosen here, so that weights, gradients and Adam's state fit."""
+"""Model, training p-t-d, generation p_g-t_g. For 7B and 13B, t = 8 and the t_g that the paper finds fastest; the other
+sizes are chosen here so that weights, gradients and Adam's state fit."""
 GENERATION_SIZES = [(model, "1-8-16", f"1-{tp_size}") for model in ("7B", "13B") for tp_size in (1, 2, 4, 8)]
 """The paper's sweep of t_g at t = 8."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A planned switch beside the other methods of the paper's table 2."""
+    """A planned switch, compared with the other methods of the paper's table 2."""
 
     model: str
     cost: SwitchCost
@@ -79,16 +79,16 @@ class Row:
 
     @property
     def left_bytes(self) -> int:
-        """Device memory beside the generation shard: for the KV cache and all else."""
+        """Device memory that the generation shard leaves for the KV cache and everything else."""
         return self.cluster.device_memory_bytes - self.cost.gen_shard_bytes_max
 
     def by_formula(self, method: MethodName) -> dict[str, float | None]:
-        """Bytes of a method by table 2."""
+        """Return the bytes of a method by table 2."""
         return formula(method, LayoutPair(self.train, self.gen), self.weight_bytes)
 
     def all_gather_seconds(self, num_ranks: int) -> float:
-        """Least seconds to gather all weights among `num_ranks` consecutive ranks, a power of two, each with an equal
-        part: a node must receive what its ranks lack, a rank what it lacks."""
+        """Return a lower bound of the seconds to gather all weights among `num_ranks` consecutive ranks, a power of
+        two, each with an equal part: every node and every rank must receive what it lacks."""
         links = self.cluster.links
         num_nodes = max(1, num_ranks // self.cluster.devices_per_node)
         inside = self.weight_bytes * (1 - 1 / num_ranks) / links.same_node.bytes_per_s
@@ -100,17 +100,17 @@ class Row:
 
     @property
     def model_parallel_seconds(self) -> float:
-        """All-gather over the model-parallel group (HybridFlow-V), no faster than this."""
+        """Lower bound of the seconds of an all-gather over the model-parallel group (HybridFlow-V)."""
         return self.all_gather_seconds(self.train.model_parallel_size)
 
     @property
     def full_seconds(self) -> float:
-        """All-gather over everything (DeepSpeed-Chat), no faster than this."""
+        """Lower bound of the seconds of an all-gather over all ranks (DeepSpeed-Chat)."""
         return self.all_gather_seconds(self.train.num_ranks)
 
 
 def rows(sizes: Sequence[tuple[str, str, str]]) -> list[Row]:
-    """The given (model, training, generation), planned."""
+    """Plan the switch of each (model, training, generation)."""
     cluster = load_cluster(CLUSTER)
     found = []
     for model, train, gen in sizes:
@@ -123,7 +123,7 @@ def rows(sizes: Sequence[tuple[str, str, str]]) -> list[Row]:
 
 
 def switch_table(found: Sequence[Row]) -> str:
-    """Markdown of what the planned switches cost."""
+    """Return a Markdown table of the costs of the planned switches."""
     header = (
         "model", "training", "generation", "M", "received", "of it between nodes", "training shard", "peak",
         "redundant", "there", "busiest link", "back",
@@ -149,7 +149,7 @@ def switch_table(found: Sequence[Row]) -> str:
 
 
 def method_table(found: Sequence[Row]) -> str:
-    """Markdown of the planned switches beside the other methods, all three at line rate."""
+    """Return a Markdown table that compares the planned switches with the other methods, all three at line rate."""
     header = (
         "model", "layout", "received", "HybridFlow-V", "DeepSpeed-Chat", "peak", "peak of both",
         "at line rate", "HybridFlow-V", "DeepSpeed-Chat",
@@ -174,7 +174,7 @@ def method_table(found: Sequence[Row]) -> str:
 
 
 def generation_table(found: Sequence[Row]) -> str:
-    """Markdown of one training layout with several generation layouts."""
+    """Return a Markdown table of one training layout with several generation layouts."""
     header = (
         "model",
         "training",
@@ -215,13 +215,13 @@ def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def tables() -> tuple[str, str, str]:
-    """All tables of the document, in its order."""
+    """Return all tables of the document, in its order."""
     found = rows(SIZES)
     return switch_table(found), method_table(found), generation_table(rows(GENERATION_SIZES))
 
 
 def figures(row: Row) -> dict[str, Any]:
-    """A row for programs. Units: bytes and seconds."""
+    """Return a row's figures for programs. Units: bytes and seconds."""
     cost = row.cost
     return {
         "model": row.model,

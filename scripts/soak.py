@@ -48,25 +48,25 @@ TINY = [
     "timeouts.save_s=60",
     "faults.max_restarts=1000",
 ]
-"""What makes the main job tiny, and a hang be found soon."""
+"""Settings that make the main job tiny and let it detect a hang soon."""
 MEASURED = ("time/", "throughput/", "memory/", "transfer/", "controller/", "reward/call_s")
-"""Metrics of the machine, not of what is computed."""
+"""Metrics of the machine, not of the computation."""
 WARM_STEPS = 50
-"""Until libraries have what they keep."""
+"""Number of steps after which the libraries have filled their caches."""
 WINDOW = 25
-"""Steps whose mean is compared: a process's memory breathes from step to step."""
+"""Number of steps over which memory is averaged: it fluctuates from step to step."""
 MOST_GROWTH = 0.01
 
 
 def resident_bytes(pid: int) -> int:
-    """Of a process; 0 where it is gone."""
+    """Return the resident bytes of a process; 0 if it has ended."""
     with contextlib.suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def watch(run: RunProcess, steps: int, say: Say) -> dict[int, float]:
-    """The controller's memory at every step, to the end of the run."""
+    """Return the controller's memory at every step until the end of the run."""
     samples = dict[int, float]()
     for row in rows_of(run, steps):
         step = int(row["step"] or 0)
@@ -81,8 +81,8 @@ def watch(run: RunProcess, steps: int, say: Say) -> dict[int, float]:
 
 
 def memory_of_ranks(folder: Path) -> dict[str, dict[int, float]]:
-    """Rank -> step -> mean of what it held after each of its calls, as it has said: whoever looks from outside meets the
-    KV cache at times and at times does not."""
+    """Return rank -> step -> mean of the memory that the rank reported after each of its calls. A measurement from
+    outside would include the KV cache at times and miss it at other times."""
     timeline = read_timeline(folder / TIMELINE_FILE)
     begins = dict[int, float]()
     for span in timeline.spans:
@@ -101,7 +101,7 @@ def memory_of_ranks(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def rows_of(run: RunProcess, steps: int) -> Iterator[Row]:
-    """Each row as it is written, as long as the run's process lives."""
+    """Yield each row as it is written, while the run's process is alive."""
     seen, deadline = len(run.rows()), time.monotonic() + PATIENCE_S
     while True:
         alive, rows = run.is_alive(), run.rows()
@@ -119,7 +119,7 @@ def rows_of(run: RunProcess, steps: int) -> Iterator[Row]:
 
 
 def disturb(run: RunProcess, steps: int, faults: Sequence[Fault], say: Say) -> int:
-    """Carry the faults out and answer what ends the run; how often it was begun again."""
+    """Inject the faults and restart the run when it ends; return the number of restarts."""
     left, begun = list(faults), 0
     while True:
         before = time.monotonic()
@@ -150,17 +150,17 @@ def disturb(run: RunProcess, steps: int, faults: Sequence[Fault], say: Say) -> i
 
 
 def computed(rows: list[Row]) -> list[Row]:
-    """Rows without what depends on the machine."""
+    """Return the rows without the values that depend on the machine."""
     return [{key: row[key] for key in row if not key.startswith(MEASURED)} for row in latest_rows(rows)]
 
 
 def digest(folder: Path) -> str:
-    """SHA-256 of the trained weights."""
+    """Return the SHA-256 of the trained weights."""
     return hashlib.sha256((folder / "final" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def growth_table(memory: Mapping[str, Mapping[int, float]], steps: int) -> tuple[Table, float]:
-    """Memory early and late, and the largest growth as a share."""
+    """Return a table of early and late memory, and the largest growth as a share."""
     early, late = range(WARM_STEPS + 1, WARM_STEPS + WINDOW + 1), range(steps - WINDOW + 1, steps + 1)
     table, worst = (
         Table("process", f"steps {early[0]}-{early[-1]}", f"steps {late[0]}-{late[-1]}", "growth"),
@@ -175,7 +175,7 @@ def growth_table(memory: Mapping[str, Mapping[int, float]], steps: int) -> tuple
 
 
 class Say:
-    """Prints with the time since the beginning."""
+    """Prints text with the time since the beginning."""
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
@@ -185,7 +185,7 @@ class Say:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run the test; return the exit status."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

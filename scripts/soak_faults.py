@@ -1,4 +1,4 @@
-"""What goes wrong during scripts/soak.py, and the process of the run that it goes wrong in."""
+"""Faults that scripts/soak.py injects, and the process of the run that they hit."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from pathlib import Path
 from hybridengine.report.step_rows import Row, read_rows
 
 NUM_RANKS = 4
-"""Of the main job."""
+"""Ranks of the main job."""
 PATIENCE_S = 300.0
-"""Until the next row, at most: from a cold start, or after a fault."""
+"""Longest wait for the next row, from a cold start or after a fault."""
 FILE_BYTES = 50_000
-"""Largest file on a disk that is full: less than a rank's part of a checkpoint."""
+"""Largest file on a full disk: less than a rank's part of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, when and to whom."""
+    """A kind of fault, its time and its victim."""
 
     after_step: int
     share: float
-    """Of a step, after the row of `after_step`."""
+    """Share of a step that passes after the row of `after_step`."""
     kind: str
     rank: int
 
 
 def faults_of(steps: int, every: int, seed: int) -> list[Fault]:
-    """About one in `every` steps; each kind comes once before any comes again."""
+    """Return about one fault in `every` steps; each kind occurs once before any occurs again."""
     chance, kinds, found = random.Random(seed), list[str](), list[Fault]()
     for middle in range(every, steps - every // 4, every):
         if not kinds:
@@ -46,17 +46,17 @@ def faults_of(steps: int, every: int, seed: int) -> list[Fault]:
 
 
 def kill_rank(run: RunProcess, rank: int) -> None:
-    """One rank's process is gone."""
+    """Kill one rank's process."""
     os.kill(run.ranks()[rank], signal.SIGKILL)
 
 
 def stop_rank(run: RunProcess, rank: int) -> None:
-    """One rank hangs."""
+    """Stop one rank's process, so that it hangs."""
     os.kill(run.ranks()[rank], signal.SIGSTOP)
 
 
 def fill_disk(run: RunProcess, rank: int) -> None:
-    """One rank cannot write a checkpoint, until the run has said so."""
+    """Let one rank fail to write a checkpoint until the run has reported it."""
     pid = run.ranks()[rank]
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_BYTES, resource.RLIM_INFINITY))
     run.await_said("warning: no checkpoint")
@@ -65,26 +65,26 @@ def fill_disk(run: RunProcess, rank: int) -> None:
 
 
 def kill_controller(run: RunProcess, rank: int) -> None:
-    """The controller is gone; its Ray and its ranks have to notice."""
+    """Kill the controller; its Ray and its ranks have to notice."""
     os.kill(run.pid, signal.SIGKILL)
 
 
 def kill_everything(run: RunProcess, rank: int) -> None:
-    """The machine loses power."""
+    """Kill every process, as a power failure does."""
     for pid in [run.pid, *descendants(run.pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def kill_raylet(run: RunProcess, rank: int) -> None:
-    """The node is gone."""
+    """Kill the raylet, and with it the node."""
     (raylet,) = (pid for pid in descendants(run.pid) if command_of(pid).partition(" ")[0].endswith("/raylet"))
     os.kill(raylet, signal.SIGKILL)
     run.await_said("failed in step")
 
 
 def terminate(run: RunProcess, rank: int) -> None:
-    """A scheduler wants the machine."""
+    """Terminate the run, as a scheduler does that needs the machine."""
     os.kill(run.pid, signal.SIGTERM)
 
 
@@ -100,7 +100,7 @@ KINDS = {
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, theirs, and so on."""
+    """Return the children of a process, their children, and so on."""
     found = list[int]()
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -109,7 +109,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def command_of(pid: int) -> str:
-    """A process's command line."""
+    """Return a process's command line."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     return ""
@@ -123,30 +123,30 @@ class RunProcess:
         self.start()
 
     def start(self) -> None:
-        """Begin, or go on."""
+        """Start or resume the run."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
 
     @property
     def pid(self) -> int:
-        """Of the controller."""
+        """Process id of the controller."""
         return self._process.pid
 
     def is_alive(self) -> bool:
-        """Whether the controller is."""
+        """Return True if the controller is alive."""
         return self._process.poll() is None
 
     def status(self) -> int:
-        """How it has ended; waits for that."""
+        """Wait for the end of the run and return its exit status."""
         return self._process.wait(PATIENCE_S)
 
     def end(self) -> None:
-        """Leave nothing behind."""
+        """End all processes of the run."""
         kill_everything(self, 0)
         self._process.wait(PATIENCE_S)
 
     def ranks(self) -> list[int]:
-        """Processes of the ranks, in the order in which they began; waits until all are there."""
+        """Return the process ids of the ranks in the order in which they started; waits until all have started."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             found = sorted(
@@ -158,11 +158,11 @@ class RunProcess:
         raise SystemExit(f"there are no {NUM_RANKS} ranks: see {self._log}")
 
     def rows(self) -> list[Row]:
-        """Written so far, repeated ones included."""
+        """Return the rows written so far, including repeated ones."""
         return read_rows(self.folder)
 
     def await_said(self, text: str) -> None:
-        """Wait until the run has said something once more, or has ended."""
+        """Wait until the run has printed the text once more or has ended."""
         said, deadline = self.log_text().count(text), time.monotonic() + PATIENCE_S
         while self.log_text().count(text) == said and self.is_alive():
             if time.monotonic() > deadline:
@@ -170,5 +170,5 @@ class RunProcess:
             time.sleep(0.1)
 
     def log_text(self) -> str:
-        """What the run has said."""
+        """Return the run's output."""
         return self._log.read_text(errors="replace")

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-settings.register_profile("shared", deadline=None)  # no test is about time: machines are shared
+settings.register_profile("shared", deadline=None)  # no test depends on time: machines are shared
 settings.load_profile("shared")
 
-# torch's stores ask for the names of loopback addresses: a name server that drops some of many questions costs 5 s each.
+# torch's stores resolve loopback addresses: a name server that drops some of the queries costs 5 s for each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 LANES = ("unit", "gloo", "full")
@@ -22,13 +22,13 @@ LANES = ("unit", "gloo", "full")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests by their folder, sort the folders, and leave out `gpu` tests where there is no GPU."""
+    """Mark tests by their folder, sort the folders, and deselect `gpu` tests if there is no GPU."""
     root = Path(__file__).parent
     for item in items:
         lane = _lane(item, root)
         if lane in ("gloo", "full"):
             item.add_marker(lane)
-    # Stable: the order inside a folder stays. Several workers begin with long files, so that they end together.
+    # The sort is stable inside a folder. Several workers start with long files, so that they end together.
     several = hasattr(config, "workerinput")
     items.sort(key=lambda item: LANES.index(_lane(item, root)), reverse=several)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -38,10 +38,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class FilesOrFolders(LoadScopeScheduling):
-    """Several workers take file after file, but what shares a slow start is one worker's: Ray and its ranks in
-    tests/full, vLLM's forkserver in tests/full/engines.
+    """Distributes files among several workers, but keeps the tests that share a slow start on one worker: Ray and its
+    ranks in tests/full, vLLM's forkserver in tests/full/engines.
 
-    Runs wait for processes that start and for limits that they find: meanwhile the other workers have the cores.
+    Runs often wait for processes to start and for limits to expire; the other workers use the cores meanwhile.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -52,17 +52,17 @@ class FilesOrFolders(LoadScopeScheduling):
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One for each core, and the one that mostly waits."""
+    """Return one worker for each core, and one more for the worker that mostly waits."""
     return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesOrFolders:
-    """What several workers share out among them."""
+    """Return the scheduler that distributes tests among several workers."""
     return FilesOrFolders(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What the test modules have imported stays: the garbage collector need not search it in every test."""
+    """Freeze what the test modules have imported, so that the garbage collector does not search it in every test."""
     gc.collect()
     gc.freeze()
 
@@ -73,6 +73,6 @@ def _lane(item: pytest.Item, root: Path) -> str:
 
 
 def _has_gpu() -> bool:
-    import torch  # only where a collected test needs the answer
+    import torch  # only if a collected test needs the answer
 
     return torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""What is slow to start and shared by the session: a Ray cluster with warm workers, and four ranks in it."""
+"""Slow-to-start fixtures that the session shares: a Ray cluster with warm workers, and four ranks in it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.gloo import preload  # noqa: F401  # before the test modules, which i
 from tests.gloo.ranks import ENVIRONMENT
 
 NUM_CPUS = 12
-"""Logical CPUs of the cluster: the shared pool's, and eight for the pools of a test."""
+"""Logical CPUs of the cluster: those of the shared pool, and eight for the pools of a test."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Reference models are tiny: more threads would only wait for each other."""
+    """Limit torch to one thread: reference models are tiny, and more threads would only wait for each other."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm_ray() -> Iterator[dict[str, str]]:
-    """Environment variables with which Ray starts workers that have vLLM and Megatron-core imported."""
+    """Yield the environment variables with which Ray starts workers that have vLLM and Megatron-core imported."""
     with (
         tempfile.TemporaryDirectory() as folder,
         warm_workers(Path(folder), environment.ON_CPU | ENVIRONMENT) as variables,
@@ -53,7 +53,7 @@ def warm_ray() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def ray_cluster(warm_ray: dict[str, str]) -> Iterator[int]:
-    """A running local cluster; its number of logical CPUs."""
+    """Start a local cluster; yield its number of logical CPUs."""
     with mock.patch.dict(os.environ, warm_ray):
         start_ray(num_cpus=NUM_CPUS, num_gpus=0)
     yield NUM_CPUS
@@ -62,7 +62,7 @@ def ray_cluster(warm_ray: dict[str, str]) -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def pool(ray_cluster: int) -> Iterator[ResourcePool]:
-    """4 ranks for all tests: one that ends or blocks ranks for good makes its own."""
+    """Four ranks for all tests; a test that ends or blocks ranks for good makes its own pool."""
     with ResourcePool([4], env={"PROBE": "seen"}, timeout_s=60) as pool:
         yield pool
 

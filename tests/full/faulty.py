@@ -1,8 +1,8 @@
-"""PPO's dataflow with real faults: ranks that die or hang, an engine that raises, gradients that are no numbers, a full
+"""PPO's dataflow with real faults: ranks that die or hang, an engine that raises, gradients that are not finite, a full
 disk, signals.
 
-`algorithm.faults` is a folder with a file for each fault, named STEP-FAULT; who carries it out removes the file first, so
-that it happens once. `algorithm.checkpoints` is where the run has its own.
+`algorithm.faults` is a folder with a file for each fault, named STEP-FAULT; the injecting rank removes the file first, so
+that it happens once. `algorithm.checkpoints` is the folder of the run's checkpoints.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.rows.protocols import ROW_NUMBERS
 
 VICTIM = 1
-"""Rank that the fault meets, where there are several."""
+"""Rank that the fault hits, if there are several."""
 FILE_BYTES = 100_000
-"""Largest file on a disk that is full: less than a part of a checkpoint, more than what says that it can be written."""
+"""Largest file on a full disk: less than a part of a checkpoint, more than the file that probes the disk."""
 POISONED_ROW = 8
 HANG_S, SAVED_S = 600.0, 20.0
 ROLES = ("actor", "critic")
 DECODED_TOKENS = 3
-"""Until the engine raises."""
+"""Tokens decoded before the engine raises."""
 
 
 class EngineBrokenError(RuntimeError):
-    """Stands for whatever an engine may raise."""
+    """An error that stands for any that an engine may raise."""
 
 
 class Faulty(Ppo):
-    """PPO, with the faults of each step."""
+    """PPO with faults at given steps."""
 
     faults: str
     checkpoints: str
     poisoned: int | None = None
-    """Step whose advantages are no numbers."""
+    """Step whose advantages are not finite."""
 
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
-        """PPO's iteration, with the faults of its number."""
+        """Run PPO's iteration with the faults of its step."""
         for file in sorted(Path(self.faults).glob(f"{sampling.step}-*")):
             name = file.name.partition("-")[2]
             file.unlink()
@@ -57,7 +57,7 @@ class Faulty(Ppo):
                 for number in SIGNALS[name]:
                     os.kill(os.getpid(), number)
             elif name == "a-cluster-shrinks":
-                cluster.node_offers = list  # what Ray says of a cluster without nodes
+                cluster.node_offers = list  # as Ray answers for a cluster without nodes
             else:
                 rows = roles.prompts.training_prompts(sampling.prompts, sampling.step)
                 lengths = rows.select("prompt_lengths")
@@ -75,7 +75,7 @@ SIGNALS = {
 
 
 def inject(rows: TensorDictBase, across: Across, name: str, checkpoints: str) -> dict[str, float]:
-    """On every rank: the victim prepares or meets the fault."""
+    """Prepare or carry out the fault on the victim; called on every rank."""
     if dist.get_rank() == min(VICTIM, dist.get_world_size() - 1):
         if name == "kill-rank-when-saved":
             _wait_until_saved(Path(checkpoints))
@@ -84,7 +84,7 @@ def inject(rows: TensorDictBase, across: Across, name: str, checkpoints: str) ->
 
 
 def _wait_until_saved(checkpoints: Path) -> None:
-    """In the middle of a step, as in a long generation: until all ranks have written the newest checkpoint."""
+    """Wait in the middle of a step, as a long generation does, until all ranks have written the newest checkpoint."""
     (partial,), deadline = checkpoints.glob(".*"), time.monotonic() + SAVED_S
     while not all((partial / role / "files.json").exists() for role in ROLES):
         assert time.monotonic() < deadline, "the checkpoint is not written while the ranks work"
@@ -96,7 +96,7 @@ def _kill() -> None:
 
 
 def _kill_node() -> None:
-    """The raylet of this rank's node; all other processes of the node end after it."""
+    """Kill the raylet of this rank's node; all other processes of the node end after it."""
     os.kill(int(os.environ["RAY_RAYLET_PID"]), signal.SIGKILL)
     time.sleep(HANG_S)
 
@@ -106,7 +106,7 @@ def _hang() -> None:
 
 
 def _break_engine() -> None:
-    """The model of the engine raises in the middle of the next responses."""
+    """Make the engine's model raise in the middle of the next responses."""
     from hybridengine.backends.vllm.engine import VllmEngine
 
     add, passes = VllmEngine.add, iter(range(1000))
@@ -127,7 +127,7 @@ def _fill_disk() -> None:
 
 
 def _damage_switch() -> None:
-    """From now on, a switch leaves the engine's weights a little wrong."""
+    """Make every later switch leave the engine's weights slightly wrong."""
     from hybridengine.weights.hybrid_engine import HybridEngine
 
     switch = HybridEngine.to_generate
@@ -154,7 +154,7 @@ FAULTS = {
 
 
 def poisoned_advantages(rows: TensorDictBase, across: Across, algorithm: Ppo, samples: int) -> TensorDict:
-    """As in PPO; one row's are no numbers, whichever rank has it."""
+    """Return PPO's advantages, with those of one row not finite, whichever rank has it."""
     found = ppo(rows, across, algorithm, samples)
     found["advantages"][rows[ROW_NUMBERS] == POISONED_ROW] = torch.nan
     return found

@@ -1,4 +1,4 @@
-"""Imported once by this lane's forkserver: what the gloo lane's ranks need, and vLLM. Nothing here starts a thread."""
+"""Imported once by this lane's forkserver: imports of the gloo lane's ranks, and vLLM. Nothing here starts a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that report what reached their rank, fail, hang or die, and batches for them."""
+"""Workers that report what their rank received, fail, hang or die, and batches for them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 WIDE_BYTES = 2**17
-"""Of a row of `ProbeWorker.wide`: more than Ray's messages carry."""
+"""Bytes of a row of `ProbeWorker.wide`: too many for Ray's messages."""
 
 
 class UnpicklableError(Exception):
@@ -41,7 +41,7 @@ class UnpicklableError(Exception):
 
 
 class ProbeWorker:
-    """Reports what it got; `offset` is added to the ids of rows that pass through."""
+    """Reports its arguments; `offset` is added to the ids of rows that pass through."""
 
     def __init__(self, context: RankContext, offset: int = 0) -> None:
         self.context = context
@@ -132,18 +132,18 @@ class ProbeWorker:
 
     @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
     def wide(self, batch: TensorDict) -> TensorDict:
-        """A column whose rows are objects in Ray's store, each `WIDE_BYTES` and full of its number."""
+        """Return a column whose rows are objects in Ray's store, each of `WIDE_BYTES` and filled with its number."""
         wide = batch[ROW_NUMBERS].view(-1, 1).expand(-1, WIDE_BYTES // 8)
         return TensorDict({"wide": wide}, batch_size=batch.batch_size)
 
     @register(DP_PROTO, ["wide"], returns_rows=True)
     def narrowed(self, batch: TensorDict) -> TensorDict:
-        """Returns the first and the last entry of each row."""
+        """Return the first and the last entry of each row."""
         return TensorDict({"narrow": batch["wide"][:, [0, -1]]}, batch_size=batch.batch_size)
 
     @register(DP_PROTO, ["wide", ROW_NUMBERS, "answers"], returns_rows=True)
     def write(self, batch: TensorDict) -> TensorDict:
-        """Tries to write into what it was given."""
+        """Try to write into the arguments."""
         batch["wide"].zero_()
         return batch
 
@@ -172,7 +172,7 @@ class ProbeWorker:
 
     @register(ONE_TO_ALL)
     def hang(self) -> None:
-        """Rank 2 is stopped, rank 1 sleeps, and the others wait for both."""
+        """Stop rank 2, let rank 1 sleep, and let the others wait for both."""
         if self.context.rank == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.context.rank == 1:
@@ -198,18 +198,18 @@ class ProbeWorker:
 
 
 class SilentWorker:
-    """Has nothing registered."""
+    """A worker without registered methods."""
 
 
 class ClashingWorker:
-    """Its method would hide an attribute of the group."""
+    """A worker whose method would hide an attribute of the group."""
 
     @register(ONE_TO_ALL)
     def topology(self) -> None: ...
 
 
 class BrokenWorker:
-    """Cannot be made on rank 2."""
+    """A worker that cannot be created on rank 2."""
 
     def __init__(self, context: RankContext) -> None:
         if context.rank == 2:

@@ -1,9 +1,9 @@
-"""A process of its own with a Ray cluster of three raylets: 12 light ranks in one pool, what `doctor` finds, then a run
-with four pools, in the middle of which a node disappears.
+"""A process of its own with a Ray cluster of three raylets: 12 light ranks in one pool, the findings of `doctor`, then
+a run with four pools, during which a node disappears.
 
     python -m tests.full.several_nodes CONFIG OUTPUT
 
-Nodes join in an order that is neither that of their addresses as numbers nor as text.
+Nodes join in an order that differs from both the numeric and the textual order of their addresses.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from tests.full.probe_workers import ProbeWorker
 JOINED = ("127.0.0.10", "127.0.0.2", "127.0.0.9")
 CPUS_PER_NODE = 5
 NUM_ROWS = 31
-"""Splits over no number of ranks here."""
+"""Number of rows; no number of ranks used here divides it."""
 
 
 @contextmanager
 def raylets() -> Iterator[None]:
-    """A Ray cluster of several nodes on this machine, which RAY_ADDRESS names."""
+    """Start a Ray cluster of several nodes on this machine, and name it in RAY_ADDRESS."""
     for name, value in {**cluster.QUIET_RAY, "RAY_AUTH_MODE": "disabled"}.items():
         os.environ.setdefault(name, value)
-    from ray.cluster_utils import Cluster  # after the environment, which it reads
+    from ray.cluster_utils import Cluster  # after the environment is set, which the import reads
 
     nodes = Cluster()
     try:
@@ -59,7 +59,7 @@ def raylets() -> Iterator[None]:
 
 
 def see_light_ranks() -> dict[str, Any]:
-    """Where 12 ranks are, and rows that go between groups of 3-2-2 and 1-4-3."""
+    """Return the nodes of 12 ranks, and rows that travel between groups of 3-2-2 and 1-4-3."""
     with ResourcePool([4, 4, 4], timeout_s=120, start_timeout_s=240) as pool:
         actor = WorkerGroup(pool, ProbeWorker, role="actor", parallel="3-2-2", generate="1-1")
         critic = WorkerGroup(pool, ProbeWorker, role="critic", parallel="1-4-3", config={"offset": 100})
@@ -82,7 +82,7 @@ def see_light_ranks() -> dict[str, Any]:
 
 
 def examined(folder: str) -> list[dict[str, Any]]:
-    """What `doctor` finds on the three nodes."""
+    """Return the findings of `doctor` on the three nodes."""
     return [asdict(found) for found in merged(examine_cluster(RunNeeds(folder), node_facts(), print))]
 
 

@@ -1,4 +1,4 @@
-"""`hybridengine calibrate` on real ranks, with one small case; lengths in the metrics of a real run."""
+"""`hybridengine calibrate` on real ranks with one small case, and lengths in the metrics of a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls as an observer sees them while they are under way, on a real Ray cluster."""
+"""Calls in progress as an observer sees them, on a real Ray cluster."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_collectives_run_inside_a_group_call(actor: WorkerGroup) -> None:
 @pytest.mark.parametrize(
     ("role", "method", "collected"),
     [
-        # ranks whose rows come back, with the rows of each, for 7 rows; worked out by hand from table 3
+        # Ranks whose rows are collected, with the rows of each, for 7 rows; worked out by hand from table 3.
         ("actor", "over_dp", {2: range(7)}),
         ("critic", "over_dp", {0: range(4), 2: range(4, 7)}),
         ("actor", "over_replicas", {0: range(2), 1: range(2, 4), 2: range(4, 6), 3: range(6, 7)}),
@@ -177,7 +177,7 @@ def test_capacity_is_counted_per_node() -> None:
 
 
 def test_pools_choose_in_another_order_where_the_given_one_leaves_one_without_nodes() -> None:
-    """Two and three pools of up to two nodes on three nodes, against trying every order."""
+    """Two and three pools of up to two nodes on three nodes, compared with trying every order."""
     kinds = [(1,), (2,), (3,), (2, 1), (1, 1)]
     for rooms in product(range(4), repeat=3):
         for pools in (*product(kinds, repeat=2), *product(kinds[:4], repeat=3)):
@@ -203,7 +203,7 @@ def _all_find_nodes(pools: Sequence[Sequence[int]], order: Sequence[int], rooms:
 
 
 def test_pools_take_the_first_nodes_that_have_room() -> None:
-    """All of up to 3 numbers of ranks on 4 nodes with room for 0 to 3, against trying every choice of nodes."""
+    """All of up to 3 numbers of ranks on 4 nodes with room for 0 to 3, compared with trying every choice of nodes."""
     for rooms in product(range(4), repeat=4):
         for count in (1, 2, 3):
             for wanted in product((1, 2, 3), repeat=count):

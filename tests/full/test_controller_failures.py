@@ -1,4 +1,4 @@
-"""What a caller sees of failures, hangs, dead ranks and calls, groups or pools that cannot be, on a real Ray cluster."""
+"""Errors that callers see of failures, hangs, dead ranks, impossible calls, groups and pools, on a real Ray cluster."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_the_cause_is_blamed_and_not_its_echo_in_a_collective(ray_cluster: int) 
     echo = failure_of(0, caught.value)
     cause = failure_of(1, ValueError("the cause"))
     assert (echo.in_collective, cause.in_collective) == (True, False)
-    switch = TransferError("bucket 3 of 8: a peer is missing")  # NCCL's own text names no library
+    switch = TransferError("bucket 3 of 8: a peer is missing")  # NCCL's own text does not name the library
     switch.__cause__ = PeerError((1,), "unhandled system error")
     assert not failure_of(0, switch).in_collective
     switch.__cause__.__cause__ = dist.DistBackendError("unhandled system error")
@@ -187,11 +187,11 @@ def test_a_later_wait_sees_what_failed_first_and_each_call_has_its_own_limit(ray
             group.sleep(0, 2.0)
         assert len(group.describe().get()) == 2
         begin = time.monotonic()
-        group.fail_before_collective(1)  # rank 0 hangs in it, and does not come to what is called next
+        group.fail_before_collective(1)  # rank 0 hangs in it and never reaches the next call
         with pytest.raises(RankFailedError, match=r"probe\.fail_before_collective failed on rank 1"):
             group.describe().get(
                 timeout_s=30
-            )  # the next call says it, where it is known by then, or its wait
+            )  # the next call raises it, at once if it is known by then, or else when it waits
         assert time.monotonic() - begin < 5, "nobody waits for the rank that hangs"
         pool.close()  # nobody waits for that call
     with ResourcePool([3], timeout_s=60) as pool:
@@ -230,11 +230,11 @@ parser.set_defaults(run=waits)
 command_line._parser = lambda: parser
 sys.exit(command_line.main([]))
 """
-"""The command line with a command that waits for Ray."""
+"""A program that runs the command line with a command that waits for Ray."""
 
 
 def test_a_command_that_is_told_to_terminate_tidies_up(tmp_path: Path) -> None:
-    """As a scheduler ends a job. Ray has a handler of its own, which aborts."""
+    """A scheduler ends a job this way. Ray has its own handler, which aborts."""
     command = [sys.executable, "-c", SLEEPER, str(tmp_path)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]

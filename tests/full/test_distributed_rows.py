@@ -1,5 +1,5 @@
-"""Rows between groups of other sizes on a real Ray cluster: large ones never through the controller, and only what is
-needed."""
+"""Rows between groups of different sizes on a real Ray cluster: large ones never pass through the controller, and ranks
+receive only the rows they need."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_small_rows_inside_messages_are_counted(actor: WorkerGroup, critic: Work
     payload = call_log().payload_bytes
     doubled = critic.doubled(actor.numbers(Rows.numbered(9)))
     doubled.wait()
-    # From rank 2 to the controller, from there to each rank that has some of its rows, and what they return.
+    # From rank 2 to the controller, from there to each rank that needs some of its rows, and the results.
     assert call_log().payload_bytes - payload == 8 * 9 * (1 + 4 + 1)
     assert doubled.get()["doubled"].tolist() == [2 * row for row in range(9)]
     assert call_log().payload_bytes - payload == 8 * 9 * (1 + 4 + 1)
@@ -82,7 +82,7 @@ def test_a_later_column_replaces_an_earlier_one_and_the_controllers_rows_are_col
 
 
 def test_an_in_place_operation_of_a_worker_raises(actor: WorkerGroup, critic: WorkerGroup) -> None:
-    """They may be memory of all readers on the node."""
+    """The rows may share memory with all readers on the node."""
     for group in (actor, critic):
         rows = actor.wide(Rows.numbered(6)).union(batch_of(6).select("answers"))
         assert group.narrowed(rows).get()["narrow"].tolist() == [[row, row] for row in range(6)]
@@ -92,7 +92,7 @@ def test_an_in_place_operation_of_a_worker_raises(actor: WorkerGroup, critic: Wo
 
 @pytest.fixture(scope="module")
 def compute(pool: ResourcePool) -> WorkerGroup:
-    """The role that runs functions of users, on one replica of four ranks."""
+    """The role that runs user-supplied functions, on one replica of four ranks."""
     run = load_config("configs/arithmetic.yaml")
     return WorkerGroup(pool, "workers.compute.ComputeWorker", parallel="1-4-1", config={"run": run})
 
@@ -118,12 +118,12 @@ def test_objects_of_rows_that_nobody_refers_to_are_given_up(actor: WorkerGroup) 
     assert is_kept(name)
     del part
     gc.collect()
-    actor.describe().get()  # a pool remembers a call until the next one
+    actor.describe().get()  # a pool keeps the last call until the next one
     wait_until_gone(name)
 
 
 def object_of(rows: Rows) -> bytes:
-    """Return Ray's name of the object of the column `wide` of rank 0."""
+    """Return Ray's name of the object that holds the column `wide` of rank 0."""
     (source,) = rows.sources
     assert isinstance(source.origin, Produced)
     (stored,) = ray.get(source.origin.future.references[:1])
@@ -138,7 +138,7 @@ def wait_until_gone(name: bytes) -> None:
 
 
 def is_kept(name: bytes) -> bool:
-    """Return True if Ray's store on this node has an object."""
+    """Return True if Ray's store on this node contains an object."""
     return global_worker.core_worker.object_exists(ray.ObjectRef(name))  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -191,7 +191,7 @@ def test_the_call_that_failed_is_blamed_and_not_the_one_that_lacks_its_rows(ray_
 
 
 def test_pools_of_their_own_exchange_rows(ray_cluster: int) -> None:
-    """Two worlds of two ranks: the second waits for the first's rows, and not for its other calls."""
+    """Two worlds of two ranks: the second waits for the first's rows, but not for its other calls."""
     with ResourcePool([2], timeout_s=60) as one, ResourcePool([2], timeout_s=60) as other:
         first = WorkerGroup(one, ProbeWorker, role="first", parallel="1-2-1")
         second = WorkerGroup(other, ProbeWorker, role="second", parallel="1-1-2")

@@ -1,5 +1,5 @@
 """Faults in the middle of real runs: each is detected, reported with its place, and survived where
-docs/explanation/reliability.md says so. What counts in the end are the weights: those of an undisturbed run."""
+docs/explanation/reliability.md says so. Success means that the final weights equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ ONE_RANK = (
     "critic.parallel=1-1-1",
     "reference.parallel=1-1-1",
 )
-"""What starts in half the time, where one rank shows as much."""
+"""Overrides for a run that starts in half the time, for tests in which one rank is enough."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command has ended."""
+    """Exit status, output and folder of a command."""
 
     status: int
     console: str
@@ -65,7 +65,7 @@ class Outcome:
 
     @property
     def rows(self) -> list[Row]:
-        """The last one of each step, without what depends on the machine."""
+        """Last row of each step, without the values that depend on the machine."""
         return computed(latest_rows(read_rows(self.folder)))
 
     @property
@@ -80,7 +80,7 @@ class Runs:
         self._folder = folder
 
     def __call__(self, name: str, faults: Sequence[str] = (), *overrides: str) -> Outcome:
-        """`hybridengine train` with these faults, "STEP-FAULT"."""
+        """Run `hybridengine train` with these faults, "STEP-FAULT"."""
         file = self.config(name, faults)
         out, errors = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
@@ -88,11 +88,11 @@ class Runs:
         return Outcome(status, out.getvalue(), errors.getvalue(), self.folder(name))
 
     def folder(self, name: str) -> Path:
-        """Of a run."""
+        """Return the folder of a run."""
         return self._folder / "runs" / name
 
     def config(self, name: str, faults: Sequence[str] = ()) -> Path:
-        """The file of a run with these faults."""
+        """Write and return the configuration file of a run with these faults."""
         to_come = self._folder / f"{name}-faults"
         to_come.mkdir(exist_ok=True)
         for fault in faults:
@@ -129,7 +129,7 @@ def undisturbed(runs: Runs) -> Outcome:
 
 @pytest.fixture(scope="module")
 def disturbed(runs: Runs) -> Outcome:
-    """One run with a killed rank, an engine that raises, a full disk while saving, and a rank that hangs."""
+    """One run with a killed rank, an engine that raises, a full disk during a save, and a rank that hangs."""
     faults = ["3-kill-rank-when-saved", "4-full-disk", "7-engine", "9-hang"]
     outcome = runs("disturbed", faults)
     assert outcome.status == 0, outcome.console
@@ -145,7 +145,7 @@ def test_a_disturbed_run_ends_with_the_rows_and_weights_of_an_undisturbed_one(
 
 
 def test_no_prompt_is_skipped_or_repeated(undisturbed: Outcome, disturbed: Outcome) -> None:
-    """Lengths and rewards say which prompts a step had; a checkpoint says how many have been drawn."""
+    """Lengths and rewards identify the prompts of a step; a checkpoint records how many have been drawn."""
     for outcome in (undisturbed, disturbed):
         newest = checkpoints_in(outcome.folder)[0]
         drawn = hashlib.sha256((outcome.folder / "data" / "train.jsonl").read_bytes()).hexdigest()
@@ -170,7 +170,7 @@ def test_every_fault_is_reported_with_role_rank_node_and_operation(fault: str, d
 
 
 def test_after_a_fault_the_run_goes_on_from_the_newest_whole_checkpoint(disturbed: Outcome) -> None:
-    """The last one that was said to be saved; that of step 4 could not be written at first."""
+    """The newest checkpoint is the last one reported as saved; the one of step 4 could not be written at first."""
     saved, restarts = 0, 0
     told = re.findall(
         r"(checkpoint of step |step-|resuming after step )(\d+)( saved| was written, but|$)",
@@ -189,7 +189,7 @@ def test_after_a_fault_the_run_goes_on_from_the_newest_whole_checkpoint(disturbe
 def test_a_checkpoint_that_all_ranks_have_written_is_not_lost_to_the_step_that_goes_on(
     disturbed: Outcome,
 ) -> None:
-    """That of step 2, whose ranks were in the middle of step 3 until one of them died."""
+    """The checkpoint of step 2, whose ranks were in the middle of step 3 until one of them died."""
     _, fault, then = disturbed.console.partition("failed in step 3: ")
     assert fault and "checkpoint of step 2 saved" not in disturbed.console
     assert then.index("step-00000002 was written, but its run, or its ranks, ended") < then.index(
@@ -228,7 +228,7 @@ def test_a_step_that_cannot_be_saved_before_the_run_ends_is_no_success(runs: Run
 
 
 def test_a_run_goes_on_with_other_sizes(stopped: Outcome, runs: Runs, undisturbed: Outcome) -> None:
-    """And twice as many ranks. Metrics equal within float tolerance: sums are in another order."""
+    """The resumed run has twice as many ranks. Metrics are equal within float tolerance: sums are in another order."""
     sizes = [
         "cluster.ranks_per_node=[4]",
         "actor.parallel=2-2-1",
@@ -245,7 +245,7 @@ def test_a_run_goes_on_with_other_sizes(stopped: Outcome, runs: Runs, undisturbe
     for one, other in zip(again.rows[4:], undisturbed.rows[4:], strict=True):
         for key in {*one, *other} - {key for key in other if key.startswith(of_sizes)}:
             value, expected, where = one[key], other[key], (one[keys.STEP], key)
-            if expected is None:  # no number, in the poisoned step
+            if expected is None:  # not finite in the poisoned step
                 assert value is None, where
             else:
                 assert value == pytest.approx(expected, rel=1e-4, abs=1e-6), where
@@ -265,7 +265,7 @@ def test_a_run_that_is_complete_stays_as_it_is(undisturbed: Outcome, runs: Runs)
 
 
 def test_a_run_goes_on_after_kill_9_of_everything(runs: Runs, undisturbed: Outcome) -> None:
-    """The controller, its Ray and all ranks, somewhere after the sixth step: in a step, a save, or between."""
+    """The controller, its Ray and all ranks are killed after the sixth step: during a step, a save, or in between."""
     with killed_at_the_end([COMMAND, "train", str(runs.config("killed"))]):
         metrics, deadline = runs.folder("killed") / "metrics.jsonl", time.monotonic() + 300
         while not (metrics.exists() and len(metrics.read_text().splitlines()) > 6):
@@ -282,7 +282,7 @@ def test_a_run_goes_on_after_kill_9_of_everything(runs: Runs, undisturbed: Outco
 def test_a_cluster_that_no_longer_has_the_ranks_ends_the_run_with_both_reasons(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "node_offers", cluster.node_offers)  # put back afterwards
+    monkeypatch.setattr(cluster, "node_offers", cluster.node_offers)  # restores it after the test
     outcome = runs("shrunk", ["2-a-cluster-shrinks", "2-kill-rank"], *ONE_RANK)
     assert outcome.status == 1
     assert re.search(r"WorkerError: \S+ died on rank 0 \(", outcome.errors), outcome.errors
@@ -292,7 +292,7 @@ def test_a_cluster_that_no_longer_has_the_ranks_ends_the_run_with_both_reasons(
 
 @contextlib.contextmanager
 def killed_at_the_end(command: list[str]) -> Iterator[None]:
-    """A command with all that it starts, each of which is killed when the context closes."""
+    """Run a command, and kill it and everything that it has started when the context closes."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT) as process:
         try:
             yield
@@ -303,7 +303,7 @@ def killed_at_the_end(command: list[str]) -> Iterator[None]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, theirs, and so on."""
+    """Return the children of a process, their children, and so on."""
     found = [
         int(child)
         for file in Path(f"/proc/{pid}/task").glob("*/children")
@@ -315,7 +315,7 @@ def descendants(pid: int) -> list[int]:
 def test_who_asks_to_stop_while_the_model_is_saved_has_it_and_may_go_on_with_other_batches(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Longer, with smaller batches: the prompts are those that come after the ones that were drawn."""
+    """The resumed run is longer and has smaller batches: its prompts follow those that were already drawn."""
     too_late = StopRequest.too_late
 
     @contextlib.contextmanager

@@ -29,7 +29,7 @@ PROMISED_KEYS = """step reward/mean kl/mean time/generate_s time/switch_to_gener
     time/update_actor_s time/update_critic_s time/step_s switch/received_bytes switch/peak_weight_bytes
     switch/redundant_bytes rollout/log_prob_abs_diff_max transfer/bytes controller/payload_bytes
     controller/overhead_s"""
-"""Metrics that every row of a training step has."""
+"""Metrics in every row of a training step."""
 
 
 def test_every_step_has_a_row_with_all_keys(run: Run):
@@ -39,7 +39,7 @@ def test_every_step_has_a_row_with_all_keys(run: Run):
         False,
         True,
         True,
-    ]  # every 2 steps, and the last
+    ]  # every 2 steps, and the last one
     for row in run.steps:
         assert set(PROMISED_KEYS.split()) <= row.keys()
         assert None not in row.values()  # null stands for a value that is not finite
@@ -65,8 +65,7 @@ def test_bytes_of_a_switch_are_those_of_the_plan(run: Run):
         assert row[keys.RECEIVED_BYTES] == cost.received_bytes_max
         peak = value(row, keys.PEAK_WEIGHT_BYTES)
         assert peak <= max(cost.train_shard_bytes_max, cost.gen_shard_bytes_max) + cost.bucket_bytes_max
-        # Megatron pads each parameter's storage, which the plan does not know: small ones, which come last, to twice
-        # their size.
+        # Megatron pads parameters, which the plan does not know: small ones, at the end, to twice their size.
         assert cost.peak_weight_bytes_max <= peak <= 1.01 * cost.peak_weight_bytes_max
 
 
@@ -87,9 +86,9 @@ def test_times_of_phases_fit_into_their_step(run: Run):
 
 
 def test_rows_that_ranks_read_from_each_other_are_counted(run: Run):
-    """Rows of a step: 16 of [32 + 12] tokens and more. Edges add up to the bytes that were transferred.
+    """A step has at least 16 rows of [32 + 12] tokens. The edges add up to the bytes that were transferred.
 
-    They are so small that all of them travel inside Ray's messages, also to ranks that read only some of the columns.
+    The rows are so small that all of them travel inside Ray's messages, also to ranks that read only some of the columns.
     """
     for row in run.steps:
         assert value(row, keys.PAYLOAD_BYTES) > value(row, keys.TRANSFER_BYTES)
@@ -118,14 +117,14 @@ def test_the_timeline_has_a_row_per_rank_and_a_bar_per_phase(run: Run):
             bars = [span for span in spans if (span.step, span.rank) == (step, rank)]
             assert phases <= {span.phase for span in bars}
             calls = sorted((span.start_s, span.end_s) for span in bars if span.phase != "transfers")
-            assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(calls))  # in turn
+            assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(calls))  # one after the other
     total = sum(span.end_s - span.start_s for span in spans if span.rank == 0 and span.name == "actor.update")
     slowest = sum(value(row, keys.time_key("update_actor")) for row in run.steps)
     assert 0.5 * slowest < total <= slowest + 1e-3
 
 
 def test_memory_of_every_rank_over_time(run: Run):
-    """Read after every call; the report has each step's most. A rank with torch and vLLM holds some hundred MiB."""
+    """Read after every call; the report shows each step's maximum. A rank with torch and vLLM uses some hundred MiB."""
     timeline = read_timeline(run.folder / TIMELINE_FILE)
     readings = [reading for reading in timeline.readings if reading.name == keys.memory_key("resident_bytes")]
     calls = [span for span in timeline.spans if span.phase != "transfers"]
@@ -175,7 +174,7 @@ def test_checkpoints_load_in_transformers_and_differ_by_the_training(run: Run):
 
 
 def test_a_second_run_takes_a_folder_of_its_own(run: Run):
-    """It would repeat the first, bit for bit, as tests/full/test_faults.py shows with two ranks."""
+    """It would repeat the first run bit for bit, as tests/full/test_faults.py shows with two ranks."""
     assert run.folder.name == "tiny"
     second, is_made_here = claim_run(run.config)
     assert second.run_folder == run.folder.with_name("tiny-2") and is_made_here

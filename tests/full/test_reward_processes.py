@@ -1,4 +1,4 @@
-"""Functions beside ranks of Ray: gone with their rank, in whatever way that ends."""
+"""Reward processes next to Ray's ranks: they end with their rank, however that ends."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ GONE_S = 60.0
 
 
 def sleeps(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Writes down that it was called, and does not return."""
+    """Record the call in a file, and never return."""
     Path(answers[0]).touch()
     time.sleep(600)
     return []
 
 
 class GuardedWorker:
-    """A rank with a function beside it."""
+    """A rank with a reward process of its own."""
 
     def __init__(self, context: RankContext) -> None:
         self._function = RewardProcess(f"{__name__}:sleeps", timeout_s=60.0)
@@ -37,7 +37,7 @@ class GuardedWorker:
 
     @register(ONE_TO_ALL)
     def place(self) -> tuple[int, str]:
-        """(process, folder) of the function."""
+        """Return the (process, folder) of the function."""
         assert self._function._process is not None
         return self._function._process.pid, str(self._function._folder)
 
@@ -77,6 +77,6 @@ def test_functions_end_with_their_ranks(ray_cluster: int, tmp_path: Path, ending
 
 
 def is_there(place: tuple[int, str]) -> bool:
-    """Whether the function's process or its folder is left."""
+    """Return True if the function's process or its folder still exists."""
     group, folder = place
     return Path(f"/proc/{group}").exists() or Path(folder).exists()

@@ -1,5 +1,5 @@
-"""A Ray cluster of three raylets: 12 ranks in the order of their addresses, roles on pools of their own, and a node that
-disappears."""
+"""A Ray cluster of three raylets: 12 ranks in the order of their addresses, roles on pools of their own, and a node
+that disappears."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ POOLS = {
     "frozen": {"roles": ["reference"], "ranks_per_node": [1]},
     "scoring": {"roles": ["reward"], "ranks_per_node": [1]},
 }
-"""Beside the actor's 2 ranks on two nodes."""
+"""Pools of the other roles, next to the actor's 2 ranks on two nodes."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the process with the cluster has seen, and the files of its run."""
+    """Results of the process with the cluster, and the files of its run."""
 
     cluster: dict[str, Any]
     rows: list[Row]
     spans: Sequence[Span]
     console: str
     folder: Path
-    """Of that process."""
+    """Folder of that process."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str]) -> 
         "run": SECTIONS["run"] | {"steps": STEPS, "folder": str(folder / "runs")},
         "cluster": {"ranks_per_node": [1, 1], "pools": POOLS},
         "actor": SECTIONS["actor"] | {"parallel": "2-1-1"},
-        "critic": SECTIONS["critic"] | {"parallel": "1-1-2"},  # d as there: mini-batches have the same rows
+        "critic": SECTIONS["critic"] | {"parallel": "1-1-2"},  # same d: mini-batches have the same rows
         "reference": {"parallel": "1-1-1"},
     }
     (folder / "faults").mkdir()
@@ -90,7 +90,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str]) -> 
 
 
 def test_ranks_are_numbered_by_the_addresses_of_their_nodes_as_numbers(seen: Seen):
-    """Joined as .10, .2, .9; as text, .10 would come first."""
+    """The nodes join as .10, .2, .9; in textual order, .10 would come first."""
     light = seen.cluster["light"]
     assert [offer.split()[0] for offer in seen.cluster["offers"]] == ["127.0.0.2", "127.0.0.9", "127.0.0.10"]
     assert light["nodes"] == ["127.0.0.2"] * 4 + ["127.0.0.9"] * 4 + ["127.0.0.10"] * 4
@@ -114,7 +114,7 @@ def test_rows_go_over_the_network_between_nodes(seen: Seen):
 
 
 def test_roles_on_pools_of_their_own_give_the_run_of_roles_on_one_pool(seen: Seen, run: Run):
-    """The same dataflow with other layouts, and six ranks instead of four: equal but for rounding."""
+    """The same dataflow with other layouts and six ranks instead of four: equal up to rounding."""
     assert [row[keys.STEP] for row in seen.rows] == list(range(STEPS + 1))
     for row, shared in zip(seen.rows, run.rows, strict=False):
         others = ("time/", "throughput/", "transfer/", "switch/", "controller/", "memory/", "reward/call")
@@ -127,7 +127,7 @@ def test_roles_on_pools_of_their_own_give_the_run_of_roles_on_one_pool(seen: See
 
 
 def test_pools_work_at_the_same_time(seen: Seen):
-    """Critic and actor update at once; where they share ranks, one follows the other."""
+    """Critic and actor update at once; if they share ranks, one follows the other."""
     assert {(span.pool, span.role) for span in seen.spans} >= {
         ("main", "actor"),
         ("main", "compute"),
@@ -144,7 +144,7 @@ def test_pools_work_at_the_same_time(seen: Seen):
 
 
 def test_a_run_goes_on_where_a_node_disappears(seen: Seen):
-    """Two nodes have room for all ranks. What the run then computes is tested above: what it would have anyway."""
+    """Two nodes have room for all ranks. Other tests show that the resumed run computes the same results."""
     assert seen.cluster["left"] == ["127.0.0.2", "127.0.0.10"]
     failed = rf"failed in step {STEPS}: \S+ died on rank 1 \(.*node 127\.0\.0\.9\): "
     assert re.search(failed, seen.console), seen.console
@@ -171,7 +171,7 @@ def test_one_pool_works_in_turn(run: Run):
 
 
 def overlap(spans: Sequence[Span], step: int, one: str, other: str) -> float:
-    """Seconds that the calls run at the same time on rank 0 of their pools; negative where they do not."""
+    """Return the seconds in which the calls run at the same time on rank 0 of their pools; negative if they do not."""
     found = [
         next(span for span in spans if (span.step, span.rank, span.name) == (step, 0, name))
         for name in (one, other)

@@ -1,4 +1,4 @@
-"""`hybridengine bench step` on our side alone: real ranks, a tiny model, all its tokens in every response."""
+"""`hybridengine bench step` for this project alone: real ranks, a tiny model, all its tokens in every response."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_our_side_alone_measures_whole_steps(
     seconds = found["hybridengine"]["samples_step_s"]
     tokens = found["hybridengine"]["samples_tokens"]
     assert len(seconds) == len(tokens) == 2
-    # Six responses of five tokens, and both prompts three times each.
+    # Six responses of five tokens, and each of the two prompts three times.
     prompts = [(number - 6 * 5) / 3 for number in tokens]
     assert all(length.is_integer() and 2 <= length <= 64 for length in prompts)
     assert found["tokens_per_s"] == pytest.approx(
@@ -50,7 +50,7 @@ def test_our_side_alone_measures_whole_steps(
     )
     phases = found["phases_s"]
     assert {"generate", "ref_log_probs", "update_actor", "controller"} <= phases.keys()
-    assert "log_probs" not in phases  # the engine's are taken
+    assert "log_probs" not in phases  # the engine's log-probs are used
     assert 0 < sum(phases.values()) < 2 * max(seconds)
     assert found["trl"] is None
     assert "2 of 2: ours" in err

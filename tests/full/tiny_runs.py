@@ -1,4 +1,4 @@
-"""A tiny PPO run: what it is configured to be, and what it has left behind."""
+"""A tiny PPO run: its configuration, and the files that it leaves."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SECTIONS: dict[str, Any] = {
     },
     "critic": {"parallel": "1-2-2", "mini_batches": 2, "optimizer": {"lr": 1e-3}},
     "reference": {"parallel": "2-2-1"},
-    "reward": {"function": "hybridengine.data.tasks:length_cost"},  # some score, whatever is sampled
+    "reward": {"function": "hybridengine.data.tasks:length_cost"},  # some score that every response gets
     "rollout": {
         "max_prompt_tokens": 32,
         "max_response_tokens": 12,
@@ -51,11 +51,11 @@ SECTIONS: dict[str, Any] = {
 
 
 MEASURED = ("time/", "throughput/", "memory/", "transfer/", "controller/", "reward/call_s")
-"""Metrics of the machine, not of what is computed."""
+"""Metrics of the machine, not of the computation."""
 
 
 def computed(rows: Iterable[Row]) -> list[Row]:
-    """Rows without what depends on the machine."""
+    """Return the rows without the values that depend on the machine."""
     return [{key: row[key] for key in row if not key.startswith(MEASURED)} for row in rows]
 
 
@@ -75,7 +75,7 @@ class Run:
 
 
 def value(row: Row, key: str) -> float:
-    """A metric that must be there."""
+    """Return a metric that must exist."""
     found = row[key]
     assert found is not None
     return float(found)

@@ -1,10 +1,10 @@
 """Ray's workers as forks of a process that has imported everything: a rank with vLLM spends nine tenths of its start on
 imports, and the tests start many.
 
-Ray starts a worker by its environment's `py_executable`. Here that is this file, run without any import of packages: it
+Ray starts a worker with its environment's `py_executable`. Here that is this file, which imports no packages: it
 sends its arguments, environment and open files to the warm process, which forks, and the fork runs Ray's own program for
-workers. Ray knows a worker by the process id that the worker tells, so that nothing else differs: who kills it, waits for
-it or reads its log meets the rank.
+workers. Ray knows a worker by the process id that the worker reports, so nothing else differs: signals, waits
+and logs refer to the rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STANDARD_FILES = (0, 1, 2)
 
 @contextmanager
 def warm_workers(folder: Path, environment: dict[str, str]) -> Iterator[dict[str, str]]:
-    """A warm process with `environment`; the variables with which `ray.init` starts its workers from it.
+    """Start a warm process with `environment`; yield the variables with which `ray.init` starts its workers from it.
 
     The folder's path must be short enough for a socket.
     """
@@ -46,17 +46,17 @@ def warm_workers(folder: Path, environment: dict[str, str]) -> Iterator[dict[str
             assert server.stdout.readline() == b"ready\n", "the warm process has ended before it was ready"
             yield {"RAY_RUNTIME_ENV_HOOK": f"{__name__}.with_warm_workers", "WARM_WORKERS": str(address)}
         finally:
-            server.stdin.close()  # the server ends with its last reader
+            server.stdin.close()  # the server ends when its standard input closes
 
 
 def with_warm_workers(runtime_env: dict[str, object] | None) -> dict[str, object]:
-    """Ray's hook: the environment of all workers, with another program in Python's place."""
+    """Return the environment of all workers with this program in place of Python; Ray calls it as a hook."""
     program = f"{sys.executable} -I -S {__file__} {os.environ['WARM_WORKERS']}"
     return {**(runtime_env or {}), "py_executable": program}
 
 
 def start_one(address: str, arguments: list[str]) -> None:
-    """Ask the warm process for a worker with these arguments, and this process's environment, folder and files."""
+    """Ask the warm process for a worker with these arguments and this process's environment, folder and files."""
     request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(address)
@@ -66,7 +66,7 @@ def start_one(address: str, arguments: list[str]) -> None:
 
 
 def serve(address: str) -> None:
-    """Fork a worker for every request, until the standard input is closed."""
+    """Fork a worker for every request until the standard input is closed."""
     import select
 
     sys.modules["ray"] = None  # type: ignore[assignment]  # it reads the environment while it is imported: not here
@@ -80,7 +80,7 @@ def serve(address: str) -> None:
         os.write(sys.stdout.fileno(), b"ready\n")
         while listener in select.select([listener, sys.stdin], [], [])[0]:
             asking, _ = listener.accept()
-            with asking, contextlib.suppress(OSError):  # who asks may be killed at any point
+            with asking, contextlib.suppress(OSError):  # the asking process may be killed at any point
                 asking.settimeout(REQUEST_LIMIT_S)
                 request, files, _, _ = socket.recv_fds(asking, LARGEST_REQUEST, len(STANDARD_FILES))
                 if len(files) < len(STANDARD_FILES):
@@ -95,7 +95,7 @@ def serve(address: str) -> None:
 
 
 def become_worker(arguments: list[str], environment: dict[str, str], folder: str, files: list[int]) -> None:
-    """Run a program of Ray's as a process that was started for it; does not return."""
+    """Run one of Ray's programs as if this process had been started for it; does not return."""
     import runpy
     import traceback
 
@@ -115,7 +115,7 @@ def become_worker(arguments: list[str], environment: dict[str, str], folder: str
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # told in the worker's log; whatever it is, the fork must not go on as the server
+    except BaseException:  # written to the worker's log; the fork must never continue as the server
         traceback.print_exc()
     finally:
         sys.stdout.flush()

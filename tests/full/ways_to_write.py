@@ -1,4 +1,4 @@
-"""Ways in which a function may write -1 over the column `wide` of the rows that it is given; all return the rows."""
+"""Functions that try in different ways to write -1 over the column `wide` of the given rows; all return the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank's side of the checkpoint tests."""
+"""Functions of the checkpoint tests that run on each rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMIT_S = 60.0
 
 
 def state_of(trainer: MegatronTrainer) -> dict[str, Tensor]:
-    """Everything that a step depends on and changes, as copies."""
+    """Return copies of everything that a step depends on and changes."""
     found = copy_weights(trainer)
     for name, part in trainer.optimizer_parts().items():
         found[f"master {name}"] = part.master.clone()
@@ -40,7 +40,7 @@ def state_of(trainer: MegatronTrainer) -> dict[str, Tensor]:
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names whose bits differ."""
+    """Return the names whose bits differ."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
@@ -52,10 +52,10 @@ def empty_folder(folder: Path) -> Path:
 
 
 def ended(save: BackgroundSave) -> None:
-    """Wait until the folder is whole.
+    """Wait until the folder is complete.
 
     Raises:
-        CheckpointError: it will not be; on all ranks.
+        CheckpointError: the folder will not be complete; raised on all ranks.
     """
     deadline, told = time.monotonic() + LIMIT_S, [save.end(last=False)]
     while dist.get_rank() == 0 and told[0] is False:
@@ -69,7 +69,8 @@ def ended(save: BackgroundSave) -> None:
 def save_while_training(
     rank: int, source: Path, layouts: list[tuple[str, str]], dtype: str, checkpoints: Path
 ) -> list[list[str]]:
-    """For every layout: what differs between four steps, and two, a save during the third, and two after loading it."""
+    """Compare four steps with two steps, a save during the third, and two steps after loading it; return the
+    differences for every layout."""
     registry, shape = ProcessGroups(), ModelShape.from_folder(source)
     outcomes = []
     for sizes, order in layouts:
@@ -106,14 +107,14 @@ def load_and_save(
 
 
 def load_converted(rank: int, source: Path, checkpoint: Path) -> list[str]:
-    """What differs from a trainer that read the Hugging Face folder itself, before and after a step."""
+    """Return the differences from a trainer that read the Hugging Face folder itself, before and after a step."""
     registry, shape = ProcessGroups(), ModelShape.from_folder(source)
     grid = Grid(TrainSizes(2, 2, 1))
     plain = make_trainer(shape, grid, rank, registry, source, "bfloat16")
     loaded = make_trainer(shape, grid, rank, registry, source, "bfloat16")
     for name in loaded.weights.names:
         loaded.weights[name].zero_()
-    step(loaded, 3)  # moments and counters that must go
+    step(loaded, 3)  # creates moments and counters that loading must replace
     load_checkpoint(loaded, checkpoint)
     found = differing(state_of(plain), state_of(loaded))
     for trainer in (plain, loaded):
@@ -122,7 +123,7 @@ def load_converted(rank: int, source: Path, checkpoint: Path) -> list[str]:
 
 
 def load_what_is_refused(rank: int, source: Path, checkpoint: Path) -> tuple[str, bool]:
-    """(error, whether the weights are untouched) where the checkpoint is of another model, or does harm."""
+    """Return (error, True if the weights are untouched) for a checkpoint that belongs to another model or does harm."""
     registry, shape = ProcessGroups(), ModelShape.from_folder(source)
     trainer = make_trainer(shape, Grid(TrainSizes(1, 1, dist.get_world_size())), rank, registry, source)
     before = state_of(trainer)
@@ -136,7 +137,8 @@ def load_what_is_refused(rank: int, source: Path, checkpoint: Path) -> tuple[str
 def save_where_the_disk_fills(
     rank: int, source: Path, folder: Path, before: str, most: int
 ) -> tuple[list[str], int]:
-    """Errors of two saves; in the first, rank 0 may write `most` bytes from `before` it completes the folder on."""
+    """Return (errors of two saves, number of tensors in the second); in the first, rank 0 may write only `most` bytes
+    from the call of `before` on."""
     shape = ModelShape.from_folder(source)
     trainer = make_trainer(shape, Grid(TrainSizes(1, 1, 2)), rank, ProcessGroups(), source)
     errors, limits = list[str](), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -159,9 +161,8 @@ def save_where_the_disk_fills(
 
 
 def save_where_a_rank_is_refused(rank: int, source: Path, folder: Path) -> tuple[str, bool, int, str]:
-    """Error where rank 1 is refused at once and rank 0 writes for a second; whether one still writes then; how many
-    copies of tensors are left on this rank, without a garbage collection; and the error of the next save.
-    """
+    """Return (error, True if a rank still writes, copies of tensors left on this rank without a garbage collection,
+    error of the next save). Rank 1 is refused at once, while rank 0 writes for a second."""
     trainer = make_trainer(
         ModelShape.from_folder(source), Grid(TrainSizes(1, 1, 2)), rank, ProcessGroups(), source
     )

@@ -10,5 +10,5 @@ from tests.gloo.ranks import RankLauncher
 
 @pytest.fixture(scope="session")
 def run_ranks() -> RankLauncher:
-    """`run_ranks(world_size, function, *args, timeout_s=240)`: what each rank's `function(rank, *args)` returns."""
+    """`run_ranks(world_size, function, *args, timeout_s=240)` returns each rank's `function(rank, *args)`."""
     return RankLauncher()

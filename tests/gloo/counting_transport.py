@@ -11,7 +11,7 @@ from hybridengine.weights.transport import Message, Messages, Pending, PointToPo
 
 
 class CountingTransport(PointToPointTransport):
-    """Counts weight bytes that arrive from, and leave for, each rank; digests are not weights."""
+    """Counts weight bytes received from and sent to each rank; digests do not count as weights."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)

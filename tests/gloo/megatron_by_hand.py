@@ -1,4 +1,4 @@
-"""Megatron's parameters from first principles: the logical tensors that they hold, and the whole model out of shards."""
+"""Megatron's parameters from first principles: their logical tensors, and the whole model from its shards."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ OF_LAYER = {
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
 }
-"""Parameter of a Megatron layer -> tensors of the Hugging Face layer that it holds."""
+"""Parameter of a Megatron layer -> tensors of the Hugging Face layer that it contains."""
 
 
 def stored_tensors(shape: ModelShape, part: Part) -> list[tuple[str, ...]]:
-    """For each parameter that a rank stores while training, the tensors that it holds parts of."""
+    """Return, for each parameter that a rank stores in training, the tensors that it holds parts of."""
     embedding = "model.embed_tokens.weight"
     found: list[tuple[str, ...]] = [(embedding,)] if part.first else []
     for layer in part.layers:
@@ -45,7 +45,7 @@ def stored_tensors(shape: ModelShape, part: Part) -> list[tuple[str, ...]]:
 
 
 def num_retained(shape: ModelShape, train: Part, gen: Part) -> int:
-    """Elements of training parameters that hold something that `gen` lacks: the way back could not restore them."""
+    """Return the elements of training parameters of which `gen` lacks a part: the way back could not restore them."""
     total = 0
     for tensors in stored_tensors(shape, train):
         held = {tensor: mask(shape, tensor, train) for tensor in tensors}
@@ -59,7 +59,7 @@ def num_retained(shape: ModelShape, train: Part, gen: Part) -> int:
 
 
 def unsharded(shape: ModelShape, shards: Shards, p: int, t: int) -> dict[str, Tensor]:
-    """The Hugging Face tensors of a model that is trained under (p, t)."""
+    """Return the Hugging Face tensors of a model that is trained under (p, t)."""
 
     def join(pp_rank: int, name: str, dim: int) -> Tensor:
         return torch.cat([shards[pp_rank, tp_rank][name] for tp_rank in range(t)], dim=dim)
@@ -100,7 +100,7 @@ def unsharded(shape: ModelShape, shards: Shards, p: int, t: int) -> dict[str, Te
 
 
 def _split_heads(shape: ModelShape, fused: Tensor) -> list[Tensor]:
-    """[q, k, v] of Megatron's fused rows: for each KV head its query heads, itself, its value head."""
+    """Return [q, k, v] of Megatron's fused rows: for each KV head its query heads, its key head, its value head."""
     queries = shape.num_heads // shape.num_kv_heads
     groups = fused.view(shape.num_kv_heads, queries + 2, shape.head_dim, *fused.shape[1:])
     return [
@@ -110,10 +110,10 @@ def _split_heads(shape: ModelShape, fused: Tensor) -> list[Tensor]:
 
 
 def gather_unsharded(model: MegatronModel, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """The whole model, out of what all training ranks hold now; checks that replicas are equal.
+    """Return the whole model, gathered from all training ranks; checks that replicas are equal.
 
     Args:
-        group: the training ranks; the world, where None. Collective over it.
+        group: the training ranks; None means the world. The call is collective over it.
     """
     place, sizes = model.grid.coordinate(model.rank), model.grid.sizes
     own = {name: model.weights[name].clone() for name in model.weights.names}

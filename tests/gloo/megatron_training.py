@@ -1,4 +1,4 @@
-"""The rank's side of the training tests: losses for Megatron's outputs, and a trainer with the reference's settings."""
+"""Runs on each rank of the training tests: losses for Megatron's outputs, a trainer with the reference's settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_trainer(
     settings: OptimizerSection = SETTINGS,
     decay_steps: int = reference.DECAY_STEPS,
 ) -> MegatronTrainer:
-    """A trainer with the weights of `folder` and a fresh optimizer."""
+    """Return a trainer with the weights of `folder` and a fresh optimizer."""
     initialize_globals(1)
     trainer = MegatronTrainer(shape, grid, rank, registry, dtype)
     load_weights(trainer, folder)
@@ -48,7 +48,7 @@ def make_trainer(
 
 
 def loss_of(trainer: MegatronTrainer) -> LossFunction:
-    """The reference's loss, as a sum over tokens; collects (sum of the loss, number of tokens)."""
+    """Return the reference's loss as a sum over tokens; it collects (sum of the loss, number of tokens)."""
 
     def language(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, tuple[float, int]]:
         log_probs, _ = vocab_parallel_log_probs(
@@ -68,7 +68,7 @@ def _summed(per_token: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, tuple[floa
 
 
 def step(trainer: MegatronTrainer, index: int) -> tuple[float, float, list[tuple[float, int]]]:
-    """One optimizer step on this rank's rows of batch `index`: (gradient norm, learning rate, collected losses)."""
+    """Take one optimizer step on this rank's rows of batch `index`; return (gradient norm, learning rate, losses)."""
     place = trainer.grid.coordinate(trainer.rank)
     batches = reference.micro_batches(index, place.dp_rank, trainer.grid.sizes.dp_size)
     result = trainer.train_step(batches, loss_of(trainer))
@@ -80,5 +80,5 @@ def copy_weights(model: MegatronModel) -> dict[str, Tensor]:
 
 
 def same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Bitwise equality."""
+    """Return True if the weights are bitwise equal."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

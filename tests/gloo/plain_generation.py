@@ -25,7 +25,7 @@ from hybridengine.weights.transport import PointToPointTransport
 
 
 class PlainGeneration:
-    """Implements GenerationSide, and notes what it finds whenever the HybridEngine calls it."""
+    """Implements GenerationSide, and records the state that it finds at every call of the HybridEngine."""
 
     def __init__(self, layout: Layout, rank: int, dtype: str) -> None:
         self.weights = WeightStorage(
@@ -54,10 +54,10 @@ def make_engine(
     resume_from: str = "",
     **plan_options: Any,
 ) -> tuple[HybridEngine, PlainGeneration]:
-    """A HybridEngine between a real trainer and a plain generation side. Collective over the world.
+    """Return a HybridEngine between a real trainer and a plain generation side. Collective over the world.
 
     Args:
-        plan_options: what else `compile_plan` is told.
+        plan_options: further arguments of `compile_plan`.
     """
     layout = vllm_layout(trainer.shape, GenerationGrid(trainer.grid, GenSizes.parse(gen_sizes), grouping))
     side = PlainGeneration(layout, trainer.rank, trainer.dtype)

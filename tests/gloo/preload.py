@@ -7,9 +7,9 @@ import warnings
 
 from hybridengine.importing import nothing_collected
 
-# Nothing collected: ranks do not search in what is imported here, or copy its pages.
+# Without collection, ranks neither search the objects imported here nor copy their pages.
 with warnings.catch_warnings(), nothing_collected():
-    warnings.simplefilter("ignore")  # Megatron-core says six times that there is no GPU
+    warnings.simplefilter("ignore")  # Megatron-core warns six times that there is no GPU
 
     import pytest  # noqa: F401  # a rank imports the module of the function that it runs, and that imports pytest
     import safetensors.torch  # noqa: F401

@@ -1,4 +1,4 @@
-"""Starts gloo ranks from a warm forkserver, runs a function on each, and brings back what it returns."""
+"""Start gloo ranks from a warm forkserver, run a function on each, and return the results."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
 }
-"""What the forkserver, and so every rank, has in its environment besides this process's own."""
+"""Environment variables of the forkserver, and so of every rank, in addition to this process's own."""
 
 GRACE_S = 5.0
-"""How long the other ranks may go on after the first has failed."""
+"""Seconds that the other ranks may continue after the first failure."""
 
 
 class RankError(Exception):
@@ -38,14 +38,14 @@ class RankError(Exception):
 
 
 class RankLauncher:
-    """Runs module-level functions on fresh ranks, each a fork of a process that has imported everything already."""
+    """Runs module-level functions on fresh ranks, each a fork of a process that has already imported everything."""
 
     def __init__(self) -> None:
         self._context = self._start(["tests.gloo.preload"], ENVIRONMENT)
 
     @staticmethod
     def _start(modules: list[str], environment: dict[str, str]) -> Any:
-        """A forkserver that has imported these modules, in place of one that other tests have started without them."""
+        """Start a forkserver that has imported these modules, in place of one that other tests have started."""
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(modules)
@@ -61,12 +61,12 @@ class RankLauncher:
         timeout_s: float = 240.0,
         may_die: Collection[int] = (),
     ) -> list[Any]:
-        """What `function(rank, *args)` returns on every rank, in rank order.
+        """Return the result of `function(rank, *args)` of every rank, in rank order.
 
         The ranks are a gloo world; each has one thread. Tensors come back by value.
 
         Args:
-            may_die: ranks that may end without an answer; theirs is None.
+            may_die: ranks that may end without an answer; their result is None.
 
         Raises:
             RankError: a rank raised (its traceback is in the message), died, or has not ended after `timeout_s`.
@@ -92,7 +92,7 @@ class RankLauncher:
 
 
 class _Answers:
-    """Waits for one answer of each rank."""
+    """Waits for one answer from each rank."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class _Answers:
         self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
 
     def _message(self) -> str:
-        """The first error in full (those of other ranks mostly follow from it), the others by their last line."""
+        """Return the first error in full (others mostly follow from it) and the last line of each other one."""
         parts = []
         for rank, text in self._errors.items():
             parts.append(
@@ -160,7 +160,7 @@ def _run_rank(own: connection.Connection, rank: int, world_size: int, port: int,
     with contextlib.suppress(OSError, EOFError):
         own.send_bytes(answer)
         if stays:
-            own.recv_bytes()  # until the last rank has answered: others may still talk to this one
+            own.recv_bytes()  # until the last rank has answered: others may still communicate with this one
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Parts of a batch, as rows would arrive on ranks, and batches put together again."""
+"""Parts of a batch as ranks would receive them, and batches joined again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 
 
 def slice_rows(batch: TensorDictBase, rows: range) -> TensorDict:
-    """Return the rows of a range, in storage of their own."""
+    """Return a range of rows in storage of their own."""
     return cast(TensorDict, batch[rows.start : rows.stop].clone())
 
 

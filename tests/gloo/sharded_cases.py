@@ -1,4 +1,4 @@
-"""What the tests of sharded algorithms run: layouts, one configuration per case, and rows with every kind of hole.
+"""Inputs of the tests of sharded algorithms: layouts, one configuration per case, and rows with every kind of hole.
 
 Shapes: B rows, P prompt tokens, R response tokens.
 """
@@ -33,18 +33,18 @@ SIZES: dict[str, Any] = {
 SAMPLES = 3
 """Responses per prompt: replicas get uneven numbers of rows, and groups are cut across them."""
 NUM_ROWS, NUM_JUDGED_ROWS = 15, 24
-"""Rows of an update by advantages; rows of which online DPO chooses 16, two for each replica of the largest d."""
+"""Rows of an update by advantages; rows from which online DPO chooses 16, two for each replica of the largest d."""
 PROMPT_WIDTH, WIDTH = 6, 8
 EMPTY, DROPPED, COST_DROPPED, BASELINE_DROPPED = (5, 11), (3, 14), (9,), (10,)
-"""Rows with an empty response, and without a score, a cost or a baseline. Of 8 replicas the last has row 14 alone."""
+"""Rows with an empty response, and without a score, a cost or a baseline. The last of 8 replicas has only row 14."""
 
 OPTIMIZER = {"lr": 10.0, "eps": 1.0, "weight_decay": 0.01, "betas": (0.9, 0.95)}
-"""With an epsilon above the gradients Adam's step is smooth in them: rounding cannot turn a sign. The rate makes steps of
-about the weights' size: what is compared is the step, and a weight must be able to tell it to six digits."""
+"""With an epsilon above the gradients, Adam's step is smooth in them: rounding cannot change a sign. The learning rate
+makes steps about as large as the weights: the steps are compared, and the weights must resolve them to six digits."""
 
 
 def scores_alone(rows: TensorDictBase, across: Across, algorithm: Grpo, samples: int) -> TensorDict:
-    """Advantages of one's own: a response's score at each of its tokens."""
+    """A user-defined advantage function: a response's score at each of its tokens."""
     counted = counted_rows(rows, algorithm)
     return counted.columns(advantages=over_tokens(counted.scores_B, counted.mask_BR))
 
@@ -56,7 +56,7 @@ def reinforce(
     actor: ActorSection,
     aggregation: Aggregation,
 ) -> SummedLoss:
-    """A loss of one's own: -A·log pi of every token."""
+    """A user-defined loss: -A·log pi of every token."""
     mask_BR = columns["mask"]
     loss_sum = aggregation.loss_sum(-columns["advantages"] * log_probs_BR, mask_BR)
     return SummedLoss(loss_sum, aggregation.stats("actor/policy_loss", loss_sum, mask_BR))
@@ -123,7 +123,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "online_dpo": {"algorithm": {"name": "online_dpo", "label_smoothing": 0.1, "beta": 0.3}},
 }
-"""Name -> sections of the run's configuration. All dataflows, and all that the policy's and the critic's losses offer."""
+"""Name -> sections of the run's configuration: all dataflows, and all options of the policy's and critic's losses."""
 
 UPDATES = {
     "2-2-2": tuple(CASES),
@@ -139,13 +139,13 @@ UPDATES = {
     "2-2-2 megatron": ("grpo", "online_dpo"),
 }
 """Layout -> cases whose updates run on it: all (p, t, d) of 8 ranks, one of them also in Megatron's rank order. Every
-layout computes the advantages of all cases. The less a layout shares out the dearer it is on two cores."""
+layout computes the advantages of all cases. The fewer ranks share the work, the longer a layout takes on two cores."""
 
 ONE_RANK = "1-1-1"
 
 
 def run_of(case: str, layout: str, policy: Path, scorer: Path, **actor: Any) -> RunConfig:
-    """The configuration of a case on a layout; `actor` are further changes of that section."""
+    """Return the configuration of a case on a layout; `actor` are further changes of that section."""
     changes = CASES[case] | {"actor": CASES[case].get("actor", {}) | actor}
     parallel, _, order = layout.partition(" ")
     p, t, d = map(int, parallel.split("-"))
@@ -178,7 +178,7 @@ def run_of(case: str, layout: str, policy: Path, scorer: Path, **actor: Any) -> 
 
 
 def rollout() -> TensorDict:
-    """Prompts and responses of many lengths, some of them empty."""
+    """Return prompts and responses of many lengths, some of them empty."""
     generator = torch.Generator().manual_seed(11)
     prompts = torch.randint(1, PROMPT_WIDTH + 1, (NUM_JUDGED_ROWS,), generator=generator)
     responses = torch.randint(1, WIDTH + 1, (NUM_JUDGED_ROWS,), generator=generator)
@@ -189,9 +189,9 @@ def rollout() -> TensorDict:
 
 
 def judged(rows: TensorDict, log_probs_BR: Tensor, values_BR: Tensor) -> TensorDict:
-    """Rows with all columns that a dataflow makes before its advantages.
+    """Return rows with all columns that a dataflow creates before its advantages.
 
-    The old log-probabilities are the present ones and a distance of which none is near a clip, so that tokens are
+    The old log-probabilities differ from the present ones by distances that are not near a clip, so that tokens are
     clipped in every way, and the same ones wherever they are computed; the old values likewise.
     """
     generator = torch.Generator().manual_seed(12)
@@ -205,7 +205,7 @@ def judged(rows: TensorDict, log_probs_BR: Tensor, values_BR: Tensor) -> TensorD
 
     def scores(dropped: tuple[int, ...]) -> dict[str, Tensor]:
         found = torch.randn(NUM_JUDGED_ROWS, generator=generator)
-        found[6:9] = 0.3  # all responses to one prompt are alike
+        found[6:9] = 0.3  # all responses to one prompt get the same score
         missing = torch.zeros(NUM_JUDGED_ROWS, dtype=torch.bool)
         missing[list(dropped)] = True
         return {"scores": found.masked_fill(missing, torch.nan), "dropped": missing}

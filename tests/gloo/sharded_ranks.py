@@ -1,4 +1,4 @@
-"""Runs on each rank: the worker classes as the controller makes them, on every layout in turn, and a dataflow's own
+"""Runs on each rank: the worker classes as the controller creates them, on every layout in turn, and a dataflow's own
 functions on shards of the rows."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Pieces = list[tuple[str, Box, Tensor]]
 
 
 class TrainingActor(ActorWorker):
-    """The actor without its engine: whatever trains is the product's."""
+    """The actor without its engine; all of the training code is the project's own."""
 
     def __init__(self, context: RankContext, run: RunConfig, folder: str | Path) -> None:
         TrainedWorker.__init__(self, context, run, folder)
@@ -48,16 +48,16 @@ class TrainingActor(ActorWorker):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw of a case."""
+    """Results of a case on one rank."""
 
     estimates: TensorDict | None
-    """What the dataflow computed between its models, all rows in order; None for online DPO."""
+    """Columns that the dataflow computed between its models, all rows in order; None for online DPO."""
     measured: dict[str, float]
-    """Its statistics of all rows."""
+    """Statistics of all rows."""
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     """Role -> metrics of its update; empty on all stages but the last."""
     weights: dict[str, Pieces] = field(default_factory=dict)
-    """Role -> this rank's part of the weights afterwards."""
+    """Role -> this rank's part of the weights after the update."""
 
 
 class Group:
@@ -73,30 +73,30 @@ class Group:
         self.worker = worker(context, run, folder)
 
     def restart(self, run: RunConfig) -> None:
-        """The checkpoint's weights, a fresh optimizer and the settings of another run."""
+        """Load the checkpoint's weights, a fresh optimizer and the settings of another run."""
         worker, trainer = self.worker, self.worker.trainer
         worker.run, worker.section, worker._updates = run, getattr(run, self._role), 0
         load_weights(worker.model, self._folder)
         trainer.enter_training()
         worker.start_optimizer()
-        if self._role != "actor":  # a critic takes its gradients' memory back by itself
+        if self._role != "actor":  # a critic allocates its gradients' memory again by itself
             trainer.leave_training()
 
     def call(self, method: str, rows: TensorDict) -> Any:
-        """What the method returns on this rank, given its rows and the columns that it declares."""
+        """Return the method's result on this rank, given its rows and the columns that it declares."""
         _, registration = registered(type(self.worker))[method]
         mine = registration.protocol.row_ranges(len(rows), self._topology)[self._rank]
         names = [*(registration.columns or ()), *(set(registration.optional) & set(rows.keys()))]
         return getattr(self.worker, method)(slice_rows(rows.select(*names), mine))
 
     def collect(self, method: str, rows: TensorDict) -> TensorDict:
-        """Rows that the method returns, of all ranks."""
+        """Return the rows that the method returns on all ranks."""
         found = gathered(self.call(method, rows))
         _, registration = registered(type(self.worker))[method]
         return concat_rows([found[rank] for rank in registration.protocol.source_ranks(self._topology)])
 
     def pieces(self) -> Pieces:
-        """This rank's weights as boxes of logical tensors."""
+        """Return this rank's weights as boxes of logical tensors."""
         model = self.worker.model
         return [
             (piece.tensor, piece.box, model.weights[parameter.name][_slices(piece.local_box)].clone())
@@ -110,7 +110,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every rank of a group has."""
+    """Return the values of all ranks of a group."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone
@@ -119,7 +119,7 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 def run_one_process(
     rank: int, policy: Path, scorer: Path, rows: TensorDict
 ) -> tuple[TensorDict, dict[str, Outcome]]:
-    """(rows with all that a dataflow needs, made from the models' log-probabilities and values; case -> outcome)."""
+    """Return (rows for all dataflows, made from the models' log-probabilities and values; case -> outcome)."""
     layout = {ONE_RANK: tuple(CASES)}
     run = run_of("ppo", ONE_RANK, policy, scorer)
     forward = forward_of(groups_of(run, rank, policy, scorer, ("actor", "critic")), rows)
@@ -131,7 +131,7 @@ def run_one_process(
 def run_all(
     rank: int, layouts: Mapping[str, Sequence[str]], policy: Path, scorer: Path, rows: TensorDict
 ) -> dict[tuple[str, str], Outcome]:
-    """As `run_layouts`, and ("compute workers", case) -> what a run's own workers compute between its models."""
+    """Return the results of `run_layouts`, and ("compute workers", case) -> outcome of a run's own workers."""
     runs = {case: run_of(case, "1-1-8", policy, scorer) for case in CASES if case != "online_dpo"}
     computed = estimate_in_compute_workers(rank, runs, slice_rows(rows, range(NUM_ROWS)))
     return run_layouts(rank, layouts, policy, scorer, rows) | {
@@ -142,10 +142,10 @@ def run_all(
 def run_layouts(
     rank: int, layouts: Mapping[str, Sequence[str]], policy: Path, scorer: Path, rows: TensorDict
 ) -> dict[tuple[str, str], Outcome]:
-    """(layout, case) -> what this rank saw; the case "forward" has log-probabilities, entropies and values.
+    """Return (layout, case) -> outcome of this rank; the case "forward" has log-probabilities, entropies and values.
 
     Args:
-        layouts: the cases whose updates run on each.
+        layouts: layout -> the cases whose updates run on it.
     """
     outcomes = {}
     for layout, updated in layouts.items():
@@ -170,7 +170,7 @@ def run_layouts(
 def groups_of(
     run: RunConfig, rank: int, policy: Path, scorer: Path, roles: Sequence[Role]
 ) -> dict[Role, Group]:
-    """Workers of the roles, with the checkpoints' weights."""
+    """Return the workers of the roles, with the checkpoints' weights."""
     return {
         role: Group(run, role, TrainingActor, rank, policy)
         if role == "actor"
@@ -180,13 +180,13 @@ def groups_of(
 
 
 def forward_of(groups: Mapping[Role, Group], rows: TensorDict) -> TensorDict:
-    """`log_probs`, `entropies` and `values` of all rows."""
+    """Return `log_probs`, `entropies` and `values` of all rows."""
     log_probs = groups["actor"].collect("compute_log_probs", rows)
     return log_probs.update(groups["critic"].collect("compute_values", rows))
 
 
 def update(run: RunConfig, groups: Mapping[Role, Group], batch: TensorDict, found: Outcome) -> None:
-    """The updates of a run's dataflow, each from the checkpoint's weights."""
+    """Run the updates of a run's dataflow, each from the checkpoint's weights."""
     method = "update_preferences" if run.algorithm.name == "online_dpo" else "update"
     for role, group in groups.items():
         if role not in run.algorithm.roles:
@@ -197,7 +197,7 @@ def update(run: RunConfig, groups: Mapping[Role, Group], batch: TensorDict, foun
 
 
 def rows_for(role: str, batch: TensorDictBase) -> TensorDict:
-    """Rows as the dataflow gives them to a role: a critic of costs finds its columns by the names of the other's."""
+    """Return rows as the dataflow passes them to a role: a cost critic's columns have the names of the other critic's."""
     rows = cast(TensorDict, batch.copy())
     if role == "cost_critic":
         rows.update({"values": batch["cost_values"], "returns": batch["cost_returns"]})
@@ -205,7 +205,7 @@ def rows_for(role: str, batch: TensorDictBase) -> TensorDict:
 
 
 def estimate_on_shards(run: RunConfig, rows: TensorDict, group: dist.ProcessGroup) -> Outcome:
-    """The dataflow's functions on this rank's share of the rows, put together again."""
+    """Run the dataflow's functions on this rank's share of the rows, and join the results."""
     owned = shards(len(rows), group.size())
     found, measured = estimate(run, numbered(rows)[owned[group.rank()]], Across(group))
     order = torch.tensor([row for part in owned for row in part])
@@ -213,7 +213,7 @@ def estimate_on_shards(run: RunConfig, rows: TensorDict, group: dist.ProcessGrou
 
 
 def estimate(run: RunConfig, rows: TensorDictBase, across: Across) -> tuple[TensorDict, dict[str, float]]:
-    """(columns for the updates, statistics) as the driver of the run asks for them."""
+    """Return (columns for the updates, statistics) as the driver of the run requests them."""
     measured = rollout_metrics(rows.clone(), across, run.algorithm)
     if isinstance(run.algorithm, SafeRlhf):
         measured |= mean_cost(rows.clone(), across)
@@ -222,7 +222,7 @@ def estimate(run: RunConfig, rows: TensorDictBase, across: Across) -> tuple[Tens
 
 
 def step_arguments(run: RunConfig, measured: Mapping[str, float]) -> list[Any]:
-    """What the step passes to the advantage function beside the rows."""
+    """Return the arguments that the step passes to the advantage function in addition to the rows."""
     algorithm = run.algorithm
     if isinstance(algorithm, SafeRlhf):
         return [algorithm, SAMPLES, math.exp(algorithm.updated_log_multiplier(0.0, measured["cost/mean"]))]
@@ -230,14 +230,14 @@ def step_arguments(run: RunConfig, measured: Mapping[str, float]) -> list[Any]:
 
 
 def pairs_of(rows: TensorDictBase) -> list[int]:
-    """Rows of the preferences among `rows`."""
+    """Return the rows that belong to the preferences among `rows`."""
     return preferences(rows["scores"].tolist(), rows["dropped"].tolist(), SAMPLES)
 
 
 def estimate_in_compute_workers(
     rank: int, runs: Mapping[str, RunConfig], rows: TensorDict
 ) -> dict[str, Outcome]:
-    """As `estimate`, for each run, by the worker that a run calls and with the rows that its protocol gives it."""
+    """Return the outcomes of `estimate` for each run, from the worker that a run calls and the rows of its protocol."""
     topology = GroupTopology.parse("1-1-8")
     place = topology.grid.coordinate(rank)
     context = RankContext("compute", rank, topology.num_ranks, topology, place, "127.0.0.1")
@@ -269,9 +269,9 @@ def loss_without_gradient(log_probs: Tensor, *_: object) -> SummedLoss:
 def update_in_mini_batches(
     rank: int, run: RunConfig, policy: Path, batch: TensorDict
 ) -> tuple[list[str], dict[str, float], Pieces]:
-    """(errors, metrics, weights) of an actor whose replicas have unequal rows.
+    """Return (errors, metrics, weights) of an actor whose replicas have unequal numbers of rows.
 
-    Errors are those of 3 rows for each of two replicas, and of wrong losses.
+    Errors come from 3 rows for each of two replicas, and from wrong losses.
     """
     actor = Group(run, "actor", TrainingActor, rank, policy)
     errors = []
@@ -291,11 +291,11 @@ def update_in_mini_batches(
 
 
 def numbered(rows: TensorDict) -> TensorDict:
-    """Rows with their numbers, as every call of the controller has them."""
+    """Return the rows with their numbers, as in every call of the controller."""
     return rows.copy().update({ROW_NUMBERS: torch.arange(len(rows))})
 
 
 def shards(num_rows: int, num_ranks: int) -> list[list[int]]:
-    """Rows of each rank: scattered, uneven, and of 8 ranks one has none."""
+    """Return the rows of each rank: scattered and uneven; of 8 ranks one has none."""
     owners = torch.randint(num_ranks, (num_rows,), generator=torch.Generator().manual_seed(5)).tolist()
     return [[row for row in range(num_rows) if owners[row] == rank] for rank in range(num_ranks)]

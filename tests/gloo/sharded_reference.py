@@ -24,10 +24,10 @@ from hybridengine.drivers.online_dpo import OnlineDpo
 def plain_update(
     model: Any, run: RunConfig, role: str, batch: TensorDictBase, mini_batches: Sequence[list[int]] = ()
 ) -> tuple[float, dict[str, Tensor]]:
-    """(mean gradient norm, weights afterwards) of a role's update by plain PyTorch; `model` is in float64.
+    """Return (mean gradient norm, final weights) of a role's update by plain PyTorch; `model` is in float64.
 
     Args:
-        mini_batches: rows of each optimizer step of an epoch; all rows in one where left out.
+        mini_batches: rows of each optimizer step of an epoch; by default one step with all rows.
     """
     section: TrainedSection = getattr(run, role)
     settings = section.optimizer
@@ -101,7 +101,7 @@ def _critic_loss(model: Any, value_clip: float, batch: TensorDictBase) -> Tensor
 
 
 def _preference_loss(log_probs_BR: Tensor, run: RunConfig, batch: TensorDictBase) -> Tensor:
-    """Rows are pairs, the better response first."""
+    """Return the loss of rows that are pairs, the better response first."""
     mask_BR, dropped_B, scores_B = _mask(batch), batch["dropped"], batch["scores"]
     keep_N = ~dropped_B[0::2] & ~dropped_B[1::2] & (scores_B[0::2] > scores_B[1::2])
     own_B = torch.where(mask_BR, log_probs_BR, 0.0).sum(1)
@@ -120,7 +120,7 @@ def _preference_loss(log_probs_BR: Tensor, run: RunConfig, batch: TensorDictBase
 
 
 def _log_probs(model: Any, batch: TensorDictBase, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-probability of each response token, entropy of its distribution), both [B, R]."""
+    """Return (log-probability of each response token, entropy of its distribution), both [B, R]."""
     distributions_BTV = (model(batch["tokens"]).logits / temperature).log_softmax(-1)
     positions_BR = _positions(batch)
     rows_B1 = torch.arange(len(batch))[:, None]
@@ -132,7 +132,7 @@ def _log_probs(model: Any, batch: TensorDictBase, temperature: float) -> tuple[T
 
 
 def _positions(batch: TensorDictBase) -> Tensor:
-    """[B, R]: the position in front of each response token."""
+    """Return the position before each response token, [B, R]."""
     steps_R = torch.arange(batch["log_probs"].size(1))
     return (batch["prompt_lengths"][:, None] - 1 + steps_R).clamp(max=batch["tokens"].size(1) - 1)
 

@@ -1,4 +1,4 @@
-"""Which elements a rank holds when it trains and when it generates, from first principles: no layout, no plan, no grid.
+"""Elements that a rank holds in training and in generation, from first principles: without layouts, plans or grids.
 
 Shapes: every mask has the shape of its logical tensor.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridengine.models.shapes import ModelShape
 
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Projections that are sharded by rows; their biases too."""
+"""Projections that are sharded by rows, as are their biases."""
 COLUMNS = ("o_proj", "down_proj")
 
 
@@ -24,22 +24,22 @@ class Part:
 
     layers: frozenset[int]
     first: bool
-    """Has the embedding."""
+    """True if the part has the embedding."""
     last: bool
-    """Has the final norm and the head."""
+    """True if the part has the final norm and the head."""
     tp_rank: int
     tp_size: int
 
 
 def train_place(rank: int, p: int, t: int, d: int, order: str) -> tuple[int, int, int]:
-    """(pp, dp, tp) of a rank."""
+    """Return (pp, dp, tp) of a rank."""
     if order == "PAPER":
         return rank // t % p, rank // (t * p), rank % t
     return rank // (t * d), rank // t % d, rank % t
 
 
 def stage_of_layers(num_layers: int, p: int) -> list[int]:
-    """Stage of each layer: equal runs, the first `num_layers % p` stages one longer."""
+    """Return the stage of each layer: equal runs, the first `num_layers % p` stages one longer."""
     return [int(stage) for stage, run in enumerate(np.array_split(np.arange(num_layers), p)) for _ in run]
 
 
@@ -52,9 +52,9 @@ def train_part(shape: ModelShape, pp_rank: int, tp_rank: int, p: int, t: int) ->
 def gen_place(
     rank: int, p: int, t: int, d: int, order: str, p_gen: int, t_gen: int, vanilla: bool = False
 ) -> tuple[int, int]:
-    """(gen pp, gen tp) of a rank.
+    """Return (gen pp, gen tp) of a rank.
 
-    Interval grouping where p_gen divides p and one of t and t_gen the other; else engines are consecutive ranks of the
+    Interval grouping if p_gen | p and one of t and t_gen divides the other; else engines are consecutive ranks of the
     paper's order. Where t_gen is the larger, the ranks with one training shard take its parts in turn.
     """
     pp_rank, dp_rank, tp_rank = train_place(rank, p, t, d, order)
@@ -69,7 +69,7 @@ def gen_place(
 
 
 def gen_part(shape: ModelShape, gen_pp_rank: int, gen_tp_rank: int, p: int, p_gen: int, t_gen: int) -> Part:
-    """Part of an engine's rank: p / p_gen training stages, or equal runs of layers where that is no whole number."""
+    """Return an engine rank's part: p / p_gen training stages, or equal runs of layers if p_gen does not divide p."""
     stages = stage_of_layers(shape.num_layers, p_gen if p % p_gen else p)
     of_stage = [stage if p % p_gen else stage * p_gen // p for stage in stages]
     layers = frozenset(layer for layer, stage in enumerate(of_stage) if stage == gen_pp_rank)
@@ -81,7 +81,7 @@ def padded_vocab(shape: ModelShape) -> int:
 
 
 def largest_bucket(shape: ModelShape) -> int:
-    """Room for the largest fused parameter of an unsharded model and its messages, and so for several buckets."""
+    """Return a bucket size for the largest fused parameter of an unsharded model, which makes several buckets."""
     return (
         2
         * shape.hidden_size
@@ -90,14 +90,14 @@ def largest_bucket(shape: ModelShape) -> int:
 
 
 def row_share(shape: ModelShape, projection: str, part: Part) -> tuple[int, int]:
-    """(number of shares, index of the part's) of a projection's rows: consecutive ranks share a KV head at last."""
+    """Return (number of shares, the part's index) of a projection's rows: ranks that share a KV head are consecutive."""
     if projection in ("k_proj", "v_proj") and part.tp_size > shape.num_kv_heads:
         return shape.num_kv_heads, part.tp_rank // (part.tp_size // shape.num_kv_heads)
     return part.tp_size, part.tp_rank
 
 
 def mask(shape: ModelShape, tensor: str, part: Part) -> np.ndarray:
-    """True where `part` holds the element of a logical tensor."""
+    """Return a mask that is True where `part` holds the element of a logical tensor."""
     held = np.zeros(shape.tensors[tensor], dtype=bool)
     if tensor in ("model.embed_tokens.weight", "lm_head.weight"):
         tied_head = part.last and shape.tied_embeddings
@@ -124,12 +124,12 @@ def mask(shape: ModelShape, tensor: str, part: Part) -> np.ndarray:
 
 
 def num_missing(shape: ModelShape, has: Part, needs: Part) -> int:
-    """Elements that `needs` holds and `has` does not."""
+    """Return the number of elements that `needs` holds and `has` does not."""
     return sum(int((mask(shape, name, needs) & ~mask(shape, name, has)).sum()) for name in shape.tensors)
 
 
 def num_stored(shape: ModelShape, part: Part) -> int:
-    """Elements of all parameters of `part`, vocabulary padding included.
+    """Return the number of elements of all parameters of `part`, including vocabulary padding.
 
     A last stage has a copy of a tied embedding, unless it is the first stage as well and has the embedding itself.
     """
@@ -143,7 +143,7 @@ def num_stored(shape: ModelShape, part: Part) -> int:
 
 
 def generation_weights(shape: ModelShape, tensors: dict[str, Tensor], part: Part) -> dict[str, Tensor]:
-    """vLLM's parameters of `part`, cut out of the unsharded tensors."""
+    """Return vLLM's parameters of `part`, cut out of the unsharded tensors."""
 
     def rows(name: str) -> Tensor:
         count, index = row_share(shape, name.split(".")[-2], part)

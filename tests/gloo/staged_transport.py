@@ -1,4 +1,4 @@
-"""A transport that tells a test where in a switch its rank is, so that the test can break something right there."""
+"""A transport that notifies a test of each stage of a switch, so that the test can inject a fault at that point."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridengine.weights.transport import Messages, Pending, PointToPointTransp
 
 @dataclass(frozen=True)
 class Stage:
-    """Where a rank is: about to post a bucket's messages of some step (`post`), or they have all come (`arrived`).
+    """Progress of a rank: about to post a bucket's messages of some step (`post`), or all have arrived (`arrived`).
 
     A bucket without messages has one stage, before it is copied (`copy`).
     """
@@ -28,16 +28,16 @@ class Stage:
     bucket: Bucket
     step: int
     received: tuple[Tensor, ...]
-    """What the messages bring, as bytes: staging buffers, or parts of parameters."""
+    """Destinations of the messages, as bytes: staging buffers, or parts of parameters."""
 
     @property
     def is_back(self) -> bool:
-        """On the way back to training, where nothing moves between ranks."""
+        """True on the way back to training, where nothing moves between ranks."""
         return not self.bucket.packs
 
 
 class StagedTransport(PointToPointTransport):
-    """Calls `at_stage` with every stage of every switch of its rank; digests are no stage of their own."""
+    """Calls `at_stage` with every stage of every switch of its rank; digests are not stages."""
 
     def __init__(self, group: dist.ProcessGroup, at_stage: Callable[[Stage], None]) -> None:
         super().__init__(group)
@@ -60,7 +60,7 @@ class StagedTransport(PointToPointTransport):
 
 @dataclass(frozen=True)
 class _StagedCopies(Copies):
-    """Copies of a bucket without messages."""
+    """Copies of a bucket that has no messages."""
 
     transport: StagedTransport
     bucket: Bucket
@@ -89,7 +89,7 @@ _buckets: dict[int, tuple[Bucket, int]] = {}
 
 @contextlib.contextmanager
 def stages_known() -> Iterator[None]:
-    """While open, programs that are built tell which bucket and step their messages belong to."""
+    """While open, programs that are built record the bucket and step of their messages."""
     build = ProgramBuilder.build
 
     def build_and_note(builder: ProgramBuilder, bucket: Bucket, *args: Any) -> Program:

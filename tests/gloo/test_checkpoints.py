@@ -1,4 +1,4 @@
-"""Checkpoints of trainers on every layout: the same run afterwards, the same tensors in any other layout."""
+"""Checkpoints of trainers on every layout: a resumed run is the same, and any other layout reads the same tensors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MODELS = {
     "phi3-untied": {"family": "phi3", "tied": False},
 }
 FEWER = {2: ["1-2-1"], 4: ["2-1-2"]}
-"""For what does not depend on every layout."""
+"""Layouts for tests that do not depend on every layout."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Saved:
 
     folder: Path
     differing: dict[str, list[str]]
-    """Layout and rank -> what differed after two more steps, with a save during the first and after loading it."""
+    """Layout and rank -> names that differed after two more steps, with a save during the first and after loading it."""
 
 
 def saved_by(folder: Path, layouts: dict[int, list[str]], dtype: str, run_ranks: RankLauncher) -> Saved:
@@ -83,7 +83,7 @@ def assert_resumed_as_saved(saved: Saved, dtype: str, num_places: int) -> None:
 def test_steps_after_loading_are_bitwise_those_of_the_run_that_went_on_on_every_layout(
     every_layout: Saved,
 ) -> None:
-    """And what is saved while training goes on is what the weights were when the save began."""
+    """A checkpoint that is saved during training contains the weights from the beginning of the save."""
     assert_resumed_as_saved(every_layout, "bfloat16", 1 + 2 * 3 + 4 * 7)
 
 
@@ -96,7 +96,7 @@ def test_steps_after_loading_are_bitwise_those_of_the_run_that_went_on(
 
 
 def assert_each_element_once(folder: Path, shape: ModelShape, dtype: str) -> None:
-    """Every kind of every logical tensor is there, whole, and no element of it twice: bytes on disk are exact."""
+    """Assert that every kind of every logical tensor is complete and has no element twice: bytes on disk are exact."""
     tensors = TensorFolder(folder)
     kinds = ["weights", "exp_avg", "exp_avg_sq"] + (["master"] if dtype == "bfloat16" else [])
     assert tensors.shapes == {
@@ -151,7 +151,7 @@ def test_another_models_checkpoint_is_refused_before_anything_changes(
 def test_a_disk_that_fills_up_at_the_end_of_a_save(
     before: str, most: int, tmp_path: Path, run_ranks: RankLauncher
 ):
-    """The description of tensors no longer fits, or not even the list of files."""
+    """The description of tensors no longer fits, or the list of files does not."""
     write_model(tmp_path / "source", "qwen2", tied=False)
     for errors, num_tensors in run_ranks(
         2, save_where_the_disk_fills, tmp_path / "source", tmp_path / "saved", before, most
@@ -176,7 +176,7 @@ def test_a_rank_that_is_refused_waits_for_the_others_and_keeps_nothing(
 
 
 class Harmful:
-    """Would write a file when it is unpickled."""
+    """An object that would write a file when it is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -186,7 +186,7 @@ class Harmful:
 
 
 def put_harm_into_tensors(folder: Path, harm: bytes) -> list[bytes]:
-    """Put `harm` where the bytes of each tensor begin; what a reader of each then finds."""
+    """Write `harm` where the bytes of each tensor begin; return what a reader of each then finds."""
     places = list((read_metadata(folder).storage_data or {}).values())
     for place in places:
         assert place.length > len(harm)
@@ -206,7 +206,7 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path: Path, run_ranks: RankLaunch
     for found in put_harm_into_tensors(folder, pickle.dumps(Harmful(target))):
         with pytest.raises(RuntimeError, match="Invalid magic number"):
             torch.load(io.BytesIO(found), weights_only=False)
-        target.unlink()  # whoever trusts what is there runs it
+        target.unlink()  # a reader that trusted the file would run it
     for error, _ in run_ranks(2, load_what_is_refused, tmp_path / "source", folder):
         assert "has no tensor at byte" in error
     assert not target.exists()
@@ -215,7 +215,7 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path: Path, run_ranks: RankLaunch
 def test_a_first_save_holds_the_weights_of_the_folder_that_they_came_from(
     tmp_path: Path, run_ranks: RankLauncher
 ):
-    """Against the safetensors themselves: names, boxes and bits of the weights are those of the Hugging Face model."""
+    """The safetensors are the reference: names, boxes and bits of the weights are those of the Hugging Face model."""
     write_model(tmp_path / "source", "qwen3", tied=True)
     run_ranks(4, save_at_once, tmp_path / "source", tmp_path / "saved")
     saved = TensorFolder(tmp_path / "saved")

@@ -35,26 +35,26 @@ TIMEOUT_S = 3.0
 FROZEN_S = 20.0
 BROKEN_RANK = 2
 SIZES, NODES = TrainSizes(2, 2, 1), NodeMap((2, 2))
-"""Stages on different nodes: boxes come in two steps, and all ranks send and receive."""
+"""Stages on different nodes: boxes travel in two steps, and all ranks send and receive."""
 BUCKET_ELEMENTS = 40_000
 
 
 @dataclass(frozen=True)
 class Break:
-    """What a rank does instead of going on, and where."""
+    """A fault of one rank, and its place in a switch."""
 
     stage: str
-    """`before`: it never begins. `post`, `arrived`, `copy`: at this stage of a bucket. `after`: its own is complete."""
+    """`before`: never begins. `post`, `arrived`, `copy`: at this stage of a bucket. `after`: its switch is complete."""
     bucket: int = 0
     step: int = 0
     back: bool = False
-    """On the way back."""
+    """True if the fault occurs on the way back."""
     hangs: bool = False
-    """Sleeps until the others have given up, instead of dying."""
+    """True if the rank sleeps until the others have given up, instead of dying."""
     hosts_store: bool = False
-    """The store with the notes dies with the rank."""
+    """True if the store with the notes dies with the rank."""
     freezes: bool = False
-    """The whole process stops, its threads as well, and is killed after the others should have ended."""
+    """True if the whole process stops, its threads included, and is killed after the others should have ended."""
 
     def is_at(self, stage: Stage, engine: HybridEngine) -> bool:
         here = (stage.name, stage.bucket.tensors, stage.step, stage.is_back)
@@ -69,7 +69,7 @@ class Break:
         time.sleep(2 * TIMEOUT_S)
 
     def store(self, rank: int) -> contextlib.AbstractContextManager[object]:
-        """While open, notes are left in a store of the broken rank, where that hosts one."""
+        """While open, notes are left in a store of the broken rank, if it hosts one."""
         if not self.hosts_store:
             return contextlib.nullcontext()
         is_host = rank == BROKEN_RANK
@@ -87,19 +87,19 @@ class Break:
 
 @dataclass(frozen=True)
 class Aftermath:
-    """What a rank has after a switch that one rank has broken."""
+    """State of a rank after a switch that one rank has broken."""
 
     error: str
     seconds: float
-    """That the switch took."""
+    """Duration of the switch."""
     mode: Mode
     weights_equal: bool
-    """Of its mode: the training weights, or the slices of the whole model."""
+    """True if the weights of its mode are correct: the training weights, or the slices of the whole model."""
     other_bytes: int
-    """Of the other mode's weights."""
+    """Bytes of the other mode's weights."""
     gradients_are_back: bool
     returned_whole: bool
-    """Training weights are bitwise what they were, after the way back where the switch had succeeded."""
+    """True if the training weights are bitwise what they were, after the way back if the switch had succeeded."""
     num_buckets: int
     num_steps: int
     broken_sends: list[int]
@@ -109,7 +109,7 @@ class Aftermath:
 def break_a_switch(rank: int, folder: Path, case: Break) -> Aftermath:
     shape = ModelShape.from_folder(folder)
     trainer = make_trainer(shape, Grid(SIZES), rank, ProcessGroups(), folder)
-    step(trainer, 0)  # makes gradients and optimizer state
+    step(trainer, 0)  # creates gradients and optimizer state
     tensors = gather_unsharded(trainer)
 
     def at_stage(stage: Stage) -> None:
@@ -172,7 +172,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 MIDDLE = 2
-"""A bucket with others before and behind it."""
+"""A bucket with others before and after it."""
 WHILE_OTHERS_WAIT = [
     Break("before"),
     Break("post", 0),
@@ -215,7 +215,7 @@ def test_others_name_the_rank_and_keep_their_training_weights(
         missing = re.findall(r"missing ranks: (\[.*?\])", aftermath.error)
         assert missing == ([] if rank == BROKEN_RANK else [f"[{BROKEN_RANK}]"]), aftermath.error
         failed_in.append(int(found[2]))
-    # It cuts off what a slow peer has not read yet; with two buckets in flight, it may have sent the next one's messages.
+    # A peer may lose messages that it has not read yet; with two buckets in flight, the next one's may have been sent.
     sent_before = case.bucket + (2 if case.stage == "arrived" or case.step else 0)
     first_missed = min(bucket for bucket in by_rank[0].broken_sends if bucket >= sent_before)
     assert case.bucket - 1 <= min(failed_in) <= first_missed
@@ -223,7 +223,7 @@ def test_others_name_the_rank_and_keep_their_training_weights(
 
 @pytest.mark.parametrize("freezes", [False, True], ids=["dies", "freezes"])
 def test_the_store_dies_with_the_rank(folder: Path, run_ranks: RankLauncher, freezes: bool):
-    """Without notes nobody can tell who is missing, and the errors do not pretend to; who is frozen answers nothing."""
+    """Without notes no rank can know which one is missing, and errors do not claim to; a frozen rank answers nothing."""
     case = Break("post", MIDDLE, hosts_store=True, freezes=freezes)
     by_rank = run_ranks(4, break_a_switch, folder, case, may_die=[BROKEN_RANK])
     assert by_rank[BROKEN_RANK] is None
@@ -241,7 +241,7 @@ def test_the_store_dies_with_the_rank(folder: Path, run_ranks: RankLauncher, fre
 
 @pytest.mark.parametrize("case", WHILE_NOBODY_WAITS, ids=str)
 def test_others_that_have_all_they_need_go_on(case: Break, folder: Path, run_ranks: RankLauncher):
-    """A rank that has died after it had sent everything: whoever has received everything generates, and comes back."""
+    """A rank dies after it has sent everything: each rank that has received everything generates, and comes back."""
     by_rank = run_ranks(4, break_a_switch, folder, case, may_die=[BROKEN_RANK])
     assert by_rank[BROKEN_RANK] is None
     for rank, aftermath in enumerate(by_rank):

@@ -30,9 +30,9 @@ from tests.gloo.tiny_models import write_model
 
 NUM_RANKS = range(1, 9)
 CASES = [(n, "float32") for n in NUM_RANKS] + [(n, "bfloat16") for n in NUM_RANKS if n <= 4]
-"""(number of ranks, dtype). Element size changes neither moves nor messages: few ranks show that, in less time."""
+"""(number of ranks, dtype). The element size changes neither moves nor messages: few ranks show that in less time."""
 TRAINED = (1, 2, 3, 5, 7)
-"""Numbers of ranks that also train beside a twin; 4, 6 and 8 do in test_reshard_pairs.py, for three rounds."""
+"""Numbers of ranks that also train next to a twin; 4, 6 and 8 do so in test_reshard_pairs.py, for three rounds."""
 
 MODELS: dict[int, tuple[str, bool, int, int]] = {
     1: ("qwen3", True, 128, 131),
@@ -49,7 +49,7 @@ fill DDP's buckets (multiples of 128 and of d) exactly. Vocabularies still need 
 
 
 def sizes_of_model(num_ranks: int, p: int) -> dict[str, int]:
-    """Sizes for (p, t, d) of `num_ranks` ranks: one layer more than stages, so that stages are uneven."""
+    """Return sizes for (p, t, d) of `num_ranks` ranks: one layer more than stages, so that stages are uneven."""
     _, _, head_dim, vocab_size = MODELS[num_ranks]
     odd = num_ranks
     while odd % 2 == 0:
@@ -70,12 +70,12 @@ def divisors(number: int) -> list[int]:
 
 
 def train_layouts(num_ranks: int) -> list[tuple[int, int, int]]:
-    """Every (p, t, d)."""
+    """Return every (p, t, d)."""
     return [(p, t, num_ranks // (p * t)) for p in divisors(num_ranks) for t in divisors(num_ranks // p)]
 
 
 def grids(num_ranks: int) -> list[Grid]:
-    """Every layout in every rank order; the orders are one where p = 1 or d = 1."""
+    """Return every layout in every rank order; the orders are equal if p = 1 or d = 1."""
     return [
         Grid(TrainSizes(p, t, d), order)
         for p, t, d in train_layouts(num_ranks)
@@ -95,13 +95,13 @@ class Switch:
     gen_bytes: int
     bucket_bytes: int
     released: bool
-    """Gradients and training weights owned no memory while generating, and the engine's none afterwards."""
+    """True if gradients and training weights owned no memory in generation, and the engine's weights none afterwards."""
     slices_equal: bool
-    """Generation weights were the slices of the unsharded model."""
+    """True if the generation weights were the slices of the unsharded model."""
     weights_equal: bool
-    """Training weights came back bitwise."""
+    """True if the training weights came back bitwise."""
     refused: int
-    """Switches into the mode that the engine is already in that raised StorageError."""
+    """Number of switches into the current mode that raised StorageError."""
 
 
 def switch_between_all_layouts(rank: int, models: Path, num_ranks: int, dtype: str) -> list[Switch]:
@@ -119,7 +119,7 @@ def switch_between_all_layouts(rank: int, models: Path, num_ranks: int, dtype: s
             switches.append(round_trip(trainer, registry, unsharded, p_gen, t_gen))
         if num_ranks not in TRAINED:
             continue
-        # Master weights and moments are untouched: the steps are those of a twin that has never switched.
+        # Master weights and moments are untouched: the steps equal those of a twin that has never switched.
         twin = make_trainer(shape, grid, rank, registry, folder, dtype, settings)
         train_one_step(trainer, 0)
         train_one_step(twin, 0)

@@ -1,4 +1,4 @@
-"""A switch really gives memory up: the resident set of a rank, read from the kernel once the allocator has let go too."""
+"""A switch really frees memory: the resident set of a rank, read from the kernel after the allocator has freed it too."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SHAPE = ModelShape(
     vocab_size=1024,
     max_positions=64,
 )
-"""345 MB in float32."""
+"""Sizes of a model of 345 MB in float32."""
 
 BUCKET_ELEMENTS = 10 * 2**20
 SLACK_BYTES = 48 * 2**20
-"""What else may come and go in a process; a forgotten training shard would be 172 MB."""
+"""Tolerance for other allocations in a process; a forgotten training shard would be 172 MB."""
 
 
 def resident_bytes() -> int:
@@ -53,12 +53,12 @@ class Resident:
     gen_bytes: int
     gradient_bytes: int
     training: list[int] = field(default_factory=list)
-    """Right after an optimizer step."""
+    """Resident bytes right after an optimizer step."""
     switching: list[int] = field(default_factory=list)
-    """The most at any time when a bucket's messages had arrived on the way to generation."""
+    """Largest value when a bucket's messages had arrived on the way to generation."""
     generating: list[int] = field(default_factory=list)
     back: list[int] = field(default_factory=list)
-    """After the way back: gradient buffers have addresses, but no pages before they are written."""
+    """Resident bytes after the way back: gradient buffers have addresses, but no pages before they are written."""
     weights_equal: bool = True
 
 
@@ -85,10 +85,10 @@ def watch_round_trips(rank: int) -> Resident:
     )
     resident = Resident(trainer.weights.total_bytes, side.weights.total_bytes, trainer.gradient_bytes)
     batch = {"tokens": torch.arange(8)[None], "lengths": torch.tensor([8])}
-    trainer.train_step([batch], loss_of(trainer))  # makes the optimizer's moments, which stay
+    trainer.train_step([batch], loss_of(trainer))  # creates the optimizer's moments, which stay
     for _ in range(2):
         trainer.train_step([batch], loss_of(trainer))
-        return_memory_to_system()  # what nobody holds: the allocator keeps it for the next tensors
+        return_memory_to_system()  # free memory that the allocator keeps for the next tensors
         resident.training.append(resident_bytes())
         before = first_rows(trainer)
         switching.clear()

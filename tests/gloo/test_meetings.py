@@ -1,4 +1,4 @@
-"""Ranks that wait for each other at the end of a switch: nobody leaves before everybody has come."""
+"""Ranks that wait for each other at the end of a switch: none leaves before all have arrived."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_transport(ranks: tuple[int, ...]) -> PointToPointTransport:
 
 
 def meet(rank: int, ranks: tuple[int, ...]) -> list[tuple[float, float]]:
-    """(when the rank has come, when it has left) of several meetings of `ranks`, on one clock."""
+    """Return (arrival time, departure time) of the rank at several meetings of `ranks`, on one clock."""
     transport, chance = make_transport(ranks), random.Random(rank)
     times = []
     for _ in range(5 if rank in ranks else 0):
@@ -44,7 +44,7 @@ def test_nobody_leaves_before_everybody_has_come(run_ranks: RankLauncher, ranks:
 
 
 def miss(rank: int, missing: int, dies: bool) -> tuple[int, ...]:
-    """A rank meets once and does not come again; whom another then waited for."""
+    """Meet once with a rank that does not come again; return the ranks that the others then waited for."""
     transport = make_transport(tuple(range(dist.get_world_size())))
     transport.meet()
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Megatron-core against transformers: equal log-probabilities and entropies, and checkpoints that survive unchanged."""
+"""Megatron-core compared with transformers: equal log-probabilities and entropies, and unchanged checkpoints."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw under one layout."""
+    """Results of one rank under one layout."""
 
     is_last_stage: bool
     outputs: list[dict[str, Tensor]]
@@ -81,7 +81,7 @@ def forward_and_export(
 
 
 def reference(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-probabilities of the next tokens, entropies), both [B, T - 1] float64, from transformers' logits."""
+    """Return (log-probabilities of the next tokens, entropies), both [B, T - 1] float64, from transformers' logits."""
     with torch.no_grad():
         logits = model(tokens).logits[:, :-1].double()
     log_probs = logits.log_softmax(-1)
@@ -139,7 +139,7 @@ def test_log_probs_and_round_trip_of_every_family_and_layout(
         folder = exports / f"{sizes}-{order.name}"
         files = list(folder.glob("*.safetensors"))
         assert len(files) > 1
-        assert all(file.stat().st_size < MAX_FILE_BYTES + 4096 for file in files)  # and a header
+        assert all(file.stat().st_size < MAX_FILE_BYTES + 4096 for file in files)  # plus a header
         exported = read_checkpoint(folder)
         assert exported.keys() == original.keys()
         assert all(torch.equal(exported[name], original[name]) for name in original), (sizes, order)
@@ -159,7 +159,7 @@ def test_llama_3_rope_scaling(tmp_path: Path, run_ranks: RankLauncher):
     long: dict[str, Any] = {"max_position_embeddings": 32768, "num_hidden_layers": 2}
     scaled = write_model(tmp_path / "scaled", "llama", rope_parameters=scaling, **long)
     plain = write_model(tmp_path / "plain", "llama", **long)
-    # Scaling slows the turns that take more than 2048 positions, which a short sequence does not see.
+    # Scaling slows the rotations that take more than 2048 positions; a short sequence does not show it.
     tokens = torch.randint(0, 131, (1, 1200), generator=torch.Generator().manual_seed(0))
     assert (reference(scaled, tokens)[0] - reference(plain, tokens)[0]).abs().max() > 100 * TOLERANCE
     layouts = [("1-2-1", RankOrder.PAPER), ("2-1-1", RankOrder.PAPER)]
@@ -194,7 +194,7 @@ def test_export_replaces_an_older_folder_and_the_leavings_of_a_failed_one(
 
 
 def export_to_a_full_disk(rank: int, source: Path, target: Path) -> list[str]:
-    """Errors of exports whose second bucket, or whose folder, the disk of rank 0 does not take; the last one works."""
+    """Return errors of exports in which rank 0's disk refuses the second bucket, or the folder; the last succeeds."""
     initialize_globals(1)
     registry = ProcessGroups()
     model = MegatronModel(ModelShape.from_folder(source), Grid(TrainSizes(1, 2, 1)), rank, registry)

@@ -1,4 +1,4 @@
-"""Training with the distributed optimizer on every layout, against plain PyTorch in one process."""
+"""Training with the distributed optimizer on every layout, compared with plain PyTorch in one process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Records = list[tuple[float, float, list[tuple[float, int]]]]
 def train_and_export(
     rank: int, folder: Path, layouts: list[tuple[str, RankOrder]], exports: Path
 ) -> list[tuple[int, int, Records]]:
-    """For every layout (data-parallel rank, tensor-parallel rank, records of its steps)."""
+    """Return for every layout (data-parallel rank, tensor-parallel rank, records of its steps)."""
     registry = ProcessGroups()
     shape = ModelShape.from_folder(folder)
     outcomes = []
@@ -103,7 +103,7 @@ def test_three_steps_equal_plain_pytorch(model_name: str, tmp_path: Path, run_ra
 
 
 def train_new_value_head(rank: int, folder: Path) -> list[float]:
-    """Mean losses of a few steps on one batch, with a score head that the checkpoint lacks."""
+    """Return the mean losses of a few steps on one batch, with a score head that the checkpoint lacks."""
     shape = dataclasses.replace(ModelShape.from_folder(folder), tied_embeddings=False, num_labels=1)
     settings = OptimizerSection(lr=5e-3)
     trainer = make_trainer(shape, Grid(TrainSizes(2, 2, 1)), rank, ProcessGroups(), folder, settings=settings)
@@ -124,7 +124,7 @@ def test_a_value_head_starts_at_zero_on_a_language_model_and_learns(tmp_path: Pa
 
 
 def train_in_bfloat16(rank: int, folder: Path) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses, and weights before and after, of steps that are smaller than bfloat16 can resolve."""
+    """Return the losses, and the weights before and after, of steps that are smaller than bfloat16 can resolve."""
     settings = OptimizerSection(lr=5e-4)
     grid = Grid(TrainSizes(2, 2, 1))
     shape = ModelShape.from_folder(folder)
@@ -140,7 +140,7 @@ def test_bfloat16_trains_with_float32_master_weights(tmp_path: Path, run_ranks: 
     losses = by_rank[-1][0]
     assert losses[-1] < losses[0] - 0.1
     # A step of 5e-4 is less than half of the distance between bfloat16 numbers above 0.5: weights there can only move
-    # because float32 copies of them collect many steps.
+    # because their float32 copies accumulate many steps.
     moved = 0
     for _, before, after in by_rank:
         for name, tensor in before.items():
@@ -173,7 +173,7 @@ def test_learning_rate_schedules(tmp_path: Path, run_ranks: RankLauncher):
 
 
 def train_on_a_bad_row(rank: int, folder: Path, clip_grad: float) -> tuple[bool, float, list[str], bool]:
-    """(skipped, its gradient norm, what differs from before, whether the next steps equal those without it)."""
+    """Return (skipped, its gradient norm, differences from before, True if the next steps equal those without it)."""
     shape, grid, registry = ModelShape.from_folder(folder), Grid(TrainSizes(2, 1, 2)), ProcessGroups()
     settings = OptimizerSection(lr=1e-2, clip_grad=clip_grad, schedule="linear")
     trainer, undisturbed = (
@@ -201,7 +201,7 @@ def train_on_a_bad_row(rank: int, folder: Path, clip_grad: float) -> tuple[bool,
 def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(
     clip_grad: float, tmp_path: Path, run_ranks: RankLauncher
 ):
-    """Weights, moments and schedule are untouched, also those of ranks whose own gradient is finite."""
+    """Weights, moments and schedule are untouched, even on ranks whose own gradient is finite."""
     write_model(tmp_path, "qwen2", num_hidden_layers=2)
     for skipped, norm, different, same_afterwards in run_ranks(4, train_on_a_bad_row, tmp_path, clip_grad):
         assert skipped
@@ -211,7 +211,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(
 
 
 def restart_training(rank: int, folder: Path) -> list[tuple[float, float]]:
-    """(gradient norm, learning rate) of a step after weights and optimizer were set anew, and in a new trainer."""
+    """Return (gradient norm, learning rate) of a step after weights and optimizer were reset, and in a new trainer."""
     shape, registry, grid = ModelShape.from_folder(folder), ProcessGroups(), Grid(TrainSizes(1, 2, 1))
     reused = make_trainer(shape, grid, rank, registry, folder)
     step(reused, 0)

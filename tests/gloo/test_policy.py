@@ -1,4 +1,4 @@
-"""A policy's passes and steps: gradients wait for their optimizer step, also while an engine generates."""
+"""A policy's passes and steps: gradients are kept until their optimizer step, even while an engine generates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_STEPS = 2
 
 
 def step_by_passes(rank: int, folder: Path, grid: Grid) -> list[tuple[float, list[tuple[float, int]]]]:
-    """(gradient norm, collected losses) of steps with a pass for each micro-batch, and a switch behind each pass."""
+    """Return (gradient norm, collected losses) of steps with a pass for each micro-batch and a switch after each pass."""
     trainer = make_trainer(ModelShape.from_folder(folder), grid, rank, ProcessGroups(), folder)
     engine, _ = make_engine(trainer, "1-1", ProcessGroups(), 40_000)
     whole, records = trainer.gradient_bytes, []
@@ -47,7 +47,7 @@ def step_by_passes(rank: int, folder: Path, grid: Grid) -> list[tuple[float, lis
 
 
 def step_after_a_failure(rank: int, folder: Path) -> tuple[float, float]:
-    """Gradient norms of the same pass, alone and after passes of which one has raised."""
+    """Return the gradient norms of the same pass, alone and after passes of which one has raised."""
     trainer = make_trainer(
         ModelShape.from_folder(folder), Grid(TrainSizes(1, 1, 1)), rank, ProcessGroups(), folder
     )
@@ -90,7 +90,7 @@ def test_a_pass_that_raises_leaves_nothing_behind(tmp_path: Path, run_ranks: Ran
 
 @pytest.mark.parametrize("sizes", ["2-1-2", "1-2-2"])
 def test_passes_add_up_to_the_step_of_plain_pytorch(sizes: str, tmp_path: Path, run_ranks: RankLauncher):
-    """Replicas take two and three passes; gradient norms and losses are those of one process on the whole batch."""
+    """Replicas take two and three passes; gradient norms and losses equal those of one process on the whole batch."""
     model = write_model(tmp_path, "qwen3", tied=True)
     expected = reference.train(model, reference.language_loss, NUM_STEPS)
     grid = Grid(TrainSizes.parse(sizes))

@@ -1,4 +1,4 @@
-"""The launcher itself: values come back in rank order, errors with their rank, and hangs end."""
+"""The launcher itself: values come back in rank order, errors name their rank, and hangs end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hybridengine reshard bench` on real ranks: every method delivers the right weights and moves the bytes it says."""
+"""`hybridengine reshard bench` on real ranks: every method delivers the right weights and moves the reported bytes."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ EVEN = ModelShape(
     vocab_size=256,
     max_positions=64,
 )
-"""Every size divides, but for norms, which each tensor-parallel rank has whole."""
+"""Sizes that divide evenly, except for norms, which each tensor-parallel rank holds whole."""
 
 GENERAL = ("2-2-2:1-4", "4-1-2:2-2", "1-4-2:1-4")
 NESTED = ("1-4-2:1-2", "2-4-1:1-2", "2-2-2:1-1")
 FORMULAS = {
-    # received, peak (of both copies, in methods that keep one), as fractions of M: table 2 of the paper by hand.
+    # received, peak (of both copies, for methods that keep one), as fractions of M: table 2 of the paper by hand.
     "1-4-2:1-2": {"micro-dp": (1 / 4, 1 / 2), "model-parallel": (3 / 4, 3 / 4), "full": (7 / 8, 3 / 4)},
     "2-4-1:1-2": {"micro-dp": (3 / 8, 1 / 2), "model-parallel": (7 / 8, 5 / 8), "full": (7 / 8, 5 / 8)},
     "2-2-2:1-1": {"micro-dp": (3 / 4, 1.0), "model-parallel": (3 / 4, 5 / 4), "full": (7 / 8, 5 / 4)},
@@ -47,7 +47,7 @@ FORMULAS = {
 
 
 class AllRanks:
-    """Stands for the worker group: every rank calls its own worker, and has what all of them return."""
+    """Stands in for the worker group: every rank calls its own worker, and gets the results of all ranks."""
 
     def __init__(self, worker: SwitchBenchWorker) -> None:
         self._worker = worker
@@ -77,7 +77,7 @@ def spec_of(*pairs: str, bucket_bytes: int = 2**16, **settings: Any) -> BenchSpe
 
 
 def test_all_methods_move_what_their_formulas_say(run_ranks: RankLauncher) -> None:
-    """Weights are checked by the benchmark itself, on each rank, against values of logical indices."""
+    """The benchmark itself checks the weights on each rank against values of logical indices."""
     spec = spec_of(*NESTED, verify="always", repetitions=1)
     whole = spec.weight_bytes
     slack = 0.02 * whole  # norms, which no tensor parallelism shards
@@ -87,7 +87,7 @@ def test_all_methods_move_what_their_formulas_say(run_ranks: RankLauncher) -> No
         for name, (received, peak) in FORMULAS[pair].items():
             entry = by_name[name]
             assert entry["received_bytes_max"] == pytest.approx(received * whole, abs=slack), (pair, name)
-            # Buckets, and in methods that gather beside their destination a buffer of one, come on top.
+            # Buckets, and a buffer of one for methods that gather next to their destination, are added.
             most = peak * whole + 4 * spec.bucket_bytes + slack
             assert peak * whole <= entry["peak_weight_bytes_max"] <= most
         assert by_name["micro-dp"]["redundant_bytes_max"] == 0

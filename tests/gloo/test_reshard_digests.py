@@ -1,4 +1,4 @@
-"""One flipped bit: `verify` finds it, and says where; without it, wrong weights are there and nobody notices."""
+"""One flipped bit: `verify` finds and locates it; without `verify`, wrong weights go unnoticed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TIMEOUT_S = 3.0
 BUCKET_ELEMENTS = 40_000
 VICTIM = 2
 SIZES, NODES = TrainSizes(2, 2, 1), NodeMap((2, 2))
-"""Stages on different nodes: boxes come in two steps. Ranks 2 and 3 have the second stage."""
+"""Stages on different nodes: boxes travel in two steps. Ranks 2 and 3 have the second stage."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Flip:
 
     step: int
     in_place: bool
-    """Received straight into the parameter, not through staging."""
+    """True if the message is received straight into the parameter, not through staging."""
     last_message: bool = False
-    """Of its step: the last one; else the first."""
+    """True for the last message of its step, False for the first."""
     in_middle: bool = False
-    """In the first bucket that has such a message; else in the last one."""
+    """True for the first bucket that has such a message, False for the last one."""
 
     def message(self, plan: Plan) -> tuple[int, Pack]:
-        """Index of the bucket, and the message."""
+        """Return the index of the bucket, and the message."""
         found = [
             (index, pack)
             for index, bucket in enumerate(plan.buckets)
@@ -65,7 +65,7 @@ class Flip:
         return own[-1 if self.last_message else 0]
 
     def happen(self, stage: Stage, plan: Plan) -> None:
-        """Flip the highest bit of the message's last element, if this is where it arrives."""
+        """Flip the highest bit of the message's last element if this stage is its arrival."""
         index, message = self.message(plan)
         if (stage.name, stage.step, stage.is_back) != ("arrived", self.step, False):
             return
@@ -86,31 +86,31 @@ FLIPS = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """Switches of one engine on one rank, a bit flipped in the last of them."""
+    """Switches of one engine on one rank, with a bit flipped in the last of them."""
 
     errors: list[str]
-    """Of each switch to generation; empty where it succeeded."""
+    """Error of each switch to generation; empty if it succeeded."""
     mode: Mode
-    """After the last of them."""
+    """Mode after the last switch."""
     wrong: list[str]
-    """Generation parameters with other bits than the slices of the whole model, after the last switch."""
+    """Generation parameters whose bits differ from the slices of the whole model, after the last switch."""
     training_whole: bool
-    """In the end, after the way back where the last switch had succeeded."""
+    """True if the training weights are whole at the end, after the way back if the last switch had succeeded."""
     received_bytes: int
-    """Of the last switch that succeeded."""
+    """Bytes received in the last switch that succeeded."""
     message: Pack
-    """The one with the flipped bit."""
+    """The message with the flipped bit."""
 
 
 @dataclass
 class Switcher:
-    """Makes engines for one trainer, and flips bits in them."""
+    """Creates engines for one trainer, and flips bits in their switches."""
 
     trainer: MegatronTrainer
     folder: Path
 
     def outcome(self, flip: Flip, verify: Verify, num_switches: int) -> Outcome:
-        """What happens where the bit flips in the last of `num_switches` switches to generation."""
+        """Return the outcome when the bit flips in the last of `num_switches` switches to generation."""
         trainer, shape = self.trainer, self.trainer.shape
         number = 0
 
@@ -143,7 +143,7 @@ class Switcher:
 
 
 def engine_of(trainer: MegatronTrainer, verify: Verify, transport) -> tuple[HybridEngine, PlainGeneration]:
-    """With a shorter timeout than the trainer."""
+    """Return an engine with a shorter timeout than the trainer's."""
     return make_engine(
         trainer,
         "1-1",
@@ -165,7 +165,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flip_in_turn(rank: int, folder: Path) -> dict[tuple[str, int], list[Outcome]]:
-    """For each (verify, switches): the outcome of each flip."""
+    """Return the outcomes of all flips for each (verify, switches)."""
     shape = ModelShape.from_folder(folder)
     switcher = Switcher(make_trainer(shape, Grid(SIZES), rank, ProcessGroups(), folder), folder)
     with stages_known():
@@ -193,7 +193,7 @@ def test_a_flipped_bit_is_found_where_it_arrived(folder: Path, run_ranks: RankLa
             for one in outcomes[case]:
                 assert one.errors == [""] * case[1]
                 assert one.mode is Mode.GENERATING
-                passed_on = rank == 3 and bool(one.wrong)  # a box that rank 2 passes on inside its node
+                passed_on = rank == 3 and bool(one.wrong)  # a box that rank 2 forwards inside its node
                 assert len(one.wrong) == (1 if rank == VICTIM or passed_on else 0)
     unnoticed = by_rank[VICTIM]["first", 2]
     for case, flips in (("first", 1), FLIPS), (("always", 2), FLIPS[2:4]):
@@ -201,12 +201,12 @@ def test_a_flipped_bit_is_found_where_it_arrived(folder: Path, run_ranks: RankLa
             assert found.errors[:-1] == [""] * (case[1] - 1), "the switches before are right"
             assert found.mode is Mode.TRAINING
             assert_names_the_move(flip, found)
-            if not flip.in_middle:  # where it goes unnoticed, the named parameter is the one that is wrong
+            if not flip.in_middle:  # the same parameter is wrong if the flip goes unnoticed
                 assert f"({unnoticed[FLIPS.index(flip)].wrong[0]})" in found.errors[-1]
 
 
 def assert_names_the_move(flip: Flip, found: Outcome) -> None:
-    """The last box of the message, its interval, its sender and its receiver."""
+    """Assert that the error names the last box of the message, its interval, its sender and its receiver."""
     move = found.message.moves_to(VICTIM)[-1]
     interval = re.escape(str([list(interval) for interval in move.box]))
     sender = found.message.source_rank
@@ -227,7 +227,7 @@ def test_digests_are_not_counted_as_weights(folder: Path, run_ranks: RankLaunche
 
 
 def received_with_and_without(rank: int, folder: Path) -> list[int]:
-    """Received bytes of two switches that are verified, and of two that are not."""
+    """Return the received bytes of two switches that are verified, and of two that are not."""
     shape = ModelShape.from_folder(folder)
     trainer = make_trainer(shape, Grid(SIZES), rank, ProcessGroups(), folder)
     found = []
@@ -241,14 +241,14 @@ def received_with_and_without(rank: int, folder: Path) -> list[int]:
 
 @contextmanager
 def one_wrong_copy() -> Iterator[list[str]]:
-    """While open, the first copy that is checked has a flipped bit; its tensor and parameter."""
+    """While open, the first copy that is checked has a flipped bit; yields its tensor and parameter."""
     verify, found = Checks.verify, []
 
     def flip_and_verify(checks: Checks, rank: int) -> None:
         if not found and checks.messages is None:
             found.extend([checks.moves[-1].tensor, checks.moves[-1].destination.parameter])
             target = checks.received[-1]
-            target[(0,) * target.dim()] *= -1  # the sign
+            target[(0,) * target.dim()] *= -1  # flips the sign
         verify(checks, rank)
 
     with mock.patch.object(Checks, "verify", flip_and_verify):
@@ -256,7 +256,7 @@ def one_wrong_copy() -> Iterator[list[str]]:
 
 
 def copy_wrongly(rank: int, folder: Path) -> dict[str, list[str]]:
-    """Errors of a wrong copy of one rank there, and of one of each rank back, with what they should name."""
+    """Return the errors of wrong copies, on one rank to generation and on every rank back, with the expected names."""
     shape = ModelShape.from_folder(folder)
     trainer = make_trainer(shape, Grid(SIZES), rank, ProcessGroups(), folder)
     before, answer = copy_weights(trainer), {}

@@ -1,4 +1,4 @@
-"""No memory in the middle of a switch: weights go back to where they were, can come later, or are said to be lost."""
+"""Allocation failures during a switch: weights return to their place, can be restored later, or are reported as lost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NO_MEMORY = "no memory left for this test"
 
 @contextlib.contextmanager
 def refusing(refuses: Callable[[torch.UntypedStorage, int], bool]) -> Iterator[None]:
-    """While open, storages for which `refuses(storage, bytes)` holds cannot take memory."""
+    """While open, storages for which `refuses(storage, bytes)` is true cannot allocate memory."""
     resize = torch.UntypedStorage.resize_
 
     def resize_or_refuse(storage: torch.UntypedStorage, size: int) -> object:
@@ -49,13 +49,13 @@ def refusing(refuses: Callable[[torch.UntypedStorage, int], bool]) -> Iterator[N
 
 
 def no_memory_for(weights: WeightStorage, *names: str) -> contextlib.AbstractContextManager[None]:
-    """While open, these parameters cannot take memory."""
+    """While open, these parameters cannot allocate memory."""
     victims = {weights[name].untyped_storage()._cdata for name in names}
     return refusing(lambda storage, size: storage._cdata in victims)
 
 
 def no_more_memory_from(name: str, *sides: WeightStorage) -> contextlib.AbstractContextManager[None]:
-    """While open, a parameter of the last side cannot take memory; from then on all sides cannot have more than then."""
+    """While open, a parameter of the last side cannot allocate memory; from then on no side can grow."""
     own = {side[one].untyped_storage()._cdata for side in sides for one in side.names}
     victim = sides[-1][name].untyped_storage()._cdata
     limits: list[int] = []
@@ -81,24 +81,24 @@ class Made:
     side: PlainGeneration
 
     def last_filled(self, bucket: int) -> str:
-        """The parameter of a bucket that takes memory last: what comes before it has some already."""
+        """Return the parameter of a bucket that allocates memory last: those before it have some already."""
         return self.engine.plan.buckets[bucket].destinations[self.trainer.rank][-1]
 
     def last_restored(self, bucket: int) -> str:
-        """The parameter of a bucket of the way back (-1: its last) that takes memory last."""
+        """Return the parameter of a bucket of the way back (-1: its last) that allocates memory last."""
         return self.engine.plan.buckets[-1 - bucket].sources[self.trainer.rank][-1]
 
 
 def make(rank: int, folder: Path) -> Made:
     shape = ModelShape.from_folder(folder)
     trainer = make_trainer(shape, Grid(TrainSizes(1, 4, 1)), rank, ProcessGroups(), folder)
-    step(trainer, 0)  # makes gradients and optimizer state
+    step(trainer, 0)  # creates gradients and optimizer state
     registry = ProcessGroups(TIMEOUT_S)
     return Made(trainer, registry, *engine_of(trainer, registry))
 
 
 def engine_of(trainer: MegatronTrainer, registry: ProcessGroups) -> tuple[HybridEngine, PlainGeneration]:
-    """Verifies its first switch."""
+    """Return an engine that verifies its first switch."""
     return make_engine(
         trainer,
         "1-1",
@@ -112,7 +112,7 @@ def engine_of(trainer: MegatronTrainer, registry: ProcessGroups) -> tuple[Hybrid
 
 @dataclass(frozen=True)
 class Aftermath:
-    """What a rank has after a switch that has failed."""
+    """State of a rank after a failed switch."""
 
     error: str
     mode: Mode
@@ -120,11 +120,11 @@ class Aftermath:
     gen_bytes: int
     gradients_are_back: bool
     round_trips_again: bool
-    """A new engine, from the same registry of groups, switches there and back, and the trainer trains on."""
+    """True if a new engine, from the same registry of groups, switches there and back, and the trainer trains on."""
 
 
 def fail_on_the_way_there(rank: int, folder: Path, bucket: int, is_full: bool) -> Aftermath:
-    """One rank has no memory for a parameter; or, where `is_full`, for nothing more either from then on."""
+    """One rank has no memory for a parameter; if `is_full`, it has none for anything else from then on."""
     made = make(rank, folder)
     trainer, engine, side = made.trainer, made.engine, made.side
     before, gradient_bytes = copy_weights(trainer), trainer.gradient_bytes
@@ -200,17 +200,17 @@ def test_no_memory_on_the_way_there(
 
 @dataclass(frozen=True)
 class Way:
-    """What happened on the way back, or when restoring, on one rank."""
+    """Events on the way back, or during a restore, on one rank."""
 
     errors: list[str]
     modes: list[Mode]
     weights_equal: bool
-    """In the end."""
+    """True if the weights are equal at the end."""
     gen_bytes: int
 
 
 def fail_on_the_way_back(rank: int, folder: Path) -> Way:
-    """No memory for a bucket, then none for another, then none for the gradients; then enough."""
+    """No memory for one bucket, then none for another, then none for the gradients; then enough."""
     made = make(rank, folder)
     trainer, engine, side = made.trainer, made.engine, made.side
     before = copy_weights(trainer)
@@ -248,7 +248,7 @@ def test_the_way_back_goes_on_where_it_failed(folder: Path, run_ranks: RankLaunc
 
 
 def fail_to_restore(rank: int, folder: Path) -> Way:
-    """A rank has no memory for a bucket, nor for taking back the training weights that it had given up."""
+    """One rank has no memory for a bucket, nor for restoring the training weights that it had given up."""
     made = make(rank, folder)
     trainer, engine, side = made.trainer, made.engine, made.side
     before = copy_weights(trainer)
@@ -288,7 +288,7 @@ def test_weights_that_are_lost_name_the_checkpoint(folder: Path, run_ranks: Rank
 
 
 def fail_around_a_switch(rank: int, folder: Path) -> tuple[list[str], list[Mode], bool]:
-    """What a mode needs besides weights finds no memory on one rank: errors, modes, whether weights are whole."""
+    """Return (errors, modes, True if weights are whole) when one rank has no memory for a mode's other needs."""
     made = make(rank, folder)
     trainer, engine, side = made.trainer, made.engine, made.side
     before, gradient_bytes = copy_weights(trainer), trainer.gradient_bytes
@@ -322,7 +322,7 @@ def fail_around_a_switch(rank: int, folder: Path) -> tuple[list[str], list[Mode]
 
 
 def test_no_memory_for_what_a_mode_needs_besides_weights(folder: Path, run_ranks: RankLauncher):
-    """Gradients are kept, and the other ranks learn it; a KV cache that is missing can wait."""
+    """Gradients are kept, and the other ranks are informed; a missing KV cache can wait."""
     there_and_back = [Mode.TRAINING, Mode.GENERATING, Mode.TRAINING]
     for rank, (errors, modes, whole) in enumerate(run_ranks(4, fail_around_a_switch, folder)):
         assert whole

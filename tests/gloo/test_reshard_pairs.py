@@ -2,7 +2,7 @@
 
 Nested sizes, t_g above t (with KV heads that ranks share), sizes that do not nest, vanilla grouping, both rank orders;
 one step and two, messages staged and in place, sent or read from memory. Expected values are counted by hand, or cut by
-hand out of the weights that all ranks train with; never from the plan that is carried out.
+hand from the weights that all ranks train with; they never come from the plan that is carried out.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ NODES = {
     6: (None, NodeMap((3, 3)), NodeMap((2, 4))),
     8: (None, NodeMap((4, 4)), NodeMap((3, 3, 2))),
 }
-"""Number of ranks -> how they lie on nodes; pairs take turns."""
+"""Number of ranks -> their distributions over nodes; pairs take turns."""
 DIRECT = (1, 1000, DIRECT_ELEMENTS)
-"""Least size of a box that is sent and received in place: all boxes, some, none of these models' boxes."""
+"""Minimum sizes of boxes that are sent and received in place: all boxes, some, none of these models' boxes."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training layout, a model that it fits, and the generation layouts that are switched to."""
+    """A training layout, a model that fits it, and the generation layouts that it switches to."""
 
     sizes: str
     gens: str
-    """Each p_g-t_g; with a v behind it for vanilla grouping, else interval grouping."""
+    """Generation sizes p_g-t_g; a trailing v means vanilla grouping, otherwise grouping is by intervals."""
     kv_heads: int = 2
     family: str = "llama"
     tied: bool = False
@@ -96,7 +96,7 @@ TRAININGS = {
 
 @dataclass(frozen=True)
 class Pair:
-    """One generation layout over a training layout, and how the switch is planned."""
+    """One generation layout over a training layout, and options of the switch's plan."""
 
     training: Training
     gen: GenSizes
@@ -128,7 +128,7 @@ class Pair:
 
 
 def pairs_of(training: Training) -> list[Pair]:
-    """Pairs of a training layout that give the ranks different places."""
+    """Return the pairs of a training layout that give the ranks different places."""
     num_ranks = training.grid.num_ranks
     found: dict[tuple[GenSizes, tuple[tuple[int, int], ...]], Pair] = {}
     for turn, gen in enumerate(training.gens.split()):
@@ -140,7 +140,7 @@ def pairs_of(training: Training) -> list[Pair]:
 
 
 def model_sizes(training: Training) -> dict[str, int]:
-    """Sizes that fill DDP's buckets (multiples of 128 and of d) exactly; the vocabulary needs padding."""
+    """Return sizes that fill DDP's buckets (multiples of 128 and of d) exactly; the vocabulary needs padding."""
     hidden = 384 if training.grid.num_ranks == 6 else 256 if training.family == "qwen2" else 128
     return {
         "hidden_size": hidden,
@@ -153,14 +153,14 @@ def model_sizes(training: Training) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Round:
-    """There and back, on one rank."""
+    """One round trip on one rank."""
 
     there: SwitchReport
     back: SwitchReport
     slices_equal: bool
-    """Generation weights were the slices, cut by hand, of the weights that all ranks train with."""
+    """True if the generation weights were the slices, cut by hand, of the weights that all ranks train with."""
     weights_equal: bool
-    """Training weights came back bitwise."""
+    """True if the training weights came back bitwise."""
 
 
 @dataclass(frozen=True)
@@ -169,15 +169,15 @@ class Switched:
 
     rounds: list[Round]
     received_from: Counter[int]
-    """Weight bytes of all rounds by sender, counted at the transport."""
+    """Weight bytes received in all rounds by sender, counted at the transport."""
     domain: tuple[int, ...]
     num_steps: int
     num_in_place: int
-    """Messages that this rank received in place."""
+    """Number of messages that this rank received in place."""
 
 
 def switch_all_pairs(rank: int, models: Path, num_ranks: int) -> list[list[Switched]]:
-    """For each training layout and each of its pairs: what happened."""
+    """Return the results for each training layout and each of its pairs."""
     registry = ProcessGroups()
     settings = OptimizerSection(lr=1e-3)
     answers = []
@@ -203,7 +203,7 @@ def switch_all_pairs(rank: int, models: Path, num_ranks: int) -> list[list[Switc
                 done.append(Round(there, back, slices_equal, same_weights(before, copy_weights(trainer))))
             train_one_step(trainer, seed)
             train_one_step(twin, seed)
-            # Weights, master weights and moments are those of a twin that has never switched.
+            # Weights, master weights and moments equal those of a twin that has never switched.
             assert same_weights(copy_weights(trainer), copy_weights(twin)), (
                 f"{training}: switching changed it"
             )
@@ -309,7 +309,7 @@ def assert_rounds(pair: Pair, shape: ModelShape, rank: int, found: Switched, ele
 def assert_enters_nodes_once(
     pair: Pair, shape: ModelShape, found: list[Switched], element_bytes: int
 ) -> None:
-    """A node receives, all its ranks together, each element once that some of them need and none of them holds."""
+    """Assert that the ranks of a node together receive once each element that some need and none holds."""
     assert pair.nodes is not None
     for domain in {one.domain for one in found}:
         for node in {pair.nodes.node_of(rank) for rank in domain}:

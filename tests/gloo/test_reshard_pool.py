@@ -1,4 +1,4 @@
-"""Pushes of trained weights to engines that are other processes: training ranks keep theirs and share the sending."""
+"""Pushes of trained weights to engines in other processes: training ranks keep their weights and share the sending."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Pool:
         return Grid(TrainSizes.parse(self.train))
 
     def gen_layout(self, shape: ModelShape) -> Layout:
-        """The engine's layout, on the ranks of the pool."""
+        """Return the engine's layout on the ranks of the pool."""
         sizes = GenSizes.parse(self.gen)
         alone = GenerationGrid(Grid(TrainSizes(sizes.pp_size, sizes.tp_size, 1)), sizes)
         layout = vllm_layout(shape, alone)
@@ -88,21 +88,22 @@ class Pushed:
     """All pushes on one rank."""
 
     weights_equal: list[bool]
-    """After each push: of the engine's rank, the slices of the whole model; of a training rank, its weights as before."""
+    """After each push, for an engine's rank: True if it has the slices of the whole model; for a training rank: True if
+    its weights are unchanged."""
     received_bytes: list[int]
-    """Of each push, counted by the ledger."""
+    """Bytes received in each push, counted by the ledger."""
     sent_to: Counter[int]
     live_bytes: int
     peak_bytes: int
 
 
 class Onlooker(ProcessGroups):
-    """Creates groups that its rank is not in."""
+    """Process groups that include groups without this rank."""
 
     def of(self, groups: Groups) -> dist.ProcessGroup:
         with contextlib.suppress(TopologyError):
             super().of(groups)
-        return None  # type: ignore[return-value]  # no group for who is in none
+        return None  # type: ignore[return-value]  # no group for ranks outside of it
 
 
 def push_three_times(rank: int, folder: Path, pool: Pool) -> Pushed:
@@ -133,7 +134,7 @@ def push_three_times(rank: int, folder: Path, pool: Pool) -> Pushed:
     transport = CountingTransport(world)
     with pytest.raises(
         PlanError, match=r"rank 0 of .*the model has .* with shape missing"
-    ):  # all ranks are told, and none waits
+    ):  # every rank receives the error, and none waits
         WeightPush(plan, rank, source if rank else WeightStorage({}), destination, transport, Verify.ALWAYS)
     sync = WeightPush(plan, rank, source, destination, transport, Verify.ALWAYS)
     weights_equal, received_bytes, peak_bytes = [], [], 0
@@ -143,7 +144,7 @@ def push_three_times(rank: int, folder: Path, pool: Pool) -> Pushed:
         if model is not None:
             for (
                 name
-            ) in source.names:  # what an optimizer does; Megatron's talks to the whole world, pool and all
+            ) in source.names:  # as an optimizer does; Megatron's uses the whole world, including the pool
                 source[name].mul_(number + 1.5)
             tensors[0], before = gather_unsharded(model, training), copy_weights(model)
         dist.broadcast_object_list(tensors, src=0)
@@ -156,7 +157,7 @@ def push_three_times(rank: int, folder: Path, pool: Pool) -> Pushed:
         assert tensors[0] is not None
         expected = by_hand.generation_weights(shape, tensors[0], pool.gen_part(shape, rank))
         weights_equal.append(same_weights({name: destination[name] for name in destination.names}, expected))
-        for name in destination.names:  # the next push finds nothing left of this one
+        for name in destination.names:  # the next push finds no remains of this one
             destination[name].fill_(torch.nan)
     live_bytes = source.live_bytes + destination.live_bytes
     return Pushed(weights_equal, received_bytes, transport.sent_to, live_bytes, peak_bytes)
@@ -183,7 +184,7 @@ def test_three_pushes_to_a_pool(pool: Pool, tmp_path: Path, run_ranks: RankLaunc
 
 
 def assert_training_ranks_share_the_sending(pool: Pool, shape: ModelShape, training: list[Pushed]) -> None:
-    """On one node, each rank of the pool gets its own copy; into another, each element goes once. Replicas take turns."""
+    """On one node, each pool rank gets its own copy; each element enters another node once. Replicas take turns."""
     sent = [sum(pushed.sent_to.values()) for pushed in training]
     needs = [
         [by_hand.mask(shape, tensor, pool.gen_part(shape, rank)) for rank in POOL] for tensor in shape.tensors

@@ -1,4 +1,4 @@
-"""A plan that no longer fits is refused before anything is touched, and the error says what has changed."""
+"""A plan that no longer fits is refused before anything is changed, and the error names the difference."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.gloo.tiny_models import write_model
 TIMEOUT_S = 3.0
 BUCKET_ELEMENTS = 40_000
 NUM_RANKS, BROKEN_RANK = 3, 1
-"""Trained as three stages; each rank becomes an engine."""
+"""Ranks, which train as three stages and each become an engine, and the rank that is broken."""
 NORM = "decoder.layers.0.input_layernorm.weight"
 """A parameter that every stage has."""
 
@@ -55,7 +55,7 @@ def other_data(trainer: MegatronTrainer, change: Callable[[torch.Tensor], torch.
 
 @contextlib.contextmanager
 def other_parameter(trainer: MegatronTrainer, is_gone: bool = False) -> Iterator[None]:
-    """While open, the module has another parameter, with equal data; or none."""
+    """While open, the module has another parameter with equal data, or no parameter if `is_gone`."""
     module = trainer._module.get_submodule(NORM.removesuffix(".weight"))
     parameter = trainer._module.get_parameter(NORM)
     module.register_parameter("weight", None if is_gone else torch.nn.Parameter(parameter.detach().clone()))
@@ -76,7 +76,7 @@ TAMPERINGS: dict[str, Tampering] = {
     "other strides": lambda trainer: other_data(trainer, lambda data: data[::2]),
     "no parameter": lambda trainer: other_parameter(trainer, is_gone=True),
 }
-"""What was done to a parameter."""
+"""Changes of a parameter."""
 STALE = f"{NORM} moved or changed shape, type or device,"
 
 
@@ -86,11 +86,11 @@ class Refusal:
 
     error: str
     nothing_touched: bool
-    """Mode, weights, gradients and generation storages are as before."""
+    """True if mode, weights, gradients and generation storages are as before."""
     next_error: str
-    """Of the same engine, once everything is as it was: other ranks may have begun what this one refused."""
+    """Error of the same engine after the state is restored: other ranks may have begun the refused switch."""
     works_anew: bool
-    """An engine that is made anew then switches there and back."""
+    """True if a newly created engine then switches there and back."""
 
 
 def refuse_in_turn(rank: int, folder: Path) -> list[Refusal]:
@@ -114,7 +114,7 @@ def refuse_in_turn(rank: int, folder: Path) -> list[Refusal]:
 
 
 def trainer_of(rank: int, folder: Path) -> tuple[MegatronTrainer, Callable[..., HybridEngine]]:
-    """A trainer of three stages, and what makes an engine for it."""
+    """Return a trainer of three stages, and a function that creates an engine for it."""
     shape = ModelShape.from_folder(folder)
     trainer = make_trainer(shape, Grid(TrainSizes(NUM_RANKS, 1, 1)), rank, ProcessGroups(), folder)
     step(trainer, 0)
@@ -162,7 +162,7 @@ def test_a_parameter_that_has_moved_is_named(folder: Path, run_ranks: RankLaunch
 
 
 def refuse_alone(rank: int, folder: Path) -> list[str]:
-    """One rank's parameter has moved; after that, engines on groups that are gone, there and back."""
+    """Move one rank's parameter; after that, use engines on groups that no longer exist, there and back."""
     trainer, make = trainer_of(rank, folder)
     engine, before, errors = make(), copy_weights(trainer), []
     with other_parameter(trainer) if rank == BROKEN_RANK else contextlib.nullcontext():
@@ -199,7 +199,7 @@ def test_others_learn_who_has_refused_and_groups_that_are_gone(folder: Path, run
 
 
 def disagree(rank: int, folder: Path) -> list[str]:
-    """Errors of engines that cannot be made: other buckets on one rank, other software, another group."""
+    """Return the errors of engines that cannot be created: other buckets on one rank, other software, another group."""
     trainer, make = trainer_of(rank, folder)
     before, errors = copy_weights(trainer), []
     own_size = BUCKET_ELEMENTS // (2 if rank == BROKEN_RANK else 1)
@@ -220,7 +220,7 @@ def disagree(rank: int, folder: Path) -> list[str]:
 
 
 def switch_without_weights(rank: int, folder: Path) -> list[str]:
-    """A parameter of one rank owns no memory: before the first switch, and once the plan has been carried out."""
+    """Let a parameter of one rank own no memory, before the first switch and again after the plan was carried out."""
     trainer, make = trainer_of(rank, folder)
     before, errors = copy_weights(trainer), []
     for is_first in (True, False):
@@ -278,7 +278,7 @@ def test_ranks_that_disagree_make_no_engine(folder: Path, run_ranks: RankLaunche
 
 
 def stop_alone(rank: int, folder: Path) -> list[tuple[str, float]]:
-    """One rank stops by itself in the middle of a switch, or never begins: what each rank is told, and after how long."""
+    """Stop one rank in the middle of a switch, or before it begins; return each rank's error and its delay."""
     trainer, make = trainer_of(rank, folder)
     before, told = copy_weights(trainer), []
     for stop in (KeyboardInterrupt("of this test"), KeyError("of this test"), None):

@@ -1,4 +1,4 @@
-"""The generators of a rank that others' code may use: seeded by the run, differently on each rank."""
+"""The generators of a rank that third-party code may use: seeded by the run, differently on each rank."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every algorithm on every layout of 8 ranks equals one process: forward passes, advantages and updates.
 
-The tolerance is 1e-5 of the largest value: of a column, and of an optimizer step on each tensor of the model.
+The tolerance is 1e-5 of the largest value of a column, or of the optimizer step on each tensor of the model.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from tests.gloo.tiny_models import write_model
 
 TOLERANCE = 1e-5
 MEAN_TOLERANCE = 1e-6
-"""Of metrics, which are 1e-5 of themselves: where terms of about 1 and of both signs cancel, what is left is smaller
-than that."""
+"""Absolute tolerance of metrics, whose relative tolerance is 1e-5: terms of about 1 and of both signs may cancel."""
 
 ROUNDING = torch.finfo(torch.float32).eps
 
@@ -44,34 +43,34 @@ UPDATED = [(layout, case) for layout, updated in UPDATES.items() for case in upd
 
 @dataclass(frozen=True, repr=False)
 class Seen:
-    """What one process and 8 ranks saw."""
+    """Results of one process and of 8 ranks."""
 
     policy: Path
     scorer: Path
     rows: TensorDict
     one: dict[str, Outcome]
-    """By case."""
+    """Case -> outcome."""
     eight: list[dict[tuple[str, str], Outcome]]
-    """By rank, then by (layout, case)."""
+    """For each rank, (layout, case) -> outcome."""
 
     def folder(self, role: str) -> Path:
         return self.policy if role == "actor" else self.scorer
 
     def batch(self, case: str) -> TensorDictBase:
-        """Rows of a case's updates, made in this process."""
+        """Return the rows of a case's updates, made in this process."""
         if case == "online_dpo":
             return self.rows[on_ranks.pairs_of(self.rows)]
         return slice_rows(self.rows, range(NUM_ROWS)).update(self.estimates(case)[0])
 
     def estimates(self, case: str) -> tuple[TensorDict, dict[str, float]]:
-        """What a dataflow computes from all rows in this process."""
+        """Return a dataflow's estimates from all rows, computed in this process."""
         rows = on_ranks.numbered(slice_rows(self.rows, range(NUM_ROWS)))
         return on_ranks.estimate(run_of(case, ONE_RANK, self.policy, self.scorer), rows, ONE_PROCESS)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """In this process: models this small only wait for one another's threads."""
+    """Limit this process to one thread: with models this small, more threads only wait for one another."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -108,7 +107,7 @@ def assert_metrics(found: Mapping[str, float], expected: Mapping[str, float], la
 
 
 def assembled(parts: Iterable[Pieces], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Whole tensors from the boxes of all ranks; those that hold the same box must agree to the last bit."""
+    """Return whole tensors joined from the boxes of all ranks; ranks that hold the same box must agree bitwise."""
     whole = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
     for name, box, values in (piece for part in parts for piece in part):
         place = whole[name][tuple(slice(start, stop) for start, stop in box)]
@@ -122,7 +121,7 @@ def assembled(parts: Iterable[Pieces], shapes: Mapping[str, torch.Size]) -> dict
 def assert_steps(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], folder: Path, label: str
 ) -> None:
-    """Equal steps from the checkpoint's weights, tensor by tensor, but for the rounding of the weights themselves."""
+    """Assert that steps from the checkpoint's weights are equal, tensor by tensor, up to the rounding of the weights."""
     for name, before in load_file(folder / "model.safetensors").items():
         step = (expected[name] - before).abs().max()
         assert step > 1e-3, f"{label}: {name} was hardly trained, by {step}"
@@ -197,7 +196,7 @@ def test_one_process_equals_plain_pytorch(case: str, seen: Seen):
 
 
 def test_replicas_with_unequal_rows_make_equally_many_steps(seen: Seen, run_ranks: RankLauncher):
-    """9 rows on two replicas in 4 mini-batches: 2, 1, 1 and 1 of the one, 1 each of the other."""
+    """9 rows on two replicas in 4 mini-batches: 2, 1, 1 and 1 from one replica, 1 each from the other."""
     changes = {"mini_batches": 4, "optimizer": {"lr": 1.0}}
     run = run_of("dr_grpo", "1-1-2", seen.policy, seen.scorer, **changes)
     batch = slice_rows(seen.batch("dr_grpo"), range(9))
@@ -205,7 +204,7 @@ def test_replicas_with_unequal_rows_make_equally_many_steps(seen: Seen, run_rank
     generator = torch.Generator().manual_seed(
         (7 * 1_000_003 + 1) * 1_009
     )  # the run's seed, its first update and epoch
-    # Of rows 0 to 3, of 4 to 7 and of 8 to 11, each mini-batch is drawn one.
+    # Each mini-batch draws one of rows 0 to 3, one of rows 4 to 7 and one of rows 8 to 11.
     drawn = [torch.rand(4, generator=generator, dtype=torch.float64).argsort().tolist() for _ in range(3)]
     place = {row: drawn[row // 4][row % 4] for row in range(9)}
     orders = [sorted(rows, key=lambda row: (place[row], row)) for rows in (range(5), range(5, 9))]
@@ -233,7 +232,7 @@ def test_replicas_with_unequal_rows_make_equally_many_steps(seen: Seen, run_rank
 def test_the_cases_are_all_that_a_configuration_offers():
     actors = [changes.get("actor", {}) for changes in CASES.values()]
     algorithms = [changes["algorithm"] for changes in CASES.values()]
-    others = {"grpo_from_engine"}  # computes and updates as grpo does
+    others = {"grpo_from_engine"}  # it computes and updates as grpo does
     assert {algorithm["name"] for algorithm in algorithms} == set(ALGORITHMS) - others
     assert {algorithm.get("correction", {}).get("name") for algorithm in algorithms} >= set(
         get_args(CorrectionName)
@@ -253,7 +252,7 @@ def test_the_cases_are_all_that_a_configuration_offers():
 
 
 def test_the_rows_have_every_kind_of_hole(seen: Seen):
-    """Else the comparisons above would not mean what they say."""
+    """Without such rows, the comparisons above would prove less than they claim."""
     for num_ranks in (2, 4, 8):
         parts = shards(NUM_ROWS, num_ranks)
         assert len({len(part) for part in parts}) > 1, "uneven"

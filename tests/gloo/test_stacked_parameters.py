@@ -24,7 +24,7 @@ GRID = Grid(TrainSizes(2, 2, 1))
 
 
 def there_and_back(rank: int, direct_elements: int) -> tuple[Arrays, Arrays]:
-    """What a rank holds in the engine's layout, and in the trainer's afterwards."""
+    """Return a rank's parameters in the engine's layout, and in the trainer's afterwards."""
     place, layout = GRID.coordinate(rank), stacked_layout(SHAPE, "rows", 4)
     trained = megatron_reference(SHAPE, numbered(SHAPE), place.pp_rank, 2, place.tp_rank, 2)
     training = WeightStorage(
@@ -45,7 +45,7 @@ def there_and_back(rank: int, direct_elements: int) -> tuple[Arrays, Arrays]:
 
 
 def copied(weights: WeightStorage) -> Arrays:
-    """Parameters by name; numpy sees copies, since memory that it has seen cannot be given up."""
+    """Return the parameters by name as copies, since memory that numpy has seen cannot be given up."""
     return {name: weights[name].clone().numpy().astype(np.int64) for name in weights.names}
 
 

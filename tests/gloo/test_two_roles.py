@@ -1,4 +1,4 @@
-"""An actor at 2-2-1 and a critic at 1-2-2 live in the same four processes: each trains as if it were alone."""
+"""An actor at 2-2-1 and a critic at 1-2-2 in the same four processes: each trains as if it were alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and their gradients on a sharded vocabulary, against float64 autograd on the whole one."""
+"""Log-probabilities, entropies and gradients on a sharded vocabulary, compared with float64 autograd on the whole one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo.ranks import RankLauncher
 
 VOCAB, PADDED = 131, 192
-"""At t = 4 the third shard is padding in part, the fourth entirely."""
+"""Vocabulary sizes: at t = 4 the third shard is partly padding and the fourth entirely."""
 SIZES = ("1-1-4", "1-2-2", "1-4-1")
 TEMPERATURES = (1.0, 0.7)
 
 
 def make_case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits [B, T, padded vocabulary] with garbage in the padding, targets, gradients of log-probs and entropies."""
+    """Return logits [B, T, padded vocabulary] with garbage as padding, targets, gradients of log-probs and entropies."""
     generator = torch.Generator().manual_seed(0)
     logits = 4.0 * torch.randn(3, 5, PADDED, generator=generator)
     logits[..., VOCAB:] = 50.0
@@ -37,7 +37,7 @@ def make_case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def log_probs_of_own_shard(rank: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
-    """(log-probs, entropies, gradient of the own shard) for every size and temperature."""
+    """Return (log-probs, entropies, gradient of the rank's own shard) for every size and temperature."""
     registry = ProcessGroups()
     results = []
     for sizes in SIZES:
@@ -52,7 +52,7 @@ def log_probs_of_own_shard(rank: int, dtype: torch.dtype) -> list[tuple[Tensor, 
             torch.autograd.backward([log_probs, entropy], [grad_log_probs, grad_entropy])
             assert shard.grad is not None
             assert shard.grad.dtype == dtype
-            assert torch.equal(shard.detach(), logits[..., first : first + width])  # the input is left alone
+            assert torch.equal(shard.detach(), logits[..., first : first + width])  # the input is not changed
             results.append((log_probs.detach(), entropy.detach(), shard.grad))
     return results
 

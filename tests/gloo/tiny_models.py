@@ -1,4 +1,4 @@
-"""Small Hugging Face checkpoints with every weight random: norms and biases too, so that each of them matters."""
+"""Small Hugging Face checkpoints in which every weight is random, norms and biases too, so that each of them matters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES = {
 def write_model(
     folder: Path, family: str, tied: bool = False, dtype: str = "float32", num_labels: int = 0, **sizes: Any
 ) -> PreTrainedModel:
-    """A random model, saved in `folder`.
+    """Save a random model in `folder` and return it.
 
     Args:
         num_labels: outputs of a score head instead of a language-model head; 0 for a language model.

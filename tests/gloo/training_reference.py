@@ -1,4 +1,4 @@
-"""Plain PyTorch training of a transformers model in one process: what every parallel layout must reproduce.
+"""Plain PyTorch training of a transformers model in one process: the reference for every parallel layout.
 
 Shapes: B rows, T positions.
 """
@@ -32,7 +32,7 @@ def cosine_lr(step: int) -> float:
 
 
 def make_batch(step: int) -> dict[str, Tensor]:
-    """Columns `tokens` [B, T], `targets` [B, T] (values to regress on) and `lengths` [B]."""
+    """Return columns `tokens` [B, T], `targets` [B, T] (values to regress on) and `lengths` [B]."""
     generator = torch.Generator().manual_seed(step)
     return {
         "tokens": torch.randint(0, 131, (NUM_ROWS, MAX_LENGTH), generator=generator),
@@ -42,7 +42,7 @@ def make_batch(step: int) -> dict[str, Tensor]:
 
 
 def micro_batches(step: int, dp_rank: int, dp_size: int) -> list[dict[str, Tensor]]:
-    """The rows of one data-parallel rank, each micro-batch cut to its longest row."""
+    """Return the rows of one data-parallel rank, with each micro-batch cut to its longest row."""
     batch = make_batch(step)
     cut = []
     for rows in MICRO_BATCHES[dp_size][dp_rank]:
@@ -57,13 +57,13 @@ def micro_batches(step: int, dp_rank: int, dp_size: int) -> list[dict[str, Tenso
 
 
 def token_mask(batch: dict[str, Tensor], dropped: int) -> Tensor:
-    """[B, T - dropped]: positions below the row's length, `dropped` fewer at the end."""
+    """Return a mask [B, T - dropped] of the positions below the row's length, less `dropped` at the end."""
     positions = torch.arange(batch["tokens"].size(1) - dropped)
     return positions < (batch["lengths"] - dropped).unsqueeze(1)
 
 
 def language_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """(mean negative log-likelihood of the next tokens, number of tokens)."""
+    """Return (mean negative log-likelihood of the next tokens, number of tokens)."""
     log_probs = model(batch["tokens"]).logits[:, :-1].log_softmax(-1)
     picked = log_probs.gather(-1, batch["tokens"][:, 1:, None])[..., 0]
     mask = token_mask(batch, 1)
@@ -71,7 +71,7 @@ def language_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Ten
 
 
 def value_loss(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """(mean squared error of the score of every token, number of tokens)."""
+    """Return (mean squared error of the score of every token, number of tokens)."""
     values = model.score(model.model(batch["tokens"]).last_hidden_state)[..., 0]
     mask = token_mask(batch, 0)
     return ((values - batch["targets"]).square() * mask).sum() / mask.sum(), int(mask.sum())
@@ -91,7 +91,7 @@ def train(
     loss: Callable[[torch.nn.Module, dict[str, Tensor]], tuple[Tensor, int]],
     num_steps: int,
 ) -> list[Step]:
-    """AdamW with clipping and a cosine schedule on the whole batch; decays matrices only, as Megatron-core does."""
+    """Train with AdamW, clipping and a cosine schedule on the whole batch; decay matrices only, like Megatron-core."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     optimizer = torch.optim.AdamW(

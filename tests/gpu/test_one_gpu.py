@@ -1,4 +1,4 @@
-"""What one GPU can show: a Megatron step, a checkpoint, the ledger against CUDA's allocator, a switch with vLLM."""
+"""Tests that need one GPU: a Megatron step, a checkpoint, the ledger against CUDA's allocator, a switch with vLLM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ALONE = Grid(TrainSizes(1, 1, 1))
 PROMPT = [3, 14, 15, 92, 65]
 RESPONSE_TOKENS = 24
 ALLOCATOR_ROUNDING = 512
-"""CUDA's caching allocator rounds each block up to this many bytes."""
+"""CUDA's caching allocator rounds each block up to a multiple of this many bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def registry():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A Qwen2-like model of about 130 MB in bfloat16, with weights that all matter."""
+    """Write a Qwen2-like model of about 130 MB in bfloat16, in which every weight matters."""
     config = transformers.Qwen2Config(
         vocab_size=4099,
         hidden_size=1024,
@@ -124,7 +124,7 @@ TOKENS = [*PROMPT, *range(100, 100 + RESPONSE_TOKENS)]
 
 
 def _step(trainer) -> float | None:
-    """An optimizer step towards `TOKENS`; the gradient's norm."""
+    """Take an optimizer step towards `TOKENS`; return the gradient's norm."""
 
     def loss(logits, columns):
         values, _ = response_log_probs(logits, columns, trainer.shape.vocab_size, trainer.groups.tp, 1.0)

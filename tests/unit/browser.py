@@ -1,4 +1,4 @@
-"""Headless Chromium for tests of pages; a test that needs it fails where there is none.
+"""Headless Chromium for tests of pages; a test that needs it fails if there is none.
 
 python -m tests.unit.browser    installs one as root on Debian, or says what to install
 """
@@ -20,14 +20,14 @@ from playwright.sync_api import Browser, Page, sync_playwright
 NAMES = (
     "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome",
 )  # fmt: skip
-"""Programs that are Chromium, the smallest first."""
+"""Names of Chromium programs, the smallest first."""
 MISSING = (
     "tests of pages need Chromium, and there is none: install it with `apt-get install --no-install-recommends"
     " chromium-headless-shell` (Debian; some 60 MB) or `playwright install --with-deps --only-shell chromium`, or name"
     " one in the environment variable CHROMIUM"
 )
 PACKAGE = "chromium-headless-shell"
-"""Debian's."""
+"""Debian's package."""
 QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
 """Options without which Chromium looks for updates."""
 
@@ -38,13 +38,13 @@ _UNSEEN_IMAGES = (
 
 @dataclass
 class OpenPage:
-    """A page in the browser, and what has happened to it."""
+    """A page in the browser, and the events recorded on it."""
 
     page: Page
     complaints: list[str] = field(default_factory=list)
     """Errors and warnings of the console, uncaught exceptions, failed requests."""
     requests: list[str] = field(default_factory=list)
-    """Addresses that the page asked for, its own first."""
+    """Addresses that the page requested, its own first."""
 
     def unseen_images(self) -> list[str]:
         """Return the descriptions of the images that the browser could not draw."""
@@ -52,7 +52,7 @@ class OpenPage:
 
 
 def check_chromium(bundled: str) -> str:
-    """Path of a Chromium, of playwright's own (`bundled`) where there is no other; fails the test where there is none."""
+    """Return the path of a Chromium, by default playwright's own (`bundled`); fails the test if there is none."""
     path = find_chromium() or bundled
     if path == bundled and not Path(bundled).exists():
         pytest.fail(MISSING)
@@ -60,13 +60,13 @@ def check_chromium(bundled: str) -> str:
 
 
 def find_chromium() -> str | None:
-    """Path of a Chromium: the one that CHROMIUM names, else one on PATH; None where there is none."""
+    """Return the path of the Chromium that CHROMIUM names, or else of one on PATH; None if there is none."""
     named = os.environ.get("CHROMIUM")
     return named or next((path for name in NAMES if (path := shutil.which(name)) is not None), None)
 
 
 def provide_chromium(bundled: str) -> None:
-    """Install Debian's package where there is no Chromium; without root, end with one line that says what to do."""
+    """Install Debian's package if there is no Chromium; without root, exit with one line that says what to do."""
     if (
         find_chromium() is None
         and not Path(bundled).exists()
@@ -83,7 +83,7 @@ def provide_chromium(bundled: str) -> None:
 
 @contextmanager
 def running_browser() -> Iterator[Browser]:
-    """A headless Chromium; fails the test where there is none."""
+    """Yield a headless Chromium; fails the test if there is none."""
     with sync_playwright() as playwright:
         path = check_chromium(playwright.chromium.executable_path)
         browser = playwright.chromium.launch(executable_path=path, args=list(QUIET))

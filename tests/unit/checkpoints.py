@@ -17,12 +17,12 @@ from hybridengine.checkpoints.making import (
 
 
 def write(run: Path, step: int) -> Checkpoint:
-    """A checkpoint with one file of a role."""
+    """Write a checkpoint with one file of a role."""
     return complete_checkpoint(written(run, step))
 
 
 def written(run: Path, step: int) -> Path:
-    """Its folder, as long as it has no name."""
+    """Write a checkpoint that has no name yet, and return its folder."""
     partial = begin_checkpoint(run, RunState(step=step, roles=("actor",), state={"multiplier": 0.1}))
     (partial / "actor" / "weights").write_bytes(bytes(range(256)) * step)
     end_role(partial / "actor", settled_digests(partial / "actor", ["weights"]))

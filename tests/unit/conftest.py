@@ -1,4 +1,4 @@
-"""What several tests start from: valid configurations, a checkpoint, a run on it, the command that plans a switch."""
+"""Fixtures that several tests share: valid configurations, a checkpoint, a run on it, the command that plans a switch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def built(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def from_checkpoint(tmp_path: Path) -> Path:
-    """1 rank, the small checkpoint of the checkpoint tests, an (unread) training file."""
+    """1 rank, the small checkpoint of the checkpoint tests, a training file that is not read."""
     write_checkpoint(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text("")
     path = tmp_path / "run.yaml"
@@ -52,7 +52,7 @@ def from_checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
-    """Runs the command; (exit code, stdout, stderr)."""
+    """Return a function that runs the command and returns (exit code, stdout, stderr)."""
 
     def run(*arguments: str, model: str = "llama3-8b", cluster: str = H100) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -65,7 +65,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray may run in this process, by a test of tests/full: this test does as if it did not."""
+    """Pretend that Ray does not run in this process; a test of tests/full may have started it."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
 

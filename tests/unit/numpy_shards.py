@@ -1,4 +1,4 @@
-"""Shards of a model in plain numpy, written without layouts, pieces or grids: what the tests compare layouts with.
+"""Shards of a model in plain numpy, written without layouts, pieces or grids: the reference for tests of layouts.
 
 Every element of a logical tensor is a number of its own, from 1; 0 is padding. Two arrays are equal only if they hold
 the same elements of the same tensors in the same order.
@@ -35,9 +35,9 @@ def small_shape(
     heads_per_group: int = 2,
     num_labels: int = 0,
 ) -> ModelShape:
-    """A small model: two query heads of 2 per KV head, 3 MLP rows for two query heads, hidden size 6.
+    """Return a small model: two query heads of 2 per KV head, 3 MLP rows for two query heads, hidden size 6.
 
-    Qwen2 knows no head_dim of its own, so that its hidden size is that of all query heads.
+    Qwen2 has no head_dim of its own, so its hidden size is that of all query heads.
     """
     return ModelShape(
         family=family,
@@ -55,7 +55,7 @@ def small_shape(
 
 
 def numbered(shape: ModelShape) -> Arrays:
-    """All logical tensors, their elements numbered from 1 without a gap."""
+    """Return all logical tensors, with their elements numbered from 1 without gaps."""
     tensors, first = {}, 1
     for name, size in shape.tensors.items():
         count = int(np.prod(size))
@@ -65,7 +65,7 @@ def numbered(shape: ModelShape) -> Arrays:
 
 
 def cut_shard(shard: Shard, tensors: Arrays) -> Arrays:
-    """Local parameters as the pieces of a shard describe them.
+    """Return local parameters as the pieces of a shard describe them.
 
     Raises:
         AssertionError: two pieces claim one element, or a piece leaves its parameter or its tensor.
@@ -88,7 +88,7 @@ def cut_shard(shard: Shard, tensors: Arrays) -> Arrays:
 
 
 def pad_rows(matrix: np.ndarray, *divisors: int) -> np.ndarray:
-    """`matrix` with zero rows below, up to the first row count that all `divisors` divide."""
+    """Return `matrix` with zero rows appended, up to the first row count that all `divisors` divide."""
     rows = len(matrix)
     while any(rows % divisor for divisor in divisors):
         rows += 1
@@ -96,12 +96,12 @@ def pad_rows(matrix: np.ndarray, *divisors: int) -> np.ndarray:
 
 
 def stages_of(num_layers: int, pp_size: int) -> list[list[int]]:
-    """Layers of each training stage; numpy gives the first parts the longer shares."""
+    """Return the layers of each training stage; numpy gives the first parts the longer shares."""
     return [part.tolist() for part in np.array_split(np.arange(num_layers), pp_size)]
 
 
 def attention_rows(shape: ModelShape, tensors: Arrays, prefix: str, kind: str = "weight") -> list[np.ndarray]:
-    """[q, k, v] of a layer, which Phi-3 has in one tensor."""
+    """Return [q, k, v] of a layer, which Phi-3 stores in one tensor."""
     if shape.family == "phi3":
         return np.split(
             tensors[f"{prefix}self_attn.qkv_proj.{kind}"], [shape.q_size, shape.q_size + shape.kv_size]
@@ -110,14 +110,14 @@ def attention_rows(shape: ModelShape, tensors: Arrays, prefix: str, kind: str = 
 
 
 def mlp_rows(shape: ModelShape, tensors: Arrays, prefix: str) -> list[np.ndarray]:
-    """[gate, up] of a layer, which Phi-3 has in one tensor."""
+    """Return [gate, up] of a layer, which Phi-3 stores in one tensor."""
     if shape.family == "phi3":
         return np.split(tensors[f"{prefix}mlp.gate_up_proj.weight"], 2)
     return [tensors[f"{prefix}mlp.{x}_proj.weight"] for x in ("gate", "up")]
 
 
 def megatron_qkv(shape: ModelShape, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Megatron's whole fused QKV: (groups, heads of a group and k and v, head_dim, ...) flattened to rows."""
+    """Return Megatron's whole fused QKV: (groups, heads of a group and k and v, head_dim, ...) flattened to rows."""
     groups = shape.num_kv_heads
     split = [part.reshape(groups, -1, shape.head_dim, *part.shape[1:]) for part in (q, k, v)]
     return np.concatenate(split, axis=1).reshape(-1, *q.shape[1:])
@@ -126,7 +126,7 @@ def megatron_qkv(shape: ModelShape, q: np.ndarray, k: np.ndarray, v: np.ndarray)
 def megatron_reference(
     shape: ModelShape, tensors: Arrays, pp: int, p: int, tp: int, t: int, names: str = "local"
 ) -> Arrays:
-    """Parameters of Megatron's rank at (pp, tp) under (p, t)."""
+    """Return the parameters of Megatron's rank at (pp, tp) under (p, t)."""
 
     def part(whole: np.ndarray, axis: int) -> np.ndarray:
         return np.split(whole, t, axis)[tp]
@@ -165,7 +165,7 @@ def megatron_reference(
 def vllm_reference(
     shape: ModelShape, tensors: Arrays, gen_pp: int, p: int, p_g: int, gen_tp: int, t_g: int
 ) -> Arrays:
-    """Parameters of the engine rank at (gen_pp, gen_tp), whose stages join p/p_g training stages where p_g | p."""
+    """Return the parameters of the engine rank at (gen_pp, gen_tp), which joins p/p_g training stages if p_g | p."""
 
     def kv_part(whole: np.ndarray) -> np.ndarray:
         heads = whole.reshape(shape.num_kv_heads, -1, *whole.shape[1:])
@@ -207,7 +207,7 @@ def vllm_reference(
 
 
 def assert_same(found: Arrays, expected: Arrays, where: str) -> None:
-    """Same names, shapes and elements."""
+    """Assert that names, shapes and elements are equal."""
     assert sorted(found) == sorted(expected), where
     for name, values in expected.items():
         assert found[name].shape == values.shape, f"{where} {name}"
@@ -217,7 +217,7 @@ def assert_same(found: Arrays, expected: Arrays, where: str) -> None:
 def holders(
     locals_of: dict[int, Arrays], num_elements: int, keep: Callable[[str], bool] = bool
 ) -> np.ndarray:
-    """How often each element, by its number minus 1, is held in all parameters whose name `keep` accepts."""
+    """Return how often each element, by its number minus 1, is held in all parameters whose name `keep` accepts."""
     count = np.zeros(num_elements + 1, dtype=np.int64)
     for local in locals_of.values():
         for name, values in local.items():

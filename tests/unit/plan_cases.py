@@ -1,4 +1,4 @@
-"""Cases of plans, what their ranks must hold, and an executor on numpy arrays that forgives nothing."""
+"""Cases of plans, the expected contents of their ranks, and a strict executor on numpy arrays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAMILIES = tuple(families.FAMILIES)
 
 @dataclass(frozen=True)
 class Case:
-    """A model under a training and a generation layout, and what its ranks must hold in both."""
+    """A model under a training and a generation layout, and the expected contents of its ranks in both."""
 
     shape: ModelShape
     train: str
@@ -57,7 +57,7 @@ class Case:
         two_step: bool = True,
         direct_elements: int = DIRECT_ELEMENTS,
     ) -> list[Plan]:
-        """One plan for every domain."""
+        """Return one plan for every domain."""
         source, destination = megatron_layout(self.shape, self.grid), vllm_layout(self.shape, self.generation)
         return [
             compile_plan(source, destination, domain, bucket_elements, nodes, two_step, direct_elements)
@@ -65,7 +65,7 @@ class Case:
         ]
 
     def training(self, rank: int) -> Arrays:
-        """Reference: the parameters of `rank` while training."""
+        """Return the reference parameters of `rank` in training."""
         place, sizes = self.grid.coordinate(rank), self.grid.sizes
         tensors = numbered(self.shape)
         return megatron_reference(
@@ -73,7 +73,7 @@ class Case:
         )
 
     def generating(self, rank: int) -> Arrays:
-        """Reference: the parameters of `rank` while generating."""
+        """Return the reference parameters of `rank` in generation."""
         p, gen, place = self.grid.sizes.pp_size, self.generation.sizes, self.generation.coordinate(rank)
         tensors = numbered(self.shape)
         return vllm_reference(self.shape, tensors, place.pp_rank, p, gen.pp_size, place.tp_rank, gen.tp_size)
@@ -86,13 +86,13 @@ class Case:
 
 
 def fitting_shape(family: str, tied: bool, p: int, t: int) -> ModelShape:
-    """A model that t shards: uneven stages, a padded vocabulary that no degree divides and no empty share."""
+    """Return a model that t shards: uneven stages, a padded vocabulary that no degree divides and no empty share."""
     kv_heads = t if t in (3, 5, 6, 7, 8) else 4
     return small_shape(family, tied=tied, vocab=64 * t - 3, layers=p + (p > 1), kv_heads=kv_heads)
 
 
 def general_shape(family: str, tied: bool, train: TrainSizes, gen: GenSizes, turn: int) -> ModelShape:
-    """A model for any pair of sizes; turns decide whether KV heads are replicated and how much of a share is padding."""
+    """Return a model for any pair of sizes; `turn` decides on the replication of KV heads and the padding of shares."""
     t, t_g = train.tp_size, gen.tp_size
     kv_heads, heads_per_group = math.lcm(t, t_g), 2
     if t_g > t and t_g % t == 0 and turn % 2:
@@ -110,7 +110,7 @@ def general_shape(family: str, tied: bool, train: TrainSizes, gen: GenSizes, tur
 
 
 def nested_cases() -> list[Case]:
-    """Every nested pair on up to 8 ranks; families, ties and rank orders take turns."""
+    """Return every nested pair on up to 8 ranks; families, ties and rank orders take turns."""
     cases: list[Case] = []
     counts = range(1, 9)
     for p, t, d in (sizes for sizes in product(counts, repeat=3) if math.prod(sizes) <= 8):
@@ -169,7 +169,7 @@ GENERAL = [
 
 
 def at(place: Place, move: Move) -> tuple[int | slice, ...]:
-    """Index of a move's box in the parameter at one end; of dims that the tensor lacks, one index."""
+    """Return the index of a move's box in the parameter at one end; dims that the tensor lacks get an integer."""
     fixed = len(place.offset) - len(move.shape)
     return (
         *place.offset[:fixed],
@@ -188,12 +188,12 @@ class Execution:
 
     def __init__(self, plan: Plan, held: dict[int, Arrays]) -> None:
         self.plan, self.held = plan, held
-        for local in held.values():  # as ranks hold them: no parameter is a view of another tensor
+        for local in held.values():  # as on ranks: no parameter is a view of another tensor
             local.update({name: np.ascontiguousarray(values) for name, values in local.items()})
         self.made: dict[int, Arrays] = {rank: {} for rank in plan.ranks}
 
     def run(self) -> dict[int, Arrays]:
-        """What the ranks have afterwards; `held` has lost what the plan gives up."""
+        """Carry out the plan and return the contents of the ranks; what the plan gives up is removed from `held`."""
         for bucket in self.plan.buckets:
             for rank, names in bucket.destinations.items():
                 for name in names:
@@ -211,7 +211,7 @@ class Execution:
         return self.made
 
     def _exchange(self, packs: list[Pack]) -> None:
-        """All messages of a step leave before one arrives."""
+        """Exchange the messages of a step; all of them leave before any arrives."""
         messages = [self._gather(pack) for pack in packs]
         for pack, message in zip(packs, messages, strict=True):
             for moves, in_place in zip(pack.moves, pack.received_in_place, strict=True):
@@ -237,12 +237,12 @@ class Execution:
 
 
 def execute(plan: Plan, held: dict[int, Arrays]) -> dict[int, Arrays]:
-    """What the ranks hold after a plan; `held` loses what the plan gives up."""
+    """Return the contents of the ranks after a plan; what the plan gives up is removed from `held`."""
     return Execution(plan, held).run()
 
 
 def staged(bucket: Bucket, rank: int) -> int:
-    """Elements of messages that a rank copies on their way, from the moves: all received and each box sent once."""
+    """Return the elements of messages that a rank copies, by the moves: all received, and each box sent once."""
     direct = {
         (move, end)
         for pack in bucket.packs
@@ -266,5 +266,5 @@ def staged(bucket: Bucket, rank: int) -> int:
 
 
 def elements(local: Arrays) -> np.ndarray:
-    """Numbers of all elements that a rank holds, without padding."""
+    """Return the numbers of all elements that a rank holds, without padding."""
     return np.unique(np.concatenate([values.ravel() for values in local.values()] + [np.array([0])]))[1:]

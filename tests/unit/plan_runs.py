@@ -1,4 +1,4 @@
-"""Arguments of `hybridengine reshard plan`, and what the fixture `plan` is."""
+"""Arguments of `hybridengine reshard plan`, and the type of the fixture `plan`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ H100 = str(ROOT / "configs" / "clusters" / "h100-80gb.yaml")
 A100 = str(ROOT / "configs" / "clusters" / "a100-80gb-16x8.yaml")
 
 Plan = Callable[..., tuple[int, str, str]]
-"""Runs the command with these arguments; (exit code, stdout, stderr)."""
+"""Runs the command with these arguments and returns (exit code, stdout, stderr)."""
 
 GOOD = ("--train", "2-4-2", "--gen", "1-2")

@@ -1,4 +1,4 @@
-"""Folders of runs as training leaves them, made up: `python -m tests.unit.report_runs FOLDER` writes one to look at."""
+"""Invented folders of runs as training writes them: `python -m tests.unit.report_runs FOLDER` writes one to look at."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EDGES = {
 }
 CONFIG = "run: {name: made-up, steps: 60}\nactor: {parallel: 1-2-2, generate: 1-1}\ndata: {task: {}}\n"
 HOSTILE = '<script>document.title = "taken"</script><img src=x onerror="document.title=1"> & $$x^2$$ \n \u202e </td>'
-"""What a model may write, and a page must show as it is."""
+"""Text that a model may write and that a page must show unchanged."""
 
 
 def write_run(
@@ -69,7 +69,7 @@ def write_run(
 
 
 def metric_rows(chance: random.Random, num_steps: int, extra: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """Rows of metrics.jsonl, with an evaluation before training and at every tenth step."""
+    """Yield the rows of metrics.jsonl, with an evaluation before training and at every tenth step."""
     yield {"step": 0, "eval/exact_match": 0.0625, "eval/score_mean": 0.0625}
     for step in range(1, num_steps + 1):
         learnt = 1 - math.exp(-3 * step / num_steps)
@@ -111,7 +111,7 @@ def metric_rows(chance: random.Random, num_steps: int, extra: dict[str, float]) 
 def step_records(
     chance: random.Random, step: int, num_ranks: int, ranks_per_node: int
 ) -> tuple[list[Span], list[Reading]]:
-    """What every rank did in a step, fetching its rows at the beginning of each call, and its memory after each."""
+    """Return every rank's calls in a step, with a fetch of rows at the beginning of each, and its memory after each."""
     spans, readings = [], []
     start_s = 1_760_000_000 + 6.0 * step
     for call, (phase, seconds) in CALLS.items():
@@ -131,7 +131,7 @@ def step_records(
 
 
 def sample_rows(chance: random.Random, step: int, num_steps: int) -> Iterator[dict[str, Any]]:
-    """Rows of a file of samples; the second one is hostile."""
+    """Yield the rows of a file of samples; the second one is hostile."""
     for number in range(16):
         first, second = chance.randint(2, 99), chance.randint(2, 99)
         is_right = chance.random() < 0.1 + 0.85 * step / num_steps

@@ -1,4 +1,4 @@
-"""Reward functions for tests, good and bad; loaded by the processes under test, and light for that."""
+"""Good and bad reward functions for tests; the processes under test load them, so the imports are light."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def call_sizes(responses: Texts, answers: Texts) -> list[int]:
 
 
 def process_numbers(responses: Texts, answers: Texts) -> list[int]:
-    """This process for the first row, the guard for all others."""
+    """Return the id of this process for the first row, and of the guard for all others."""
     return [os.getpid() if row == 0 else os.getppid() for row in range(len(responses))]
 
 
 def meets_others(responses: Texts, answers: Texts) -> list[int]:
-    """Number of the process, once three of them are in the folder that the answer names."""
+    """Return the id of the process once three of them are in the folder that the answer names."""
     Path(answers[0], str(os.getpid())).touch()
     deadline = time.monotonic() + 60
     while len(os.listdir(answers[0])) < 3 and time.monotonic() < deadline:
@@ -63,7 +63,7 @@ def with_columns(
 
 
 def surroundings(responses: Texts, answers: Texts) -> list[float]:
-    """Writes what the process is like into the file that the first answer names."""
+    """Write a description of the process's environment into the file that the first answer names."""
     seen = {
         "modules": sorted(name for name in sys.modules if "." not in name),
         "folder": os.getcwd(),
@@ -83,12 +83,12 @@ def surroundings(responses: Texts, answers: Texts) -> list[float]:
 def _is_inheritable(descriptor: int) -> bool:
     try:
         return os.get_inheritable(descriptor)
-    except OSError:  # that of the listing
+    except OSError:  # the descriptor of the listing itself
         return False
 
 
 def does_what_responses_say(responses: Texts, answers: Texts) -> object:
-    """Fails in the way that the first response names, which no variable holds."""
+    """Fail in the way that the first response names; no variable holds the name."""
     if responses[0] in RESULTS:
         return RESULTS[responses[0]]
     match responses[0]:
@@ -166,7 +166,7 @@ def closes_everything(responses: Texts, answers: Texts) -> list[float]:
 
 
 def hangs(responses: Texts, answers: Texts) -> list[float]:
-    """Where a response says so."""
+    """Hang if a response says so."""
     for response in responses:
         if response == "hang":
             time.sleep(100)
@@ -175,26 +175,26 @@ def hangs(responses: Texts, answers: Texts) -> list[float]:
 
 def hangs_in_c(responses: Texts, answers: Texts) -> list[float]:
     if responses[0] == "sleep":
-        ctypes.PyDLL(None).sleep(100)  # without letting go of the interpreter's lock
+        ctypes.PyDLL(None).sleep(100)  # without releasing the interpreter's lock
     re.match(r"(a+)+$", "a" * 64 + "b")
     return []
 
 
 def crashes_after(responses: Texts, answers: Texts) -> list[float]:
-    """Ends its process after so many seconds."""
+    """End this process after the given number of seconds."""
     time.sleep(float(responses[0]))
     os.kill(os.getpid(), signal.SIGSEGV)
     return []
 
 
 def blocks_afterwards(responses: Texts, answers: Texts) -> list[float]:
-    """Returns, and a moment later no Python code runs in this process any more."""
+    """Return, and a moment later stop all Python code in this process."""
     threading.Timer(0.1, ctypes.PyDLL(None).sleep, [100]).start()
     return [0.0] * len(responses)
 
 
 def starts_children(responses: Texts, answers: Texts) -> list[float]:
-    """Starts two, writes their numbers into the file that the answer names; then waits, ends, or goes on."""
+    """Start two children, write their ids into the file that the answer names; then wait, end, or return."""
     forked = os.fork()
     if forked == 0:
         time.sleep(100)
@@ -209,7 +209,7 @@ def starts_children(responses: Texts, answers: Texts) -> list[float]:
 
 
 def answers_by_itself(responses: Texts, answers: Texts) -> list[float]:
-    """Writes a response on every open socket, and ends; returns where it is "fine"."""
+    """Write a response on every open socket and end the process; return if it is "fine"."""
     if responses[0] == "fine":
         return [0.0] * len(responses)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -238,7 +238,7 @@ def allocates(responses: Texts, answers: Texts) -> list[float]:
 
 
 def fails_at_first(responses: Texts, answers: Texts) -> list[float]:
-    """Every odd call."""
+    """Fail at every odd call."""
     global calls
     calls += 1
     if calls % 2:
@@ -247,7 +247,7 @@ def fails_at_first(responses: Texts, answers: Texts) -> list[float]:
 
 
 def fails_for_some(responses: Texts, answers: Texts) -> list[float]:
-    """Where a response is not a number."""
+    """Fail if a response is not a number."""
     return [_parsed(response) for response in responses]
 
 

@@ -1,4 +1,4 @@
-"""A run on a small checkpoint that tests of the command line change until it is refused."""
+"""A run on a small checkpoint, which tests of the command line change until it is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Reached(BaseException):
 
 
 class Bench:
-    """A run that is in order until a test changes it, and the commands that start it."""
+    """A run that is valid until a test changes it, and the commands that start it."""
 
     def __init__(self, folder: Path, checkpoint: Path, capture: pytest.CaptureFixture[str]) -> None:
         self.folder, self._capture = folder, capture
@@ -42,14 +42,14 @@ class Bench:
         )
 
     def train(self, *overrides: str) -> tuple[int, str]:
-        """(exit code, what came on stderr)."""
+        """Run `hybridengine train` and return (exit code, stderr)."""
         self.config.write_text(yaml.safe_dump(self.sections))
         self._capture.readouterr()
         code = main(["train", str(self.config), *overrides])
         return code, self._capture.readouterr().err
 
     def refusal(self, *overrides: str) -> str:
-        """The one message with which the run is refused: exit code 2, and nothing written."""
+        """Return the single message with which the run is refused; asserts exit code 2 and that nothing is written."""
         before = sorted(self.folder.rglob("*"))
         code, message = self.train(*overrides)
         assert code == 2, message
@@ -63,7 +63,7 @@ class Bench:
 
 
 def copy_checkpoint(bench: Bench, checkpoint: Path) -> Path:
-    """A copy that the run uses."""
+    """Return a copy that the run uses."""
     copy = bench.folder / "model"
     copy.mkdir()
     for file in checkpoint.iterdir():

@@ -1,6 +1,6 @@
-"""Engines that keep the MLPs of all layers in two 3-d parameters, as vLLM keeps experts, cut in numpy as well.
+"""Engines that keep the MLPs of all layers in two 3-d parameters, as vLLM keeps experts; also cut in numpy.
 
-w13 [L, 2I, H]: of each layer its gate rows, then its up rows. w2 [L, H, I]: of each layer its down projection.
+w13 [L, 2I, H]: the gate rows, then the up rows of each layer. w2 [L, H, I]: the down projection of each layer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hybridengine.reshard.layout import Layout, Shard, row_stack, sharded, stack
 from tests.unit.numpy_shards import Arrays
 
 KINDS = ("rows", "layers")
-"""Two ranks share the rows of every layer; or each has half of the layers, whole, as with expert parallelism."""
+"""Two ranks share the rows of every layer, or each has half of the layers, as in expert parallelism."""
 
 
 def held_layers(shape: ModelShape, kind: str, rank: int) -> range:
@@ -21,7 +21,7 @@ def held_layers(shape: ModelShape, kind: str, rank: int) -> range:
 
 
 def stacked_layout(shape: ModelShape, kind: str, num_ranks: int) -> Layout:
-    """Ranks with even numbers hold one half, the others the other; what is no MLP all of them hold whole."""
+    """Return a layout in which even ranks hold half of the MLPs, odd ranks the other half, all ranks everything else."""
     count = 1 if kind == "layers" else 2
     shards = {}
     for half in (0, 1):
@@ -45,7 +45,7 @@ def stacked_layout(shape: ModelShape, kind: str, num_ranks: int) -> Layout:
 
 
 def stacked_reference(shape: ModelShape, tensors: Arrays, kind: str, rank: int) -> Arrays:
-    """What a rank holds, without layouts."""
+    """Return the parameters of a rank, without layouts."""
 
     def part(layer: int, name: str, axis: int) -> np.ndarray:
         matrix = tensors[f"model.layers.{layer}.mlp.{name}_proj.weight"]

@@ -1,4 +1,4 @@
-"""Algorithms and their functions by name: this project's, and one's own that are not what they should be."""
+"""Algorithms and their functions by name: those of this project, and user-defined ones that are wrong."""
 
 from __future__ import annotations
 
@@ -120,14 +120,14 @@ def test_an_algorithm_of_ones_own_keeps_its_options(tmp_path: Path) -> None:
 
 
 class Broken(Ppo):
-    """PPO whose rules fail."""
+    """PPO whose rules raise."""
 
     def conflicts(self, config: Any) -> Iterator[Conflict]:
         raise KeyError(config.run.name)
 
 
 class Texts(Ppo):
-    """PPO whose rules are texts."""
+    """PPO whose rules are strings."""
 
     def conflicts(self, config: Any) -> Iterator[Any]:
         yield f"{config.run.name} is bad"

@@ -1,4 +1,4 @@
-"""Ranks that share a batch, as threads: what other tests compare with the whole batch in one process."""
+"""Ranks that share a batch, as threads: other tests compare them with the whole batch in one process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Rank(Across):
 
 
 def on_ranks(parts: Sequence[Part], function: Callable[[Part, Across], Result]) -> list[Result]:
-    """`function(part, across)` of every part, one thread each, with an `Across` that puts all parts together."""
+    """Return `function(part, across)` of every part, one thread each, with an `Across` that joins all parts."""
     barrier = Barrier(len(parts), timeout=20)
     slots = [torch.empty(0)] * len(parts)
 
@@ -57,7 +57,7 @@ def on_ranks(parts: Sequence[Part], function: Callable[[Part, Across], Result]) 
 
 
 def cut(owners: Sequence[int]) -> list[list[int]]:
-    """Row numbers of each rank, given the rank of each row; ranks without rows stay."""
+    """Return the row numbers of each rank, given the rank of each row; ranks without rows are included."""
     return [
         [row for row, owner in enumerate(owners) if owner == rank]
         for rank in range(max(owners, default=0) + 1)
@@ -65,7 +65,7 @@ def cut(owners: Sequence[int]) -> list[list[int]]:
 
 
 def joined(rows: Sequence[Sequence[int]], parts: Sequence[Tensor]) -> Tensor:
-    """Results of all ranks in the order of the rows."""
+    """Return the results of all ranks in the order of the rows."""
     order = torch.tensor([row for part in rows for row in part], dtype=torch.long)
     return torch.cat(list(parts))[order.argsort()]
 

@@ -1,4 +1,4 @@
-"""Token rewards and GAE against loops over Python floats."""
+"""Token rewards and GAE, compared with loops over Python floats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH = 6
 
 
 def _seeded(seed: int, mask_BR: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Random [B, R] with NaN at masked entries: whatever reads one of them shows it."""
+    """Return random [B, R] with NaN at masked entries, so that reading one of them shows in the result."""
     values_BR = torch.randn(mask_BR.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return values_BR.masked_fill(~mask_BR, math.nan).to(dtype)
 
@@ -23,7 +23,7 @@ def _seeded(seed: int, mask_BR: torch.Tensor, dtype: torch.dtype = torch.float64
 def _discounted_sum_of_deltas(
     rewards: list[float], values: list[float], gamma: float, lam: float
 ) -> list[float]:
-    """Equation 16 as it is written: A_j = sum over l of (gamma·lam)^l·delta_{j+l}, with no recursion."""
+    """Return equation 16 as written, without recursion: A_j = sum over l of (gamma·lam)^l·delta_{j+l}."""
     after = [*values[1:], 0.0][: len(values)]
     deltas = [r + gamma * v_next - v for r, v_next, v in zip(rewards, after, values, strict=True)]
     return [
@@ -67,7 +67,7 @@ def test_gae_against_the_sum_of_deltas(gamma: float, lam: float) -> None:
 
 
 def test_gae_with_lambda_one_returns_the_reward_to_go() -> None:
-    """gamma = lambda = 1: the return is the plain sum of what is still to come, whatever the values are."""
+    """gamma = lambda = 1: the return is the plain sum of the remaining rewards, whatever the values are."""
     mask_BR = response_mask(torch.tensor([3, 1]), 3)
     rewards_BR = torch.tensor([[1.0, 2.0, 4.0], [8.0, 0.0, 0.0]])
     values_BR = torch.tensor([[0.5, -3.0, 2.0], [1.0, 0.0, 0.0]])
@@ -77,7 +77,7 @@ def test_gae_with_lambda_one_returns_the_reward_to_go() -> None:
 
 
 def test_gae_steps_over_holes() -> None:
-    """A masked token between valid ones takes part in nothing: as if it were cut out of the row."""
+    """A masked token between valid ones has no effect, as if it were cut out of the row."""
     mask_BR = torch.tensor([[True, False, True, True, False, True]])
     rewards_BR, values_BR = _seeded(4, mask_BR), _seeded(5, mask_BR)
     advantages_BR, returns_BR = gae(rewards_BR, values_BR, mask_BR, 0.9, 0.7)

@@ -1,4 +1,4 @@
-"""Means over tokens and sequences: against loops, and the same however rows are cut into micro-batches and ranks."""
+"""Means over tokens and sequences, compared with loops, for any division of rows into micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _columns(rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _mean(rows: list[list[float]], aggregation: Aggregation) -> float:
-    """The mean as the papers write it; an empty response is no sequence."""
+    """Return the mean as the papers write it; an empty response is not a sequence."""
     rows = [row for row in rows if row]
     if not rows:
         return 0.0
@@ -72,7 +72,7 @@ def test_three_means_by_hand() -> None:
 
 
 def test_padding_rows_change_nothing() -> None:
-    """Rows that only fill a batch up, or whose reward failed, have no valid token."""
+    """Rows that only pad a batch, or whose reward failed, have no valid token."""
     for aggregation in AGGREGATIONS:
         means = []
         for rows in (ROWS, [*ROWS, [], []]):
@@ -101,7 +101,7 @@ def test_the_same_loss_twice_cannot_be_added() -> None:
 
 
 def _batch(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs, old and reference ones, advantages, weights [5, B, R] with NaN at masked entries, and the mask."""
+    """Return log-probs, old and reference ones, advantages, weights [5, B, R], NaN at masked entries, and the mask."""
     mask_BR = response_mask(torch.tensor(lengths, dtype=torch.int64), WIDTH)
     generator = torch.Generator().manual_seed(sum(lengths) + 17 * len(lengths))
     columns = torch.randn(5, len(lengths), WIDTH, dtype=torch.float64, generator=generator) * 0.5
@@ -133,7 +133,7 @@ def _total(columns: torch.Tensor, mask_BR: torch.Tensor, aggregation: Aggregatio
 def test_gradient_and_metrics_do_not_depend_on_how_rows_are_cut(
     aggregation: Aggregation, rows: list[tuple[int, int, int]]
 ) -> None:
-    """Rows (length, rank, micro-batch); the trainer adds the gradients of all of them."""
+    """Rows are (length, rank, micro-batch); the trainer adds the gradients of all of them."""
     columns, mask_BR = _batch([length for length, _, _ in rows])
     columns.requires_grad_()
     whole = _total(columns, mask_BR, aggregation)

@@ -1,4 +1,4 @@
-"""Rollout corrections: weights, dropped rows and metrics against loops over Python floats."""
+"""Rollout corrections: weights, dropped rows and metrics, compared with loops over Python floats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridengine.config.algorithm import CorrectionName
 from tests.unit.test_algorithms_across import cut, on_ranks
 
 Rows = list[list[tuple[float, float]]]
-"""Log-probs of each valid token: under the training policy, under the rollout's."""
+"""Log-probs of each valid token under the training policy and under the rollout policy."""
 
 WIDTH = 4
 ROWS: Rows = [
@@ -43,7 +43,7 @@ def _columns(
 def _expected_row(
     name: CorrectionName, row: list[tuple[float, float]]
 ) -> tuple[list[float], bool, list[float], list[float]]:
-    """Weights of the tokens, whether the row is kept, and ratio and weight of each unit; products, no logarithms."""
+    """Return token weights, True if the row is kept, and ratio and weight of each unit; products, no logarithms."""
     ratios = [math.exp(new) / math.exp(old) for new, old in row]
     if not row:
         return [], True, [], []

@@ -1,4 +1,4 @@
-"""The DPO loss: values and statistics against loops over Python floats, gradients against autograd."""
+"""The DPO loss: values and statistics compared with loops over Python floats, gradients with autograd."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridengine.algorithms.losses.dpo import dpo_loss, sequence_log_probs
 from hybridengine.algorithms.masking import response_mask
 
 Pair = tuple[float, float, float, float]
-"""Log-probs of chosen and rejected under the policy, then under the reference."""
+"""Log-probs of chosen and rejected responses under the policy, then under the reference."""
 
 PAIRS: list[Pair] = [
     (-3.0, -4.0, -3.5, -3.75),
@@ -26,7 +26,7 @@ KEEP = [True, True, False, True]
 
 
 def _columns(pairs: list[Pair], keep: list[bool] | None = None) -> list[torch.Tensor]:
-    """Four columns that ask for a gradient; entries of pairs that do not count are NaN."""
+    """Return four columns that require gradients; entries of pairs that do not count are NaN."""
     columns = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 4).T.clone()
     if keep is not None:
         columns[:, [not kept for kept in keep]] = math.nan
@@ -61,7 +61,7 @@ def test_value_and_statistics(beta: float, smoothing: float, keep: list[bool] | 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_gradient_against_autograd_of_the_plain_formula(smoothing: float) -> None:
-    """log sigmoid written out, pair by pair; pairs that do not count get a gradient of exactly 0."""
+    """log sigmoid is written out, pair by pair; pairs that do not count get a gradient of exactly 0."""
     columns = _columns(PAIRS, KEEP)
     dpo_loss(*columns, 0.5, smoothing, torch.tensor(KEEP)).loss_sum.backward()  # type: ignore[misc]
     assert columns[2].grad is None
@@ -103,7 +103,7 @@ def test_all_pairs_dropped_or_none_at_all() -> None:
 
 
 def test_statistics_survive_an_in_place_division_of_the_loss() -> None:
-    """Megatron's schedule divides the loss that it is given in place."""
+    """Megatron's schedule divides the given loss in place."""
     loss = dpo_loss(*_columns(PAIRS), 0.1)  # type: ignore[misc]
     before = loss.stats.metrics(0)
     loss.loss_sum.div_(1000)

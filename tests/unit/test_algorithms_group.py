@@ -1,4 +1,4 @@
-"""GRPO, Dr.GRPO and RLOO against loops over Python floats; groups of one, ties, dropped rows, rows on many ranks."""
+"""GRPO, Dr.GRPO and RLOO compared with loops over Python floats; single members, ties, dropped rows, many ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.test_algorithms_across import cut, joined, on_ranks
 dr_grpo = partial(grpo, normalize_std=False)
 ESTIMATORS = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
 Row = tuple[float, int, bool]
-"""Score, group, kept."""
+"""(score, group, True if kept)."""
 
 ROWS: list[Row] = [
     (1.0, 3, True),
@@ -32,7 +32,7 @@ ROWS: list[Row] = [
     (0.5, 3, True),
     (math.nan, 6, False),
 ]
-"""Group 5 is a group of one, group 6 has no kept row, groups 1, 2 and 4 do not exist."""
+"""Group 5 has one member, group 6 has no kept row, groups 1, 2 and 4 do not exist."""
 
 
 def _expected(rows: list[Row], name: str) -> list[float]:
@@ -83,7 +83,7 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("score", [0.1, -1e6 / 3, 0.0])
 def test_equal_scores_give_exactly_zero(name: str, dtype: torch.dtype, score: float) -> None:
-    """The mean of seven times 0.1 is not 0.1 in floating point; divided by 1e-6 that would show."""
+    """The mean of seven times 0.1 is not 0.1 in floating point; a division by 1e-6 would show the difference."""
     rows: list[Row] = [(score, group, True) for group in [0] * 7 + [1] * 3]
     assert ESTIMATORS[name](*_columns(rows, dtype)).tolist() == [0.0] * 10
 
@@ -116,7 +116,7 @@ rows_with_owners = st.lists(
 @given(drawn=rows_with_owners)
 @settings(deadline=None, max_examples=40)
 def test_rows_anywhere_give_what_the_loops_give(name: str, drawn: list[tuple[float, int, bool, int]]) -> None:
-    """Rows of one group on several ranks, ranks without rows, any order."""
+    """Rows of one group are on several ranks, in any order, and some ranks have no rows."""
     rows: list[Row] = [(score if keep else math.nan, group, keep) for score, group, keep, _ in drawn]
     scores_B, groups_B, keep_B = _columns(rows)
     places = cut([owner for *_, owner in drawn])

@@ -23,7 +23,7 @@ def test_formulas(difference: float) -> None:
 
 
 def test_expectations_over_a_distribution() -> None:
-    """k1 and k3 are unbiased: their exact expectations under pi are KL(pi || pi_ref); k2's is another number."""
+    """k1 and k3 are unbiased: their exact expectations under pi are KL(pi || pi_ref); that of k2 differs."""
     pi, ref = [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]
     exact = sum(p * math.log(p / q) for p, q in zip(pi, ref, strict=True))
     weights, reference = torch.tensor(pi, dtype=torch.float64), torch.tensor(ref, dtype=torch.float64)
@@ -48,7 +48,7 @@ def test_k3_keeps_its_digits_in_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_k3_goes_on_along_its_tangent_beyond_e_to_the_20(dtype: torch.dtype) -> None:
-    """At D = -500 exp(-D) is not a number of either type; value and slope at 20 are known in closed form."""
+    """At D = -500, exp(-D) overflows float32; value and slope at 20 are known in closed form."""
     log_probs = torch.tensor([-500.0, -25.0, -20.0, -19.0, 500.0], dtype=dtype, requires_grad=True)
     values = k3(log_probs, torch.zeros(5, dtype=dtype))
     slope = math.expm1(20.0)
@@ -68,7 +68,7 @@ def test_k3_goes_on_along_its_tangent_beyond_e_to_the_20(dtype: torch.dtype) -> 
 
 
 def test_gradient_of_k2_is_that_of_the_kl() -> None:
-    """Under samples of pi, E[k2] differentiates to grad KL(pi || pi_ref): the sum over tokens of pi·D·grad log pi."""
+    """Over samples of pi, the gradient of E[k2] is grad KL(pi || pi_ref): the sum over tokens of pi·D·grad log pi."""
     logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.1, 0.6, -0.4], dtype=torch.float64).log_softmax(0)
     log_probs = logits.log_softmax(0)

@@ -1,4 +1,4 @@
-"""KL as a loss term: values against loops over Python floats, gradients against autograd and exact expectations."""
+"""KL as a loss term: values compared with loops over Python floats, gradients with autograd and exact expectations."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_no_valid_token_gives_zero_loss_with_zero_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_what_the_expected_gradient_is(name: str) -> None:
-    """The docstring's table: every token of a vocabulary of 4 once, weighed by its probability under pi."""
+    """The docstring's table: every token of a vocabulary of 4 occurs once, weighted by its probability under pi."""
     logits = torch.tensor([0.3, -0.2, 0.9, 0.0], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([0.1, 0.6, -0.4, -1.0], dtype=torch.float64).log_softmax(0)
     policy = logits.log_softmax(0)

@@ -1,4 +1,4 @@
-"""The value loss, the entropy bonus, and what all losses over tokens have in common."""
+"""The value loss, the entropy bonus, and common properties of all losses over tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MASK_BR = response_mask(torch.tensor(LENGTHS), WIDTH)
 
 
 def _column(seed: int, scale: float = 1.0, garbage: float = math.nan) -> torch.Tensor:
-    """Random float64 [B, R]; masked entries hold `garbage`."""
+    """Return random float64 [B, R]; masked entries contain `garbage`."""
     generator = torch.Generator().manual_seed(seed)
     values_BR = torch.randn(MASK_BR.shape, dtype=torch.float64, generator=generator) * scale
     return values_BR.masked_fill(~MASK_BR, garbage)
 
 
 def _valid(*columns: torch.Tensor) -> list[tuple[float, ...]]:
-    """Valid tokens in order, one tuple of Python floats each."""
+    """Return the valid tokens in order, one tuple of Python floats each."""
     places = [(b, j) for b, length in enumerate(LENGTHS) for j in range(length)]
     return [tuple(column[b, j].item() for column in columns) for b, j in places]
 
@@ -122,7 +122,7 @@ def test_no_valid_token_gives_zero_loss_with_zero_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["policy", "value", "entropy", "kl", "per sequence"])
 def test_statistics_survive_an_in_place_division_of_the_loss(name: str) -> None:
-    """Megatron's schedule divides the loss that it is given in place."""
+    """Megatron's schedule divides the given loss in place."""
     loss = _losses([_column(1), _column(2), _column(3)], MASK_BR)[name]
     before = {key: total.item() for key, total in loss.stats.sums.items()}
     loss.loss_sum.div_(1000)

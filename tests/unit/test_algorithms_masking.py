@@ -1,4 +1,4 @@
-"""Masks and statistics over valid tokens, against loops over Python floats."""
+"""Masks and statistics over valid tokens, compared with loops over Python floats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAN = math.nan
 
 
 def _values_and_mask() -> tuple[torch.Tensor, torch.Tensor]:
-    """Seeded values [4, 5] with NaN and inf wherever the mask is False."""
+    """Return seeded values [4, 5] with NaN and inf wherever the mask is False, and the mask."""
     mask_BR = response_mask(LENGTHS, 5)
     values_BR = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3 + 2
     values_BR[~mask_BR] = NAN

@@ -33,7 +33,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Files as the page says, beside a folder `configs`."""
+    """Write the page's files next to a folder `configs`, and import the module."""
     (tmp_path / "my_dataflows").mkdir()
     (tmp_path / "my_dataflows/running_baseline.py").write_text(blocks(EXAMPLE, "python")[1])
     (tmp_path / "running-baseline.yaml").write_text(blocks(EXAMPLE, "yaml")[0])

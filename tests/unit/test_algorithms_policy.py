@@ -1,4 +1,4 @@
-"""The policy loss and its clips: values and statistics against loops over floats, gradients against plain formulas."""
+"""The policy loss and its clips: values and statistics compared with loops over floats, gradients with plain formulas."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ CLIPS: list[Clips] = [
     (0.2, 0.2, 1.5),
     (0.2, 0.28, 1.05),
 ]
-"""Low, high, dual; 1.05 lies inside of the range."""
+"""(low, high, dual); 1.05 lies inside the range."""
 MODES = {
     "token": (Aggregation("token"), [1.0] * len(PLACES), len(PLACES)),
     "sequence": (Aggregation("sequence"), [1 / LENGTHS[b] for b, _ in PLACES], 5),
     "sequence_sum": (Aggregation("sequence_sum", divisor=8.0), [1 / 8.0] * len(PLACES), 5),
 }
-"""What each token's loss weighs in the sum, and what the sum is divided by."""
+"""Weight of each token's loss in the sum, and the divisor of the sum."""
 
 
 def _column(seed: int, scale: float = 1.0) -> Tensor:
-    """Random float64 [B, R]; masked entries are NaN."""
+    """Return random float64 [B, R]; masked entries are NaN."""
     generator = torch.Generator().manual_seed(seed)
     values_BR = torch.randn(MASK_BR.shape, dtype=torch.float64, generator=generator) * scale
     return values_BR.masked_fill(~MASK_BR, math.nan)
 
 
 def _columns() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """New log-probs that need gradient, old ones, advantages, weights; ratios on all sides of every clip."""
+    """Return new log-probs with gradients, old ones, advantages and weights; ratios are on all sides of every clip."""
     old_BR = -_column(1).abs()
     return (old_BR + _column(2, scale=0.9)).requires_grad_(), old_BR, _column(3), _column(4).abs() + 0.1
 
@@ -52,7 +52,7 @@ def _valid(*columns: Tensor) -> list[tuple[float, ...]]:
 
 
 def _plain(new: Tensor, old: float, advantage: float, clips: Clips) -> Tensor:
-    """The formula of the papers for one token, in torch only for its gradient."""
+    """Return the papers' formula for one token, in torch only for its gradient."""
     low, high, dual = clips
     ratio = torch.exp(new - old)
     clipped = torch.clamp(ratio, 1 - low, 1 + high)
@@ -112,7 +112,7 @@ def _check(stats: LossStats, expected_means: dict[str, float]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("clips", CLIPS)
 def test_statistics(clips: Clips, mode: str) -> None:
-    """The loss is a mean as its aggregation says, over its own count; everything else is per token, unweighted."""
+    """The loss is a mean according to its aggregation, over its own count; everything else is per token, unweighted."""
     columns = _columns()
     clip_low, clip_high, dual = clips
     aggregation, shares, count = MODES[mode]
@@ -151,7 +151,7 @@ def test_statistics(clips: Clips, mode: str) -> None:
 
 
 def test_gradient_at_the_old_policy_is_the_plain_policy_gradient() -> None:
-    """At pi = pi_old, PPO's first step is REINFORCE: the gradient of -A·log pi, unmasked formula, autograd."""
+    """At pi = pi_old, PPO's first step is REINFORCE: the gradient of -A·log pi by autograd of the unmasked formula."""
     full_BR = torch.ones(3, 4, dtype=torch.bool)
     generator = torch.Generator().manual_seed(7)
     logits_BRV = torch.randn(3, 4, 6, dtype=torch.float64, generator=generator, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Discounted returns, REINFORCE++ and ReMax against sums over Python floats."""
+"""Discounted returns, REINFORCE++ and ReMax compared with sums over Python floats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 5
 
 
 def _returns(rewards: list[float], gamma: float) -> list[float]:
-    """G_j as it is defined, term by term."""
+    """Return G_j by its definition, term by term."""
     return [
         math.fsum(gamma ** (k - j) * rewards[k] for k in range(j, len(rewards))) for j in range(len(rewards))
     ]
@@ -42,7 +42,7 @@ def _padded(rows: Rows) -> list[list[float]]:
 
 
 def _columns(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards with NaN at masked entries, and the mask."""
+    """Return rewards with NaN at masked entries, and the mask."""
     mask_BR = response_mask(torch.tensor([len(row) for row in rows], dtype=torch.int64), WIDTH)
     rewards_BR = torch.tensor(_padded(rows), dtype=torch.float64).reshape(len(rows), WIDTH)
     return rewards_BR.masked_fill(~mask_BR, math.nan), mask_BR
@@ -76,7 +76,7 @@ def test_reinforce_plus_plus_of_equal_returns_or_of_nothing_is_zero() -> None:
 
 
 def test_a_dropped_row_changes_nothing_for_the_others() -> None:
-    """Its score is NaN; without valid tokens it is in no statistic."""
+    """Its score is NaN; without valid tokens the row is in no statistic."""
     rewards_BR, mask_BR = _columns(ROWS)
     keep_B = torch.tensor([True, True, False, True])
     rewards_BR[2] = math.nan

@@ -1,4 +1,4 @@
-"""Safe-RLHF: combined advantages against Python floats, the multiplier's step against autograd."""
+"""Safe-RLHF: combined advantages compared with Python floats, the multiplier's step with autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit of plans: finds nothing in any plan on up to 8 ranks, and every damage that is done to one."""
+"""The audit of plans: it finds nothing in any plan on up to 8 ranks, and finds every damage that is done to one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_RANKS = 8
 
 
 def grids(p: int, t: int) -> Iterator[GenerationGrid]:
-    """Every generation grid over (p, t, d) of up to MAX_RANKS ranks, in both rank orders and groupings."""
+    """Yield every generation grid over (p, t, d) of up to MAX_RANKS ranks, in both rank orders and groupings."""
     for d in range(1, MAX_RANKS // (p * t) + 1):
         sizes = TrainSizes(p, t, d)
         for p_g, t_g in product(range(1, sizes.num_ranks + 1), repeat=2):
@@ -46,11 +46,11 @@ Content = tuple[tuple[int, ...], ...]
 
 
 def distinct_grids(p: int, t: int) -> Iterator[tuple[GenerationGrid, list[tuple[int, ...]]]]:
-    """Every generation grid that no grid before it repeats, with the places of its ranks in both layouts.
+    """Yield every generation grid that does not repeat an earlier one, with the places of its ranks in both layouts.
 
-    No domain leaves a training replica. Two replicas are the same where p, t, p_g, t_g and the places of their ranks
-    are: their ranks hold the same shards before and after, under other names. More replicas and another rank order bring
-    new ones only where engines straddle replicas.
+    No domain leaves a training replica. Two replicas are the same if p, t, p_g, t_g and the places of their ranks
+    are: their ranks hold the same shards before and after, under other names. More replicas and another rank order add
+    new ones only if engines straddle replicas.
     """
     seen: set[tuple[GenSizes, Content]] = set()
     for generation in grids(p, t):
@@ -67,12 +67,12 @@ def distinct_grids(p: int, t: int) -> Iterator[tuple[GenerationGrid, list[tuple[
 def content(
     generation: GenerationGrid, ranks: tuple[int, ...], places: list[tuple[int, ...]]
 ) -> tuple[GenSizes, Content]:
-    """What `ranks` hold before and after."""
+    """Return the contents of `ranks` before and after."""
     return generation.sizes, tuple(sorted(places[rank] for rank in ranks))
 
 
 def plans(p: int, t: int) -> Iterator[Plan]:
-    """A plan for every distinct domain; ties, paddings, nodes, bucket and message sizes take turns."""
+    """Yield a plan for every distinct domain; ties, paddings, nodes, bucket and message sizes take turns."""
     seen: set[tuple[GenSizes, Content]] = set()
     for turn, (generation, places) in enumerate(distinct_grids(p, t)):
         train, num_ranks = generation.train, generation.train.num_ranks
@@ -99,7 +99,7 @@ PAIRS = [(p, t) for p, t in product(range(1, MAX_RANKS + 1), repeat=2) if p * t 
 
 @pytest.fixture
 def no_garbage_collection() -> Iterator[None]:
-    """Plans are many small objects without cycles: looking for cycles among them is a third of the time of the grid."""
+    """Disable the collector: plans are many objects without cycles, and searching them takes a third of the time."""
     gc.disable()
     yield
     gc.enable()
@@ -108,14 +108,14 @@ def no_garbage_collection() -> Iterator[None]:
 @pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize(("p", "t"), PAIRS)
 def test_every_plan_on_up_to_8_ranks_passes(p: int, t: int) -> None:
-    """All (d, p_g, t_g, rank order, grouping), there and back."""
+    """All (d, p_g, t_g, rank order, grouping) are switched there and back."""
     for plan in plans(p, t):
         assert audit(plan) == [], f"{plan} {plan.source.shape}"
         assert audit_return(plan, inverse_local(plan)) == [], f"{plan} {plan.source.shape}"
 
 
 def test_the_grid_has_plans_of_every_kind() -> None:
-    """What takes turns comes up: both numbers of steps, retained or not, in place or staged, overlapping or not."""
+    """Every variant occurs: both numbers of steps, retained or not, in place or staged, overlapping or not."""
     kinds = set()
     for plan in plans(2, 2):
         packs = [pack for bucket in plan.buckets for pack in bucket.packs]

@@ -1,4 +1,4 @@
-"""Every damage that is done to a plan, and how the audit names it."""
+"""Damages to a plan, and the audit's message for each."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ SHAPE = fitting_shape("qwen2", False, 2, 4)
 (WHOLE,) = Case(SHAPE, "2-4-1", "1-1").plans(3000, NodeMap.uniform(8, 4), direct_elements=30)
 """Two steps over two nodes; messages with one box and several, in place and staged; every rank gives up its shard."""
 (VANILLA,) = Case(fitting_shape("llama", False, 1, 4), "1-4-1", "1-2", grouping=Grouping.VANILLA).plans()
-"""Ranks 1 and 2 retain what they do not generate with."""
+"""Ranks 1 and 2 retain parts that they do not generate with."""
 
 
 def found(plan: Plan, wanted: Callable[[Bucket, Move], bool]) -> tuple[int, Move]:
-    """The first move that is wanted, and the index of its bucket."""
+    """Return the first move that is wanted, and the index of its bucket."""
     return next(
         (i, move) for i, bucket in enumerate(plan.buckets) for move in bucket.moves if wanted(bucket, move)
     )
 
 
 def pack_of(plan: Plan, wanted: Callable[[Pack], bool]) -> tuple[int, Pack]:
-    """The first message that is wanted, and the index of its bucket."""
+    """Return the first message that is wanted, and the index of its bucket."""
     return next((i, pack) for i, bucket in enumerate(plan.buckets) for pack in bucket.packs if wanted(pack))
 
 
@@ -47,7 +47,7 @@ def with_pack(plan: Plan, index: int, pack: Pack, *instead: Pack) -> Plan:
 
 
 def with_move(plan: Plan, index: int, move: Move, *instead: Move) -> Plan:
-    """Moves instead of one, in the bucket's list and in its message alike."""
+    """Return the plan with other moves instead of one, both in the bucket's list and in its message."""
 
     def changed(moves: tuple[Move, ...]) -> tuple[Move, ...]:
         return tuple(one for old in moves for one in (instead if old == move else (old,)))
@@ -73,17 +73,17 @@ def is_passed_on(bucket: Bucket, move: Move) -> bool:
 
 
 def shifted(place: Place) -> Place:
-    """One row further."""
+    """Return the place one row further."""
     return place._replace(offset=(place.offset[0] + 1, *place.offset[1:]))
 
 
 def given_up_with(plan: Plan, rank: int, name: str) -> int:
-    """Index of the bucket after which a rank gives up a parameter."""
+    """Return the index of the bucket after which a rank gives up a parameter."""
     return next(i for i, bucket in enumerate(plan.buckets) if name in bucket.sources.get(rank, ()))
 
 
 def moves_damaged() -> Iterator[tuple[str, Plan]]:
-    """Moves dropped, doubled or bent: what the audit says, and the plan."""
+    """Yield (expected message, plan) for moves that are dropped, doubled or changed."""
     index, move = found(WHOLE, is_local)
     yield f"{move.num_elements} elements of {move.tensor}", with_move(WHOLE, index, move)
     yield "are written again", with_move(WHOLE, index, move, move, move)
@@ -110,7 +110,7 @@ def moves_damaged() -> Iterator[tuple[str, Plan]]:
 
 
 def messages_damaged() -> Iterator[tuple[str, Plan]]:
-    """Messages dropped, doubled, mixed up, or with wrong flags."""
+    """Yield (expected message, plan) for messages that are dropped, doubled, mixed up, or have wrong flags."""
     index, pack = pack_of(WHOLE, lambda pack: len(pack.receivers) > 1 and len(pack.moves[0]) > 1)
     yield "is in no message", with_pack(WHOLE, index, pack)
     yield "is in a message, and no move of the bucket", with_pack(WHOLE, index, pack, pack, pack)
@@ -145,7 +145,7 @@ def messages_damaged() -> Iterator[tuple[str, Plan]]:
 
 
 def tables_damaged() -> Iterator[tuple[str, Plan]]:
-    """What buckets hold, fill and give up."""
+    """Yield (expected message, plan) for wrong tables of what buckets hold, fill and give up."""
     first, second = WHOLE.buckets[:2]
     twice = (*second.tensors, first.tensors[0])
     yield f"{first.tensors[0]} is in bucket 0 and in bucket 1", with_bucket(WHOLE, 1, tensors=twice)
@@ -159,7 +159,7 @@ def tables_damaged() -> Iterator[tuple[str, Plan]]:
         with_bucket(WHOLE, 1, destinations=second.destinations | {99: (name,)}),
     )
     yield "which the domain does not have", with_bucket(WHOLE, 1, sources=second.sources | {0: ("weight",)})
-    # a parameter given up one bucket too early, never, and although it cannot be cut back out
+    # a parameter given up one bucket too early, never, and although it cannot be restored from the destination shard
     rank, name = 0, WHOLE.source.shard(0).parameters[-1].name
     index = given_up_with(WHOLE, rank, name)
     sources = WHOLE.buckets[index].sources
@@ -208,7 +208,7 @@ def test_retained_is_what_the_audit_finds_kept(monkeypatch: pytest.MonkeyPatch) 
 
 
 def returns_damaged() -> Iterator[tuple[str, Plan]]:
-    """Damages of the way back from WHOLE."""
+    """Yield (expected message, plan) for damages of the way back from WHOLE."""
     back = inverse_local(WHOLE)
     index, move = found(back, is_local)
     yield "are not written", with_move(back, index, move)
@@ -247,7 +247,7 @@ NORM = "model.norm.weight"
 def test_layouts_that_contradict_themselves_are_named(
     pieces: list[tuple[tuple[int, int], int]], problem: str
 ) -> None:
-    """The norm has 6 elements, its parameter too; each piece is (interval, index in the parameter)."""
+    """The norm and its parameter have 6 elements; each piece is (interval, index in the parameter)."""
     shape = small_shape(layers=1)
     whole_norm = Layout(shape, {0: ()}, {(): Shard((whole("norm", NORM, (6,)),))}, kind="whole")
     parameter = LocalParameter("norm", (6,), tuple(Piece(NORM, (rows,), (at,)) for rows, at in pieces))

@@ -1,4 +1,4 @@
-"""`hybridengine reshard bench`: what it accepts, and how it refuses before a rank starts."""
+"""`hybridengine reshard bench`: options that it accepts, and refusals before a rank starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hybridengine.errors import ConfigError, TopologyError, WorkerError
 
 
 def replace_measurement(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., object]) -> None:
-    """Put `measure` where ranks would be started; the module itself would load torch and Megatron."""
+    """Replace the function that would start ranks by `measure`; the real module would load torch and Megatron."""
     stand_in = SimpleNamespace(measure_switches=measure)
     monkeypatch.setitem(sys.modules, "hybridengine.bench.reshard.measurement", stand_in)  # type: ignore[arg-type]
 
@@ -33,7 +33,7 @@ def no_ranks(*arguments: object) -> None:
 
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs the command with bad input; what it says."""
+    """Return a function that runs the command with bad input and returns the error message."""
     replace_measurement(monkeypatch, no_ranks)
 
     def run(*arguments: str) -> str:
@@ -135,7 +135,7 @@ def test_an_existing_output_keeps_its_contents_until_there_is_a_result(
 
 
 def test_megatron_core_needs_a_model_that_shards_at_the_generation_sizes() -> None:
-    # 4 KV heads: the engine replicates them at t_g = 8, a Megatron model of the same size cannot.
+    # 4 KV heads: the engine replicates them at t_g = 8, which a Megatron model of the same size cannot do.
     pair = (LayoutPair.parse("1-4-2:1-8"),)
     with pytest.raises(TopologyError, match=r"megatron-core.*leave this method out"):
         BenchSpec(DEFAULT_MODEL, pair)
@@ -167,7 +167,7 @@ def test_gpus_of_a_machine(tmp_path: Path) -> None:
     assert num_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == 0
 
 
-# ---- What it prints and draws ----------------------------------------------------------------------------------------
+# ---- Output and drawings ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

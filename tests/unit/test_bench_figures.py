@@ -1,4 +1,4 @@
-"""What a benchmark makes of its samples: formulas, ratios, medians, maxima over ranks, and the JSON form."""
+"""Figures that a benchmark derives from its samples: formulas, ratios, medians, maxima over ranks, and the JSON form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAIR = LayoutPair.parse("1-4-2:1-2")
         ("2-4-1:1-2", MethodName.MICRO_DP, Fraction(3, 8), Fraction(1, 2), 0),
         ("2-2-2:1-1", MethodName.MICRO_DP, Fraction(3, 4), 1, 0),
         ("2-4-1:2-4", MethodName.MICRO_DP, 0, Fraction(1, 8), 0),
-        # No paper: a full tensor reaches every rank, but for the part that the rank has; two models stay.
+        # Not in the paper: every rank receives the full tensor except for its own part; two models stay.
         ("1-4-2:1-2", MethodName.PER_TENSOR, Fraction(3, 4), Fraction(1, 4) + Fraction(1, 2), Fraction(1, 4)),
         ("1-4-2:1-2", MethodName.MEGATRON_CORE, None, Fraction(1, 4) + Fraction(1, 2), Fraction(1, 4)),
     ],
@@ -83,7 +83,7 @@ def test_results_are_maxima_over_ranks_and_ratios_of_medians(spec: BenchSpec) ->
     assert [full[name] for name in names] == [90, 99, 8]
     assert (ours["seconds_there"], ours["seconds_back"]) == (2.0, 0.2)
     assert full["seconds_there_over_micro_dp"] == 3.0
-    # 40 bytes in 2 s against 100 bytes in 4 s; 90 in 6.
+    # 40 bytes in 2 s, compared with 100 bytes in 4 s; 90 in 6.
     assert ours["raw_all_gather_fraction"] == pytest.approx(20 / 25)
     assert full["raw_all_gather_fraction"] == pytest.approx(15 / 25)
     assert result.figures["verify_always_over_never"] == 1.25

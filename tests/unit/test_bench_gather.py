@@ -1,4 +1,4 @@
-"""The pieces that the compared methods are made of: contributions, cuts, and values that follow from a logical index."""
+"""The building blocks of the compared methods: contributions, cuts, and values that follow from a logical index."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ CPU = torch.device("cpu")
 
 
 def logical(name: str) -> np.ndarray:
-    """A logical tensor whose elements are all different, and differ from those of other tensors."""
+    """Return a logical tensor whose elements are all different, and differ from those of other tensors."""
     shape = SHAPE.tensors[name]
     start = 1 + 10_000 * list(SHAPE.tensors).index(name)
     return np.arange(start, start + int(np.prod(shape))).reshape(shape)
 
 
 def arrays(shard: Shard) -> dict[str, np.ndarray]:
-    """A shard's parameters, cut out of the logical tensors; padding is -1."""
+    """Return a shard's parameters, cut out of the logical tensors; padding is -1."""
     cut = {}
     for parameter in shard.parameters:
         cut[parameter.name] = np.full(parameter.shape, -1)
@@ -65,7 +65,7 @@ def arrays(shard: Shard) -> dict[str, np.ndarray]:
 def test_gathered_contributions_fill_every_destination(
     sizes: tuple[int, int, int], num_buckets: int, split_replicas: bool, grouping: Grouping
 ) -> None:
-    """Replayed with numpy: every contribution is cut out of its owner's arrays and copied where the cuts say."""
+    """Replay with numpy: every contribution is cut out of its owner's arrays and copied to the described places."""
     grid = Grid(TrainSizes(*sizes))
     gen = GenSizes(1, min(2, grid.sizes.tp_size))
     layout = megatron_layout(SHAPE, grid)

@@ -1,4 +1,4 @@
-"""Boxes against masks in numpy."""
+"""Boxes compared with masks in numpy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIDE = 6
 
 @st.composite
 def boxes(draw: st.DrawFn, ndim: int) -> Box:
-    """A box with at least one element inside of a cube of `SIDE`."""
+    """Draw a box with at least one element inside a cube of `SIDE`."""
     box = []
     for _ in range(ndim):
         start = draw(st.integers(0, SIDE - 1))
@@ -89,7 +89,7 @@ def test_boxes_of_no_dimension_and_of_no_element() -> None:
     assert full_box((2, 3)) == ((0, 2), (0, 3))
     assert num_elements(full_box((0, 3))) == 0
     assert full_box(()) == () and num_elements(()) == 1
-    assert intersect(((0, 2),), ((2, 4),)) is None  # half-open: neighbours share nothing
+    assert intersect(((0, 2),), ((2, 4),)) is None  # half-open: neighbours have nothing in common
 
 
 def test_boxes_of_different_dimensions_do_not_mix() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoint files: complete ones pass, and each way of being broken is named, from headers alone."""
+"""Checkpoint files: complete ones pass, and each kind of defect is named, from headers alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def write_safetensors(file: Path, tensors: dict[str, tuple[int, ...]], dtype: str = "F32") -> None:
-    """A file with zeros, written by hand from the format's description."""
+    """Write a file with zeros by hand, following the format's description."""
     header, offset = {}, 0
     for name, shape in tensors.items():
         size = math.prod(shape) * {"F32": 4, "BF16": 2, "I64": 8, "F8_E4M3": 1}[dtype]
@@ -49,7 +49,7 @@ def write_checkpoint(
     dtype: str = "F32",
     change: dict[str, tuple[int, ...] | None] | None = None,
 ) -> Path:
-    """A checkpoint as `config` describes it, but for tensors with another shape (None: left out) in `change`."""
+    """Write a checkpoint that matches `config`, except for the shapes in `change` (None omits the tensor)."""
     tensors = ModelShape.from_hf_config(config).tensors | (change or {})
     stored = {name: shape for name, shape in tensors.items() if shape is not None}
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def test_a_tied_head_may_be_stored_as_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("row", [0, 9])
 def test_a_stored_tied_head_must_be_the_embedding(tmp_path: Path, shards: int, row: int) -> None:
-    """transformers 5 takes the head as it is stored where it is another, whatever config.json says."""
+    """transformers 5 uses a stored head that differs from the embedding, whatever config.json says."""
     torch = importlib.import_module("torch")
     safetensors = importlib.import_module("safetensors.torch")
     reader = importlib.import_module("hybridengine.checkpoints.hf_reader")
@@ -187,7 +187,7 @@ def test_weights_of_another_kind(tmp_path: Path, dtype: str) -> None:
 
 
 def test_the_single_file_counts_where_an_index_is_beside_it_as_in_transformers(tmp_path: Path) -> None:
-    """A stale index names shards with other weights: what is checked is what is loaded."""
+    """A stale index names shards with other weights: the check covers what is loaded."""
     torch = importlib.import_module("torch")
     transformers = importlib.import_module("transformers")
     reader = importlib.import_module("hybridengine.checkpoints.hf_reader")

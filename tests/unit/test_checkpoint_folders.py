@@ -1,4 +1,4 @@
-"""Folders of checkpoints: what is whole, what is left out and why, what is kept, and what must not be loaded."""
+"""Folders of checkpoints: which are complete, ignored (and why), kept, or must not be loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.unit.checkpoints import flip, write
 
 
 def resigned(folder: Path, state: str) -> None:
-    """Another run.json, with its digest in the manifest."""
+    """Write another run.json, with its digest in the manifest."""
     (folder / "run.json").write_text(state)
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["files"]["run.json"] = [len(state), hashlib.sha256(state.encode()).hexdigest()]
@@ -150,7 +150,7 @@ def test_the_companions_are_those_of_the_run(tmp_path: Path) -> None:
 def test_a_file_system_without_locks_is_told_and_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some mounts of Lustre and FUSE; the doctor says the same."""
+    """Some mounts of Lustre and FUSE have no locks; the doctor reports the same."""
 
     def flock(file: object, operation: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -184,7 +184,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
 
 
 def test_other_things_than_checkpoints_are_left_out(tmp_path: Path) -> None:
-    """A file with the name of a step, and a whole checkpoint that was copied to the name of another one."""
+    """A file with the name of a step, and a complete checkpoint that was copied to the name of another one."""
     written = write(tmp_path, 3)
     shutil.copytree(written.folder, written.folder.with_name("step-00000005"))
     written.folder.with_name("step-00000009").touch()
@@ -211,7 +211,7 @@ def test_one_process_at_a_time_carries_out_a_run(tmp_path: Path) -> None:
 
 
 class Harmful:
-    """Would write a file when it is unpickled."""
+    """An object that would write a file when it is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target

@@ -1,4 +1,4 @@
-"""How a checkpoint gets its name and loses it, and that no crash, disk or late rank costs one that is written."""
+"""Naming and removal of checkpoints: no crash, disk or slow rank costs a checkpoint that is written."""
 
 from __future__ import annotations
 
@@ -143,13 +143,13 @@ def test_a_whole_checkpoint_is_not_replaced_by_another_of_its_step(tmp_path: Pat
 
 
 class CrashError(BaseException):
-    """Stands for the end of the process, after which nothing more is done."""
+    """Simulates the end of the process, after which nothing more is done."""
 
 
 def test_a_crash_while_a_checkpoint_gets_its_name_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every moment at which something has just come to the disk."""
+    """The crash occurs at every moment at which something has just been written to the disk."""
     sync, moments = os.fsync, iter(range(100))
     for crash_at in moments:
         run = tmp_path / str(crash_at)

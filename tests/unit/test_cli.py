@@ -1,4 +1,4 @@
-"""The command line: help, exit codes, one clear message for bad input before anything starts or is written."""
+"""The command line: help, exit codes, and one clear message for bad input before anything starts or is written."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_dry_run_shows_the_papers_example(capsys: pytest.CaptureFixture[str]):
     assert "generation tensor [0,2] [1,3] [4,6] [5,7]" in text
     assert "generation micro-DP [0,1] [2,3] [4,5] [6,7]" in text
     share = float(text.partition("% of the model)")[0].rpartition("(")[2])
-    assert 24.9 < share < 25.2  # norms are whole on every rank, so that a little less than 1/4 moves
+    assert 24.9 < share < 25.2  # norms are whole on every rank, so slightly less than 1/4 moves
 
 
 def test_the_installed_command_reports_bad_input(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Starting Ray on this machine, where Ray itself cannot be started as it would have to be: too late, or never."""
+"""Starting Ray on this machine when Ray starts too late or not at all."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_a_machine_too_busy_for_ray_gets_another_chance(monkeypatch: pytest.Monk
 
 
 def test_an_address_where_nobody_answers_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):
-    """Ray itself would try for minutes."""
+    """Ray itself would retry for minutes."""
     monkeypatch.setattr(ray, "init", lambda **settings: pytest.fail("it was not looked at before"))
     with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))  # and never listens: the port refuses, and nobody else can take it
+        silent.bind(("127.0.0.1", 0))  # it never listens: the port refuses, and nobody else can take it
         for address in (f"127.0.0.1:{silent.getsockname()[1]}", "127.0.0.1:99999"):
             monkeypatch.setenv("RAY_ADDRESS", address)
             with pytest.raises(

@@ -1,4 +1,4 @@
-"""Cluster files: the ones that come with the project, and what is wrong with others."""
+"""Cluster files: those that come with the project, and the errors of invalid ones."""
 
 from __future__ import annotations
 

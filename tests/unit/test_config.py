@@ -1,4 +1,4 @@
-"""Loading: YAML, overrides, types and unknown keys, with what the error says."""
+"""Loading of configurations: YAML, overrides, types, unknown keys, and error messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def small(tmp_path: Path) -> Path:
 
 
 def problems_of(path: Path, *overrides: str, dry_run: bool = False) -> list[str]:
-    """Messages of the error that these overrides give."""
+    """Return the messages of the error that these overrides cause."""
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides, dry_run=dry_run)
     text = str(caught.value)
@@ -54,7 +54,7 @@ def test_every_committed_configuration_loads(path: Path, monkeypatch: pytest.Mon
         assert config.grid(role).sizes.num_ranks == config.num_ranks
 
 
-ON_THE_TASK = {  # of the demo, upon arithmetic.yaml; prompts times samples of a step
+ON_THE_TASK = {  # of the demo, on top of arithmetic.yaml: prompts and samples per prompt of a step
     "dr-grpo": (32, 8),
     "grpo": (32, 8),
     "grpo-from-engine": (32, 8),
@@ -122,7 +122,7 @@ def test_the_committed_configurations_are_those_that_the_readme_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    known = {  # parameters: counted by hand from the models' cards
+    known = {  # parameters, counted by hand from the model cards
         "arithmetic": (4, None),
         "bench-small": (4, 699_328),
         "hybridflow-ppo": (8, 13_015_864_320),
@@ -144,7 +144,7 @@ def test_the_committed_configurations_are_those_that_the_readme_names(
 def test_a_configuration_with_all_defaults_written_out_is_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a run keeps it. The file's name would else be the run's."""
+    """A run stores its configuration with its name, which would otherwise be the name of the file."""
     monkeypatch.chdir(ROOT)
     config = load_config(f"configs/{name}.yaml", dry_run=True)
     written = tmp_path / "config.yaml"
@@ -343,7 +343,7 @@ def test_all_kinds_of_problems_come_at_once(small: Path) -> None:
 
 
 def test_no_rule_is_checked_on_a_value_in_question(small: Path) -> None:
-    # With the default 1-1-1 in place of the misspelt sizes, the ranks would seem to be wrong as well.
+    # With the default 1-1-1 in place of the misspelt sizes, the ranks would be reported as wrong as well.
     found = problems_of(small, "cluster.ranks_per_node=[4]", "actor.paralel=2-2-1", "critic.parallel=4-1-1")
     assert found == ["unknown key actor.paralel; did you mean actor.parallel?"]
     found = problems_of(small, "cluster.ranks_per_node=[4,x]", "actor.parallel=2-2-1")
@@ -383,7 +383,7 @@ def test_a_file_that_does_not_exist(tmp_path: Path) -> None:
     )
     (message,) = problems_of(tmp_path)
     assert message == f"{tmp_path} is a folder, not a regular file; name a YAML file"
-    os.mkfifo(tmp_path / "fifo.yaml")  # opened, it would wait for a writer for ever
+    os.mkfifo(tmp_path / "fifo.yaml")  # opening it would wait for a writer forever
     (message,) = problems_of(tmp_path / "fifo.yaml")
     assert (
         message
@@ -392,7 +392,7 @@ def test_a_file_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_names_that_are_not_utf8(tmp_path: Path, small: Path) -> None:
-    named = tmp_path / "a\udcff.yaml"  # how Python reads the byte FF of an argument
+    named = tmp_path / "a\udcff.yaml"  # Python's representation of the byte FF in an argument
     named.write_text(small.read_text())
     (problem,) = problems_of(named)
     assert re.search(

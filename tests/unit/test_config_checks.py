@@ -34,7 +34,7 @@ def test_the_configurations_of_these_tests_are_valid(built: Path, from_checkpoin
                 "reference",
             ],
         ),
-        (  # t against heads
+        (  # t and heads
             ["actor.parallel=1-4-1"],
             [
                 "actor.parallel=1-4-1: t=4 does not divide num_kv_heads=2; choose 1 or 2",
@@ -44,14 +44,14 @@ def test_the_configurations_of_these_tests_are_valid(built: Path, from_checkpoin
             ["critic.parallel=1-4-1", "model.build.num_kv_heads=4", "model.build.num_heads=4"],
             [],
         ),
-        (  # p against layers
+        (  # p and layers
             ["cluster.ranks_per_node=[8]", "actor.parallel=8-1-1", "critic.parallel=4-2-1"],
             [
                 "actor.parallel=8-1-1: p=8 pipeline stages need as many layers, the model has num_layers=4;"
                 " choose p <= 4"
             ],
         ),
-        (  # engines against ranks, and against the model
+        (  # engines and ranks, and engines and the model
             ["actor.generate=1-3"],
             [
                 "actor.generate=1-3: an engine's p_g·t_g = 1·3 = 3 ranks do not divide the 4 ranks of training 2-2-1;"
@@ -99,7 +99,7 @@ def test_the_configurations_of_these_tests_are_valid(built: Path, from_checkpoin
                 "actor.generate=1-3",
                 "model.build=null",
                 "model.path=/no/model",
-            ],  # nothing is known of the model
+            ],  # the model is unknown
             [
                 "3 ranks do not divide the 4 ranks of training 2-2-1; choose p_g·t_g from 1, 2, 4",
                 "/no/model",
@@ -214,7 +214,7 @@ def test_rules(built: Path, overrides: list[str], messages: list[str]) -> None:
         load_config(built, overrides, dry_run=True)
         return
     found = problems_of(built, *overrides, dry_run=True)
-    if messages[-1] == "reference":  # which has the actor's sizes, and so the same message
+    if messages[-1] == "reference":  # which has the actor's sizes, and therefore the same message
         messages = messages[:-1]
     for message in messages:
         assert any(message in text for text in found), found

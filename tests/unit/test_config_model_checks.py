@@ -220,7 +220,7 @@ def test_a_config_that_transformers_refuses_is_found_before_ranks_start(
     prepare_files(config)
     file = config.model_folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    for _ in range(2):  # the run goes on with files that it has
+    for _ in range(2):  # the run resumes with the files that it has
         with pytest.raises(DataError, match=rf"{file} is not accepted by transformers .*{value}"):
             prepare_files(config)
 
@@ -228,7 +228,7 @@ def test_a_config_that_transformers_refuses_is_found_before_ranks_start(
 def test_what_belongs_to_the_weights_is_kept_from_the_beginning(
     tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokenizer of `model.tokenizer`, and none of the model's folder, which may be gone when the run ends."""
+    """The tokenizer of `model.tokenizer`, and no file of the model's folder, which may be gone when the run ends."""
     monkeypatch.chdir(tmp_path)
     prepare_files(claim_run(load_config(built, ["run.name=first"]))[0])
     first = tmp_path / "runs" / "first" / "model"

@@ -1,4 +1,4 @@
-"""Between Hugging Face checkpoints and those of runs: the same bits there and back, in files of any size."""
+"""Conversion between checkpoints of Hugging Face and of runs: the same bits both ways, in files of any size."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(source: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("where", ["before", "within", "after"])
 def test_an_export_that_fails_leaves_nothing(where: str, tmp_path: Path) -> None:
-    """Before its tensors (a type that is not among the format's), among them, or at the end (its name is a file's)."""
+    """It fails before its tensors (a type that the format lacks), among them, or at the end (a file has its name)."""
 
     def export() -> None:
         with HfWriter(tmp_path / "model", {"a": (2, 3)}, dtype, 100) as writer:
@@ -159,7 +159,7 @@ def test_an_export_that_fails_leaves_nothing(where: str, tmp_path: Path) -> None
 
 
 def test_a_critic_is_described_as_what_it_is(tmp_path: Path) -> None:
-    """Its companions are the policy's, whose configuration describes a language model."""
+    """Its companion files come from the policy, whose configuration describes a language model."""
     write_model(tmp_path / "policy", "qwen2", tied=False)
     write_model(tmp_path / "critic", "qwen2", tied=False, num_labels=1)
     assert main(["convert", str(tmp_path / "critic"), str(tmp_path / "start"), "--role", "critic"]) == 0
@@ -215,7 +215,7 @@ def test_a_model_without_the_head_of_its_role_is_refused(
 def test_bytes_that_are_no_tensor_are_an_error_that_says_where(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Digests are right: whoever wrote the checkpoint wrote this."""
+    """The digests match: the checkpoint was written with these bytes."""
     start = tmp_path / "start"
     assert main(["convert", str(source), str(start)]) == 0
     file, manifest = start / "actor" / "__0_0.distcp", start / "manifest.json"

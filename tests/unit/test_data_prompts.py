@@ -1,4 +1,4 @@
-"""Prompt and demonstration batches: their tokens, their order, and limits."""
+"""Prompt and demonstration batches: their tokens, order and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of data files: every malformed one is reported with its number."""
+"""Rows of data files: every malformed row is reported with its number."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_files_that_are_no_data_set(tmp_path):
         read_rows(write(tmp_path, GOOD, name="rows.csv"))
     with pytest.raises(DataError, match=r"missing\.jsonl does not exist"):
         read_rows(tmp_path / "missing.jsonl")
-    os.mkfifo(tmp_path / "fifo.jsonl")  # opened, it would wait for a writer for ever
+    os.mkfifo(tmp_path / "fifo.jsonl")  # opening it would wait for a writer forever
     with pytest.raises(
         DataError, match=r"fifo\.jsonl is a pipe, a socket or a device, not a regular file; name a \.jsonl"
     ):

@@ -1,4 +1,4 @@
-"""What the dataflows compute between their models, against float64 loops: dropped rows and corrections included."""
+"""Computations of dataflows between their models, compared with float64 loops, with dropped rows and corrections."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COST_DROPPED = [False, True, False, False, False, True, False, False]
 
 
 def batch() -> TensorDict:
-    """Rows with NaN wherever nothing may be read: beyond responses, and for the scores of dropped rows."""
+    """Return rows with NaN wherever nothing may be read: beyond responses, and in the scores of dropped rows."""
     generator = torch.Generator().manual_seed(3)
 
     def tokens() -> torch.Tensor:
@@ -59,7 +59,7 @@ SETTINGS = Ppo(kl_coef=0.1, kl_estimator="k1", gamma=0.9, lam=0.8)
 
 
 def rewards_of(row: int, kl_coef: float = 0.1, scores: str = "scores") -> list[float]:
-    """Token rewards of a row: -kl_coef·k1 each, the score at the last."""
+    """Return the token rewards of a row: -kl_coef·k1 each, plus the score at the last."""
     found = [
         -kl_coef * float(ROWS["log_probs"][row, place] - ROWS["ref_log_probs"][row, place])
         for place in range(LENGTHS[row])
@@ -86,7 +86,7 @@ def whitened(by_row: dict[int, list[float]]) -> dict[int, list[float]]:
 
 
 def assert_rows(found: torch.Tensor, expected: dict[int, list[float]]) -> None:
-    """The rows that are expected, and exact zeros elsewhere."""
+    """Assert that the expected rows match and that all other entries are exactly zero."""
     for row in range(NUM_ROWS):
         values = expected.get(row, [])
         wanted = values + [0.0] * (WIDTH - len(values))
@@ -161,7 +161,7 @@ def test_advantages_of_remax() -> None:
 
 
 def test_advantages_of_safe_rlhf() -> None:
-    """A row without a reward or without a cost counts nowhere; the mean cost is that of all rows that have one."""
+    """A row without a reward or without a cost counts nowhere; the mean cost covers all rows that have one."""
     judged = [row for row in KEPT if not COST_DROPPED[row]]
     algorithm = SafeRlhf(kl_coef=0.1, gamma=0.9, lam=0.8)
     found = advantages.safe_rlhf(ROWS.clone(), ONE_PROCESS, algorithm, SAMPLES, 2.0)
@@ -229,7 +229,7 @@ def test_metrics_leave_dropped_rows_out() -> None:
 
 
 def test_metrics_are_means_over_tokens() -> None:
-    """Of all responses, dropped ones too: how far the policy is and how long it speaks does not depend on scores."""
+    """The means cover dropped responses too: the policy's drift and the response lengths do not depend on scores."""
     rows = ROWS.clone().update(
         {"reward/short": torch.tensor([1.0, math.nan, 3.0, 0.0, 0.0, math.nan, 0.0, 2.0])}
     )
@@ -251,7 +251,7 @@ def test_metrics_are_means_over_tokens() -> None:
 
 
 def test_metrics_of_a_correction() -> None:
-    """Shares and means over the tokens of the rows that have a score."""
+    """Shares and means cover the tokens of the rows that have a score."""
     settings = SETTINGS.model_copy(update={"correction": CorrectionSection(name="token_tis", high=1.5)})
     found = rollout_metrics(ROWS, ONE_PROCESS, settings)
     ratios = [

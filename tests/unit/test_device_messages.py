@@ -18,7 +18,7 @@ TIMEOUT_S = 0.5
 
 
 def transport_over(*kinds: str) -> PointToPointTransport:
-    """A transport over a group with backends for these kinds of devices."""
+    """Return a transport over a group with backends for these kinds of devices."""
     group = mock.Mock(_device_types=[torch.device(kind) for kind in kinds])
     group._get_backend.return_value.options._timeout = timedelta(seconds=TIMEOUT_S)
     return PointToPointTransport(group)

@@ -1,4 +1,4 @@
-"""Digests of boxes: any flipped bit and any swap changes them, the memory layout does not."""
+"""Digests of boxes: any flipped bit and any swap changes them; the memory layout does not."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hybridengine.weights.digests import DIGEST_SIZE, digests
 WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 DTYPES = list(WORDS)
 SHAPES = [(1,), (7,), (8,), (1, 4), (4, 1), (3, 4), (4, 3), (5, 5), (2, 3, 4), (2, 2, 3)]
-"""Rows of whole 8-byte words and others, in both types; one row, one column, one dimension, three."""
+"""Shapes whose rows are whole 8-byte words in both types, and others; one row, one column, one dimension, three."""
 
 
 def box(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Random bits, as a contiguous tensor: NaNs, infinities and negative zeros among them."""
+    """Return random bits as a contiguous tensor, with NaNs, infinities and negative zeros among them."""
     word = WORDS[dtype]
     limits = torch.iinfo(word)
     generator = torch.Generator().manual_seed(seed)
@@ -28,7 +28,7 @@ def digest(view: Tensor) -> tuple[int, ...]:
 
 
 def flipped(tensor: Tensor, element: int, bit: int) -> Tensor:
-    """A copy with one bit of one element changed."""
+    """Return a copy with one bit of one element changed."""
     copy = tensor.clone()
     words = copy.view(-1).view(WORDS[tensor.dtype])
     num_bits = 8 * tensor.element_size()
@@ -79,7 +79,7 @@ def test_every_swap_of_rows_or_columns_changes_it(dtype: torch.dtype, columns: i
 
 
 def test_a_box_that_has_moved_is_another():
-    """What a wrong offset does: the same rows, one further."""
+    """A wrong offset has this effect: the same rows, shifted by one."""
     parameter = box((9, 8), torch.float32)
     assert len({digest(parameter[first : first + 4]) for first in range(6)}) == 6
     assert len({digest(parameter[:, first : first + 4]) for first in range(5)}) == 5
@@ -114,7 +114,7 @@ def test_the_shape_counts_where_the_bits_do_not():
 
 
 def test_it_is_the_sum_that_the_docstring_says():
-    """For words of one column each, read as signed numbers, modulo 2^64."""
+    """Words of one column each are read as signed numbers, modulo 2^64."""
     words = [[5, -3, 2**31 - 1], [-(2**31), 7, 0]]
     matrix = torch.tensor(words, dtype=torch.int32).view(torch.float32)
     rows, columns = [sum(row) for row in words], [sum(column) for column in zip(*words, strict=True)]
@@ -126,7 +126,7 @@ def sum_of_mixed(sums: list[int]) -> int:
 
 
 def split_mix_64(number: int) -> int:
-    """The output function of SplitMix64, as its authors give it."""
+    """Return the output function of SplitMix64, as its authors define it."""
     number %= 2**64
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB % 2**64
@@ -135,7 +135,7 @@ def split_mix_64(number: int) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_two_flipped_bits_change_it(dtype: torch.dtype):
-    """Of the sign and exponent, where sums alone would cancel; all pairs of bits of two rows and two columns of words."""
+    """Signs and exponents, where plain sums would cancel; all pairs of bits of two rows and two columns of words."""
     original = box((2, 16 // dtype.itemsize), dtype)
     expected, num_bits = digest(original), 8 * dtype.itemsize
     places = [(element, bit) for element in range(original.numel()) for bit in range(num_bits - 9, num_bits)]
@@ -146,5 +146,5 @@ def test_every_two_flipped_bits_change_it(dtype: torch.dtype):
 
 
 def signed(number: int) -> int:
-    """A number modulo 2^64, as int64 has it."""
+    """Return a number modulo 2^64 as an int64."""
     return (number + 2**63) % 2**64 - 2**63

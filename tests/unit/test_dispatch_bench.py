@@ -1,4 +1,4 @@
-"""`hybridengine bench dispatch` without ranks: options, what is refused before anything starts, and what is reported."""
+"""`hybridengine bench dispatch` without ranks: options, refusals before anything starts, and the report."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_figures_are_medians() -> None:
 def test_the_command_prints_and_writes_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The measurement itself is tests/full/test_dispatch_bench.py's."""
+    """tests/full/test_dispatch_bench.py covers the measurement itself."""
     monkeypatch.setattr("hybridengine.cli.dispatch_bench.measure_dispatch", lambda spec, say: FIGURES)
     file = tmp_path / "out.json"
     assert main(["bench", "dispatch", "--bytes", "8MiB", "--json", str(file)]) == 0

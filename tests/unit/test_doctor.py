@@ -1,4 +1,4 @@
-"""What an examination asks of nodes, folders, clocks and ports, and what the command makes of it."""
+"""Questions of an examination about nodes, folders, clocks and ports, and the command's report."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_folders_that_were_made_go_again(tmp_path: Path) -> None:
 
 
 def test_an_offset_is_known_within_half_of_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that is 3 s ahead; the second of three answers comes soonest, after 0.2 s, and was given after 0.15 s."""
+    """The clock is 3 s ahead; the second of three answers takes the shortest time, 0.2 s, and was given after 0.15 s."""
     now, waits = [100.0], iter([(0.5, 0.0), (0.15, 0.05), (0.0, 0.9)])
 
     def ask() -> float:
@@ -86,7 +86,7 @@ def test_an_offset_is_known_within_half_of_the_way(monkeypatch: pytest.MonkeyPat
 
 @contextmanager
 def refusing() -> Iterator[int]:
-    """A port that is taken, so that nobody else gets it, and refuses: nothing listens."""
+    """Yield a port that is taken, so that nobody else gets it, and refuses connections: nothing listens."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         yield silent.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What an examination makes of what nodes say: every rule with a node that keeps it and one that breaks it."""
+"""Findings of an examination from the facts of nodes: every rule with a node that follows it and one that breaks it."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ ON_GPU = replace(
 
 
 def told(findings: Iterable[Finding]) -> list[str]:
-    """Warnings and problems."""
+    """Return the texts of warnings and problems."""
     return [f"{found.level}: {found.text}" for found in findings if found.level != Level.OK]
 
 
 def packages(one: NodeFacts, **versions: str | None) -> NodeFacts:
-    """A node with other packages; None takes one away."""
+    """Return a node with other packages; None removes a package."""
     changed = {name.replace("_", "-"): version for name, version in versions.items()}
     kept = {**one.packages, **changed}
     return replace(one, packages={name: version for name, version in kept.items() if version is not None})
@@ -227,7 +227,7 @@ def test_the_memory_of_a_rank() -> None:
     ("offset", "doubt", "expected"),
     [
         (0.05, 0.01, []),
-        (-0.3, 0.25, []),  # it may be 0.05 s
+        (-0.3, 0.25, []),  # it may be only 0.05 s
         (-0.3, 0.01, ["warning: the clock is 0.30 s behind: timelines of nodes do not fit"]),
         (61.5, 1.0, ["problem: the clock is 1 min 02 s ahead: signed requests expire"]),
     ],

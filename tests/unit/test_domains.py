@@ -1,4 +1,4 @@
-"""Domains against rectangles of layers and shards compared rank by rank, and against experts cut by hand."""
+"""Domains compared with rectangles of layers and shards rank by rank, and with experts cut by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.test_topology import ContextSizes, ExpertSizes
 
 SHAPE = small_shape()
 SIDE = 720720
-"""Layers and shards of the plane: every degree up to 10 divides it."""
+"""Number of layers and of shards in the plane: every degree up to 10 divides it."""
 
 
 def part(index: int, count: int) -> tuple[int, int]:
@@ -30,7 +30,7 @@ def part(index: int, count: int) -> tuple[int, int]:
 
 
 def layout(held: dict[int, tuple[ShardKey, dict[str, Box]]]) -> Layout:
-    """A layout of boxes of tensors, one parameter each: rank -> (key, tensor -> box)."""
+    """Return a layout of boxes of tensors, one parameter each: rank -> (key, tensor -> box)."""
 
     def shard(boxes: dict[str, Box]) -> Shard:
         return Shard(
@@ -48,7 +48,7 @@ def rectangle(place: Coordinate, sizes: TrainSizes | GenSizes) -> Box:
 
 
 def plane(places: Iterable[Coordinate], sizes: TrainSizes | GenSizes) -> Layout:
-    """One tensor whose rows are layers and whose columns are shards."""
+    """Return a layout of one tensor whose rows are layers and whose columns are shards."""
     return layout(
         {rank: (place.along(MODEL_AXES), {"w": rectangle(place, sizes)}) for rank, place in enumerate(places)}
     )
@@ -63,7 +63,7 @@ def touch(one: Box, other: Box) -> bool:
 
 
 def exchanging(grid: GenerationGrid) -> Groups:
-    """Ranks of a training replica, linked where the one generates with what the other trains."""
+    """Return groups of ranks of a training replica, linked if one generates with weights that the other trains."""
     train = [rectangle(place, grid.train.sizes) for place in grid.train.coordinates()]
     gen = [rectangle(place, grid.sizes) for place in grid.coordinates()]
     found = {rank: {rank} for rank in range(len(train))}
@@ -91,10 +91,10 @@ def test_domains_connect_the_ranks_that_exchange_something(grouping: Grouping) -
 WORKED = [
     ("2-4-1", "1-2", [[0, 1, 4, 5], [2, 3, 6, 7]]),
     ("4-2-1", "2-1", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-    ("1-2-2", "1-4", [[0], [1], [2], [3]]),  # an engine shares out a training shard: nothing moves
+    ("1-2-2", "1-4", [[0], [1], [2], [3]]),  # an engine divides a training shard: nothing moves
     ("2-2-1", "1-4", [[0, 2], [1, 3]]),
     ("2-1-4", "1-4", [[0, 1], [2, 3], [4, 5], [6, 7]]),
-    ("1-3-2", "1-2", [[0, 1, 2], [3, 4, 5]]),  # an engine straddles replicas, and each replica serves itself
+    ("1-3-2", "1-2", [[0, 1, 2], [3, 4, 5]]),  # an engine spans two replicas, and each replica serves itself
     ("1-1-2", "2-1", [[0], [1]]),
     ("2-2-1", "4-1", [[0, 1], [2, 3]]),
 ]
@@ -131,14 +131,14 @@ EXPERTS = ("e0", "e1", "e2", "e3")
 
 
 def held_by(tp: tuple[int, int], experts: Iterable[str], etp: tuple[int, int]) -> Iterator[tuple[str, Box]]:
-    """Attention in shard tp, and some experts in shard etp: (index, count) each."""
+    """Yield attention in shard tp, and some experts in shard etp: (index, count) each."""
     yield "attention", (part(*tp),)
     for name in experts:
         yield name, (part(*etp),)
 
 
 def with_experts(grid: Grid, experts: Grid) -> Layout:
-    """Keys are the coordinates on two grids over the same ranks, (tp) of the one and (ep, etp) of the other."""
+    """Return a layout whose keys are coordinates on two grids over the same ranks: tp on one, (ep, etp) on the other."""
     t, e, etp = grid.axes["tp"], experts.axes["ep"], experts.axes["tp"]
     held = {}
     for rank, (dense, own) in enumerate(zip(grid.coordinates(), experts.coordinates(), strict=True)):

@@ -1,4 +1,4 @@
-"""The pictures of docs/images: what they say about groups and switches, and that they are of today."""
+"""The pictures of docs/images: they show the right groups and switches, and are up to date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guards and requests to stop, without ranks: how far log-probs may be apart, and what signals do."""
+"""Guards and stop requests, without ranks: the allowed difference of log-probs, and the effect of signals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rollout(log_probs: Tensor) -> TensorDict:
 
 
 def test_the_mean_over_response_tokens_decides(tmp_path: Path) -> None:
-    """Seven response tokens; what stands beyond the responses counts for nothing."""
+    """There are seven response tokens; values beyond the responses do not count."""
     engine = torch.zeros(ROWS, RESPONSE)
     trainer = torch.full((ROWS, RESPONSE), 99.0)
     trainer[0], trainer[1, :2] = 0.5, 0.5
@@ -139,7 +139,7 @@ def test_the_same_failure_is_known_again() -> None:
 
 
 def test_a_rank_that_dies_again_is_another_process() -> None:
-    """As Ray says it, and as CUDA does."""
+    """Errors of Ray and CUDA contain the process id and other numbers that change."""
     for text in (
         "ActorDiedError: The actor died unexpectedly. actor_id: {:032x} pid: {} ip: 10.0.0.{}"
         + " and so on" * 30,

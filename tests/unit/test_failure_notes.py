@@ -1,4 +1,4 @@
-"""Which ranks an error names as missing, from the notes that the others have left."""
+"""Ranks that an error names as missing, from the notes that the other ranks have left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranges of flattened parameters against numpy's numbering of elements."""
+"""Ranges of flattened parameters, compared with numpy's numbering of elements."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_boxes_of_a_range_cover_its_elements_once_and_in_order(case: tuple[tuple
 @settings(max_examples=40)
 @given(cuts=st.lists(st.floats(0, 1), max_size=4).map(sorted))
 def test_ranges_of_every_parameter_find_its_elements_in_the_logical_tensors(sizes: str, cuts: list[float]):
-    """Fused, interleaved, padded and replicated parameters, cut anywhere: each element is where the range has it."""
+    """Fused, interleaved, padded and replicated parameters, cut anywhere: each element is where its range says."""
     shape = small_shape("qwen2", tied=False, vocab=131)
     tensors, layout = numbered(shape), megatron_layout(shape, Grid(TrainSizes.parse(sizes)))
     for rank in layout.keys:

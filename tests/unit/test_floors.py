@@ -1,4 +1,4 @@
-"""The light floors load nothing heavy: planning stays possible on a laptop, and the command line answers at once."""
+"""The light packages load nothing heavy: planning works on a laptop, and the command line answers at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(json.dumps([sorted({name.partition(".")[0] for name in sys.modules}), len(
 
 
 def loaded_by(name: str) -> tuple[set[str], int]:
-    """Top-level modules of a fresh interpreter that imported every module of `name`, and how many of these it has."""
+    """Return (top-level modules of a fresh interpreter that imported all modules of `name`, number of the latter)."""
     done = subprocess.run([sys.executable, "-c", REPORT, name], capture_output=True, text=True, check=True)
     modules, count = json.loads(done.stdout)
     return set(modules), count
@@ -49,7 +49,7 @@ def test_topology_loads_the_standard_library_only() -> None:
     foreign = modules - set(sys.stdlib_module_names) - {"hybridengine"}
     assert {
         name for name in foreign if not name.startswith("_")
-    } == set()  # "_": the installation's own hooks
+    } == set()  # "_": hooks of the installation itself
 
 
 def test_heavy_modules_would_be_seen() -> None:

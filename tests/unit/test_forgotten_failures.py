@@ -14,7 +14,7 @@ from hybridengine.errors import WorkerError
 
 
 def failed(pool: ResourcePool, role: str, inputs: tuple[Future, ...] = ()) -> Future:
-    """A call that has ended with a failure on rank 0."""
+    """Return a call that has ended with a failure on rank 0."""
     call = Future(pool, role, "fail", {}, places=["here"], timeout_s=1.0, inputs=inputs)
     why = RankFailure(0, "ValueError: bad luck", role=role, method="fail", place="here")
     call.failures.append(replace(why, lacks_input=bool(inputs)))
@@ -43,7 +43,7 @@ def test_two_calls_that_have_failed_are_told_one_after_the_other(log: CallLog) -
 
 
 def test_a_call_whose_rows_were_never_produced_says_why(log: CallLog) -> None:
-    """Through calls of several pools, also where the failure was raised before; and it is not raised again."""
+    """The cause is passed on through calls of several pools, even if it was raised before; and it is not raised again."""
     pools = [ResourcePool([1]) for _ in range(3)]
     cause = failed(pools[0], "cause")
     log.unfinished.append(cause)

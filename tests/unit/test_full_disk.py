@@ -1,4 +1,4 @@
-"""A disk that is full while a run writes down what it does: one error, and what was there before stays readable."""
+"""A disk that fills up while a run writes its files: one error, and the earlier contents stay readable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAID = r"cannot be written \(File too large\); make room, .* what was written be
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file may become larger than a few kilobytes; stands for a disk without space, which only root can make."""
+    """While open, no file may exceed a few kilobytes; this simulates a full disk, which only root can create."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, before[1]))
     try:
@@ -35,7 +35,7 @@ def record_steps(recorder: MetricsRecorder) -> None:
         recorder.record(step, {"score": 0.5})
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # in TensorBoard's thread
 def test_rows(tmp_path: Path) -> None:
     recorder = MetricsRecorder(tmp_path)
     with full_disk(), pytest.raises(OutputError, match=rf"(metrics\.jsonl|tensorboard) {SAID}"):

@@ -1,4 +1,4 @@
-"""Who sends what to whom: two steps over nodes, least loaded owners, ranks that generate in a pool of their own."""
+"""Senders and receivers of a plan: two steps over nodes, least loaded owners, a separate pool for generation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BETWEEN = LinkClass.BETWEEN_NODES
 
 
 def entries(plan: Plan, nodes: NodeMap) -> Counter[int]:
-    """Rank -> elements that it receives from other nodes."""
+    """Return rank -> number of elements that it receives from other nodes."""
     found = Counter(dict.fromkeys(plan.ranks, 0))
     for move in plan.moves:
         if nodes.node_of(move.source.rank) != nodes.node_of(move.destination.rank):
@@ -51,12 +51,12 @@ STAGES_ON_NODES = [
 def test_two_steps_cross_nodes_t_over_t_g_times_less(
     train: str, gen: str, order: RankOrder, ranks_per_node: int
 ) -> None:
-    """facts: (p/p_g - 1)/(pt)·M per rank between stages, t/t_g times less than from the owners; the same total."""
+    """Expected: (p/p_g - 1)/(pt)·M per rank between stages, t/t_g times less than from the owners; the same total."""
     sizes, gen_sizes = TrainSizes.parse(train), GenSizes.parse(gen)
     p, t, p_g, t_g = sizes.pp_size, sizes.tp_size, gen_sizes.pp_size, gen_sizes.tp_size
     shape = small_shape(
         layers=p, vocab=64 * t, kv_heads=t
-    )  # every stage has one layer, the first and last one matrix
+    )  # every stage has one layer, the first and the last one a matrix each
     case = Case(shape, train, gen, order)
     nodes = NodeMap.uniform(sizes.num_ranks, ranks_per_node)
     layer = sum(math.prod(size) for name, size in shape.layer_tensors(0).items() if "norm" not in name)
@@ -73,7 +73,7 @@ def test_two_steps_cross_nodes_t_over_t_g_times_less(
             whole = len(others) * norms + shape.hidden_size * (p - 1 in others)
             expected = (
                 cut / t + whole * t_g / t
-            )  # per rank: a stage's part of the engine's shard, over t/t_g ranks
+            )  # per rank: a stage's part of the engine's shard, divided over t/t_g ranks
             assert entries(one, nodes)[rank] == cut / t_g + whole
             largest = max(move.num_elements for move in two.moves)
             assert abs(entered[rank] - expected) <= largest
@@ -91,7 +91,7 @@ def distinct(boxes: list[tuple[str, tuple]]) -> list[tuple[str, tuple]]:
 
 @pytest.mark.parametrize("case", CASES[::2] + FEW + GENERAL, ids=str)
 def test_a_box_enters_a_node_once_and_only_where_the_node_lacks_it(case: Case) -> None:
-    """Element by element, against what the ranks of the node train with."""
+    """Compared element by element with what the ranks of the node train with."""
     tensors = numbered(case.shape)
     num_ranks = case.grid.num_ranks
     for ranks_per_node in {2, 3, max(1, num_ranks // 2)}:
@@ -113,7 +113,7 @@ def test_a_box_enters_a_node_once_and_only_where_the_node_lacks_it(case: Case) -
 
 
 def test_ranks_of_a_node_share_what_enters() -> None:
-    """Four ranks of a node need all of the other node's stage: each takes in a quarter, but for the largest box."""
+    """Four ranks of a node need all of the other node's stage: each receives a quarter, apart from the largest box."""
     case = Case(small_shape(layers=4, vocab=256, kv_heads=4), "2-4-1", "1-1")
     nodes = NodeMap.uniform(8, 4)
     (plan,) = case.plans(nodes=nodes)
@@ -136,7 +136,7 @@ def test_nodes_of_one_rank_and_one_node_for_all_need_one_step() -> None:
 
 
 def test_owners_on_the_same_node_come_first() -> None:
-    """Norms are held by both ranks of a stage; a node with one of them asks the other node for none."""
+    """Norms are held by both ranks of a stage; a node with one of these ranks requests none from the other node."""
     case = Case(fitting_shape("llama", False, 2, 2), "2-2-1", "1-2", RankOrder.PAPER)
     for plan in case.plans(nodes=NodeMap((1, 2, 1))):  # ranks 1 and 2 share a node: one of each stage
         for move in plan.moves:
@@ -147,7 +147,7 @@ def test_owners_on_the_same_node_come_first() -> None:
 
 
 def test_replicas_share_the_sending() -> None:
-    """Four replicas of a model and one rank without: each replica sends a quarter, but for the largest tensor."""
+    """Four replicas of a model and one rank without: each replica sends a quarter, apart from the largest tensor."""
     shape = fitting_shape("llama", False, 1, 2)
     plan = compile_plan(megatron_layout(shape, Grid(TrainSizes(1, 1, 4))), hf_layout(shape, (4,)), range(5))
     sent = [cost.sent_bytes for cost in plan_costs(plan, 1).values()]
@@ -156,7 +156,7 @@ def test_replicas_share_the_sending() -> None:
 
 
 def pool(shape, train: str, gen: str, first_rank: int) -> Layout:
-    """Engines on ranks of their own, from `first_rank` on."""
+    """Return a layout of engines on ranks of their own, starting at `first_rank`."""
     layout = vllm_layout(shape, GenerationGrid(Grid(TrainSizes.parse(train)), GenSizes.parse(gen)))
     return dataclasses.replace(layout, keys={rank + first_rank: key for rank, key in layout.keys.items()})
 
@@ -167,7 +167,7 @@ def pool(shape, train: str, gen: str, first_rank: int) -> Layout:
 def test_a_separate_pool_is_fed_by_the_least_loaded_owners(
     replicas: str, gen: str, tied: bool, ranks_per_node: int
 ) -> None:
-    """1-2-2 on ranks 0 to 3 feeds engines on ranks 4 and 5: both replicas send, nobody gives anything up."""
+    """1-2-2 on ranks 0 to 3 feeds engines on ranks 4 and 5: both replicas send, and no rank gives anything up."""
     shape = small_shape("qwen3", tied=tied, layers=3, vocab=128, kv_heads=4)
     source, destination = megatron_layout(shape, Grid(TrainSizes(1, 2, 2))), pool(shape, replicas, gen, 4)
     nodes, tensors = NodeMap.uniform(6, ranks_per_node), numbered(shape)
@@ -195,12 +195,12 @@ def test_a_separate_pool_is_fed_by_the_least_loaded_owners(
         assert costs[rank].peak_bytes <= costs[rank].peak_bound_bytes
     if (
         ranks_per_node != 2
-    ):  # with two, ranks 0 and 1 and ranks 2 and 3 are nodes; their sending is alike as well
+    ):  # with two, ranks 0 and 1 and ranks 2 and 3 are nodes; they also send equal amounts
         assert max(costs[0].sent_bytes, costs[2].sent_bytes) > 0
-    for shard in ((0, 2), (1, 3)):  # a tensor shard's two owners
+    for shard in ((0, 2), (1, 3)):  # the two owners of a tensor shard
         one, other = (costs[rank].sent_bytes for rank in shard)
         assert one > 0 and other > 0 and abs(one - other) <= 2 * largest
-    if ranks_per_node == 4:  # every engine rank is on the second node: what both need enters once
+    if ranks_per_node == 4:  # every engine rank is on the second node: boxes that both need enter once
         needed = {n for rank in (4, 5) for values in made[rank].values() for n in values.ravel().tolist()} - {
             0
         }

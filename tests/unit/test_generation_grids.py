@@ -17,7 +17,7 @@ from tests.unit.test_topology import MAX_RANKS, generation, nested_grids, sizes_
 
 
 def all_grids(num_ranks: int, grouping: Grouping) -> Iterator[GenerationGrid]:
-    """Every generation grid over every training grid whose ranks its engines share out, in both rank orders."""
+    """Yield every generation grid over every training grid whose ranks its engines divide, in both rank orders."""
     for order, (p, t, d) in product(RankOrder, sizes_up_to(num_ranks)):
         for p_g, t_g, _ in sizes_up_to(p * t * d):
             if p * t * d % (p_g * t_g) == 0:
@@ -44,7 +44,7 @@ def test_worked_examples_of_wider_tensor_parallelism(
 
 @pytest.mark.parametrize("grouping", list(Grouping))
 def test_coordinates_are_a_bijection(grouping: Grouping) -> None:
-    """Each engine has each of its places once: what vLLM needs, whatever the sizes are."""
+    """Each engine has each of its places exactly once; vLLM needs this for all sizes."""
     count = 0
     for grid in all_grids(MAX_RANKS, grouping):
         places = [grid.coordinate(rank) for rank in range(grid.train.num_ranks)]
@@ -73,7 +73,7 @@ def test_groups_of_all_sizes_partition_the_ranks(grouping: Grouping) -> None:
 
 
 def test_groups_of_engines_are_in_the_order_of_their_coordinates() -> None:
-    """vLLM takes the position in a group for the tensor-parallel or pipeline-parallel rank."""
+    """vLLM uses the position in a group as the tensor-parallel or pipeline-parallel rank."""
     for grouping in Grouping:
         for grid in all_grids(MAX_RANKS, grouping):
             for group in grid.groups("tp"):
@@ -90,18 +90,18 @@ Interval = tuple[Fraction, Fraction]
 
 @cache
 def interval(index: int, count: int) -> Interval:
-    """Part `index` of `count` equal parts of 1."""
+    """Return part `index` of `count` equal parts of 1."""
     return Fraction(index, count), Fraction(index + 1, count)
 
 
 def trained(grid: GenerationGrid, rank: int) -> tuple[Interval, Interval]:
-    """(layers, shard) that a rank trains, as parts of 1."""
+    """Return the (layers, shard) that a rank trains, as parts of 1."""
     place, sizes = grid.train.coordinate(rank), grid.train.sizes
     return interval(place.pp_rank, sizes.pp_size), interval(place.tp_rank, sizes.tp_size)
 
 
 def generated(grid: GenerationGrid, rank: int) -> tuple[Interval, Interval]:
-    """(layers, shard) that a rank generates with, as parts of 1."""
+    """Return the (layers, shard) that a rank generates with, as parts of 1."""
     place = grid.coordinate(rank)
     return interval(place.pp_rank, grid.sizes.pp_size), interval(place.tp_rank, grid.sizes.tp_size)
 
@@ -111,7 +111,7 @@ def is_inside(one: Interval, other: Interval) -> bool:
 
 
 def is_wider(grid: GenerationGrid) -> bool:
-    """Whether the sizes keep p_g | p, and t divides a larger t_g."""
+    """Return True if p_g divides p, and t divides a larger t_g."""
     train, gen = grid.train.sizes, grid.sizes
     return (
         train.pp_size % gen.pp_size == 0 and gen.tp_size % train.tp_size == 0 and gen.tp_size > train.tp_size

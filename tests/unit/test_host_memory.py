@@ -1,4 +1,4 @@
-"""What a process holds, and what the system or the container could still give."""
+"""Memory that a process uses, and memory that the system or the container can still provide."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridengine import host_memory
 
 @pytest.fixture
 def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Files that stand for the container's, on a system with 8192000 bytes available."""
+    """Files that replace the container's, on a system with 8192000 bytes available."""
     system = SimpleNamespace(available=8_192_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: system)
     monkeypatch.setattr(host_memory, "GROUP", (tmp_path / "max", tmp_path / "current"))
@@ -34,7 +34,7 @@ def test_the_smaller_of_system_and_container_counts(container: Path):
 
 def test_what_a_process_holds_is_what_the_system_says():
     before = host_memory.held_bytes()["resident_bytes"]
-    with mmap.mmap(-1, 64 * 2**20) as more:  # not of the heap, which may have room from earlier tests
+    with mmap.mmap(-1, 64 * 2**20) as more:  # not in the heap, which may have room from earlier tests
         for page in range(0, len(more), mmap.PAGESIZE):
             more[page] = 1
         grown = host_memory.held_bytes()["resident_bytes"] - before

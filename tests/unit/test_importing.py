@@ -1,4 +1,4 @@
-"""Imports that leave the garbage collector alone."""
+"""Imports that do not disturb the garbage collector."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridengine.importing import nothing_collected
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """As it was, for the tests that follow."""
+    """Restore the collector's state after the test."""
     yield
     gc.unfreeze()
     gc.enable()

@@ -1,4 +1,4 @@
-"""Layouts against shards cut in plain numpy, and against the counts of how often each weight must exist."""
+"""Layouts compared with shards cut in plain numpy, and with the number of copies that each weight must have."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.unit.numpy_shards import (
 
 FAMILIES = tuple(families.FAMILIES)
 VOCABS = (64, 131, 193)
-"""A multiple of the padding; one with a share of padding only at t=4; one whose last share is almost padding."""
+"""A multiple of the padding; one with a share of pure padding only at t=4; one whose last share is mostly padding."""
 DEGREES = (1, 2, 4)
 
 
 def shapes() -> list[ModelShape]:
-    """Every family, tied and untied, 5 layers, which neither 2 nor 4 stages divide; vocabularies take turns."""
+    """Return every family, tied and untied, with 5 layers, which 2 and 4 do not divide; vocabularies take turns."""
     return [
         small_shape(family, tied=tied, vocab=VOCABS[turn % 3])
         for turn, (family, tied) in enumerate(product(FAMILIES, (False, True)))
@@ -61,7 +61,7 @@ def is_embedding_or_head(name: str) -> bool:
 
 
 def range_of(shape: ModelShape, tensor: str) -> slice:
-    """Where the elements of a tensor are in an array over all elements."""
+    """Return the places of a tensor's elements in an array over all elements."""
     before = 0
     for name, size in shape.tensors.items():
         if name == tensor:
@@ -138,7 +138,7 @@ def test_replicas_hold_equal_shards_in_both_rank_orders() -> None:
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 8), (8, 4), (8, 2), (12, 4), (6, 2)])
 def test_fused_qkv_rows_by_head(num_heads: int, num_kv_heads: int) -> None:
-    """Which head each block of rows is: q0 q1 k0 v0 q2 q3 k1 v1 for two query heads per group."""
+    """Each block of rows is one head: q0 q1 k0 v0 q2 q3 k1 v1 for two query heads per group."""
     shape = replace(small_shape("qwen2", kv_heads=num_kv_heads), num_heads=num_heads)
     tensors = numbered(shape)
     heads_per_group = num_heads // num_kv_heads
@@ -212,7 +212,7 @@ def test_vllm_layout_equals_shards_concatenated_in_numpy(p: int, t: int, p_g: in
             assert_same(cut_shard(layout.shard(rank), tensors), expected, f"{shape} rank {rank}")
 
 
-# p, t, d, p_g, t_g: wider tensor parallelism with one KV head for two, four and eight ranks, and stages that do not nest.
+# p, t, d, p_g, t_g: wider tensor parallelism with a KV head for two, four and eight ranks, and unnested stages.
 GENERAL = [
     (1, 2, 2, 1, 4),
     (1, 2, 4, 1, 8),
@@ -289,7 +289,7 @@ def test_every_engine_holds_the_whole_model() -> None:
 
 @pytest.mark.parametrize(("vocab", "t_g"), [(128, 3), (64, 3), (131, 3), (320, 5), (320, 6), (448, 7)])
 def test_vocabularies_that_vllm_cannot_share_out_are_refused(vocab: int, t_g: int) -> None:
-    """vLLM pads to a multiple of 64 and insists that t_g divides the result; no row may be lost on the way."""
+    """vLLM pads to a multiple of 64 and requires that t_g divides the result; no row may be lost on the way."""
     shape = small_shape(vocab=vocab, kv_heads=t_g)
     generation = GenerationGrid(Grid(TrainSizes(1, t_g, 1)), GenSizes(1, t_g))
     if -(-vocab // 64) * 64 % t_g == 0:

@@ -1,4 +1,4 @@
-"""Messages of plans: every move between ranks in exactly one, packed once, staged only where memory is not one run."""
+"""Messages of plans: every move between ranks is packed once, and staged only if memory is not contiguous."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_messages_carry_every_remote_move_once(case: Case, direct_elements: int,
 
 
 def parameter_view(plan: Plan, place: Place, move: Move, in_destination: bool) -> np.ndarray:
-    """The box of a move in an array of the shape of its parameter."""
+    """Return the box of a move in an array of the shape of its parameter."""
     layout = plan.destination if in_destination else plan.source
     return np.empty(layout.shard(place.rank).by_name[place.parameter].shape, dtype=np.int8)[at(place, move)]
 
@@ -59,7 +59,7 @@ def parameter_view(plan: Plan, place: Place, move: Move, in_destination: bool) -
 @pytest.mark.parametrize("direct_elements", [1, 50, 10**9])
 @pytest.mark.parametrize("case", FEW + GENERAL, ids=str)
 def test_messages_have_no_staging_where_memory_is_one_run(case: Case, direct_elements: int) -> None:
-    """Boxes of at least `direct_elements` that numpy finds contiguous on a side; all others are staged, and share."""
+    """Boxes of at least `direct_elements` are not staged where numpy finds them contiguous; others share messages."""
     for plan in case.plans(nodes=NodeMap.uniform(12, 4), direct_elements=direct_elements):
         for bucket in plan.buckets:
             shared: Counter[object] = Counter()
@@ -97,7 +97,7 @@ def test_one_run_of_memory_is_what_numpy_says(sizes: list[int], data: st.DataObj
 
 
 def test_joined_messages_keep_the_order_of_their_boxes_for_every_receiver() -> None:
-    """What the sender writes one after the other is what each receiver reads one after the other."""
+    """The order in which the sender writes is the order in which each receiver reads."""
 
     def pack(tensor: str, receivers: tuple[int, ...], in_place: bool = False) -> Pack:
         box = ((0, 2),)

@@ -102,7 +102,7 @@ def test_summary_of_no_rows() -> None:
 
 
 def _table_cells(rows: list[Row], encoding: str = "utf-8") -> tuple[str, dict[str, list[str]]]:
-    """The printed table, and its rows: name -> the cells to the right."""
+    """Return the printed table, and its rows: name -> the cells to the right."""
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
     Console(file=stream, width=80).print(summary_table(summarise(rows)))

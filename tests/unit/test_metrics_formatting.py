@@ -1,4 +1,4 @@
-"""Metrics' names, and numbers as text at their rounding edges."""
+"""Names of metrics, and numbers as text at their rounding edges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live view: calls against a simulation of ranks, time left against plain sums, and what a terminal is left with."""
+"""The live view: calls compared with a simulation of ranks, times with plain sums, and the terminal's final state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Clock:
 
 
 class Seen(LiveView):
-    """A view that can be read as text at any moment of its own clock."""
+    """A view that can be read as text at any time of its own clock."""
 
     def __init__(self, num_steps: int = 100, width: int = 80, height: int = 24) -> None:
         self.clock = Clock()
@@ -61,7 +61,7 @@ class Seen(LiveView):
         return next(task for task in self.tasks if task.description == f"  {role}")
 
     def play(self, step_s: float, first: int, last: int) -> None:
-        """Steps of 2000 tokens each."""
+        """Play steps of 2000 tokens each."""
         for step in range(first, last + 1):
             self.begin(step)
             self.clock.now_s += step_s
@@ -81,7 +81,7 @@ def test_everything_that_a_person_wants_to_know() -> None:
     view.call_made(2, "actor", "generate_sequences", "main", 4, [])
     view.call_made(3, "reward", "compute_scores", "main", 4, [2])
     view.rank_ended(2, "main", 3)
-    view.rank_ended(2, "main", 3)  # told twice
+    view.rank_ended(2, "main", 3)  # reported twice
     view.clock.now_s += 5.25
     lines = [line.rstrip() for line in view.text().splitlines()]
     assert re.fullmatch(r"step 13/100 \S+ +0:04:55", lines[0])  # 50 + 12 * 20 + 5
@@ -108,7 +108,7 @@ def test_an_evaluation_says_so() -> None:
 
 @pytest.mark.parametrize("first", [1, 51])
 def test_the_time_left_is_the_steps_left_at_the_pace_so_far(first: int) -> None:
-    """Also of a run that was resumed: steps of the run before do not count for its pace."""
+    """This includes resumed runs: steps of the earlier run do not count for the pace."""
     view = Seen(100)
     view.play(10.0, first, first)
     assert view.tasks[0].time_remaining == (100 - first) * 10
@@ -181,7 +181,7 @@ def test_calls_that_were_made_before_the_view_harm_nothing() -> None:
 
 @dataclass
 class _Simulated:
-    """A call as a simulation of ranks sees it: it begins on a rank when the rank is free and all inputs have ended."""
+    """A call in a simulation of ranks: it begins on a rank when the rank is free and all inputs have ended."""
 
     number: int
     role: str
@@ -265,7 +265,7 @@ class _Observer:
 
 
 def test_the_controller_tells_of_a_call_and_of_each_rank_as_its_answer_arrives() -> None:
-    """Also of a rank that died, whose reference holds an error."""
+    """This includes a rank that died, whose reference contains an error."""
     answers: list[Future[object]] = [Future(), Future()]
     references: dict[int, Any] = {
         rank: SimpleNamespace(future=lambda one=one: one) for rank, one in enumerate(answers)
@@ -342,11 +342,11 @@ ENDINGS = {
     "exception": "raise ValueError('broken')",
     "ctrl-c": "threading.Timer(1.0, lambda: print('ready', flush=True)).start(); time.sleep(30)",
 }
-"""Who is interrupted sleeps since a second: while printing, a line may come twice, and an interrupt be lost."""
+"""The interrupted program has slept for a second: an interrupt during printing may repeat a line, or be lost."""
 
 
 def _in_a_terminal(program: str, ending: str) -> str:
-    """What a program writes to a terminal of 80 columns and 24 lines; Ctrl-C is typed at "ready"."""
+    """Return what a program writes to a terminal of 80 columns and 24 lines; Ctrl-C is typed at "ready"."""
     main, side = pty.openpty()
     import fcntl
     import struct
@@ -359,7 +359,7 @@ def _in_a_terminal(program: str, ending: str) -> str:
 
     def take_terminal() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # who starts tests in the background has it ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests started in the background ignore it
 
     child = subprocess.Popen(
         [sys.executable, "-c", program.replace("END", ENDINGS[ending])],
@@ -371,7 +371,7 @@ def _in_a_terminal(program: str, ending: str) -> str:
     while time.monotonic() < deadline:
         try:
             part = os.read(main, 65536)
-        except OSError:  # the other side has been closed
+        except OSError:  # the other side is closed
             break
         if not part:
             break
@@ -386,7 +386,7 @@ def _in_a_terminal(program: str, ending: str) -> str:
 
 
 def _screen(output: str) -> list[str]:
-    """Lines of a terminal that obeys carriage returns, line feeds, cursor up, erase line, and shows the rest."""
+    """Return the lines of a terminal that obeys carriage return, line feed, cursor up and erase line."""
     lines, row, column = [""], 0, 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", output):
         if token == "\r":

@@ -1,4 +1,4 @@
-"""Rows written, read back from both files, and kept when a folder is opened again."""
+"""Rows that are written, read back from both files, and kept when a folder is opened again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybridengine.report.step_rows import METRICS_FILE, Row, latest_rows, read_r
 
 
 def _tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Tag -> (step, value) as TensorBoard itself reads them."""
+    """Return tag -> (step, value) as TensorBoard itself reads them."""
     events = EventAccumulator(str(folder / TENSORBOARD_FOLDER))
     events.Reload()
     return {
@@ -51,7 +51,7 @@ def test_rows_arrive_in_both_files(tmp_path: Path) -> None:
 
 
 def test_rows_are_on_disk_before_the_recorder_is_closed(tmp_path: Path) -> None:
-    """A process that dies without any cleanup has lost no row."""
+    """A process that dies without cleanup loses no row."""
     script = (
         "import os, sys\n"
         "from hybridengine.report.recorder import MetricsRecorder\n"

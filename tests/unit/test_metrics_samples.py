@@ -1,4 +1,4 @@
-"""Samples of an evaluation as tables: word for word for a Markdown reader, harmless and cut for a terminal."""
+"""Samples of an evaluation as tables: verbatim in Markdown, harmless and shortened in a terminal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _sample(prompt: str, response: str = "r", answer: str = "a", score: float | 
 
 
 def _cells(markdown: str) -> list[list[str]]:
-    """Cells of the table's rows as another program reads them: the text of code spans, else of the cell."""
+    """Return the cells of the table's rows as another program reads them: the text of code spans, or else of the cell."""
     rendered = MarkdownIt("commonmark").enable("table").render(markdown)
     body = rendered.partition("<tbody>")[2].partition("</tbody>")[0]
     rows = re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL)

@@ -1,4 +1,4 @@
-"""What reward functions count, summed over ranks and over the groups of a run."""
+"""Counters of reward functions, summed over ranks and over the groups of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridengine.drivers.roles import Roles, Scorers
 
 
 def _functions(*ranks: dict[str, float]) -> Any:
-    """A group of functions, one per rank, whose counters begin anew when they are taken."""
+    """Return a group of functions, one per rank, whose counters restart when they are read."""
     counters = [dict(rank) for rank in ranks]
 
     def take_metrics() -> Any:

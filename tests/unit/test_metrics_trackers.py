@@ -1,4 +1,4 @@
-"""Rows at wandb and mlflow: the same as in metrics.jsonl, never in the way of a run, whatever happens there."""
+"""Rows in wandb and mlflow: the same as in metrics.jsonl; no failure of a tracker disturbs the run."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_an_empty_section_is_a_value() -> None:
 def test_a_missing_package_is_named_with_the_remedy_and_a_folder_of_its_name_is_no_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "wandb").mkdir()  # as wandb itself leaves one behind
+    (tmp_path / "wandb").mkdir()  # wandb itself leaves such a folder behind
     monkeypatch.setattr(
         sys, "path", [str(tmp_path), *(place for place in sys.path if "site-packages" not in place)]
     )
@@ -212,7 +212,7 @@ def test_what_cannot_be_opened_is_one_error_before_the_run(
 
 
 class _Stub:
-    """A tracker that does with each row what a test says."""
+    """A tracker that treats each row as a test specifies."""
 
     def __init__(self, act: Mapping[int, BaseException | threading.Event]) -> None:
         self.act, self.taken, self.closed = act, list[int](), threading.Event()
@@ -275,7 +275,7 @@ def test_a_tracker_that_does_not_open_in_time_is_an_error(
     never = threading.Event()
     monkeypatch.setattr(trackers_module, "OPENERS", {"mlflow": lambda run: never.wait(3600)})
     monkeypatch.setattr(trackers_module, "OPEN_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(trackers_module, "CLOSE_TIMEOUT_S", 3600.0)  # nobody waits for what has not begun
+    monkeypatch.setattr(trackers_module, "CLOSE_TIMEOUT_S", 3600.0)  # not awaited if it has not begun
     with pytest.raises(
         ConfigError, match=r"run\.trackers: mlflow did not open within 0\.2 s; see mlflow's own settings"
     ):

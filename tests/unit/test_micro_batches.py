@@ -1,4 +1,4 @@
-"""Micro-batches against their definition, and against the best division found by trying all of them."""
+"""Micro-batches compared with their definition, and with the best division found by trying all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def padded_work(counts: list[int], rows: list[int]) -> int:
 
 
 def fewest(counts: list[int], max_tokens: int) -> int:
-    """Least number of micro-batches: the longest row left decides how many of the next longest fit beside it."""
+    """Return the least number of micro-batches: the longest remaining row decides how many of the next fit with it."""
     ordered, number, first = sorted(counts, reverse=True), 0, 0
     while first < len(ordered):
         first += max_tokens // ordered[first]
@@ -31,7 +31,7 @@ def fewest(counts: list[int], max_tokens: int) -> int:
 
 
 def best_division(counts: list[int], max_tokens: int) -> tuple[int, int]:
-    """(number of micro-batches, tokens of the largest) over all ways to cut the rows, by length, into runs."""
+    """Return (number of micro-batches, tokens of the largest) over all ways to cut the rows, by length, into runs."""
     ordered, found = sorted(counts, reverse=True), []
     for number in range(1, len(ordered) + 1):
         for cuts in combinations(range(1, len(ordered)), number - 1):
@@ -59,7 +59,7 @@ def test_every_row_once_within_the_limit_in_as_few_as_fit(counts: list[int], roo
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(0, 60))
 @settings(max_examples=150, deadline=None)
 def test_token_counts_are_as_even_as_runs_by_length_allow(counts: list[int], room: int) -> None:
-    """The largest micro-batch has the tokens that it has in the best of all divisions."""
+    """The largest micro-batch has as few tokens as in the best of all divisions."""
     max_tokens = max(counts) + room
     batches = balance_rows(counts, max_tokens)
     number, largest = best_division(counts, max_tokens)

@@ -1,4 +1,4 @@
-"""Mini-batches: every row once, the same rows for any number of replicas, others in each epoch."""
+"""Mini-batches: every row once, the same rows for any number of replicas, and others in each epoch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridengine.rows.micro_batches import draw_mini_batches
 
 
 def drawn(num_rows: int, replicas: int, count: int, unit: int, seed: int) -> list[set[int]]:
-    """Rows of each mini-batch, of all replicas together."""
+    """Return the rows of each mini-batch, over all replicas."""
     found = [set[int]() for _ in range(count)]
     for part in torch.arange(num_rows).tensor_split(replicas):
         for rows, own in zip(found, draw_mini_batches(part, count, unit, seed), strict=True):

@@ -1,4 +1,4 @@
-"""Configuration files of models: both styles of rotary settings, and what is refused with value and remedy."""
+"""Configuration files of models: both styles of rotary settings, and refusals with value and remedy."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_bad_configurations_name_the_value_and_the_remedy(case: str) -> None:
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
 def test_null_counts_as_left_out(family: str) -> None:
-    """But for num_key_value_heads, where transformers takes null for one per query head, and has defaults."""
+    """Except for num_key_value_heads: transformers reads null as one per query head, a missing key as its default."""
     config = plain(architectures=[f"{family}ForCausalLM"], num_attention_heads=64, hidden_size=64)
     for key in ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"):
         config.pop(key, None)

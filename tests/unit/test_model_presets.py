@@ -1,4 +1,4 @@
-"""Presets against the published parameter counts, and what `--model` accepts."""
+"""Presets compared with the published parameter counts, and the values that `--model` accepts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PUBLISHED = {
     "mistral-7b": 7_248_023_552,
     "phi-4": 14_659_507_200,
 }
-"""Parameters as the model cards on Hugging Face count them."""
+"""Numbers of parameters on the model cards of Hugging Face."""
 
 
 def test_every_preset_has_a_published_count() -> None:

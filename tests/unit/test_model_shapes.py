@@ -1,4 +1,4 @@
-"""Model shapes against transformers' own models, built without memory on the meta device."""
+"""Model shapes compared with transformers' own models, which are built without memory on the meta device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.unit.model_configs import SIZES, plain
 PREFIXES = {family.hf_prefix: family for family in FAMILIES.values()}
 """Prefix of a family's classes in transformers -> family."""
 WITHOUT_HEAD_DIM = ("Qwen2", "Phi3")
-"""They take hidden_size / num_attention_heads."""
+"""Families whose head_dim is hidden_size / num_attention_heads."""
 
 
 def hf_config(family: str, task: str = "CausalLM", **changes: Any) -> Any:
-    """A transformers configuration of `family`, with its architecture set."""
+    """Return a transformers configuration of `family`, with its architecture set."""
     transformers = importlib.import_module("transformers")
     sizes = {**SIZES, **PREFIXES[family].built_config, **changes}
     if family in WITHOUT_HEAD_DIM:
@@ -34,7 +34,7 @@ def hf_config(family: str, task: str = "CausalLM", **changes: Any) -> Any:
 
 
 def hf_tensors(config: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that transformers saves for a model: tied weights are saved once."""
+    """Return names and shapes of the tensors that transformers saves for a model; tied weights are saved once."""
     import torch
     import transformers
 
@@ -45,7 +45,7 @@ def hf_tensors(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def saved(config: Any) -> dict[str, Any]:
-    """What transformers writes to config.json."""
+    """Return the contents that transformers writes to config.json."""
     return json.loads(config.to_json_string(use_diff=True))
 
 
@@ -187,7 +187,7 @@ def test_generation_needs_a_layer_for_every_stage() -> None:
 
 
 def test_a_vocabulary_that_does_not_nest_is_refused_where_the_sizes_do() -> None:
-    """Padded to 128 rows by vLLM, to 192 for t=6: rows 64 to 96 lie on tp 2, which gathers for gen tp 0 of 2."""
+    """vLLM pads to 128 rows, t=6 to 192: rows 64 to 96 lie on tp 2, which gathers for gen tp 0 of 2."""
     shape = ModelShape.from_hf_config(
         plain(num_attention_heads=12, num_key_value_heads=12, intermediate_size=96, vocab_size=100)
     )
@@ -196,7 +196,7 @@ def test_a_vocabulary_that_does_not_nest_is_refused_where_the_sizes_do() -> None
         " vocabulary's training shards do not nest in those of t_g=2; choose t_g from 1 or 4"
     ]
     assert shape.gen_tp_problems(1, 6) == []  # one shard holds all rows
-    assert shape.gen_tp_problems(4, 6) == []  # does not nest: weights move among whole replicas
+    assert shape.gen_tp_problems(4, 6) == []  # does not nest: weights move between whole replicas
     assert shape.gen_tp_problems(3, 6) == [
         "t_g=3 does not divide 128, which is vocab_size=100 padded to a multiple of 64 as vLLM does;"
         " choose t_g from 1 or 4"

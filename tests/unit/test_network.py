@@ -1,4 +1,4 @@
-"""The interface of a node's address, and the variables that follow from it."""
+"""The network interface of a node's address, and the variables that depend on it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_address_that_the_host_does_not_have_is_one_error() -> None:
 def test_a_store_that_does_not_answer_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "CONNECT_LIMIT_S", 1.0)
     with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))  # and never listens: the port refuses, and nobody else can take it
+        silent.bind(("127.0.0.1", 0))  # it never listens: the port refuses, and nobody else can take it
         port = silent.getsockname()[1]
         with pytest.raises(RuntimeError) as caught:
             network.connect_store("127.0.0.1", port, network.timedelta(seconds=1))

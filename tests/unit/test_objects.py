@@ -1,4 +1,4 @@
-"""Objects that cannot be had: the one that is lost is named, not one that is only on its way."""
+"""Unavailable objects: the error names the one that is lost, not one that is still on its way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and streams that commands write to: checked before anything is computed, written with one clear error."""
+"""Files and streams that commands write to: checked before anything is computed, with one clear error."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_checking_a_link_to_nowhere_leaves_the_link(plan: Plan, tmp_path: Path) 
 
 
 def test_what_is_no_regular_file_is_refused(plan: Plan, tmp_path: Path) -> None:
-    """A device cannot be replaced, and who opens a pipe may wait for a reader for ever."""
+    """A device cannot be replaced, and opening a pipe may wait for a reader forever."""
     full, pipe, folder = tmp_path / "full.svg", tmp_path / "pipe.json", tmp_path / "folder.json"
     full.symlink_to("/dev/full")
     os.mkfifo(pipe)
@@ -79,7 +79,7 @@ def test_a_disk_that_fills_up_takes_nothing_away(plan: Plan, tmp_path: Path) -> 
 def test_json_does_not_take_the_place_of_a_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`doctor --json CONFIG` means figures on stdout of a run that shall fit, and reads otherwise."""
+    """`doctor --json CONFIG` is meant to print figures of that run to stdout, but CONFIG is read as the output file."""
     config = tmp_path / "own.yaml"
     config.write_text("run: {steps: 4}\n")
     assert main(["doctor", "--here", "--json", str(config)]) == 2
@@ -89,7 +89,7 @@ def test_json_does_not_take_the_place_of_a_configuration(
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
 def test_a_reader_that_goes_away(arguments: tuple[str, ...]) -> None:
-    """Texts that fit in Python's buffer (the plan) and that do not (its JSON)."""
+    """Outputs that fit in Python's buffer (the plan) and that do not (its JSON)."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:
@@ -98,7 +98,7 @@ def test_a_reader_that_goes_away(arguments: tuple[str, ...]) -> None:
 
 
 def test_a_reader_of_tables_that_goes_away() -> None:
-    """Rich, which prints them, would end the program in its own way."""
+    """Rich, which prints the tables, would end the program in its own way."""
     config = Path(__file__).parents[2] / "configs" / "arithmetic.yaml"
     command = [sys.executable, "-m", "hybridengine.cli.main", "train", str(config), "--dry-run"]
     reader, writer = os.pipe()

@@ -1,4 +1,4 @@
-"""The tables of docs/explanation/resharding.md: against the paper's formulas, and that they are of today."""
+"""The tables of docs/explanation/resharding.md: they follow the paper's formulas and are up to date."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_planned_bytes_are_those_of_table_2(rows: list[paper_table.Row]) -> None
 
 
 def test_least_seconds_of_the_other_methods(rows: list[paper_table.Row]) -> None:
-    """By hand: 300 GB/s inside a machine, 25 GB/s into each of 16; a replica takes 1, 1, 2 and 4 machines."""
+    """Worked out by hand: 300 GB/s inside a machine, 25 GB/s into each of 16; a replica takes 1, 1, 2 and 4 machines."""
     total = {row.model: row.weight_bytes for row in rows}
     expected = {
         "7B": total["7B"] * 7 / 8 / 300e9,

@@ -1,4 +1,4 @@
-"""`hybridengine plan`: what it prints, draws and writes, and how it refuses."""
+"""`hybridengine plan`: its output, drawings and files, and its error messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Planned = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def planned(capsys: pytest.CaptureFixture[str]) -> Planned:
-    """Runs the command; (exit code, stdout, stderr)."""
+    """Return a function that runs the command and returns (exit code, stdout, stderr)."""
 
     def run(
         *arguments: str, command: str = "plan", config: str = CONFIG, cluster: str = A100
@@ -39,7 +39,7 @@ def planned(capsys: pytest.CaptureFixture[str]) -> Planned:
 
 
 SMALL = ("model.hf_config=llama2-7b", "rollout.kv_cache_bytes=4GiB", "--nodes", "2")
-"""A search of a second."""
+"""Options of a search that takes about a second."""
 
 
 def test_figures_for_programs(planned: Planned) -> None:
@@ -143,7 +143,7 @@ def test_a_plan_is_a_configuration_that_can_be_trained(
 def test_ranks_and_sizes_of_the_configuration_do_not_count(
     planned: Planned, tmp_path: Path, clashing: str
 ) -> None:
-    """Runs refuse them; a plan replaces them, and what it writes is the same."""
+    """A run refuses them; a plan replaces them and writes the same file."""
     files = [tmp_path / "plain.yaml", tmp_path / "clashing.yaml"]
     assert main(["train", CONFIG, clashing, "--dry-run"]) == 2
     assert planned(*SMALL, "--out", str(files[0]))[0] == 0
@@ -163,7 +163,7 @@ def test_ranks_and_sizes_of_the_configuration_do_not_count(
 def test_a_plan_has_rows_for_every_rank_and_replica(
     planned: Planned, tmp_path: Path, config: str, fixed: str, few: str, enough: str
 ) -> None:
-    """Of the warm-up's batch, which training splits over replicas, and of what is computed on every rank."""
+    """The rows are those of the warm-up's batch, which training splits over replicas, and of functions on every rank."""
     out = tmp_path / "planned.yaml"
     kept = ["actor.mini_batches=1", *(["critic.mini_batches=1"] if config == "arithmetic.yaml" else [])]
     settings: dict[str, str] = {
@@ -177,7 +177,7 @@ def test_a_plan_has_rows_for_every_rank_and_replica(
 
 
 def test_models_of_one_role_share_a_pool(planned: Planned, tmp_path: Path) -> None:
-    """A reward of two models is one role, which has one pool."""
+    """A reward of two models is one role with one pool."""
     values = yaml.safe_load(Path(CONFIG).read_text())
     values["model"]["hf_config"] = "llama2-7b"
     model = {"kind": "model", "hf_config": "llama2-7b"}
@@ -233,7 +233,7 @@ def refuse(planned: Planned, *arguments: str, **settings: Any) -> str:
 
 
 def test_a_cluster_that_is_too_small(planned: Planned) -> None:
-    """Which model misses by how much, and what would do."""
+    """The message names the model that does not fit, the amount that is missing, and the remedies."""
     text = refuse(planned, "--nodes", "1")
     for part in (
         "nothing fits on 8 devices of A100-80GB",
@@ -255,7 +255,7 @@ def test_models_that_fit_only_by_themselves(planned: Planned) -> None:
 
 
 def test_settings_that_would_do(planned: Planned) -> None:
-    """They do: the same command with them finds a plan."""
+    """With these settings, the same command finds a plan."""
     kept = ("--nodes", "1", "actor.recompute=none", "critic.recompute=none", "actor.micro_batch_tokens=16384")
     code, out, err = planned(*kept, config="configs/hybridflow-ppo.yaml")
     assert code == 2 and out == ""

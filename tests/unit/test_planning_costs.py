@@ -1,4 +1,4 @@
-"""What passes, generation and memory cost, against sums written out for small cases and against laws."""
+"""Costs of passes, generation and memory, compared with sums written out for small cases and with general laws."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHAPES = [SHAPE, ModelShape("qwen2", 7, 256, 512, 8, 8, 32, 96, 4096, tied_embed
 
 
 def plain_cluster(**compute: object) -> Cluster:
-    """One operation, one byte a nanosecond; nothing else takes time unless it is said."""
+    """Return a cluster with one operation and one byte per nanosecond; everything else takes no time by default."""
     zeros = dict.fromkeys(
         [
             "half_tokens",
@@ -88,7 +88,7 @@ def test_holdings_are_those_of_the_layouts(shape: ModelShape, p: int, t: int) ->
 
 
 def test_a_forward_pass_is_two_operations_for_each_weight_and_token() -> None:
-    """And four for each pair of positions and column of the queries; the head only where logits are wanted."""
+    """Four more for each pair of positions and column of the queries; the head counts only if logits are wanted."""
     passes = ModelPasses(SHAPE, TrainSizes(1, 1, 1), "bfloat16", plain_cluster())
     micro = MicroBatches(3, 200.0, 80.0, 50.0)
     weights = 6 * (256 * (8 + 4 + 4 + 8) * 32 + 3 * 256 * 512)
@@ -115,12 +115,12 @@ def test_a_pipeline_has_bubbles_and_its_slowest_stage_sets_the_pace(p: int, coun
 
 
 def test_uneven_stages_wait_for_the_slowest_and_pass_the_first_micro_batch_on() -> None:
-    """7 layers on 3 stages: 3, 2 and 2 (or as the shape says); 5 micro-batches, without messages' time."""
+    """7 layers on 3 stages: 3, 2 and 2 (or as the shape says); 5 micro-batches, without the time of messages."""
     shape = ModelShape("llama", 7, 256, 512, 8, 4, 32, 1000, 4096, num_labels=1)
     cluster = plain_cluster(flops_per_s={"bfloat16": 1e18}, layer_s=0.5)
     stages = [0.5 * len(layers) for layers in shape.split_layers(3)]
     assert sorted(stages) == [1.0, 1.0, 1.5]
-    ends = [[0.0] * 3 for _ in range(6)]  # of each micro-batch on each stage, from 1 on
+    ends = [[0.0] * 3 for _ in range(6)]  # of each micro-batch on each stage, counted from 1
     for micro in range(1, 6):
         for stage, seconds in enumerate(stages):
             ready = ends[micro][stage - 1] if stage else 0.0
@@ -193,7 +193,7 @@ def test_micro_batches_of_equal_rows_are_as_few_as_fit(
 
 @pytest.mark.parametrize("max_tokens", [120, 333, 1000, 10**6])
 def test_micro_batches_are_those_of_a_run_padding_included(max_tokens: int) -> None:
-    """Against the cutting of a real batch with the same lengths."""
+    """Compared with the division of a real batch with the same lengths."""
     lengths = Lengths.of("uniform:1-100", 100)
     responses = torch.tensor(lengths.spread(200))[torch.randperm(200)]
     batch = TensorDict(
@@ -221,7 +221,7 @@ def test_the_knee_is_a_roofline_with_a_round_corner(one: float, other: float, sh
 
 
 def test_the_slope_of_a_step_over_responses_is_a_sigmoid() -> None:
-    """d ln T / d ln x = x^k / (1 + x^k): flat where memory binds, one where arithmetic does, half where they meet."""
+    """d ln T / d ln x = x^k / (1 + x^k): 0 where memory is the limit, 1 where arithmetic is, 1/2 where they meet."""
     for x, slope in ((1e-3, 0.0), (1.0, 0.5), (1e3, 1.0)):
         step = 1e-6
         measured = (math.log(knee(1.0, x * (1 + step), 4.0)) - math.log(knee(1.0, x, 4.0))) / math.log1p(step)
@@ -231,7 +231,7 @@ def test_the_slope_of_a_step_over_responses_is_a_sigmoid() -> None:
 @settings(deadline=None, max_examples=80)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 12))
 def test_spans_of_an_engine_are_its_steps(lengths: list[int], num_rows: int, num_running: int) -> None:
-    """Against an engine that advances token by token: who runs, and how many tokens they have."""
+    """Compared with an engine that advances token by token: which responses run, and how many tokens they have."""
     some = Lengths("some", counted(lengths, 30))
     found = running_steps(some, num_rows, num_running)
     waiting = some.spread(num_rows)
@@ -249,13 +249,13 @@ def test_spans_of_an_engine_are_its_steps(lengths: list[int], num_rows: int, num
     for count, context, span in found.tolist():
         inside = steps[first : first + int(span)]
         assert {one for one, _ in inside} == {count}
-        # The middle of a span of steps that add one token each to every response that runs.
+        # The middle of a span of steps that add one token each to every running response.
         assert np.mean([made for _, made in inside]) + count / 2 == pytest.approx(context)
         first += int(span)
 
 
 def test_generation_reads_weights_and_keys_and_values_every_step() -> None:
-    """One response at a time, without arithmetic: a sum over its tokens."""
+    """One response at a time, without arithmetic: the cost is a sum over its tokens."""
     engine = Engine(SHAPE, GenSizes(1, 1), 1, "bfloat16", plain_cluster(flops_per_s={"bfloat16": 1e18}), 1)
     weights = generation_holding(SHAPE, 1, 1, 1).num_elements - 1000 * 256
     assert engine.kv_token_bytes == 2 * 6 * 4 * 32 * 2
@@ -265,7 +265,7 @@ def test_generation_reads_weights_and_keys_and_values_every_step() -> None:
 
 
 def test_tensor_shards_of_an_engine_share_weights_and_cache_and_pay_for_all_reduces() -> None:
-    """Prompts take two operations a weight and token; each layer has two all-reduces of a step's hidden states."""
+    """Prompts take two operations per weight and token; each layer has two all-reduces of a step's hidden states."""
     lengths = Lengths.of("constant:20", 64)
 
     def engine(t: int, flops: float) -> Engine:
@@ -275,7 +275,7 @@ def test_tensor_shards_of_an_engine_share_weights_and_cache_and_pay_for_all_redu
     one, two = engine(1, 1e18), engine(2, 1e18)
     assert two.kv_token_bytes == one.kv_token_bytes / 2
     read = 2 * (generation_holding(SHAPE, 1, 1, 2).num_elements - 500 * 256)
-    exchanged = 6 * 2 * 2 * (256 * 2 / 2) / 1e9  # a ring there and a ring back, of half each
+    exchanged = 6 * 2 * 2 * (256 * 2 / 2) / 1e9  # a ring in each direction, with half of the data each
     steps = sum((read + (7 + made + 0.5) * two.kv_token_bytes) / 1e9 + exchanged for made in range(20))
     prompts = 6 * 2 * 2 * (7 * 256 * 2 / 2) / 1e9
     assert two.generate_s(1, 7.0, lengths, num_running=1) == pytest.approx(steps + prompts, rel=1e-3)
@@ -285,7 +285,7 @@ def test_tensor_shards_of_an_engine_share_weights_and_cache_and_pay_for_all_redu
 def test_the_cache_limits_how_many_run() -> None:
     engine = Engine(SHAPE, GenSizes(1, 1), 1, "bfloat16", plain_cluster(), 1)
     lengths = Lengths.of("constant:100", 128)
-    # Half of the last block of 16 is empty; the first block of a cache holds nothing.
+    # Half of the last block of 16 is empty; the first block of a cache contains nothing.
     held, first = engine.kv_token_bytes * (10 + 50 + 7.5), engine.kv_token_bytes * 16
     assert engine.num_running(lengths, 10.0, 64, first + 5.5 * held) == 5
     assert engine.num_running(lengths, 10.0, 3, first + 5.5 * held) == 3
@@ -293,7 +293,7 @@ def test_the_cache_limits_how_many_run() -> None:
 
 
 def test_activations_of_a_layer_are_those_of_its_tensors() -> None:
-    """Norms' and matrices' inputs, queries and keys before and after rotation, attention, gate, up and their product."""
+    """Inputs of norms and matrices, queries and keys before and after rotation, attention, gate, up and their product."""
     micro = MicroBatches(8, 100.0, 40.0, 50.0)
     tensors = 4 * 256 + (2 * 256 + 2 * 128 + 256 + 3 * 512) / 2
     sizes = TrainSizes(3, 2, 1)

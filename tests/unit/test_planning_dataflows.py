@@ -1,4 +1,4 @@
-"""The calls that the planner finds by tracing algorithms, against iterations written by hand."""
+"""The calls that the planner finds by tracing algorithms, compared with iterations written by hand."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Unplanned(Algorithm):
 
 
 class Mistaken(Unplanned):
-    """Uses a role that it does not have."""
+    """Calls a role that it does not have."""
 
     def step(self, roles, sampling, state):
         return roles.critic.update(sampling.prompts)

@@ -1,4 +1,4 @@
-"""What collectives and messages cost, against rings and neighbours laid out rank by rank."""
+"""Costs of collectives and messages, compared with rings and neighbours laid out rank by rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ A100 = load_cluster("configs/clusters/a100-80gb-16x8.yaml")
 @pytest.mark.parametrize("stride", [1, 2, 4, 8])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_collectives_against_rings_laid_out_rank_by_rank(size: int, stride: int) -> None:
-    """Every rank of a ring receives (g - 1) / g of the result from the rank before it; nodes share their link."""
+    """Every rank of a ring receives (g - 1) / g of the result from its predecessor; ranks of a node share its link."""
     cluster = A100.resized(8)
     num_ranks, num_bytes = 64, 3e9
     received = num_bytes * (size - 1) / size
@@ -46,7 +46,7 @@ def test_collectives_against_rings_laid_out_rank_by_rank(size: int, stride: int)
 )
 @pytest.mark.parametrize("count", [1, 2])
 def test_messages_of_a_pipeline_against_those_of_every_rank(size: int, stride: int, count: int) -> None:
-    """A rank meets the one after it and the one before; a node's link carries what its ranks send across at once."""
+    """A rank exchanges messages with its two neighbours; a node's link carries all that its ranks send at once."""
     cluster, num_bytes, num_ranks = A100.resized(8), 3e9, 64
     within, between = cluster.links.same_node, cluster.links.between_nodes
     assert between is not None and between.node_bytes_per_s is not None
@@ -71,6 +71,6 @@ def test_messages_of_a_pipeline_against_those_of_every_rank(size: int, stride: i
 
 
 def _beside(rank: int, step: int, size: int, stride: int) -> bool:
-    """Whether the group of a rank goes on in that direction."""
+    """Return True if the group of a rank has another rank in that direction."""
     place = rank // stride % size
     return 0 <= place + step // stride < size

@@ -1,4 +1,4 @@
-"""Fitted coefficients against a machine whose coefficients are known, and runs read back from their files."""
+"""Fitted coefficients, compared with a machine whose coefficients are known, and runs read back from their files."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ UNFITTED = Cluster.model_validate(
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[MeasuredRun]:
-    """What runs of calibration would take on that machine."""
+    """Return the times of calibration runs on that machine."""
     folder = tmp_path_factory.mktemp("cases")
     return [
         measured(config, config.run.name)
@@ -96,7 +96,7 @@ def measured(config: RunConfig, name: str, lengths: str = "uniform:1-48") -> Mea
 
 
 def test_coefficients_are_found_that_predict_other_runs(runs: list[MeasuredRun], tmp_path: Path) -> None:
-    """With a little noise; the runs that are predicted have layouts, sizes and lengths that were not fitted to."""
+    """Measurements have a little noise; the predicted runs have layouts, sizes and lengths that are new to the fit."""
     generator = np.random.default_rng(0)
     noisy = [
         replace(
@@ -154,7 +154,7 @@ def test_calls_end_with_their_last_rank_and_begin_when_their_ranks_and_rows_are_
 
 
 def write_run(folder: Path, config: RunConfig, num_steps: int, factor: float = 1.0) -> None:
-    """A run's files, with what the machine takes."""
+    """Write a run's files with the times of that machine."""
     one = measured(config, "written")
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))

@@ -1,4 +1,4 @@
-"""Layouts that can be, and the rules that others break."""
+"""Valid layouts, and the rules that invalid ones break."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_layouts_that_cannot_be_name_the_rule(train: str, gen: str, parts: list[
 
 
 def test_generation_sizes_to_sweep_against_every_pair() -> None:
-    """All (p_g, t_g) of at most a replica or a node of 8, t_g at most that node, whose engines share out the ranks."""
+    """All (p_g, t_g) within a replica or a node of 8, with t_g at most that node, whose engines divide the ranks."""
     train = TrainSizes(6, 4, 2)
     # t_g = 3, 6 and their multiples do not divide the 64 heads.
     expected = {(p_g, t_g) for p_g in range(1, 25) for t_g in (1, 2, 4, 8) if 48 % (p_g * t_g) == 0}
@@ -59,7 +59,7 @@ def test_generation_sizes_to_sweep_against_every_pair() -> None:
     assert sorted(found) == sorted(expected)
     assert (3, 8) in expected
     assert max(sizes.tp_size for sizes in generation_sizes(LLAMA, train, 2)) == 4
-    qwen = PRESETS["qwen2.5-7b"].shape()  # 28 heads, 4 KV heads: t_g = 8 cannot be
+    qwen = PRESETS["qwen2.5-7b"].shape()  # 28 heads, 4 KV heads: t_g = 8 is impossible
     assert {sizes.tp_size for sizes in generation_sizes(qwen, TrainSizes(1, 4, 2), 8)} == {1, 2, 4}
 
 

@@ -1,4 +1,4 @@
-"""Distributions of lengths against sums over all lengths, against samples, and what is wrong with their descriptions."""
+"""Distributions of lengths, compared with sums over all lengths and with samples, and errors in their descriptions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ counts = st.lists(st.integers(0, 60), min_size=1, max_size=30)
 
 @given(counts, st.integers(1, 50), st.integers(1, 40))
 def test_counted_lengths(lengths: list[int], max_tokens: int, count: int) -> None:
-    """Mean, mean square, survival and quantiles against the lengths themselves, cut as generation cuts them."""
+    """Mean, mean square, survival and quantiles, compared with those of the lengths, cut as generation cuts them."""
     found = Lengths("some", counted(lengths, max_tokens))
     cut = sorted(min(max(length, 1), max_tokens) for length in lengths)
     assert found.mean == pytest.approx(sum(cut) / len(cut))

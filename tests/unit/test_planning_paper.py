@@ -1,8 +1,8 @@
-"""The paper's placements in shape: HybridFlow, arXiv 2409.19256, section 8.3.
+"""The shape of the paper's placements: HybridFlow, arXiv 2409.19256, section 8.3.
 
-Its workload is configs/hybridflow-ppo.yaml, its cluster configs/clusters/a100-80gb-16x8.yaml, whose rates are data
-sheets and whose other coefficients are assumptions; docs/explanation/planner.md shows the figures beside
-the paper's, also where they differ.
+The workload is configs/hybridflow-ppo.yaml, the cluster configs/clusters/a100-80gb-16x8.yaml. Its rates come from data
+sheets, and its other coefficients are assumptions; docs/explanation/planner.md compares the figures with
+the paper's, and lists those that differ.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def options(*overrides: str) -> Options:
 
 
 def colocated_and_split(num_devices: int, *overrides: str) -> tuple[Plan, Plan]:
-    """The best plan with all models on the same devices, and the best of the fourteen others."""
+    """Return the best plan with all models on the same devices, and the best of the fourteen other placements."""
     (together,) = Search(options(*overrides), num_devices, [ALL_TOGETHER]).run().plans
     found = Search(options(*overrides), num_devices, OTHERS, num_best=1).run()
     assert found.exact and found.num_placements == 14
@@ -58,14 +58,14 @@ def test_colocating_is_best_on_few_devices(model: str, num_devices: int) -> None
 
 @pytest.mark.parametrize(("model", "num_devices"), [(B13, 96), (B13, 128), (B34, 96), (B34, 128)])
 def test_splitting_is_best_on_many(model: str, num_devices: int) -> None:
-    """In two halves of equal size, as the paper's split is."""
+    """The split has two halves of equal size, as in the paper."""
     together, apart = colocated_and_split(num_devices, model)
     assert apart.step_s < together.step_s
     assert [pool.num_ranks for pool in apart.pools] == [num_devices // 2] * 2
 
 
 def test_a_larger_critic_colocates_far_ahead_on_few_devices() -> None:
-    """A 13B actor and reference with a 70B critic and reward model: the more devices, the less it is ahead."""
+    """A 13B actor and reference with a 70B critic and reward model: the lead shrinks with more devices."""
     leads = []
     for num_devices in (32, 64):
         together, apart = colocated_and_split(num_devices, B13, *CRITIC_70B)
@@ -89,7 +89,7 @@ def test_beside_a_larger_critic_on_half_of_128_the_other_three_colocate() -> Non
 
 @pytest.mark.parametrize(("model", "best"), [(B7, 2), (B13, 4)])
 def test_generation_has_fewer_tensor_shards_than_training(model: str, best: int) -> None:
-    """Section 8.4: training with t = 8 on 16 devices; t_g = 8 is worst, and below the best one it gets worse again."""
+    """Section 8.4: training with t = 8 on 16 devices; t_g = 8 is worst, and values below the best one are worse again."""
     seconds = {}
     for gen_tp in (1, 2, 4, 8):
         options = Options(workload(model), A100, {"actor": TrainSizes(1, 8, 2)}, GenSizes(1, gen_tp))

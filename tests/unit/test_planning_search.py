@@ -1,4 +1,4 @@
-"""The search against trying everything on small clusters, and its parts against definitions."""
+"""The search, compared with trying everything on small clusters, and its parts with their definitions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cluster_of(nodes: int, devices: int, memory_bytes: int) -> Cluster:
 
 
 def workload_of(algorithm: str, shape: ModelShape = SMALL, rows: int = 16, offloads: bool = True) -> Workload:
-    """All roles with models of one shape; rewards and costs are models too."""
+    """Return a workload with all roles, on models of one shape; rewards and costs are models too."""
     samples = 1 if algorithm in ("ppo", "safe_rlhf") else 2
     calls = calls_of(algorithm_class(algorithm)(), rows // samples, samples)
     roles = list(dict.fromkeys(call.role for call in calls if call.role not in HELPERS))
@@ -95,7 +95,7 @@ def test_allocations_are_all_that_fill_the_devices(nodes: int, node: int, num_po
 def test_calls_begin_when_their_rows_and_their_ranks_are_there(
     made: list[tuple[int, float]], data: st.DataObject
 ) -> None:
-    """Against the longest path over both kinds of dependencies, path by path."""
+    """Compared with the longest path over both kinds of dependencies, path by path."""
     calls, seconds = [], {}
     for place, (_, own) in enumerate(made):
         reads = data.draw(st.sets(st.integers(0, place - 1))) if place else set()
@@ -119,7 +119,7 @@ def test_calls_begin_when_their_rows_and_their_ranks_are_there(
 
 
 def everything(options: Options, num_devices: int) -> dict[tuple, float]:
-    """The least step of every placement, over all sizes of pools and all sizes of models, whatever beats them."""
+    """Return the least step time of every placement, over all sizes of pools and models, without pruning."""
     workload, cluster = options.workload, options.cluster
     assert cluster.compute is not None
     capacity = cluster.device_memory_bytes - (cluster.compute.process_bytes or 0)
@@ -176,7 +176,7 @@ def everything(options: Options, num_devices: int) -> dict[tuple, float]:
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "remax", "online_dpo"])
 @pytest.mark.parametrize("memory_mib", [64, 160, 4096])
 def test_nothing_is_better_than_what_the_search_finds(algorithm: str, memory_mib: int) -> None:
-    """From too little memory for any plan, over plans that it decides, to plenty."""
+    """Memory ranges from too little for any plan, over amounts that decide between plans, to plenty."""
     cluster = cluster_of(2, 2, memory_mib * 2**20)
     options = Options(workload_of(algorithm, offloads=memory_mib != 160), cluster)
     found = Search(options, 4).run()
@@ -220,7 +220,7 @@ def test_a_plan_says_what_its_models_say(algorithm: str, which: int) -> None:
 
 
 def test_the_fullest_moment_of_a_pool_has_the_cache_too() -> None:
-    """Colocated PPO with more responses than there is room for: the cache takes what the others leave to it."""
+    """Colocated PPO with more responses than there is room for: the cache takes the memory that the models leave."""
     crowd = replace(workload_of("ppo", rows=4096), max_num_seqs=4096)
     options = Options(crowd, cluster_of(1, 2, 2**30))
     (plan,) = Search(options, 2, [(("actor", "critic", "reference", "reward"),)]).run().plans
@@ -247,12 +247,12 @@ def test_passes_over_the_rows_and_the_rows_that_are_fetched_take_time() -> None:
         (option,) = Options(workload, cluster, {name: TrainSizes(1, 1, 2)}).of(name, 2)
         return option.least_seconds[option.works.index(Work.UPDATE)]
 
-    # Rows are fetched once, however often they are passed over.
+    # Rows are fetched once, however many passes are made over them.
     fetched = update_s(plain, slower) - update_s(plain, cluster)
     call = next(call for call in plain.calls if call.role == "critic" and call.work is Work.UPDATE)
     assert (
         plain.row_bytes(call) == 1024 * 8 + 2 * 512 * 4
-    )  # tokens, values, returns; lengths are next to nothing
+    )  # tokens, values and returns; the lengths are negligible
     assert fetched == pytest.approx(16 / 2 * plain.row_bytes(call) / 1e6, rel=0.02)
     own = update_s(plain, slower) - 16 / 2 * plain.row_bytes(call) / 1e6 - cluster.compute.call_s
     assert update_s(twice, slower) - update_s(plain, slower) == pytest.approx(own, rel=0.02)
@@ -271,7 +271,7 @@ def test_who_wants_fewer_plans_gets_the_best_ones(algorithm: str) -> None:
 
 @pytest.mark.parametrize(("model", "num_ranks"), [("llama2-7b", 8), ("qwen2.5-7b", 32), ("llama3-8b", 64)])
 def test_bounds_of_switches_hold(model: str, num_ranks: int) -> None:
-    """What a switch's plan says is no less than the bounds that stand for it, on one node and over several."""
+    """The costs from a switch's plan are at least the bounds that replace them, on one node and over several."""
     options = Options(workload_of("grpo", resolve_model(model), rows=512), A100)
     checked = 0
     for sizes in options._train_sizes(options.workload.model("actor"), num_ranks):

@@ -1,4 +1,4 @@
-"""Simulated runs against sums that can be done by hand, against laws that hold for any run, and in known regimes."""
+"""Simulated runs, compared with sums worked out by hand and with laws that hold for any run, and in known regimes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridengine.planning.simulation.simulation import Setting, simulate_asynch
 
 
 def setting(**changes: object) -> Setting:
-    """Four engines of eight places, batches of 32 responses of 1 to 100 tokens."""
+    """Return four engines of eight places, with batches of 32 responses of 1 to 100 tokens."""
     values = {
         "num_steps": 6,
         "batch_size": 32,
@@ -55,7 +55,7 @@ def test_a_synchronous_run_of_equal_responses_is_a_plain_sum() -> None:
 
 
 def test_an_asynchronous_run_whose_trainer_is_infinitely_fast_takes_what_generation_takes() -> None:
-    """One engine, equal responses, four at once: a batch of four every 50 steps, each token one policy old or less."""
+    """One engine, equal responses, four at once: a batch of four every 50 steps, each token at most one policy old."""
     one = setting(
         num_steps=5,
         batch_size=4,
@@ -90,7 +90,7 @@ def test_an_asynchronous_run_whose_trainer_is_infinitely_fast_takes_what_generat
 def test_laws_of_every_run(
     num_steps: int, train_tokens_per_s: float, synchronous: bool, **changes: object
 ) -> None:
-    """Tokens are counted once, devices work or wait all the time, the bound holds, and nothing depends on chance."""
+    """Tokens are counted once, devices always work or wait, the bound is kept, and nothing depends on chance."""
     one = setting(num_steps=num_steps, train_token_s=1 / train_tokens_per_s, **changes)
     simulate = simulate_synchronous if synchronous else simulate_asynchronous
     found = simulate(one)
@@ -102,14 +102,14 @@ def test_laws_of_every_run(
     assert -1e-9 < found.generate_idle_s < found.seconds * one.num_engines + 1e-9
     moments = [moment for moment, _ in found.queue]
     assert moments == sorted(moments) and moments[-1] <= found.seconds + 1e-9
-    # Responses come one by one and leave by the batch, those of a step no later than its training begins.
+    # Responses are queued one by one and removed in batches, those of a step before its training begins.
     for (_, before), (_, after) in pairwise(found.queue):
         assert after in (before + 1, before - one.batch_size) or synchronous
     if synchronous:
         assert found.largest_staleness == 0
     else:
-        # Where responses end in the order in which they begin, what is begun at most eta batches ahead is trained on at
-        # most eta steps later; a long one may be overtaken.
+        # If responses end in the order in which they begin, a response that begins at most eta batches ahead is trained
+        # on at most eta steps later; a long one may be overtaken.
         if one.lengths.name.startswith("constant") and one.num_engines == 1:
             assert found.largest_staleness <= one.max_staleness
         assert max(count for _, count in found.queue) <= one.batch_size * (1 + one.max_staleness)
@@ -119,7 +119,7 @@ def test_laws_of_every_run(
 def test_staleness_of_every_token_of_a_run_that_can_be_done_by_hand() -> None:
     """One engine, four responses of 50 tokens at once, 1 s a batch; training takes as long, so that a batch always waits.
 
-    Batch 1 comes from policy 0. While it is trained on, batch 2 is made: from policy 0 as well. Each later batch begins
+    Batch 1 comes from policy 0. While it is trained on, batch 2 is generated, also from policy 0. Each later batch begins
     when the one before has just been trained on: batch n + 2 is from policy n, and trained on as step n + 2, whose
     policy is n + 1.
     """
@@ -141,7 +141,7 @@ def test_staleness_of_every_token_of_a_run_that_can_be_done_by_hand() -> None:
 
 
 def test_too_many_trainers_wait_and_too_many_samplers_make_the_data_old() -> None:
-    """The two regimes of the applied-RL talk: the trainer idle; the queue and the staleness growing without a bound."""
+    """The two regimes of the applied-RL talk: an idle trainer; and a queue and a staleness that grow without bound."""
     starving = simulate_asynchronous(setting(num_steps=20, train_token_s=1 / 1e5, max_staleness=math.inf))
     assert starving.train_idle_share > 0.5
     assert starving.mean_staleness < 2
@@ -164,29 +164,29 @@ DEVICES, GENERATING, RUNNING, BATCH, LENGTHS = 128, 44, 192, 128, Lengths.of("un
 
 
 Utilisation = Callable[[float], float]
-"""U(h): share of its best rate that a device reaches with h responses at once."""
+"""U(h): fraction of its best rate that a device reaches with h responses at once."""
 
 
 def conventional_generation_s(num_responses: int, use: Utilisation, token_s: float) -> float:
-    """Seconds until all responses of an iteration are complete: sum over l of (h(l) / N) · f / U(h(l) / N).
+    """Return the seconds until all responses of an iteration are complete: sum over l of (h(l) / N) · f / U(h(l) / N).
 
-    At every position l, the h(l) responses that still run are shared out over all devices.
+    At every position l, the h(l) responses that still run are distributed over all devices.
     """
     each = [running / DEVICES for running in num_responses * LENGTHS.survival_T if running > 0]
     return sum(running * token_s / use(running) for running in each)
 
 
 def pipeline_rate(use: Utilisation, num_generating: int, tau: float) -> float:
-    """Responses over time where generation never stops: the slower side's, min(U(H)·I, (N - I) / tau)."""
+    """Return the rate of responses if generation never stops, that of the slower side: min(U(H)·I, (N - I) / tau)."""
     return min(use(RUNNING) * num_generating, (DEVICES - num_generating) / tau)
 
 
 def test_the_vector_of_pipeline_rl() -> None:
     """N = 128, B = 128, uniform lengths, H = 192, I = 44: r_conv 10.7, r_pipe 16.9, ratio 1.58, g_max 132.
 
-    The paper does not print U and tau. One knee for U and one tau must give all of it: tau and U(192) follow from r_pipe
-    where both sides keep pace, the knee's sharpness from r_conv; its rate at any other number of devices that generate is
-    then below 16.9, and the simulation, which knows no formula, makes the same rate and lag.
+    The paper does not print U and tau. One knee for U and one tau must give them all: tau and U(192) follow from r_pipe
+    at equal pace of both sides, the knee's sharpness from r_conv. The rate at any other number of generating devices is
+    then below 16.9, and the simulation, which uses no formula, gives the same rate and lag.
 
     Source: PipelineRL, arXiv 2509.19128, appendix A.
     """
@@ -221,6 +221,6 @@ def test_the_vector_of_pipeline_rl() -> None:
             max_staleness=math.inf,
         )
     )
-    settled = simulated.step_ends[199]  # every engine has ended its first responses by then
+    settled = simulated.step_ends[199]  # by then, every engine has ended its first responses
     assert 200 * BATCH / (simulated.seconds - settled) == pytest.approx(16.9, rel=0.02)
     assert simulated.largest_staleness == pytest.approx(lag, rel=0.1)

@@ -52,7 +52,7 @@ ROOT = Path(__file__).parents[2]
 
 @every_nested_pair
 def test_switch_and_return_for_every_nested_pair(case: Case) -> None:
-    """There: each rank's generation shard, whole. Back: its training shard, without the network. Costs as counted."""
+    """To generation: each rank's generation shard. Back: its training shard, without the network. Costs as counted."""
     tensors = numbered(case.shape)
     for plan in case.plans():
         training = {rank: case.training(rank) for rank in plan.ranks}
@@ -85,7 +85,7 @@ def test_switch_and_return_for_every_nested_pair(case: Case) -> None:
 @pytest.mark.parametrize("direct_elements", [1, 24, 10**9])
 @pytest.mark.parametrize("case", GENERAL, ids=str)
 def test_switch_and_return_for_layouts_that_need_not_nest(case: Case, direct_elements: int) -> None:
-    """There: the generation shard, whole, beside what is retained. Back: the rest of the training shard."""
+    """To generation: the generation shard, complete, and what is retained. Back: the rest of the training shard."""
     nodes = NodeMap.uniform(case.grid.num_ranks, 2)
     for plan in case.plans(300, nodes, direct_elements=direct_elements):
         training = {rank: case.training(rank) for rank in plan.ranks}
@@ -98,7 +98,7 @@ def test_switch_and_return_for_layouts_that_need_not_nest(case: Case, direct_ele
             needed = elements(generating[rank])
             for name, values in case.training(
                 rank
-            ).items():  # retained is what the rank could not cut back out
+            ).items():  # only parameters that the rank could not cut back out are retained
                 inside = np.isin(values[values > 0], needed).all()
                 assert (name in plan.retained(rank)) == (not inside), f"{case} rank {rank} {name}"
         restored = execute(inverse_local(plan), generating)
@@ -109,7 +109,7 @@ def test_switch_and_return_for_layouts_that_need_not_nest(case: Case, direct_ele
 
 
 def sized_nodes(num_ranks: int) -> st.SearchStrategy[NodeMap]:
-    """Nodes of any sizes, with at least `num_ranks` ranks."""
+    """Return a strategy for nodes of any sizes with at least `num_ranks` ranks."""
     sizes = st.lists(st.integers(1, num_ranks), min_size=1, max_size=num_ranks)
     return sizes.filter(lambda found: sum(found) >= num_ranks).map(lambda found: NodeMap(tuple(found)))
 
@@ -117,7 +117,7 @@ def sized_nodes(num_ranks: int) -> st.SearchStrategy[NodeMap]:
 @given(st.sampled_from(FEW + GENERAL), st.data())
 @settings(max_examples=60, deadline=None)
 def test_switch_over_any_nodes(case: Case, data: st.DataObject) -> None:
-    """Whatever the nodes are, in one step or in two: every rank ends with its shard, and the plan passes its audit."""
+    """On any nodes, in one step or in two, every rank ends with its shard, and the plan passes its audit."""
     nodes = data.draw(sized_nodes(case.grid.num_ranks))
     two_step, direct = data.draw(st.booleans()), data.draw(st.sampled_from((1, 50, 10**9)))
     for plan in case.plans(data.draw(st.integers(1, 3000)), nodes, two_step, direct):
@@ -162,7 +162,7 @@ def test_load_and_export_are_the_identity(train: str, family: str, tied: bool) -
 
 @st.composite
 def row_layouts(draw: st.DrawFn, shape: ModelShape, num_ranks: int, kind: str) -> Layout:
-    """Each tensor cut into rows at random; every range at one to three ranks."""
+    """Return a layout with each tensor cut into rows at random, and every range on one to three ranks."""
     parameters: dict[int, list[LocalParameter]] = {rank: [] for rank in range(num_ranks)}
     for tensor, size in shape.tensors.items():
         cuts = sorted(draw(st.sets(st.integers(1, size[0] - 1), max_size=3))) if size[0] > 1 else []
@@ -187,7 +187,7 @@ RANDOM_SHAPE = small_shape("qwen2", layers=1, vocab=7, kv_heads=1)
 def test_plans_between_random_layouts(
     source: Layout, destination: Layout, bucket_elements: int, nodes: NodeMap | None, direct_elements: int
 ) -> None:
-    """Layouts that no grid describes: destinations are exact, and nothing that a rank holds is received."""
+    """Layouts that no grid describes: destinations are exact, and no rank receives elements that it holds."""
     tensors = numbered(RANDOM_SHAPE)
     plan = compile_plan(
         source, destination, range(4), bucket_elements, nodes, direct_elements=direct_elements

@@ -1,4 +1,4 @@
-"""Costs of plans: by hand for small cases, against table 2 of the paper; buckets against their bounds."""
+"""Costs of plans, compared with small cases by hand and with table 2 of the paper; buckets compared with their bounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.plan_cases import CASES, FEW, FLOAT32, GENERAL, Case, elements, 
 
 
 def in_flight(case: Case, plan: Plan, rank: int) -> int:
-    """Most elements of messages and of generation parameters in the buckets that are open together."""
+    """Return the most elements of messages and of generation parameters in the buckets that are open together."""
     generating = case.generating(rank)
     sizes = [
         staged(bucket, rank) + sum(generating[name].size for name in bucket.destinations[rank])
@@ -61,7 +61,7 @@ def test_costs_are_within_zero_redundancy(case: Case, bucket_elements: int, dire
 
 
 def test_peak_of_one_bucket_counts_both_shards_and_the_messages() -> None:
-    """1-2-1 -> 1-1 in one bucket: the half that is held, the whole that appears, what arrives and what leaves."""
+    """1-2-1 -> 1-1 in one bucket: the half that is held, the whole that appears, and the messages in both directions."""
     case = Case(fitting_shape("llama", False, 1, 2), "1-2-1", "1-1")
     (plan,) = case.plans(10**9)
     assert len(plan.buckets) == 1
@@ -78,7 +78,7 @@ def test_peak_of_one_bucket_counts_both_shards_and_the_messages() -> None:
 
 
 def halves(direct_elements: int) -> Plan:
-    """Rank 0 has rows 0 to 3 of 8 and the norm, rank 1 rows 4 to 7; both want all: 48 elements and 6, a bucket each."""
+    """Rank 0 has rows 0 to 3 of 8 and the norm, rank 1 rows 4 to 7; both need all: buckets of 48 and 6 elements."""
     shape = small_shape(layers=1, vocab=8)
     embedding, norm = "model.embed_tokens.weight", "model.norm.weight"
     size, norm_size = shape.tensors[embedding], shape.tensors[norm]
@@ -99,7 +99,7 @@ def test_costs_of_two_ranks_by_hand() -> None:
     assert (one.sent_by_link, other.sent_by_link) == (other.received_by_link, one.received_by_link)
     assert plan_costs(plan, 2)[0].received_by_link == {LinkClass.SAME_NODE: 48, LinkClass.BETWEEN_NODES: 0}
     assert (one.copied_bytes, other.copied_bytes) == (2 * (24 + 6), 2 * 24)
-    # 24 rows' elements leave and 24 arrive, both through staging; then 6 leave rank 0 and arrive at rank 1.
+    # The elements of 24 rows leave and 24 arrive, both through staging; then 6 leave rank 0 and arrive at rank 1.
     assert one.memory_bytes == tuple(2 * n for n in (30, 30 + 48 + 48, 54, 54 + 6 + 6, 54))
     assert other.memory_bytes == tuple(2 * n for n in (24, 24 + 48 + 48, 48, 48 + 6 + 6, 54))
     assert one.bucket_bytes == other.bucket_bytes == 2 * 96
@@ -108,13 +108,13 @@ def test_costs_of_two_ranks_by_hand() -> None:
     assert back[0].memory_bytes == tuple(2 * n for n in (54, 54 + 6, 54, 54 + 24, 30))
     assert back[1].memory_bytes == tuple(2 * n for n in (54, 54, 48, 48 + 24, 24))
     traffic = plan_traffic(plan, NodeMap((1, 1)))
-    # Gathered into messages and spread out of them by either rank, bucket by bucket.
+    # Either rank gathers into messages and scatters out of them, bucket by bucket.
     assert traffic.copied_KPR[:, :2].tolist() == [[[24, 24], [24, 24]], [[6, 0], [0, 6]]]
     assert traffic.messages_KLSR[0].sum(axis=0).tolist() == [[2, 2], [0, 0]]
 
 
 def test_messages_in_place_and_overlap_by_hand() -> None:
-    direct = plan_costs(halves(direct_elements=1), 1)  # rows are runs of memory: nothing is staged
+    direct = plan_costs(halves(direct_elements=1), 1)  # rows are contiguous in memory: nothing is staged
     assert direct[0].memory_bytes == (30, 30 + 48, 54, 54 + 6, 54)
     assert direct[1].memory_bytes == (24, 24 + 48, 48, 48 + 6, 54)
     first, second = halves(direct_elements=10**9).buckets
@@ -128,7 +128,7 @@ def test_messages_in_place_and_overlap_by_hand() -> None:
 
 
 def by_rank(case: Case, bucket_elements: int = 400) -> list[RankCost]:
-    """Costs of all ranks in elements, in the order of ranks."""
+    """Return the costs of all ranks in elements, in the order of ranks."""
     costs = {rank: cost for plan in case.plans(bucket_elements) for rank, cost in plan_costs(plan, 1).items()}
     return [costs[rank] for rank in sorted(costs)]
 
@@ -148,9 +148,9 @@ def test_vanilla_grouping_costs_what_it_holds_twice() -> None:
 
 
 def test_wider_tensor_parallelism_costs_the_training_shard() -> None:
-    """t = 2 -> t_g = 4 with two KV heads: half of the training shard is the engine's, and all of it stays."""
+    """t = 2 -> t_g = 4 with two KV heads: half of the training shard belongs to the engine's, and all of it stays."""
     shape = small_shape(layers=2, vocab=128, kv_heads=2, heads_per_group=4)
-    # Of the 456 a layer has beside its norms, a rank trains 228 and generates q 24, k 12, v 12, o 24, MLP 54: 126.
+    # Of the 456 of a layer without its norms, a rank trains 228 and generates with q 24, k 12, v 12, o 24, MLP 54: 126.
     layer, engine_layer, embedding, norms = 228, 126, 384, 12
     costs = by_rank(Case(shape, "1-2-2", "1-4"))
     retained = 2 * layer + 2 * embedding
@@ -160,19 +160,19 @@ def test_wider_tensor_parallelism_costs_the_training_shard() -> None:
         (0, 0, retained)
     }
     assert {cost.memory_bytes[-1] for cost in costs} == {retained + 2 * engine_layer + embedding + 30}
-    # 2-2-1: a stage has one layer and one of embedding and head; the other stage's half of the half arrives.
+    # 2-2-1: a stage has one layer and either embedding or head; the other stage's half of the half arrives.
     costs = by_rank(Case(shape, "2-2-1", "1-4"))
     arrives = engine_layer + embedding // 2 + norms
     assert [cost.received_bytes for cost in costs] == [arrives + 6, arrives + 6, arrives, arrives]
     assert {cost.redundant_bytes for cost in costs} == {layer + embedding}
-    # A rank holds 102 of its layer and 192 of its embedding that it does not generate with, and is sent as much again.
+    # A rank has 102 of its layer and 192 of its embedding that it does not generate with, and receives as many others.
     assert {cost.extra_bytes for cost in costs} == {(layer - engine_layer) + embedding // 2}
 
 
 @pytest.mark.parametrize("bucket_elements", [1, 400, 10**9])
 @pytest.mark.parametrize("case", GENERAL, ids=str)
 def test_memory_of_layouts_that_need_not_nest(case: Case, bucket_elements: int) -> None:
-    """What is retained is held on both ways, beside one copy of everything else."""
+    """Retained parameters are held in both directions, in addition to one copy of everything else."""
     for plan in case.plans(bucket_elements):
         there, returned = plan_costs(plan, 1), plan_costs(inverse_local(plan), 1)
         for rank in plan.ranks:
@@ -196,7 +196,7 @@ def test_memory_of_layouts_that_need_not_nest(case: Case, bucket_elements: int) 
 
 
 def replica_received(case: Case) -> int:
-    """Elements received by all ranks of the first training replica."""
+    """Return the elements received by all ranks of the first training replica."""
     replica = case.grid.groups("pp", "tp")[0]
     return sum(
         cost.received_bytes
@@ -207,10 +207,10 @@ def replica_received(case: Case) -> int:
 
 
 def table_2_total(case: Case) -> int:
-    """Elements a replica receives by table 2, times p·t: (d_g - 1)·M for what is sharded.
+    """Return the elements that a replica receives by table 2, times p·t: (d_g - 1)·M for sharded tensors.
 
-    Two things are held more often than the table's M knows: norms, by all t ranks of a stage, so that they travel
-    between stages only; and a tied embedding, by the first and by the last stage.
+    Two kinds of tensors have more copies than the table's M assumes: norms, on all t ranks of a stage, which travel
+    between stages only; and a tied embedding, on the first and on the last stage.
     """
     shape, sizes, gen = case.shape, case.grid.sizes, case.generation.sizes
     p, t, p_g, t_g = sizes.pp_size, sizes.tp_size, gen.pp_size, gen.tp_size
@@ -236,7 +236,7 @@ def test_received_bytes_are_those_of_table_2(case: Case) -> None:
 def test_mean_received_bytes_approach_the_fraction_of_the_paper(
     train: str, gen: str, fraction: float
 ) -> None:
-    """(d_g - 1)/(tp)·M per rank: exact but for the norms, which are 1 in 400 of these weights."""
+    """(d_g - 1)/(tp)·M per rank, exact up to the norms, which are 1 in 400 of these weights."""
     sizes = TrainSizes.parse(train)
     shape = ModelShape("llama", 2, 96, 384, 8, 8, 12, 1000, 64)
     case = Case(shape, train, gen)
@@ -254,7 +254,7 @@ class GroupSizes:
         self.groups = fused_groups(shards)
 
     def of(self, tensors: Iterable[str], rank: int) -> tuple[int, int, int]:
-        """Elements filled, elements given up, elements of messages that are staged."""
+        """Return elements filled, elements given up, and elements of staged messages."""
         names = set(tensors)
         filled, given_up = (
             sum(
@@ -284,7 +284,7 @@ def test_buckets_are_bounded_and_hold_every_tensor_once(case: Case, bucket_eleme
             assert all(set(group) <= set(bucket.tensors) for group in parts)
             assert {move.tensor for move in bucket.moves} <= set(bucket.tensors)
             counts.append(len(parts))
-        for rank in plan.ranks:  # two buckets fit; a group that alone is larger is a bucket of its own
+        for rank in plan.ranks:  # two buckets fit; a larger group is a bucket of its own
             previous = 0
             for bucket, count in zip(plan.buckets, counts, strict=True):
                 filled, _, messages = sizes.of(bucket.tensors, rank)
@@ -298,7 +298,7 @@ def test_buckets_are_bounded_and_hold_every_tensor_once(case: Case, bucket_eleme
 def test_no_bucket_is_closed_too_early(case: Case, bucket_elements: int) -> None:
     """One more group would take more than half of what may be in flight, or would raise the peak at the end.
 
-    Beside its destination a rank may hold 1/32 of the bucket size, and the room of parameters that are still to come.
+    In addition to its destination a rank may hold 1/32 of the bucket size, and the room for later parameters.
     """
     for plan in case.plans(bucket_elements):
         sizes = GroupSizes(plan)
@@ -317,7 +317,7 @@ def test_no_bucket_is_closed_too_early(case: Case, bucket_elements: int) -> None
 @pytest.mark.parametrize("bucket_elements", [400, 3000, 10**5])
 @pytest.mark.parametrize("case", FEW[1::3], ids=str)
 def test_the_peak_is_the_generation_shard_and_a_small_bucket(case: Case, bucket_elements: int) -> None:
-    """At most 1/32 of the bucket size, or one group that is larger, comes on top of the larger shard."""
+    """At most 1/32 of the bucket size, or one larger group, is added to the larger shard."""
     for plan in case.plans(bucket_elements):
         sizes = GroupSizes(plan)
         for rank, cost in plan_costs(plan, 1).items():

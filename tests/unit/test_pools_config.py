@@ -1,4 +1,4 @@
-"""Pools in a configuration: any partition of the roles, and the rules that one must keep."""
+"""Pools in a configuration: any partition of the roles, and the rules for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def problems(folder: Path, **sections: Any) -> str:
 
 
 def test_every_partition_of_the_roles_is_a_configuration(tmp_path: Path):
-    """Every way to put three roles on the actor's pool and on three others: 4^3."""
+    """Every assignment of three roles to the actor's pool and three others: 4^3."""
     for places in product(RANKS, repeat=3):
         pool_of = {"actor": "main", **dict(zip(PPO_ROLES[1:], places, strict=True))}
         pools = {

@@ -1,4 +1,4 @@
-"""Protocols against a statement of table 3 that knows only coordinates, written without grids or group functions."""
+"""Protocols, compared with a statement of table 3 in coordinates alone, written without grids or group functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAPER_PROTOCOLS = {
     protocol.name: protocol
     for protocol in (ONE_TO_ALL, PROTO_3D, PROTO_3D_ALL_MICRO_DP, PROTO_3D_PP_ONLY, DP_PROTO, ALL_TO_ALL)
 }
-"""The six protocols of table 3, by the paper's names."""
+"""The six protocols of table 3, with the paper's names."""
 NUM_ROWS = (1, 2, 3, 5, 8, 13, 17, 64)
 SIZES = [(p, t, d) for p in range(1, 9) for t in range(1, 9) for d in range(1, 9) if p * t * d <= 8]
 
@@ -48,9 +48,9 @@ class Place:
 
 
 def places(p: int, t: int, d: int, p_g: int, t_g: int, order: RankOrder) -> dict[int, Place]:
-    """Rank -> place, from facts of the paper: rank = dp·p·t + pp·t + tp, or Megatron's pp·d·t + dp·t + tp.
+    """Return rank -> place, from facts of the paper: rank = dp·p·t + pp·t + tp, or Megatron's pp·d·t + dp·t + tp.
 
-    Sizes that do not nest: with p_g | p and t | t_g the ranks of a stage group and one tp share out their shard in the
+    Sizes that do not nest: with p_g | p and t | t_g the ranks of a stage group and one tp divide their shard in the
     order of dp and pp; otherwise engines are consecutive.
     """
     found = {}
@@ -74,7 +74,7 @@ def places(p: int, t: int, d: int, p_g: int, t_g: int, order: RankOrder) -> dict
 
 
 def share(num_rows: int, num_parts: int, part: int) -> list[int]:
-    """Rows of a part: rows dealt one by one give the sizes, parts are consecutive."""
+    """Return the rows of a part: parts are consecutive, and as large as if rows were dealt one by one."""
     sizes = [0] * num_parts
     for row in range(num_rows):
         sizes[row % num_parts] += 1
@@ -83,7 +83,7 @@ def share(num_rows: int, num_parts: int, part: int) -> list[int]:
 
 
 def small_groups(order: RankOrder) -> Iterator[tuple[GroupTopology, dict[int, Place]]]:
-    """Every training grid of up to 8 ranks with every generation grid over it."""
+    """Yield every training grid of up to 8 ranks with every generation grid over it."""
     for p, t, d in SIZES:
         grid = Grid(TrainSizes(p, t, d), order)
         for p_g, t_g in product(range(1, 9), range(1, 9)):
@@ -93,7 +93,7 @@ def small_groups(order: RankOrder) -> Iterator[tuple[GroupTopology, dict[int, Pl
 
 
 def expected_sources(name: str, place: dict[int, Place]) -> list[int]:
-    """Table 3's right column: ranks to collect from, by the axis that rows are split over."""
+    """Return the ranks to collect from, by the axis that rows are split over: the right column of table 3."""
     last_stage = max(at.pp for at in place.values())
     last_gen_stage = max(at.gen_pp for at in place.values())
     chosen = {
@@ -107,7 +107,7 @@ def expected_sources(name: str, place: dict[int, Place]) -> list[int]:
 
 
 def expected_split(name: str, place: dict[int, Place]) -> tuple[int, dict[int, int]] | None:
-    """Table 3's left column: (number of parts, part of each rank); None where every rank gets all rows."""
+    """Return (number of parts, part of each rank), the left column of table 3; None if every rank gets all rows."""
     part_of = {
         "3D_PROTO": {rank: at.dp for rank, at in place.items()},
         "3D_ALL_MICRO_DP": {rank: at.replica for rank, at in place.items()},

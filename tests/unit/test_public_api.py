@@ -1,4 +1,4 @@
-"""The public API: every name is where it is said to be, and importing the package imports nothing heavy."""
+"""The public API: every name is where the documentation says, and importing the package imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets in names, in the environment and in addresses; and that what is no secret stays."""
+"""Secrets in names, in the environment and in addresses are removed; everything else stays."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_what_stands_beneath_a_secret_name_is_secret() -> None:
 
 
 def test_a_password_may_be_a_number() -> None:
-    """YAML reads one of digits so; a number of tokens is none."""
+    """YAML reads a password of digits as a number; a number of tokens is not a password."""
     found = redacted({"password": 12345678, "max_tokens": 12345678, "use_password": True, "secret": None})
     assert found == {
         "password": "(hidden)",
@@ -157,7 +157,7 @@ def test_failures_of_ranks_carry_no_secrets(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_of_a_very_long_exception_both_ends_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program may print a tensor there; secrets are looked for in all that is told, some seconds for a megabyte."""
+    """A program may print a tensor there. All of the reported text is searched for secrets, some seconds per megabyte."""
     monkeypatch.setenv("JUDGE_API_KEY", SECRET)
     words = f"{SECRET} begin " + f"{SECRET} " * 20_000 + f"end {SECRET}"
     failure = failure_of(0, ValueError(words))
@@ -176,7 +176,7 @@ def test_an_exception_that_cannot_say_what_it_is_keeps_its_class() -> None:
 
 
 class Asking(Algorithm):
-    """An algorithm of one's own with a key."""
+    """A user-defined algorithm with a key."""
 
     roles = ("actor", "reward")
     api_key: str = ""
@@ -215,7 +215,7 @@ def test_a_configuration_that_is_written_down_has_no_secrets(
 def test_who_is_sent_a_configuration_keeps_its_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As ranks are: their environment has none of it."""
+    """Ranks receive it this way: their environment contains no secret."""
     file = tmp_path / "run.yaml"
     file.write_text(CONFIG.replace("${oc.env:JUDGE_API_KEY}", f"{SECRET}-literal"))
     config = load_config(file, [], dry_run=True)

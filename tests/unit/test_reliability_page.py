@@ -1,4 +1,4 @@
-"""docs/explanation/reliability.md: every fault of its table names tests that are there."""
+"""docs/explanation/reliability.md: every fault in its table names existing tests."""
 
 from __future__ import annotations
 

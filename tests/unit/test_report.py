@@ -1,4 +1,4 @@
-"""The report's contents against the run's files, and the command with runs that are damaged, empty or missing."""
+"""The report's contents, compared with the run's files, and the command with runs that are damaged, empty or missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LACKING = "Rows and steps left out, failures, Memory of the rank with the most"
 
 
 class PageText(HTMLParser):
-    """Text of a page: cells of its table rows, notes, headings, and what follows names of facts."""
+    """Text of a page: cells of its table rows, notes, headings, and the values of named facts."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -61,13 +61,13 @@ class PageText(HTMLParser):
 
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run of 24 steps; tests that change it copy it."""
+    """A complete run of 24 steps; tests that change it copy it."""
     return write_run(tmp_path_factory.mktemp("runs") / "made-up", num_steps=24)
 
 
 @pytest.fixture
 def report(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs the command; returns its exit status and what it said."""
+    """Return a function that runs the command and returns its exit status and output."""
 
     def run(*arguments: str | Path) -> tuple[int, str]:
         status = main(["report", *map(str, arguments)])
@@ -87,7 +87,7 @@ def _rows(run: Path) -> list[dict[str, Any]]:
 def test_the_page_has_every_section_and_the_runs_own_numbers(
     made_up: Path, report: Report, tmp_path: Path
 ) -> None:
-    """Sums over the run's files in plain loops, against the text of the page."""
+    """Sums over the run's files in plain loops, compared with the text of the page."""
     file = tmp_path / "page.html"
     status, said = report(made_up, "--output", file)
     assert status == 0, said
@@ -134,7 +134,7 @@ def test_the_page_needs_nothing_from_elsewhere(made_up: Path) -> None:
     assert len(page) < 5e6
 
 
-# ---- Runs that are missing, empty, damaged or still going ----
+# ---- Runs that are missing, empty, damaged or still in progress ----
 
 
 @pytest.mark.parametrize(

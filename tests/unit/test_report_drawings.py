@@ -1,4 +1,4 @@
-"""What the report's figures show: which metrics, and which curves, bars and rows, against sums worked out another way."""
+"""Metrics, curves, bars and rows of the report's figures, compared with sums worked out in another way."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHOWN = {
     "Seconds of each phase": ("time/generate_s", "time/update_actor_s"),
     "Bytes fetched, by producer and consumer": ("transfer/actor.generate_sequences->critic.update_bytes",),
 }  # fmt: skip
-"""Figure -> metrics of runs that it has."""
+"""Figure -> metrics of the runs that have it."""
 NOT_SHOWN = (
     "step", "time/step_s", "actor/lr", "transfer/bytes", "switch/received_bytes", "controller/overhead_s",
     "reward/calls", "rollout/response_tokens_p50", "rollout/tokens",
@@ -45,7 +45,7 @@ NOT_SHOWN = (
 
 @pytest.fixture
 def canvases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What matplotlib has been given to draw."""
+    """Canvases that matplotlib has drawn."""
     drawn: list[Any] = []
     monkeypatch.setattr(figures, "_image", lambda canvas: drawn.append(canvas) or "data:")
     return drawn
@@ -87,7 +87,7 @@ def test_the_largest_of_many_curves_are_drawn(canvases: list[Any]) -> None:
 
 
 def test_bars_stand_on_each_other_and_add_up(canvases: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten phases of 700 steps as means of six neighbours; the two smallest as one."""
+    """Ten phases of 700 steps as means of six neighbours; the two smallest are joined."""
     rows: list[Row] = [
         {"step": step, "time/step_s": 1e3}
         | {f"time/p{phase}_s": float(phase * step) for phase in range(1, 11)}

@@ -1,4 +1,4 @@
-"""The report in headless Chromium: every image drawn, nothing asked for, nothing in the console, on any screen."""
+"""The report in headless Chromium: every image is drawn, nothing is requested, the console is silent, on any screen."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _report(run: Path) -> Path:
 def test_every_figure_is_drawn_and_the_console_is_silent(
     browser: Browser, page: Path, width: int, height: int
 ) -> None:
-    """On a desk and on a phone: all images are there, nothing is asked for, nothing is wider than the screen."""
+    """On a desktop and on a phone: all images are there, nothing is requested, nothing is wider than the screen."""
     with opened(browser, page, width, height) as seen:
         captions = [figure.locator("figcaption").inner_text() for figure in seen.page.locator("figure").all()]
         assert seen.unseen_images() == []
@@ -108,7 +108,7 @@ def test_a_page_without_drawings_is_silent_too(browser: Browser, tmp_path: Path)
 
 
 def test_a_long_run_of_many_ranks_stays_small(browser: Browser, tmp_path: Path) -> None:
-    """More steps, metrics and ranks than are drawn one by one: under 5 MB, and all of it drawn."""
+    """It has more steps, metrics and ranks than are drawn one by one: under 5 MB, and everything is drawn."""
     run = write_run(
         tmp_path / "long", 700, 1, 1, {f"other/metric_{number}_loss": number / 7 for number in range(45)}
     )
@@ -131,7 +131,7 @@ def test_a_long_run_of_many_ranks_stays_small(browser: Browser, tmp_path: Path) 
 
 
 def test_the_checks_of_a_page_can_fail(browser: Browser, page: Path, tmp_path: Path) -> None:
-    """A damaged image, a script that fails, a picture from elsewhere: each is noticed."""
+    """A damaged image, a script that fails and a picture from another site are each noticed."""
     broken = tmp_path / "page.html"
     broken.write_text(
         '<!doctype html><script>console.error("said"); missing()</script><img src="https://example.invalid/x.png">'

@@ -1,4 +1,4 @@
-"""`hybridengine reshard plan`: what it prints, draws and writes, and how it refuses."""
+"""`hybridengine reshard plan`: its output, drawings and files, and its error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.plan_runs import A100, GOOD, ROOT, Plan
 
 @pytest.fixture
 def figures(plan: Plan) -> Callable[..., dict[str, Any]]:
-    """Runs the command with --json; what it writes to stdout and nothing else."""
+    """Return a function that runs the command with --json and returns its output, which must be on stdout alone."""
 
     def run(*arguments: str, **settings: str) -> dict[str, Any]:
         code, out, err = plan(*arguments, "--json", **settings)
@@ -28,7 +28,7 @@ def figures(plan: Plan) -> Callable[..., dict[str, Any]]:
     return run
 
 
-# ---- What it says ----------------------------------------------------------------------------------------------------
+# ---- Output ----------------------------------------------------------------------------------------------------------
 
 
 def test_text_shows_groups_bytes_memory_and_time(plan: Plan) -> None:
@@ -75,14 +75,14 @@ def test_two_steps_are_compared_with_one(plan: Plan, figures: Callable[..., dict
 
 
 def test_json_has_the_figures_of_the_papers_example(figures: Callable[..., dict[str, Any]]) -> None:
-    """1-8-16 -> 1-2 of a 7B model: (d_g - 1)/(tp)·M = 3/8 of M received, peak M/2 and a bucket, nothing held twice."""
+    """1-8-16 -> 1-2 of a 7B model: (d_g - 1)/(tp)·M = 3/8 of M received, peak M/2 plus a bucket, nothing held twice."""
     found = figures("--train", "1-8-16", "--gen", "1-2", model="llama2-7b", cluster=A100)
     total = 2 * 6_738_415_616
     assert found["received_bytes_max"] == pytest.approx(3 / 8 * total, rel=2e-3)
     assert found["gen_shard_bytes_max"] == pytest.approx(total / 2, rel=2e-3)
     assert 0 <= found["peak_weight_bytes_max"] - found["gen_shard_bytes_max"] <= found["bucket_bytes_max"]
     assert found["inter_node_bytes_max"] == found["redundant_bytes_max"] == found["extra_bytes_max"] == 0
-    # At least the line rate of NVLink in one direction, at most ten times as long.
+    # At least the time at NVLink's line rate in one direction, at most ten times as long.
     assert (
         found["received_bytes_max"] / 300e9
         < found["seconds_there"]
@@ -142,7 +142,7 @@ def test_sweep_lists_every_layout_that_fits_best_first(
     found = figures("--train", "2-4-2", "--sweep")
     seconds = [one["seconds_there"] + one["seconds_back"] for one in found["results"]]
     assert seconds == sorted(seconds)
-    # Engines of up to a replica, or a node, of 8 ranks: all of them fit in 80 GiB.
+    # Engines of up to a replica, or a node, of 8 ranks; all of them fit in 80 GiB.
     sizes = [f"{p}-{t}" for p in (1, 2, 4, 8) for t in (1, 2, 4, 8) if p * t <= 8]
     assert sorted(one["gen"] for one in found["results"]) == sizes
     assert found["num_too_large"] == 0
@@ -227,7 +227,7 @@ def test_examples_of_the_help_are_accepted(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(Path(options.cluster).is_file() for options in seen)
 
 
-# ---- How it refuses --------------------------------------------------------------------------------------------------
+# ---- Error messages --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

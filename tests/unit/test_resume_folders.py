@@ -1,4 +1,4 @@
-"""Whose folder a run goes on in, and what of it stays where the run cannot even begin."""
+"""The choice of the folder that a run resumes in, and what stays in it if the run cannot even begin."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def save(file: Path, step: int, *overrides: str) -> Path:
-    """A checkpoint that says how its run was configured; its folder."""
+    """Write a checkpoint that records its run's configuration; return its folder."""
     config = load_config(file, overrides)
     config.run_folder.mkdir(parents=True, exist_ok=True)
     (config.run_folder / "config.yaml").write_text(yaml.safe_dump(config.described()))
@@ -60,7 +60,7 @@ def save(file: Path, step: int, *overrides: str) -> Path:
 
 @pytest.fixture
 def trained(file: Path, tmp_path: Path) -> Path:
-    """The model that a run of 4 steps has left, and no checkpoint."""
+    """Return a folder with the model of a completed run of 4 steps, and no checkpoint."""
     config = load_config(file)
     final = config.run_folder / "final"
     build_model(config)
@@ -76,7 +76,7 @@ def test_a_folder_that_was_there_stays(
     folder.mkdir(parents=True)
     (folder / "thesis.txt").write_text("precious")
     save(file, 2)
-    (folder / "config.yaml").unlink()  # somebody has put the checkpoint there
+    (folder / "config.yaml").unlink()  # somebody has copied the checkpoint there
     assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
     assert "data.batch_size=17 wants more" in capsys.readouterr().err
     assert (folder / "thesis.txt").read_text() == "precious"
@@ -116,7 +116,7 @@ def test_a_run_that_began_from_a_checkpoint_and_has_none_of_its_own_yet_begins_t
     kept.write_text(yaml.safe_dump(yaml.safe_load(kept.read_text()) | {"resume": str(origin)}))
     assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
     assert "resuming after step 2: " in capsys.readouterr().out
-    flip = save(file, 3) / "run.json"  # a damaged one of its own changes nothing
+    flip = save(file, 3) / "run.json"  # a damaged one of its own makes no difference
     flip.write_text(flip.read_text().replace("3", "4"))
     kept.write_text(yaml.safe_dump(yaml.safe_load(kept.read_text()) | {"resume": str(origin)}))
     assert main(["train", str(file), "resume=auto", "data.batch_size=17"]) == 2
@@ -155,7 +155,7 @@ def test_a_kept_configuration_that_is_none(
 def test_a_trained_model_without_checkpoints_is_not_trained_anew(
     trained: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As with checkpoint.every=0, and a command that is always given resume=auto."""
+    """This happens with checkpoint.every=0 and a command that always passes resume=auto."""
     before = (trained / "model.safetensors").read_bytes()
     assert main(["train", str(file), "resume=auto"]) == 0
     assert "all 4 steps are done, and nothing is left to do" in capsys.readouterr().out
@@ -167,7 +167,7 @@ def test_a_trained_model_without_checkpoints_is_not_trained_anew(
     origin = save(file, 2, "run.name=other")
     kept = trained.parent / "config.yaml"
     kept.write_text(yaml.safe_dump(load_config(file).described() | {"resume": str(origin)}))
-    assert main(["train", str(file), "resume=auto"]) == 0  # not again from where it began
+    assert main(["train", str(file), "resume=auto"]) == 0  # does not start again from its origin
     assert main(["train", str(file), "resume=auto", "run.steps=6"]) == 2
     assert "has a trained model and no whole checkpoint" in capsys.readouterr().err
     shutil.rmtree(origin)
@@ -209,7 +209,7 @@ def test_other_prompts_and_packages_are_told(file: Path) -> None:
     same = {"sha256": hashlib.sha256(b"{}").hexdigest()}
     versions = dict(package_versions())
     assert changes_since(config, checkpoint_that_says(file, data=same, versions=versions)) == []
-    assert changes_since(config, checkpoint_that_says(file)) == []  # says nothing
+    assert changes_since(config, checkpoint_that_says(file)) == []  # it has no configuration
     other = checkpoint_that_says(file, data={"sha256": "0"}, versions=versions | {"torch": "1.0"})
     assert changes_since(config, other) == [
         f"{config.train_file} has other contents: prompts may come twice, or not at all",

@@ -1,4 +1,4 @@
-"""What a reward function may take and return, without a process around it."""
+"""Arguments and results that a reward function may have, without a process around it."""
 
 from __future__ import annotations
 

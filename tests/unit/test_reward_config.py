@@ -1,4 +1,4 @@
-"""Sections that score responses: one scorer or several terms, rewards and costs, and what is wrong with them."""
+"""Sections that score responses: one scorer or several terms, rewards and costs, and their errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ reward:
 
 @pytest.fixture
 def with_terms(built: Path, tmp_path: Path) -> Path:
-    """Two functions and a model, on 4 ranks."""
+    """Two functions and a model on 4 ranks."""
     scorer = CONFIG | {
         "architectures": ["LlamaForSequenceClassification"],
         "num_labels": 1,
@@ -219,7 +219,7 @@ def test_models_among_the_terms_keep_the_rules_of_roles(
     found = problems_of(with_terms, f"reward.terms.liked.{first}", *others)
     assert any(message in text for text in found), found
     rest = [text for text in found if "reward.terms.liked" not in text]
-    assert bool(rest) == bool(others)  # fewer rows than ranks are wrong for the ranks as well
+    assert bool(rest) == bool(others)  # fewer rows than ranks are also an error of the ranks
     assert all(text.startswith("each of the 4 ranks") for text in rest)
 
 

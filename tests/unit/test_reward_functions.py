@@ -1,4 +1,4 @@
-"""Several functions, many rows: parts, processes, failures, weighted sums, and what is counted."""
+"""Several functions and many rows: parts, processes, failures, weighted sums, and counters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAN = float("nan")
 
 @pytest.fixture
 def functions() -> Iterator[Callable[..., RewardFunctions]]:
-    """Makes the functions of a section `reward`, and ends their processes."""
+    """Return a function that creates the functions of a section `reward`; end their processes afterwards."""
     made: list[RewardFunctions] = []
 
     def make(function: str | None = None, terms: dict[str, tuple[str, float]] | None = None, **options: Any):
@@ -78,14 +78,14 @@ def test_rows_go_in_parts_and_keep_their_order(functions):
 
 
 def test_processes_work_at_the_same_time(functions, tmp_path):
-    """A call returns when others have come, which they would not do after one another."""
+    """A call returns once other calls have arrived, which would never happen one after another."""
     one = functions("meets_others", rows_per_call=1, num_processes=3)
     result = one.score({"responses": list("abcdef"), "answers": [str(tmp_path)] * 6})
     assert len(set(result["scores"].tolist())) == 3
 
 
 class InThisProcess:
-    """Stands in for `RewardProcess`: the sum of a response's and an answer's number, one call at a time."""
+    """Replaces `RewardProcess`: the sum of a response's and an answer's number, one call at a time."""
 
     def __init__(self, path: str, **options: Any) -> None:
         self._is_busy = False

@@ -1,4 +1,4 @@
-"""Reward functions that cannot be loaded or called: what is refused at the start, and where the message says it is."""
+"""Reward functions that cannot be loaded or called: they are refused at the start, and the message names their place."""
 
 from __future__ import annotations
 

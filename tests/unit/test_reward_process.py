@@ -1,4 +1,4 @@
-"""Reward functions in real processes: what they return, how they fail, and that nothing of them stays."""
+"""Reward functions in real processes: results, failures, and that no process or file is left behind."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ROOT = Path(__file__).parents[2]
 CASES = "tests.unit.reward_cases"
 EXTRA = ("prompts", "prompt_lengths", "response_lengths")
 TIMEOUT_S = 1.5
-"""Of functions that do not return: until they are where they stay, on a busy machine."""
+"""Timeout of functions that do not return: long enough for them to reach their final state on a busy machine."""
 LONG_S = 60.0
-"""Ends what ends by itself much earlier."""
+"""Timeout of functions that end by themselves much earlier."""
 
 
 @pytest.fixture
 def process() -> Iterator[Callable[..., RewardProcess]]:
-    """Makes processes of a function of the cases, and ends them."""
+    """Yield a function that creates processes of the case functions, which are ended after the test."""
     made: list[RewardProcess] = []
 
     def make(function: str, **options: object) -> RewardProcess:
@@ -54,7 +54,7 @@ def columns(*responses: str, answers: object = "1") -> dict[str, list]:
 
 
 def is_running(number: int) -> bool:
-    """Whether a process is there and no zombie: an orphan's is reaped whenever its new parent likes."""
+    """Return True if a process exists and is not a zombie: an orphan is reaped whenever its new parent chooses."""
     try:
         state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -85,7 +85,7 @@ def test_one_process_answers_call_after_call(process):
     assert is_running(int(first))
     one.close()
     await_end(int(first), int(guard))
-    second, _ = one.call(columns("a", "b"))  # starts another
+    second, _ = one.call(columns("a", "b"))  # starts another process
     assert second != first
 
 
@@ -137,7 +137,7 @@ def test_the_process_is_a_plain_one_in_a_folder_of_its_own(process, tmp_path, mo
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["JUDGE_KEY"]) == ("", "kept")
     assert seen["group"] == seen["process"] != os.getpgrp()
     assert seen["input"] == ""
-    assert seen["inheritable"] == [0, 1, 2]  # what the function starts holds nothing of the channel
+    assert seen["inheritable"] == [0, 1, 2]  # child processes inherit nothing of the channel
     assert seen["out_of_memory_score"] == "1000"
     folder = Path(seen["folder"])
     assert folder.parent == Path(tempfile.gettempdir()).resolve()
@@ -269,7 +269,7 @@ def test_a_function_that_does_not_return_is_ended_at_the_limit(process, function
 
 
 def test_a_process_that_ends_while_its_stacks_are_written_has_not_returned(process):
-    """Python writes the stacks of all threads while they go on, and may die of it."""
+    """Python writes the stacks of all threads while they run, and may crash doing so."""
     text = failure_of(process("crashes_after", timeout_s=TIMEOUT_S), str(TIMEOUT_S + 0.05))
     assert f"did not return within {TIMEOUT_S} s, and was ended" in text
 
@@ -313,7 +313,7 @@ def test_what_a_function_has_started_ends_with_it(process, tmp_path, end):
     "sent", ["no JSON", '["scores", [1.0]]\n["scores", [1.0]]', "\udcff", "x" * 1_100_000]
 )
 def test_what_a_function_sends_in_place_of_a_reply_is_an_error(process, sent):
-    """It knows the channel, and may write what it likes."""
+    """The function has access to the channel, and may write anything to it."""
     one = process("answers_by_itself", timeout_s=2 * LONG_S)
     text = failure_of(one, sent, first_row=4)
     assert "row 4: its process sent what is no reply (" in text

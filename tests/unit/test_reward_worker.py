@@ -1,4 +1,4 @@
-"""The workers that score: columns in, columns out, metrics; the model itself is tested against transformers elsewhere."""
+"""The workers that score: columns in, columns out, metrics; another test compares the model itself with transformers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_functions_score_texts_without_special_tokens(tmp_path: Path) -> None:
     _, registration = registered(RewardFunctionWorker)["compute_scores"]
     assert registration.columns is not None
     scores = worker.compute_scores(rollout().select(*registration.columns))
-    assert scores["reward/right"].tolist() == [0.0, 0.0, 0.0]  # "11 6" is not "6" to the letter
+    assert scores["reward/right"].tolist() == [0.0, 0.0, 0.0]  # "11 6" is not literally "6"
     lengths = [len(prompt) + 10 * (len(response) + 1) for prompt, response, _ in ROWS]
     assert scores["reward/long"].tolist() == lengths
     assert scores["scores"].tolist() == [-0.5 * length for length in lengths]
@@ -90,7 +90,7 @@ def test_a_function_that_cannot_be_loaded_is_found_when_the_worker_is_made(tmp_p
 def model_worker(
     monkeypatch: pytest.MonkeyPatch, run: RunConfig, role: str, scores: list[float], **arguments: Any
 ):
-    """A worker whose model gives these scores, in micro-batches."""
+    """Return a worker whose model gives these scores, in micro-batches."""
 
     def build(self: Any, context: RankContext, run: RunConfig, folder: str, **_: object) -> None:
         self.context, self.run, self.max_tokens = context, run, run.reward.micro_batch_tokens

@@ -1,4 +1,4 @@
-"""References to rows against the same operations on a TensorDict, and what each rank asks for."""
+"""References to rows, compared with the same operations on a TensorDict, and the request of each rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_ROWS = 7
 
 @dataclass(frozen=True)
 class Ended:
-    """What `Rows` asks of a call: its name, and descriptions of its rows."""
+    """The parts of a call that `Rows` needs: its name, and descriptions of its rows."""
 
     name: str
     references: list[StoredRows]
@@ -42,7 +42,7 @@ NUMBERS = torch.arange(NUM_ROWS)
 FIRST = columns(tokens=NUMBERS.view(-1, 1) * 10 + torch.arange(3), scores=NUMBERS / 4)
 SECOND = columns(scores=NUMBERS * -1.0, values=NUMBERS + 0.5)
 OBJECTS: list[Content] = []
-"""An object store; references are places in it."""
+"""An object store; references are indices into it."""
 
 
 def put(content: Content) -> int:
@@ -56,7 +56,7 @@ def get(references: list[int], timeout: float) -> list[Content]:
 
 @contextmanager
 def object_store() -> Iterator[pytest.MonkeyPatch]:
-    """While open, `OBJECTS` stand for Ray's store."""
+    """While open, `OBJECTS` replaces Ray's store."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ray.put", put)
         patch.setattr("ray.get", get)
@@ -86,7 +86,7 @@ def store(batch: TensorDict, rank: int = 0, inline_bytes: int = 2**16) -> Stored
 
 
 def produced(name: str, batch: TensorDict, sizes: tuple[int, ...]) -> Produced:
-    """Rows of a call whose source ranks have returned so many each."""
+    """Return the rows of a call whose source ranks have returned `sizes` rows each."""
     first_rows = np.cumsum([0, *sizes[:-1]]).tolist()
     stored = [
         store(batch[first : first + size], rank, inline_bytes=48)
@@ -100,7 +100,7 @@ TWO = produced("critic.two", SECOND, (1, 5, 1))
 
 
 def fetch(rows: Rows, wanted: range, names: tuple[str, ...] | None = None) -> TensorDict:
-    """As a rank that was sent the request."""
+    """Fetch rows as a rank that received the request."""
     batches: Batches = {}
     request = pickle.loads(pickle.dumps(rows.request(wanted, names, batches)))
     return fetch_request(request, batches)[0]
@@ -186,7 +186,7 @@ def test_only_batches_with_wanted_rows_are_waited_for() -> None:
 
 
 def mixed_batch(first: int, count: int) -> TensorDict:
-    """Columns of many types."""
+    """Return columns of many types."""
     numbers = torch.arange(first, first + count)
     return TensorDict(
         {

@@ -1,4 +1,4 @@
-"""What a run prints and writes as it goes on, to a file and to a terminal."""
+"""Output of a run while it is in progress, to a file and to a terminal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Letters:
 
 
 def _rows(*texts: tuple[str, str, str, float]) -> TensorDict:
-    """Rows of an evaluation: prompt, response, answer, score."""
+    """Return the rows of an evaluation: prompt, response, answer, score."""
     width = max(len(prompt + response) for prompt, response, _, _ in texts)
     tokens = [[*map(ord, prompt + response)] for prompt, response, _, _ in texts]
     return TensorDict(
@@ -68,7 +68,7 @@ def _config(folder: Path, **run: Any) -> RunConfig:
 
 @contextmanager
 def _terminal() -> Iterator[tuple[Console, list[str]]]:
-    """A console on a terminal of 80 columns, and what has been written to it once the block has ended."""
+    """Yield a console on a terminal of 80 columns, and a list that contains its output once the block has ended."""
     main_side, side = pty.openpty()
     parts: list[bytes] = []
 
@@ -92,7 +92,7 @@ def _terminal() -> Iterator[tuple[Console, list[str]]]:
 
 
 def _play(output: RunOutput) -> list[Row]:
-    """Step 0 with an evaluation, and one step."""
+    """Play step 0 with an evaluation, and one step."""
     rows = [
         {"eval/exact_match": 0.5},
         {"reward/mean": 0.25, "time/step_s": 2.0, "throughput/tokens_per_s": 50.0},
@@ -131,7 +131,7 @@ def test_a_long_line_to_a_file_is_plain_and_not_broken(tmp_path: Path, environme
 
 
 def test_lines_reach_the_stream_at_once(tmp_path: Path) -> None:
-    """Behind a pipe, output is block-buffered: without a flush nobody sees a step before the run ends."""
+    """Behind a pipe, output is block-buffered: without a flush no step is visible before the run ends."""
     raw = io.BytesIO()
     stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")  # pyright: ignore[reportArgumentType]
     with RunOutput(_config(tmp_path), NODES, Letters(), Console(file=stream)) as output:

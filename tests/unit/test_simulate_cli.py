@@ -1,4 +1,4 @@
-"""`hybridengine simulate`: what it prints, draws and writes, what holds of its figures, and how it refuses."""
+"""`hybridengine simulate`: its output, drawings and files, properties of its figures, and its error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Simulated = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def simulated(capsys: pytest.CaptureFixture[str]) -> Simulated:
-    """Runs the command; (exit code, stdout, stderr)."""
+    """Return a function that runs the command and returns (exit code, stdout, stderr)."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = main(["simulate", CONFIG, "--cluster", A100, *arguments])
@@ -57,7 +57,7 @@ def test_a_sweep_shows_every_division_beside_the_analytical_model(
     assert found["synchronous"]["staleness_max"] == 0
     for one in found["sweep"]:
         assert one["num_training"] + one["num_generating"] == 32
-        # Where the trainer never waits in the steady state, the whole run is about as fast.
+        # If the trainer never waits in the steady state, the whole run is about as fast.
         if one["train_idle_share"] < 0.1:
             assert one["tokens_per_s"] == pytest.approx(one["model_tokens_per_s"], rel=0.25)
 
@@ -80,7 +80,7 @@ def test_a_tight_bound_keeps_the_data_young(simulated: Simulated) -> None:
 
 
 def test_without_a_batch_ahead_the_two_sides_alternate(simulated: Simulated) -> None:
-    """The analytical model of it is close for every division, and so chooses the best one."""
+    """The analytical model is close for every division, and so chooses the best one."""
     sweep = json.loads(simulated(*SMALL, "--sweep", "--staleness", "0", "--json")[1])["sweep"]
     for one in sweep:
         assert one["staleness_max"] == 0

@@ -1,4 +1,4 @@
-"""Weights under vLLM's sleep mode, which needs a GPU: its calls are recorded by a stand-in here."""
+"""Weights under vLLM's sleep mode, which needs a GPU: a stand-in records its calls here."""
 
 from __future__ import annotations
 

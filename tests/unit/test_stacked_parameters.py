@@ -64,7 +64,7 @@ def test_plans_fill_stacks_and_cut_training_shards_out_of_them(kind: str, direct
     for rank in RANKS:
         assert_same(made[rank], stacked_reference(SHAPE, tensors, kind, rank), f"rank {rank}")
         assert sorted(held[rank]) == sorted(plan.retained(rank))
-        # With half of the layers each, ranks 1 and 2 lack the rows of those that they train.
+        # With half of the layers each, ranks 1 and 2 lack the rows of the layers that they train.
         assert bool(held[rank]) == (kind == "layers" and rank in (1, 2))
     restored = execute(back, made)
     for rank in RANKS:
@@ -86,7 +86,7 @@ def test_the_audit_finds_a_tensor_in_the_wrong_place_of_a_stack() -> None:
 
 @pytest.mark.parametrize("name", ["w13", "w2"])
 def test_ranges_of_stacks_find_their_elements_in_the_logical_tensors(name: str) -> None:
-    """As a distributed optimizer cuts them: part of a row, whole rows, whole layers."""
+    """A distributed optimizer cuts them into parts of a row, whole rows and whole layers."""
     tensors = numbered(SHAPE)
     parameter = stacked_layout(SHAPE, "rows", 4).shard(1).by_name[name]
     flat = stacked_reference(SHAPE, tensors, "rows", 1)[name].reshape(-1)

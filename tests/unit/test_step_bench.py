@@ -1,4 +1,4 @@
-"""`hybridengine bench step`: what it accepts and refuses, which ways it tries, and what it says of a result."""
+"""`hybridengine bench step`: options that it accepts and refuses, the variants that it tries, and its report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPEC = StepSpec(16, 8, 32, "float32", 3, 900.0)
 
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs the command with bad input; what it says."""
+    """Return a function that runs the command with bad input and returns the error message."""
 
     def nothing(*_: object) -> None:
         raise AssertionError("something was prepared")

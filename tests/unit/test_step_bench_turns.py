@@ -1,4 +1,4 @@
-"""The child that takes turns, against tiny programs, and the environment that is made for it, without a network."""
+"""The child process that takes turns, with tiny programs, and the creation of its environment, without a network."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _lives(pid: int) -> bool:
 
 
 class Installer:
-    """Stands for venv and pip: makes the Python, and notes what it was asked."""
+    """Replaces venv and pip: creates the Python, and records its arguments."""
 
     def __init__(self) -> None:
         self.commands: list[list[str]] = []
@@ -158,7 +158,7 @@ def test_torch_is_this_environments_own():
     import torch
 
     name, _, number = requirements()[0].partition("==")
-    # Of a CUDA build the version's last part is nowhere but in torch.
+    # The last part of a CUDA build's version is only in torch itself.
     assert (name, Version(number).public) == ("torch", Version(torch.__version__).public)
     assert all("==" in one for one in requirements())
 

@@ -1,4 +1,4 @@
-"""What a step's calls amount to, against a clock that is read at every millisecond."""
+"""Summaries of a step's calls, compared with a clock that is read at every millisecond."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs of switches on whole clusters: against planning every domain, and against the paper's formulas at its sizes."""
+"""Costs of switches on whole clusters, compared with plans of every domain and with the paper's formulas at its sizes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_repeated_domains_cost_what_planning_each_of_them_costs(
 
 
 def test_padding_of_the_vocabulary_makes_a_domain_of_its_own() -> None:
-    """The last vocabulary shard is shorter: its domain must not pass for one of the others."""
+    """The last vocabulary shard is shorter: its domain must not be taken for one of the others."""
     even, padded = (
         small_shape("llama", tied=False, vocab=vocab, layers=2, kv_heads=4) for vocab in (256, 250)
     )
@@ -116,7 +116,7 @@ def test_crossing_domains_of_both_rank_orders() -> None:
 
 
 def test_what_is_planned_is_audited() -> None:
-    """Every move is counted once for each domain that differs; one that is missing ends the planning."""
+    """Every move is counted once for each domain that differs; a missing one ends the planning."""
     shape, generation = (
         small_shape("llama", tied=False, vocab=250, layers=4, kv_heads=4),
         grid("1-4-2", "1-2"),
@@ -180,7 +180,7 @@ def test_70b_on_1024_ranks_by_the_papers_formula() -> None:
     assert cost.gen_shard_bytes_max == pytest.approx(total / 8, rel=1e-3)
     assert cost.peak_weight_bytes_max <= cost.gen_shard_bytes_max + cost.bucket_bytes_max
     assert cost.redundant_bytes_max == cost.extra_bytes_max == 0
-    # All ranks together: what each needs, less what each holds (norms are whole on all ranks of both).
+    # All ranks together: what each needs, minus what each holds (norms are whole on all ranks of both).
     received = sum(cost.received_bytes_total_by_link.values())
     assert received == pytest.approx((1024 / 8 - 16) * total, rel=1e-3)
     assert cost.received_bytes_max_by_link[LinkClass.BETWEEN_NODES] == cost.received_bytes_max

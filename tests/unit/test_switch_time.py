@@ -1,4 +1,4 @@
-"""Predicted seconds against sums done by hand, on links of round figures."""
+"""Predicted seconds, compared with sums worked out by hand on links with round figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ELEMENT_BYTES = 2
 
 
 def cluster(**links: dict[str, float]) -> Cluster:
-    """100 B/s of memory, 10 B/s inside a node, 1 B/s between nodes, no latency."""
+    """Return a cluster with 100 B/s of memory, 10 B/s inside a node, 1 B/s between nodes, no latency."""
     figures: dict[str, dict[str, float]] = {
         "same_device": {"bytes_per_s": 100, "latency_s": 0},
         "same_node": {"bytes_per_s": 10, "latency_s": 0},
@@ -65,7 +65,7 @@ class Built:
 
 
 def hosts(num_ranks: int, *nodes: dict[int, int]) -> np.ndarray:
-    """How often each node, given as rank -> times, hosts each rank."""
+    """Return how often each node, given as rank -> times, hosts each rank."""
     return np.array([[node.get(rank, 0) for node in nodes or ({},)] for rank in range(num_ranks)])
 
 

@@ -1,4 +1,4 @@
-"""Temporary folders: those of processes that were killed are removed by the next, and no others."""
+"""Temporary folders: those of killed processes are removed by the next process, and no others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, monkeypatch: pyte
         (left / "file").touch()
         strangers = [
             left.with_name(left.name.replace(f"-{child.pid}-", f"-{child.pid}-9")),  # an earlier process
-            left.with_name(left.name.replace("bench-", "bench-0")),  # no name of ours
+            left.with_name(left.name.replace("bench-", "bench-0")),  # not a name of this project
             left.with_name("hybridengine-anything"),
         ]
         for folder in strangers:

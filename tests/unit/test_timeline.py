@@ -26,7 +26,7 @@ def _span(start_s: float, end_s: float, rank: int = 0, name: str = "actor.update
 
 
 def _write(file: Path, *spans: Span, **arguments: Any) -> list[dict[str, Any]]:
-    """The file's events as a strict JSON parser reads them."""
+    """Write spans; return the file's events as a strict JSON parser reads them."""
     with TimelineWriter(file) as writer:
         writer.write(spans, **arguments)
     return _parse(file.read_bytes())
@@ -40,7 +40,7 @@ def _parse(content: bytes) -> list[dict[str, Any]]:
 
 
 def _named(events: list[dict[str, Any]], name: str) -> dict[int, Any]:
-    """Value of a metadata event by process or thread."""
+    """Return the value of a metadata event by process or thread."""
     number = "pid" if name.startswith("process") else "tid"
     return {event[number]: event["args"]["name"] for event in events if event["name"] == name}
 
@@ -50,7 +50,7 @@ def _bars(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_every_event_has_the_fields_of_its_kind(tmp_path: Path) -> None:
-    """As the format's document lists them for complete, counter and metadata events."""
+    """The fields are those that the format's document lists for complete, counter and metadata events."""
     spans = [
         _span(0, 2, rank=1, step=3),
         _span(0.5, 1, rank=1, name="fetch", phase="transfers"),
@@ -77,7 +77,7 @@ def test_every_event_has_the_fields_of_its_kind(tmp_path: Path) -> None:
 
 
 def test_rows_are_named_and_sorted_by_rank_and_grouped_by_node(tmp_path: Path) -> None:
-    """More than ten ranks in the order of their numbers, whatever order they arrive in."""
+    """More than ten ranks are in numerical order, whatever order they arrive in."""
     spans = [_span(0, 1, rank=rank, node=f"node-{'ab'[rank // 8]}") for rank in reversed(range(12))]
     events = _write(tmp_path / "timeline.json", *spans)
     threads, nodes = _named(events, "thread_name"), _named(events, "process_name")
@@ -97,7 +97,7 @@ def test_the_ranks_of_pools_have_rows_of_their_own(tmp_path: Path) -> None:
 
 
 WIDTHS = st.tuples(st.integers(0, 3), st.integers(1, 12), st.integers(0, 12), st.integers(0, 2))
-"""Of a call: the pause before it, its length, the part that fetches rows, and its rank."""
+"""Times of a call: the pause before it, its length, the part that fetches rows; and its rank."""
 
 
 @settings(deadline=None)
@@ -108,7 +108,7 @@ WIDTHS = st.tuples(st.integers(0, 3), st.integers(1, 12), st.integers(0, 12), st
 def test_bars_of_calls_in_turn_nest_and_none_is_lost(
     tmp_path_factory: pytest.TempPathFactory, writes: list[list[tuple[int, int, int, int]]], unit_s: float
 ) -> None:
-    """A rank takes one call at a time, and fetches rows at its beginning: rounding must not let bars cross."""
+    """A rank runs one call at a time, and fetches rows at its beginning: rounding must not let bars cross."""
     file = tmp_path_factory.mktemp("spans") / "timeline.json"
     spans, now = list[Span](), [0, 0, 0]
     with TimelineWriter(file) as writer:
@@ -168,7 +168,7 @@ def test_a_resumed_run_appends_to_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_a_file_cut_anywhere_is_readable_and_can_be_continued(tmp_path: Path) -> None:
-    """As after a power cut: what was whole is kept, the rest is cut off, and the file is JSON again."""
+    """After a power failure, complete events are kept, the rest is cut off, and the file is JSON again."""
     file = tmp_path / "timeline.json"
     _write(file, _span(0, 1), _span(1, 2, rank=1), _span(2, 3))
     content, spans = file.read_bytes(), read_timeline(file).spans

@@ -19,13 +19,13 @@ MAX_RANKS = 8
 
 
 def sizes_up_to(num_ranks: int) -> list[tuple[int, int, int]]:
-    """All (p, t, d) with p·t·d <= num_ranks."""
+    """Return all (p, t, d) with p·t·d <= num_ranks."""
     counts = range(1, num_ranks + 1)
     return [(p, t, d) for p in counts for t in counts for d in counts if p * t * d <= num_ranks]
 
 
 def nested_grids(num_ranks: int, grouping: Grouping) -> Iterator[GenerationGrid]:
-    """Every generation grid inside every training grid, in both rank orders."""
+    """Yield every generation grid inside every training grid, in both rank orders."""
     for order in RankOrder:
         for p, t, d in sizes_up_to(num_ranks):
             for p_g in (n for n in range(1, p + 1) if p % n == 0):
@@ -38,7 +38,7 @@ def generation(train: str, gen: str, grouping: str, order: RankOrder = RankOrder
 
 
 def partitions(groups: Groups, num_ranks: int, group_size: int) -> bool:
-    """Whether every rank is in one group, all groups have `group_size` ascending ranks, ordered by first rank."""
+    """Return True if every rank is in one group, and groups have `group_size` ascending ranks, ordered by first rank."""
     ordered = all(list(group) == sorted(group) for group in groups) and list(groups) == sorted(groups)
     sized = all(len(group) == group_size for group in groups)
     return ordered and sized and sorted(chain(*groups)) == list(range(num_ranks))
@@ -69,12 +69,12 @@ def test_worked_example_of_generation_pipelines() -> None:
 
 
 def shard_ends(index: int, count: int) -> tuple[int, int]:
-    """Interval `index` of `count`, in units that every degree up to 16 divides (720720 = lcm(1..16))."""
+    """Return interval `index` of `count`, in units that every degree up to 16 divides (720720 = lcm(1..16))."""
     return index * 720720 // count, (index + 1) * 720720 // count
 
 
 def overlap(grid: GenerationGrid, rank: int) -> tuple[bool, bool]:
-    """(the training shard is inside the generation shard, the two share elements), over both axes."""
+    """Return (the training shard is inside the generation shard, the two share elements), over both axes."""
     train, gen, sizes = grid.train.coordinate(rank), grid.coordinate(rank), grid.train.sizes
     inside, shared = True, True
     for (a, b), (c, d) in (
@@ -146,21 +146,21 @@ def test_rank_order_decides_whether_gathers_cross_nodes() -> None:
 
 @dataclass(frozen=True, order=True)
 class ContextSizes(TrainSizes):
-    """A further axis: context parallelism."""
+    """Sizes with a further axis, context parallelism."""
 
     cp_size: int = 1
 
 
 @dataclass(frozen=True, order=True)
 class ExpertSizes(TrainSizes):
-    """The same ranks cut anew for experts; tp and dp are those of the experts."""
+    """Sizes that divide the same ranks differently for experts; tp and dp are those of the experts."""
 
     ep_size: int = 1
 
 
 @dataclass(frozen=True, order=True)
 class UnknownSizes(TrainSizes):
-    """A further axis that no rank order names."""
+    """Sizes with a further axis that no rank order names."""
 
     zz_size: int = 1
 
@@ -189,7 +189,7 @@ def test_groups_of_any_axes_equal_those_of_megatrons_rank_generator(
 
 
 def test_experts_cut_the_ranks_of_a_stage_anew() -> None:
-    """Position in a stage: tp + t·(cp + c·dp); of it etp, ep and the rest are the digits, fastest first."""
+    """The position in a stage is tp + t·(cp + c·dp); etp, ep and the rest are its digits, fastest first."""
     count = 0
     for (p, t, d), c in product(sizes_up_to(MAX_RANKS), range(1, 5)):
         stage = t * c * d
@@ -221,7 +221,7 @@ def test_a_further_axis_is_in_sizes_and_messages() -> None:
         ContextSizes(1, 1, 1, 0)
     with pytest.raises(TopologyError, match=r"^p·t·d·c = 2097152 ranks must be at most 1048576"):
         ContextSizes(1, 1, 2**20, 2)
-    engines = GenerationGrid(grid, GenSizes(1, 1))  # each repeats the ranks of one (dp, cp) replica
+    engines = GenerationGrid(grid, GenSizes(1, 1))  # each engine repeats the ranks of one (dp, cp) replica
     assert engines.micro_dp_groups == grid.groups("pp", "tp") == ((0, 1, 4, 5), (2, 3, 6, 7))
 
 

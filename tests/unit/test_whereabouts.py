@@ -1,4 +1,4 @@
-"""How the ranks of a call that does not end are listed."""
+"""The list of the ranks of a call that does not end."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Stand-ins for wandb and mlflow, which are no dependencies of the tests: the parts that are used, with their rules.
+"""Stand-ins for wandb and mlflow, which the tests do not depend on: the parts that are used, with their rules.
 
-What they take, refuse and keep was seen of wandb 0.31.0 and mlflow 3.17.2 (docs/decisions/0022-trackers.md).
+They accept, refuse and keep the same values as wandb 0.31.0 and mlflow 3.17.2 (docs/decisions/0022-trackers.md).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ MLFLOW_NAME = re.compile(r"^[/\w.\- :]*$", re.ASCII)
 
 @dataclass
 class WandbRun:
-    """What wandb.init returns."""
+    """The result of wandb.init."""
 
     arguments: dict[str, Any]
     command_line: list[str]
-    """Which wandb keeps beside what it is given."""
+    """The command line, which wandb stores with the given values."""
     history: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     exit_code: int | None = None
 
@@ -33,7 +33,7 @@ class WandbRun:
 
 
 class Wandb(ModuleType):
-    """The package wandb, with the runs that were made."""
+    """The package wandb, with the runs that were created."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         super().__init__("wandb")
@@ -54,7 +54,7 @@ class Wandb(ModuleType):
 
 @dataclass
 class MlflowRun:
-    """A run as a server keeps it."""
+    """A run as a server stores it."""
 
     name: str
     experiment: str
@@ -64,7 +64,7 @@ class MlflowRun:
 
 
 class MlflowServer:
-    """Stands for a server: experiments and runs, and the rules that it refuses requests by."""
+    """Replaces a server: experiments and runs, and the rules by which it refuses requests."""
 
     def __init__(self) -> None:
         self.uri: str | None = None
@@ -72,7 +72,7 @@ class MlflowServer:
         self.runs: list[MlflowRun] = []
 
     def modules(self) -> dict[str, ModuleType]:
-        """The package mlflow, as modules by name."""
+        """Return the package mlflow, as modules by name."""
         server = self
 
         @dataclass

@@ -21,7 +21,7 @@ def started(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Itera
         "run": {"steps": 1, "seed": 3, "folder": str(folder / "runs")},
         "warmup": None,
         "algorithm": {"name": "safe_rlhf", "cost_limit": COST_LIMIT, "multiplier_lr": MULTIPLIER_LR},
-        # An untrained model has no right answers, but responses of several lengths; short ones are to be better.
+        # An untrained model gives no right answers, but responses of several lengths; short ones get a better score.
         "reward": {"terms": {"short": {"function": "hybridengine.data.tasks:length_cost", "weight": -1.0}}},
         "cost": {"terms": {"tokens": {"function": "hybridengine.data.tasks:length_cost", "weight": 2.0}}},
         "cost_critic": SECTIONS["critic"],

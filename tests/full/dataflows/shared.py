@@ -1,4 +1,4 @@
-"""Groups for all roles that any dataflow has, and what a run leaves that fails on them."""
+"""Groups for all roles of any dataflow, and the output of failing runs on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Step = Callable[[Roles, Sampling, Algorithm, State], dict[str, float]]
 
 
 def with_step(algorithm: Algorithm, step: Step) -> Algorithm:
-    """The algorithm with another step."""
+    """Return the algorithm with another step."""
 
     def carry_out(self: Algorithm, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
         return step(roles, sampling, self, state)
@@ -39,7 +39,7 @@ def with_step(algorithm: Algorithm, step: Step) -> Algorithm:
 
 @dataclass(frozen=True)
 class Started:
-    """Groups for all roles that any dataflow has."""
+    """Groups for all roles of any dataflow."""
 
     config: RunConfig
     files: RunFiles
@@ -48,7 +48,7 @@ class Started:
 
 
 def own_run(started: Started, name: str, **changes: dict[str, object]) -> RunConfig:
-    """The configuration of a run with a folder of its own; changes are {section: {key: value}}."""
+    """Return the configuration of a run with a folder of its own; changes are {section: {key: value}}."""
     changes["run"] = {"name": name} | changes.get("run", {})
     sections = {
         section: getattr(started.config, section).model_copy(update=values)
@@ -68,7 +68,7 @@ def go_on(
     stop: StopRequest | None = None,
     roles: Roles | None = None,
 ) -> None:
-    """The iterations that are left, as `hybridengine train` has them."""
+    """Run the remaining iterations as `hybridengine train` does."""
     with RunOutput(
         config, started.pools.nodes, started.files.tokenizer, Console(file=io.StringIO())
     ) as output:
@@ -87,7 +87,7 @@ def go_on(
 def left_by(
     started: Started, roles: Roles, step: Step, name: str, error: type[BaseException], match: str
 ) -> tuple[list[Row], set[tuple[int | None, str]]]:
-    """Rows of metrics and (step, bar) of the timeline that a run leaves which fails with an error."""
+    """Return the rows of metrics and the (step, bar) pairs of the timeline that a failing run writes."""
     config = own_run(started, name)
     progress = Progress()
     with pytest.raises(error, match=match):

@@ -28,7 +28,7 @@ def one_step(
     num_samples: int = SAMPLES,
     **settings: Any,
 ) -> dict[str, float]:
-    """Metrics of an iteration, with 32 rows unless told."""
+    """Return the metrics of one iteration, with 32 rows by default."""
     kind = algorithm_class(name)
     known = {option: value for option, value in started.config.algorithm if option in kind.model_fields}
     functions = ("name", "loss", "advantages")
@@ -60,7 +60,7 @@ def test_an_iteration(started: Started, name: str) -> None:
         "the only term, weighted by -1"
     )
     assert ("cost/tokens_mean" in metrics) == (name == "safe_rlhf")
-    if name == "grpo_from_engine":  # nobody asks the trainer
+    if name == "grpo_from_engine":  # the trainer computes none
         assert keys.LOG_PROB_ABS_DIFF_MAX not in metrics
     else:
         assert metrics[keys.LOG_PROB_ABS_DIFF_MAX] < 1e-3
@@ -70,7 +70,7 @@ def test_an_iteration(started: Started, name: str) -> None:
 
 
 def test_engines_with_different_numbers_of_rows(started: Started) -> None:
-    """18 rows on 4 engines: trainer and engines agree on every row, so each is where it belongs."""
+    """18 rows on 4 engines: trainer and engines agree on every row, so each row is in its place."""
     metrics = one_step(started, "grpo", State(), num_prompts=6, num_samples=3)
     assert started.roles.actor.num_ranks == 4
     assert metrics[keys.LOG_PROB_ABS_DIFF_MAX] < 1e-3
@@ -91,7 +91,7 @@ def test_the_multiplier_follows_the_mean_cost(started: Started) -> None:
 
 
 def test_a_correction_leaves_a_batch_on_policy_alone(started: Started) -> None:
-    """Engine and trainer agree to 1e-4 here, so that weights are 1 and nothing is dropped."""
+    """Engine and trainer agree to 1e-4 here, so weights are 1 and nothing is dropped."""
     correction = CorrectionSection(name="sequence_mis", high=1.5)
     metrics = one_step(started, "grpo", State(), correction=correction)
     assert metrics["actor/grad_norm"] > 0

@@ -1,4 +1,4 @@
-"""Dataflows that fail, or ask for what is not there: what is said, and what the run leaves."""
+"""Dataflows that fail or use something that does not exist: their error messages, and the files that the run leaves."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def counts_to_three(roles: Roles, sampling: Sampling, settings: object, state: S
 
 
 def in_turn(*results: Any) -> Callable[..., Any]:
-    """A function that returns the results one after another, and raises those that are exceptions."""
+    """Return a function that returns the results one after another and raises those that are exceptions."""
     left = iter(results)
 
     def answer(*_: object) -> Any:

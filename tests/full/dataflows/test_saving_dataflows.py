@@ -1,4 +1,4 @@
-"""What a run saves between the steps of a dataflow, and what ends or delays it."""
+"""Saves between the steps of a dataflow, and events that end or delay them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_prompts_go_on_after_those_that_were_drawn(started: Started) -> None:
-    """19 of them in 3 steps, by batches of other sizes."""
+    """19 prompts in 3 steps, with batches of different sizes."""
     prompts = started.roles.prompts
     prompts.go_on_after(3, 19).wait()
     try:
@@ -49,7 +49,7 @@ def test_prompts_go_on_after_those_that_were_drawn(started: Started) -> None:
 def test_who_asks_to_stop_while_a_step_is_being_saved_loses_nothing(
     started: Started, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal after the run has looked for one: where a checkpoint is due, and where none is."""
+    """A signal arrives after the run has checked for one, with and without a checkpoint due."""
     config = own_run(started, f"stopped-{every}", run={"steps": 3}, checkpoint={"every": every})
     progress, stop = Progress(), StopRequest()
     saver = RunSaver(config, started.roles, progress, print)
@@ -72,7 +72,7 @@ def test_who_asks_to_stop_while_a_step_is_being_saved_loses_nothing(
 
 @contextlib.contextmanager
 def writers(started: Started, change: str) -> Iterator[None]:
-    """While open, all ranks write checkpoints as this function of this module has it."""
+    """While open, all ranks write checkpoints with this function of this module."""
     rows = started.roles.prompts.training_prompts(Sampling(1, 4, 1, 0).prompts, 1).select("prompt_lengths")
     started.roles.compute.measure(rows, f"{__name__}.{change}").get()
     try:
@@ -102,7 +102,7 @@ def write_as_ever(rows: object, across: object) -> dict[str, float]:
 def test_a_save_may_take_longer_than_a_call(
     save_s: int, saved: bool, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call may take 3 s here, and a rank takes 8 to write."""
+    """A call may take 3 s here, and one rank takes 8 s to write."""
     config = own_run(started, f"slow-{save_s}", timeouts={"save_s": save_s})
     monkeypatch.setattr(started.roles.actor, "timeout_s", 3.0)
     said: list[str] = []
@@ -116,7 +116,7 @@ def test_a_save_may_take_longer_than_a_call(
             saver.after_step({}, last=True)
             told = said.pop()
             assert re.search(r"earlier save of \w+ is still being written; see whether the disk hangs", told)
-            time.sleep(8)  # ranks that are late are left to end before others write as ever
+            time.sleep(8)  # lets slow ranks finish before the others write normally again
     assert (saver.saved_step == 1) is saved
     (told,) = said
     if saved:
@@ -134,7 +134,7 @@ def multiplied(roles: Roles, sampling: Sampling, algorithm: Any, state: State) -
 
 
 def test_the_multiplier_and_the_best_go_on_from_a_checkpoint(started: Started) -> None:
-    """ln lam += lr·lam·(J_c - d) over four steps (arXiv 2310.12773, equation 31), which two runs share."""
+    """ln lam += lr·lam·(J_c - d) over four steps (arXiv 2310.12773, equation 31), divided between two runs."""
     two = own_run(started, "multiplied", run={"steps": 2}, checkpoint={"every": 2, "best": "cost/mean"})
     four = two.model_copy(update={"run": two.run.model_copy(update={"steps": 4})})
     progress = Progress()
@@ -151,7 +151,7 @@ def test_the_multiplier_and_the_best_go_on_from_a_checkpoint(started: Started) -
         logarithm += MULTIPLIER_LR * math.exp(logarithm) * (value(row, "cost/mean") - COST_LIMIT)
         assert row["cost/multiplier"] == pytest.approx(math.exp(logarithm), rel=1e-6)
     assert progress.state["log_multiplier"] == pytest.approx(logarithm, rel=1e-6)
-    # Only steps that are saved can be the best.
+    # Only saved steps can be the best.
     assert progress.best.value == max(value(rows[step], "cost/mean") for step in (2, 4))
 
 
@@ -174,7 +174,7 @@ def test_a_best_metric_that_the_run_does_not_have_is_told_once(
 
 
 def test_a_role_that_cannot_begin_to_save(started: Started, tmp_path: Path) -> None:
-    """What the others have begun is ended, so that the next save is a whole one."""
+    """Saves that the other roles have begun are ended, so that the next save is complete."""
     config, roles = own_run(started, "not-begun"), started.roles
     said: list[str] = []
     progress = Progress()

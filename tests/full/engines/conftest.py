@@ -9,5 +9,5 @@ from tests.full.engines.vllm_ranks import VllmRankLauncher
 
 @pytest.fixture(scope="session")
 def run_vllm_ranks() -> VllmRankLauncher:
-    """`run_vllm_ranks(world_size, function, *args, timeout_s=240)`: what each rank's `function(rank, *args)` returns."""
+    """`run_vllm_ranks(world_size, function, *args, timeout_s=240)` returns each rank's `function(rank, *args)`."""
     return VllmRankLauncher()

@@ -1,4 +1,4 @@
-"""Runs on each rank: a vLLM engine alone, filled by vLLM's own loader, beside what the layout says it holds."""
+"""Runs on each rank: a vLLM engine alone, filled by vLLM's own loader, compared with its layout."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ NEW_TOKENS = 12
 
 @dataclass(frozen=True)
 class Filled:
-    """What one rank of an engine holds and says."""
+    """Contents of one rank of an engine, and its responses."""
 
     replica: int
     differing: list[str]
-    """Parameters in which vLLM's loader has put something else than the layout says."""
+    """Parameters in which vLLM's loader has put other values than the layout describes."""
     generated: list[Response]
     """Greedy responses to `PROMPTS`."""
 
 
 def fill_engine(rank: int, folder: Path, generation: GenerationGrid) -> Filled:
-    """Load the checkpoint as vLLM does, compare, generate."""
+    """Load the checkpoint as vLLM does, compare the weights with the layout, and generate."""
     identity = take_place(rank)
     shape = ModelShape.from_folder(folder)
     engine = VllmEngine(

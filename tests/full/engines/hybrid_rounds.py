@@ -1,4 +1,4 @@
-"""Runs on each rank: a Megatron trainer and a vLLM engine under one HybridEngine, three times there and back."""
+"""Runs on each rank: a Megatron trainer and a vLLM engine in one HybridEngine, over three round trips."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OTHER_SEEDS = tuple(range(200, 206))
 
 
 def prompts_of(replica: int) -> list[list[int]]:
-    """Prompts of one engine: short ones, and two that fill whole blocks of the KV cache and share them."""
+    """Return the prompts of one engine: short ones, and two that fill whole blocks of the KV cache and share them."""
     rng = random.Random(replica)
     shared = [rng.randrange(131) for _ in range(150)]
     short = [[rng.randrange(131) for _ in range(length)] for length in (1, 3, 7, 16)]
@@ -55,7 +55,7 @@ def prompts_of(replica: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Round:
-    """One switch to generation, what was generated, and what the trainer says of it once it is back."""
+    """One switch to generation, the responses, and the trainer's log-probabilities of them after the way back."""
 
     to_generate: SwitchReport
     to_train: SwitchReport
@@ -64,38 +64,38 @@ class Round:
     sampled_again: list[Response]
     """The same requests a second time, with their prompts in the prefix cache."""
     sampled_otherwise: list[Response]
-    """With other seeds."""
+    """The same requests with other seeds."""
     megatron_log_probs: list[list[list[float]]]
-    """Of every engine's `sampled` tokens, [replica][request][token]; empty on all stages but the last."""
+    """Log-probabilities of each engine's `sampled` tokens, [replica][request][token]; only on the last stage."""
     kv_cache_bytes: tuple[int, int]
-    """While generating, and afterwards."""
+    """Bytes of the KV cache during generation, and afterwards."""
     resident_bytes: tuple[int, int, int]
-    """Before, while generating, and afterwards."""
+    """Resident bytes before the switch, during generation, and afterwards."""
     is_unchanged: bool
-    """Whether the training weights are bitwise what they were before the switch."""
+    """True if the training weights are bitwise equal to those before the switch."""
 
 
 @dataclass
 class Outcome:
-    """What one rank saw."""
+    """Observations of one rank."""
 
     replica: int
     vllm_parameters: dict[str, tuple[int, ...]]
     layout_parameters: dict[str, tuple[int, ...]]
     generators_kept: dict[str, bool]
-    """Random number generator -> whether building the engine left its state alone."""
+    """Random number generator -> True if its state is the same after the engine was built."""
     num_threads: int
-    """After asking for 2."""
+    """Number of threads after 2 were requested."""
     caches_prefixes: bool
     block_tokens: int
     error_while_training: str
     shared_memory: list[str]
-    """Names of the job's shared memory, which a killed rank would leave behind."""
+    """Names of the job's shared memory; a killed rank would leave it behind."""
     rounds: list[Round] = field(default_factory=list)
 
 
 def live_through_rounds(rank: int, folder: Path, sizes: tuple[str, str, RankOrder], exports: Path) -> Outcome:
-    """Round, round, two optimizer steps, export, round."""
+    """Two rounds, two optimizer steps, an export and a third round."""
     identity = take_place(rank)
     initialize_globals(1)
     registry = ProcessGroups()
@@ -148,13 +148,13 @@ class Memory:
     gradient_bytes: int
     cache_bytes: int
     resident_training: list[int]
-    """After each return to training."""
+    """Resident bytes after each return to training."""
     resident_generating: list[int]
-    """After each switch to generation."""
+    """Resident bytes after each switch to generation."""
 
 
 def measure_memory(rank: int, folder: Path, train: str, gen: str) -> Memory:
-    """Four times there and back, without a request."""
+    """Four round trips without a request."""
     identity = take_place(rank)
     initialize_globals(1)
     registry = ProcessGroups()
@@ -171,13 +171,13 @@ def measure_memory(rank: int, folder: Path, train: str, gen: str) -> Memory:
     cache_bytes = 0
     for _ in range(4):
         hybrid.to_generate()
-        return_memory_to_system()  # what the heap keeps for the next tensors
+        return_memory_to_system()  # memory that the heap keeps for the next tensors
         generating.append(_resident_bytes())
         cache_bytes = engine.kv_cache_bytes
         hybrid.to_train()
         for buffer in trainer._gradients:
-            buffer.zero_()  # as the next step does; until then the system has not given the pages
-        return_memory_to_system()  # what nobody holds: the allocator keeps it for the next tensors
+            buffer.zero_()  # as the next step does; the system provides the pages only then
+        return_memory_to_system()  # free memory that the allocator keeps for the next tensors
         training.append(_resident_bytes())
     return Memory(
         training_bytes=trainer.weights.total_bytes,
@@ -217,14 +217,14 @@ def _round(
     before = {name: trainer.weights[name].clone() for name in trainer.weights.names}
     prompts = prompts_of(replica)
     sampling = SamplingSettings(NEW_TOKENS, TEMPERATURE)
-    return_memory_to_system()  # what the requests of an earlier round left behind
+    return_memory_to_system()  # memory that the requests of an earlier round left behind
     resident = [_resident_bytes()]
     to_generate = hybrid.to_generate()
     resident.append(_resident_bytes())
     cache_bytes = [engine.kv_cache_bytes]
     greedy = generate(engine, prompts, SEEDS, SamplingSettings(NEW_TOKENS, 0.0))
     sampled = generate(engine, prompts, SEEDS, sampling)
-    # Trained weights change nothing of how seeds are followed: the third round shows their tokens alone.
+    # Trained weights do not change how seeds are followed: the third round compares only its tokens.
     repeated = number < 2
     again = generate(engine, prompts, SEEDS, sampling) if repeated else []
     otherwise = generate(engine, prompts, OTHER_SEEDS, sampling) if repeated else []
@@ -252,7 +252,7 @@ def _round(
 def _log_probs(
     trainer: MegatronTrainer, shape: ModelShape, by_replica: dict[int, list[Response]]
 ) -> list[list[list[float]]]:
-    """Log-probabilities that the trainer gives to generated tokens; one micro-batch per engine."""
+    """Return the trainer's log-probabilities of generated tokens; one micro-batch per engine."""
     batches = []
     for replica, outputs in by_replica.items():
         rows = [p + output.token_ids for p, output in zip(prompts_of(replica), outputs, strict=True)]
@@ -280,7 +280,7 @@ def _log_probs(
 
 
 def _train(trainer: MegatronTrainer, shape: ModelShape) -> None:
-    """Two large optimizer steps towards random tokens, the same on every replica."""
+    """Take two large optimizer steps towards random tokens, the same on every replica."""
     tokens = torch.randint(0, shape.vocab_size, (4, 20), generator=torch.Generator().manual_seed(1))
 
     def loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:

@@ -1,4 +1,4 @@
-"""Runs on each rank: requests that come and go, alone and among others, over weight changes and with all samplings."""
+"""Runs on each rank: requests added and aborted, alone and among others, over weight changes and with all samplings."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hybridengine.topology.generation import GenerationGrid
 from tests.full.engines.vllm_ranks import take_place
 
 LONG = [(7 * place) % 120 + 1 for place in range(150)]
-"""Longer than a block of the KV cache, which vLLM keeps as a prefix."""
+"""A prompt longer than a block of the KV cache, which vLLM keeps as a prefix."""
 PROMPTS = [LONG, [1], [7, 130, 64], LONG, [7, 130, 64], list(range(2, 42)), LONG[:140]]
-"""Some of them several times."""
+"""Prompts, some of them repeated."""
 SEEDS = list(range(100, 100 + len(PROMPTS)))
 MAX_TOKENS, NEW_TOKENS = 256, 24
 SAMPLED = SamplingSettings(NEW_TOKENS, 0.8)
@@ -32,40 +32,40 @@ TRUNCATED = [
     SamplingSettings(NEW_TOKENS, 1.5, min_p=0.5),
 ]
 SMALL_CACHE_TOKENS = 512
-"""Of a KV cache in which not all of `PROMPTS` have room at the same time."""
+"""Tokens of a KV cache that is too small for all of `PROMPTS` at the same time."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw."""
+    """Responses of one rank."""
 
     sampled: list[Response]
-    """All of `PROMPTS` together."""
+    """Responses to all of `PROMPTS` together."""
     alone: list[Response]
-    """Each by itself, with the same seeds."""
+    """Responses to each prompt by itself, with the same seeds."""
     coming_and_going: list[Response]
-    """Each added while earlier ones run, among others that are aborted."""
+    """Responses to requests that are added while earlier ones run, among others that are aborted."""
     over_a_switch: list[Response]
-    """With the KV cache released and taken back in the middle, and a new version of the same weights."""
+    """Responses during which the KV cache is released and restored, with a new version of the same weights."""
     kept: list[Response]
-    """With another version of the same weights in the middle, and the KV cache kept."""
+    """Responses during which a new version of the same weights is loaded and the KV cache is kept."""
     continued: list[Response]
-    """Begun anew with a part of `sampled` in the prompt."""
+    """Responses to new requests whose prompt contains a part of `sampled`."""
     crowded: list[Response]
-    """Where neither a forward pass nor the KV cache has room for all."""
+    """Responses when neither a forward pass nor the KV cache has room for all requests."""
     truncated: list[list[Response]]
-    """By each of `TRUNCATED`."""
+    """Responses under each of `TRUNCATED`."""
     greedy: list[Response]
     stopped: list[Response]
-    """Greedy, where the tokens of `stop_token_ids` end a response."""
+    """Greedy responses that end at the tokens of `stop_token_ids`."""
     stop_token_ids: tuple[int, ...]
     stopped_by_text: list[Response]
-    """Greedy, where the words of two tokens in a row end a response."""
+    """Greedy responses that end at the words of two tokens in a row."""
     stop_strings: tuple[str, ...]
 
 
 def word(token: int) -> str:
-    """Return what the tokenizer makes of a token; words are joined by spaces."""
+    """Return the tokenizer's text of a token; words are joined by spaces."""
     return f"w{token:03d}"
 
 
@@ -129,7 +129,7 @@ def _come_and_go(engine: VllmEngine) -> list[Response]:
 
 
 def _change_weights(engine: VllmEngine, keep_kv: bool) -> list[Response]:
-    """Seven tokens of the present version, the rest of the next one."""
+    """Generate seven tokens with the present version of the weights, and the rest with the next one."""
     version = engine.version
     engine.add(_requests())
     ended = engine.advance(7)
@@ -165,7 +165,7 @@ def _continue(engine: VllmEngine, sampled: Sequence[Response]) -> list[Response]
 
 
 def _crowd(engine: VllmEngine) -> list[Response]:
-    """Less room in a forward pass than all prompts need, and in the KV cache than all sequences need."""
+    """Generate with less room in a forward pass than all prompts need, and in the KV cache than all sequences need."""
     scheduler = engine._engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     num_tokens, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, MAX_TOKENS
@@ -179,7 +179,7 @@ def _crowd(engine: VllmEngine) -> list[Response]:
 
 
 def _second_fails(add: Callable[..., str]) -> Callable[..., str]:
-    """Return `add` for one call; the next one fails."""
+    """Return a function that calls `add` the first time and fails the second time."""
     calls = iter([add])
 
     def wrapped(*args: Any) -> str:

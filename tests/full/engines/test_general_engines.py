@@ -1,4 +1,4 @@
-"""Engines of any sizes over four ranks: what vLLM's own loader puts where, and whether the engine's ranks agree."""
+"""Engines of any sizes over four ranks: the placement by vLLM's own loader, and agreement among the engine's ranks."""
 
 from __future__ import annotations
 

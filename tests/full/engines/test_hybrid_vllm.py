@@ -59,7 +59,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Lived:
-    """A case, what its ranks saw, and transformers' models before and after training."""
+    """A case, the observations of its ranks, and transformers' models before and after training."""
 
     case: Case
     ranks: list[Outcome]
@@ -67,7 +67,7 @@ class Lived:
     after: PreTrainedModel
 
     def rounds(self, number: int) -> list[tuple[int, Round]]:
-        """(replica, round) of every rank."""
+        """Return (replica, round) of every rank."""
         return [(outcome.replica, outcome.rounds[number]) for outcome in self.ranks]
 
 
@@ -75,10 +75,10 @@ class Lived:
 def lived(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_vllm_ranks: VllmRankLauncher
 ) -> Lived:
-    """All ranks' outcomes of a case; the ranks are started once for all tests of the case."""
+    """Return all ranks' outcomes of a case; the ranks are started once for all tests of the case."""
     case: Case = request.param
     folder = tmp_path_factory.mktemp(str(case))
-    # vLLM on a CPU wants a head_dim that is a multiple of 32, which for some families is hidden_size / num_heads.
+    # vLLM on a CPU requires a head_dim that is a multiple of 32; for some families it is hidden_size / num_heads.
     hidden_size = 256 if case.family in ("qwen2", "phi3") else 64
     sizes: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 256, "hidden_size": hidden_size}
     before = write_model(folder / "model", case.family, case.tied, **sizes)
@@ -181,7 +181,7 @@ def test_tokens_follow_the_trained_weights_although_prefixes_are_cached(lived: L
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_switch_costs_what_the_layouts_say(lived: Lived, number: int):
-    """Weights come back bitwise; nothing is held twice; the KV cache exists only while generating."""
+    """Weights come back bitwise, nothing is held twice, and the KV cache exists only during generation."""
     for _, seen in lived.rounds(number):
         assert seen.is_unchanged
         assert (seen.to_generate.redundant_bytes, seen.to_train.redundant_bytes) == (0, 0)
@@ -192,12 +192,12 @@ def test_a_switch_costs_what_the_layouts_say(lived: Lived, number: int):
         assert at_rest == 0
         before, generating, after = seen.resident_bytes
         assert generating - before > at_work - 8 * MEBIBYTE
-        if number:  # the first round's rest: code and buffers of the first requests
+        if number:  # the first round also loads code and allocates buffers of the first requests
             assert abs(after - before) < 16 * MEBIBYTE
 
 
 def test_memory_goes_back_to_the_system(tmp_path: Path, run_vllm_ranks: VllmRankLauncher):
-    """Resident sets with 227 MB of weights: a quarter of them and its gradients while training, all while generating."""
+    """Resident sets with 227 MB of weights: a quarter and its gradients in training, all of them in generation."""
     sizes: dict[str, Any] = {
         "hidden_size": 768,
         "intermediate_size": 2048,
@@ -217,7 +217,7 @@ def test_memory_goes_back_to_the_system(tmp_path: Path, run_vllm_ranks: VllmRank
 
 
 def expected_logits(model: PreTrainedModel, prompt: list[int], generated: Response) -> torch.Tensor:
-    """Logits from which each generated token was drawn, [tokens, V] float64."""
+    """Return the logits from which each generated token was drawn, [tokens, V] float64."""
     return logits_of(model, tuple(prompt + generated.token_ids))[len(prompt) - 1 : -1].double()
 
 
@@ -228,7 +228,7 @@ def logits_of(model: PreTrainedModel, tokens: tuple[int, ...]) -> torch.Tensor:
 
 
 def token_log_probs(model: PreTrainedModel, prompt: list[int], generated: Response) -> torch.Tensor:
-    """Log-probability of each generated token under the distribution it was drawn from, [tokens] float32."""
+    """Return the log-probability of each generated token under its sampling distribution, [tokens] float32."""
     log_probs = (expected_logits(model, prompt, generated) / TEMPERATURE).log_softmax(-1)
     return log_probs.gather(1, torch.tensor(generated.token_ids).unsqueeze(1)).squeeze(1).float()
 

@@ -1,4 +1,4 @@
-"""Requests in a vLLM engine: draws follow from seed and position alone, log-probs from the truncated distribution."""
+"""Requests in a vLLM engine: draws depend on seed and position, log-probs are of the truncated distribution."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(ranks: list
 def log_probs_by_hand(
     model: PreTrainedModel, prompt: list[int], response: Response, sampling: SamplingSettings
 ) -> torch.Tensor:
-    """In float64, with what the sampling cuts off at minus infinity."""
+    """Return log-probabilities in float64, with minus infinity for tokens that the sampling cuts off."""
     tokens = torch.tensor([prompt + response.token_ids])
     with torch.no_grad():
         logits = model(tokens).logits[0, len(prompt) - 1 : -1].double() / sampling.temperature
@@ -136,7 +136,7 @@ def test_a_response_ends_with_its_first_stop_string(ranks: list[Seen]):
         *({"stop_token_ids": value} for value in (None, 5, [1], (1.0,))),
         *({"stop_strings": value} for value in ("end", ("",), (5,), None)),
     ],
-    ids=list,  # of the name: a number of 5000 digits has no text
+    ids=list,  # for the name: a number of 5000 digits has no text
 )
 def test_sampling_out_of_range_is_refused(wrong: dict[str, Any]):
     (name,) = wrong

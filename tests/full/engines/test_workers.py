@@ -49,7 +49,7 @@ SECTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Seen:
-    """What the roles returned, and transformers' models to hold it against."""
+    """Results of the roles, and transformers' models to compare them with."""
 
     results: dict[str, Any]
     rows: TensorDict
@@ -59,7 +59,7 @@ class Seen:
 
 
 def answer_lengths(responses: list[str], answers: list[str]) -> list[float]:
-    """A reward that depends on every character and on the row's own answer."""
+    """Return a reward that depends on every character and on the row's own answer."""
     return [len(response) + 100.0 * int(answer) for response, answer in zip(responses, answers, strict=True)]
 
 
@@ -104,7 +104,7 @@ def test_an_update_changes_the_policy(seen: Seen):
 
 
 def test_policy_update_is_that_of_one_process(seen: Seen):
-    """A step of Adam by hand on transformers' model: the saved weights are equal."""
+    """A step of Adam by hand on transformers' model gives the same weights."""
     batch = seen.results["batch"]
     model = seen.policy
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -127,7 +127,7 @@ def test_policy_update_is_that_of_one_process(seen: Seen):
         gradient = gradients[name] * clip
         # The first step of Adam: both moments are corrected to the gradient itself.
         after = before - LR * gradient / (gradient.abs() + 1e-8)
-        clear = gradient.abs() > 1e-5  # where the gradient is noise, its sign is
+        clear = gradient.abs() > 1e-5  # where the gradient is noise, so is its sign
         assert clear.float().mean() > 0.5, name
         torch.testing.assert_close(saved[name][clear], after[clear], rtol=0, atol=0.02 * LR)
 
@@ -179,7 +179,7 @@ def test_generated_rows_follow_the_columns_contract(seen: Seen):
             assert not rollout["rollout_log_probs"][row, length:].any()
     assert any(
         int(length) < 10 for length in seen.results["rollout"]["response_lengths"]
-    )  # a stop token came
+    )  # ended by a stop token
 
 
 def test_greedy_responses_are_those_of_transformers(seen: Seen):
@@ -198,7 +198,7 @@ def test_log_probs_of_engine_and_trainer_agree(seen: Seen):
 
 
 def by_response(rows: TensorDict, model: PreTrainedModel, value: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """`value(log-probabilities of the vocabulary, token)` of each response token, [B, R] float32, 0 where masked."""
+    """Return `value(log-probabilities of the vocabulary, token)` of response tokens, [B, R] float32, 0 where masked."""
     width = rows["tokens"].size(1) - rows["prompt_tokens"].size(1)
     result = torch.zeros(len(rows), width)
     for row in range(len(rows)):
@@ -212,7 +212,7 @@ def by_response(rows: TensorDict, model: PreTrainedModel, value: Callable[[Tenso
 
 
 def row_log_probs(model: PreTrainedModel, rows: TensorDict, row: int) -> Tensor:
-    """Log-probabilities of a row's response tokens, [length], with their graph."""
+    """Return the log-probabilities of a row's response tokens, [length], with their graph."""
     first, length = int(rows["prompt_lengths"][row]), int(rows["response_lengths"][row])
     logits = model(rows["tokens"][row : row + 1, : first + length]).logits[0, first - 1 : -1]
     tokens = rows["tokens"][row, first : first + length]

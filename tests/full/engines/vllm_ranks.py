@@ -1,4 +1,4 @@
-"""Ranks that have vLLM: fresh processes for every generation grid, because vLLM's groups are those of a process."""
+"""Ranks with vLLM: fresh processes for every generation grid, because a process has only one set of vLLM's groups."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.gloo.ranks import ENVIRONMENT, RankLauncher
 
 
 class VllmRankLauncher(RankLauncher):
-    """As `RankLauncher`, from a forkserver that has imported vLLM and the workers as well."""
+    """A `RankLauncher` whose forkserver has also imported vLLM and the workers."""
 
     def __init__(self) -> None:
         self._context = self._start(["tests.full.preload"], environment.ON_CPU | ENVIRONMENT)
 
 
 def take_place(rank: int) -> str:
-    """Set the variables that a launcher sets for `rank`, which vLLM reads; returns a name of this world."""
+    """Set the variables that a launcher sets for `rank` and vLLM reads; return the name of this world."""
     name: list[int | None] = [os.getpid()]
     dist.broadcast_object_list(name, src=0)
     os.environ |= {
@@ -26,6 +26,6 @@ def take_place(rank: int) -> str:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(dist.get_world_size()),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(name[0]),  # the world exists: nobody connects to it
+        "MASTER_PORT": str(name[0]),  # the world exists already: nobody connects to it
     }
     return f"test-{name[0]}"

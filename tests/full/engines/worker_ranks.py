@@ -1,4 +1,4 @@
-"""Runs on each rank: the four worker classes as the controller makes them, with rows split by their protocols."""
+"""Runs on each rank: the four worker classes as the controller creates them, with rows split by their protocols."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST_SEED = 50
 
 
 def rollout_of(run: RunConfig, seed: int = 0) -> TensorDict:
-    """Rows with prompts and responses of many lengths, among them a response of one token and one of full width."""
+    """Return rows with prompts and responses of many lengths, including responses of one token and of full width."""
     generator = torch.Generator().manual_seed(seed)
     prompt_width, width = run.rollout.max_prompt_tokens, run.rollout.max_response_tokens
 
@@ -51,7 +51,7 @@ def rollout_of(run: RunConfig, seed: int = 0) -> TensorDict:
 
 
 class Group:
-    """A worker on this rank; calls take all rows, pass this rank its own, and return what a controller would."""
+    """A worker on this rank; a call takes all rows, passes this rank its own, and returns what a controller would."""
 
     def __init__(self, run: RunConfig, role: Role, worker: type, rank: int, **arguments: Any) -> None:
         grid = run.grid(role)
@@ -62,7 +62,7 @@ class Group:
         self.worker = worker(context, run, **arguments)
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """What the controller would collect; the same on every rank."""
+        """Return the result that the controller would collect; it is the same on every rank."""
         _, registration = self._methods[method]
         sizes = {len(value) for value in arguments if isinstance(value, TensorDict)}
         ranges = registration.protocol.row_ranges(sizes.pop(), self._topology) if sizes else ()
@@ -86,7 +86,7 @@ class Group:
 
 
 def run_all_roles(rank: int, run: RunConfig, actor: Path, scorer: Path) -> dict[str, Any]:
-    """One pass over every method that a run calls, colocated roles with grids of their own."""
+    """Call every method that a run calls once, with colocated roles on grids of their own."""
     take_place(rank)
     seen: dict[str, Any] = {}
     rows = rollout_of(run)

@@ -1,8 +1,8 @@
-"""Hosts on one machine, joined by a network that nothing else is on.
+"""Hosts on one machine, joined by a network of their own.
 
-A host is a process with namespaces of its own for network, processes, mounts and the host name, hence a loopback, an
-/etc/hosts, a /dev/shm and a folder for Ray of its own. The kernel removes it all with its first process, which ends when
-its standard input is closed: also where the process of the tests is killed.
+A host is a process with its own namespaces for network, processes, mounts and the host name, and hence its own loopback,
+/etc/hosts, /dev/shm and folder for Ray. The kernel removes all of it with its first process, which ends when
+its standard input is closed, even if the process of the tests is killed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ exec cat
 
 
 class Host:
-    """A host that has started; `pid` is its first process, as seen from outside."""
+    """A running host; `pid` is the id of its first process, as seen from outside."""
 
     def __init__(self, name: str, address: str, folder: Path) -> None:
         self.name, self.address = name, address
         (folder / name / "ray").mkdir(parents=True)
-        # As Debian has it: the host's name resolves to an address that no other host reaches.
+        # As on Debian: the host's name resolves to an address that no other host reaches.
         (folder / name / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
-        Path(RAY_FOLDER).mkdir(exist_ok=True)  # where the host's own is mounted
+        Path(RAY_FOLDER).mkdir(exist_ok=True)  # the host's own folder is mounted there
         self._first = subprocess.Popen(
             ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]  # noqa: RUF005
             + ["sh", "-c", BECOME, "sh", name, str(folder / name)],
@@ -62,7 +62,7 @@ class Host:
     def run(
         self, *command: object, limit_s: float = 120, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess:
-        """Run a command on the host to its end; its output is text, with what it says on stderr in it."""
+        """Run a command on the host to its end; its output is text and includes stderr."""
         return subprocess.run(
             self.inside(*command),
             stdin=subprocess.DEVNULL,
@@ -82,7 +82,7 @@ class Host:
 
 @contextmanager
 def joined_hosts(names: Sequence[str], addresses: Sequence[str], folder: Path) -> Iterator[list[Host]]:
-    """Two hosts with one cable between them."""
+    """Yield two hosts with one cable between them."""
     with ExitStack() as ends:
         hosts = []
         for name, address in zip(names, addresses, strict=True):

@@ -1,4 +1,4 @@
-"""The programs of docs/tutorials/library.md, run word for word, one after the other as a reader would."""
+"""Run the programs of docs/tutorials/library.md word for word and in order, as a reader would."""
 
 from __future__ import annotations
 

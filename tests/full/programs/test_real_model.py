@@ -26,9 +26,9 @@ pytestmark = pytest.mark.timeout(1000)
 ROOT = Path(__file__).parents[3]
 CARD = "---\nlicense: apache-2.0\n---\n# A small model\n"
 LARGEST_BYTES = 49152 * 576 * 4
-"""The embedding, a fifth of the model."""
+"""Bytes of the embedding, a fifth of the model."""
 FEW = 3.2
-"""So many of the largest tensor may be in memory."""
+"""Limit of the additional memory, in sizes of the largest tensor."""
 TEXTS = ["The capital of France is", "def fibonacci(n):", "1 + 2 + 3 ="]
 NUM_TOKENS = 16
 CONVERT = """
@@ -45,7 +45,7 @@ for arguments in sys.argv[1:]:
 
 @dataclass(frozen=True)
 class Converted:
-    """Folders, and how much memory each way took beyond that of a tiny model, in bytes."""
+    """Folders, and the memory that each direction took beyond that of a tiny model, in bytes."""
 
     source: Path
     start: Path
@@ -55,7 +55,7 @@ class Converted:
 
 
 def convert(small: str, large: str) -> int:
-    """So much more memory the second command takes than the first one, in bytes: peaks of one process."""
+    """Return the bytes by which the second command's peak memory exceeds the first one's; each runs in one process."""
     done = subprocess.run(
         [sys.executable, "-c", CONVERT, small, large],
         capture_output=True,
@@ -144,7 +144,7 @@ def test_transformers_and_vllm_load_the_export_and_give_the_same_tokens(converte
 
 
 def greedy(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Responses of transformers."""
+    """Return transformers' greedy responses."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
     for prompt in prompts:
@@ -154,7 +154,7 @@ def greedy(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def test_code_of_a_model_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder that brings its own classes, which transformers would import where it is trusted."""
+    """The folder brings its own classes, which transformers would import if it were trusted."""
     write_model(tmp_path / "model", "llama", tied=True)
     ran = tmp_path / "ran"
     (tmp_path / "model" / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
@@ -170,6 +170,6 @@ def test_code_of_a_model_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         f"data: {{train_file: {tmp_path / 'rows.jsonl'}, batch_size: 8}}\n"
         f"run: {{folder: {tmp_path / 'runs'}, steps: 1}}\n"
     )
-    assert main(["train", str(tmp_path / "run.yaml")]) == 2  # there is no tokenizer but the model's own code
+    assert main(["train", str(tmp_path / "run.yaml")]) == 2  # the tokenizer is in the model's own code
     assert "is code of its own, which is never run here" in capsys.readouterr().err
     assert not ran.exists()

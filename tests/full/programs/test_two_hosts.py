@@ -1,4 +1,4 @@
-"""Two hosts whose names resolve to their loopback, one Ray node each: a run over both, and ranks that do not meet."""
+"""Two hosts whose names resolve to their loopback, one Ray node each: a run over both, and ranks that cannot connect."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ except WorkerError as error:
 
 @contextmanager
 def ray_nodes(hosts: list[Host]) -> Iterator[None]:
-    """One Ray cluster over the hosts, whose workers start from a warm process on each."""
+    """Start one Ray cluster over the hosts, whose workers start from a warm process on each."""
     with ExitStack() as ends:
         warm = []
         for host in hosts:
@@ -72,12 +72,12 @@ def ray_nodes(hosts: list[Host]) -> Iterator[None]:
             assert done.returncode == 0, done.stdout
         yield
         for host in hosts:
-            host.close()  # the warm processes are among its own
+            host.close()  # the warm processes are among the host's own
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the commands on the first host have printed, and the run's folder."""
+    """Output of the commands on the first host, and the run's folder."""
 
     run: subprocess.CompletedProcess
     wrong_interface: subprocess.CompletedProcess
@@ -91,7 +91,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         "run": SECTIONS["run"] | {"steps": 1, "folder": str(folder / "runs")},
         "cluster": {"ranks_per_node": [2, 2], "address": CLUSTER},
         "warmup": SECTIONS["warmup"] | {"steps": 2},
-        "actor": SECTIONS["actor"] | {"generate": "2-2"},  # over both hosts, as vLLM's own groups then are
+        "actor": SECTIONS["actor"] | {"generate": "2-2"},  # over both hosts, as are vLLM's own groups then
         "timeouts": {"start_s": 120, "call_s": 120},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
@@ -112,7 +112,7 @@ def test_a_run_over_two_hosts_trains(seen: Seen) -> None:
 
 
 def test_ranks_that_do_not_meet_say_where_they_are_in_one_line(seen: Seen) -> None:
-    """The interface that the environment names is taken, be it the wrong one."""
+    """The interface that the environment names is used, even if it is the wrong one."""
     said = seen.wrong_interface.stdout
     assert "Traceback" not in said, said
     assert re.search(

@@ -1,4 +1,4 @@
-"""A process of its own in which vLLM, as anybody starts it, loads a folder and answers greedily.
+"""Load a folder with plain vLLM in a process of its own, and answer greedily.
 
 python -m tests.full.programs.vllm_alone FOLDER PROMPTS NUM_TOKENS      (PROMPTS: lists of token ids as JSON)
 """
@@ -16,7 +16,7 @@ from hybridengine.backends.vllm import environment
 def main() -> None:
     folder, prompts, num_tokens = sys.argv[1:]
     os.environ |= {**environment.ON_CPU, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    from vllm import LLM, SamplingParams  # after the environment, which it reads
+    from vllm import LLM, SamplingParams  # after the environment is set, which the import reads
 
     engine = LLM(model=folder, dtype="float32", max_model_len=128, enforce_eager=True, disable_log_stats=True)
     asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
