@@ -105,7 +105,7 @@ def variants(figures: Figures) -> dict[str, Figures]:
 
 
 def _variant_lines(figures: Figures) -> list[str]:
-    """Return the other rank order and the gather in one step, beside what is planned."""
+    """Return the lines of a table that compares the planned switch with the other rank order and the one-step gather."""
     steps = "one step: nothing enters a node twice"
     if figures["one_step"] is not None:
         steps = "two steps: a box enters a node once and is passed on inside it"
@@ -129,7 +129,7 @@ VARIANT = {
     "bytes_total": "all ranks",
     "seconds_there": "to generation",
 }
-"""Figure of a variant -> its heading."""
+"""Heading of each figure of a variant."""
 DIFFERENCES = {
     "num_engines": "number of engines",
     "num_crossing_domains": "number of domains across nodes",
