@@ -29,7 +29,7 @@ Text = Annotated[str, Field(min_length=1)]
 Rate = Annotated[float, Field(ge=1, le=1e18)]
 """Bytes per second, or operations per second, within plausible bounds."""
 Latency = Annotated[float, Field(ge=0, le=3600)]
-"""Seconds, at most an hour."""
+"""Number of seconds, at most an hour."""
 Nodes = Annotated[int, Field(ge=1, le=2**20)]
 Efficiency = Annotated[float, Field(ge=1e-6, le=1)]
 Amount = Annotated[float, Field(ge=0, le=1e9)]

@@ -57,7 +57,7 @@ class Lengths:
 
     @cached_property
     def mean_square(self) -> float:
-        """E[length^2]."""
+        """Mean of the squared lengths, E[length^2]."""
         return float(((2 * np.arange(self.max_tokens) + 1) * self.survival_T).sum())
 
     @property

@@ -85,7 +85,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
 def layer_activations(shape: ModelShape, tp_size: int) -> float:
     """Return the elements per token that a layer keeps for its backward pass, without attention scores."""
     hidden = 4 * shape.hidden_size  # inputs of both norms, of the query projection and of the MLP
-    attention = 2 * shape.q_size + 2 * shape.kv_size + shape.q_size  # rotated and not, and attention's output
+    attention = 2 * shape.q_size + 2 * shape.kv_size + shape.q_size  # before and after rotation; output
     mlp = 3 * shape.ffn_hidden_size  # gate, up, and their product
     return hidden + (attention + mlp) / tp_size
 

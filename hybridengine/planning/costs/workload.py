@@ -61,7 +61,7 @@ class Workload:
         return self.num_prompts * self.samples_per_prompt
 
     def row_bytes(self, call: Call) -> int:
-        """Return the bytes of a row that a call fetches."""
+        """Return the bytes per row that a call fetches."""
         response_width = self.lengths.max_tokens
         return call.columns.num_bytes(self.max_tokens - response_width, response_width)
 

@@ -106,7 +106,7 @@ class Options:
                     yield sizes
 
     def _splits_evenly(self, model: PlannedModel, sizes: TrainSizes) -> bool:
-        """Return True if replicas get equal rows of each mini-batch in updates, and at least one row in other calls."""
+        """Return True if replicas get equal numbers of rows in updates, and at least one row of a step in inference."""
         if model.name == "actor" and (self.workload.warmup_rows or 0) % sizes.dp_size:
             return False
         for call in self._calls(model.name):

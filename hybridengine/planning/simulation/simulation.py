@@ -159,7 +159,7 @@ class _Asynchronous:
         self._submitted = 0
         self._ready: deque[Response] = deque()
         self._training: list[Response] = []
-        self._events: list[tuple[float, int, int]] = []  # seconds; engine, or TRAINER or ARRIVAL; stamp
+        self._events: list[tuple[float, int, int]] = []  # (seconds, owner, stamp)
         self._arrivals = itertools.count()
         self._arriving: dict[
             int, Response
