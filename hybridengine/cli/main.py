@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.suppress(FileNotFoundError):  # the working directory has been removed
         if (
             here := os.getcwd()
-        ) not in sys.path:  # for the user's own algorithms and rewards, as `python -m` does
+        ) not in sys.path:  # for the user's algorithms and rewards, as with `python -m`
             sys.path.append(here)
     try:
         return _run(parse(arguments))
@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
             return 141
         raise
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # raised by Rich
+        if isinstance(end.__context__, BrokenPipeError):  # Rich raises this
             return 141
         if end.code == 128 + signal.SIGTERM:
             print("hybridengine: SIGTERM; what has been written so far is kept", file=sys.stderr)

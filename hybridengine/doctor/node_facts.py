@@ -274,5 +274,5 @@ class NodePost:
     """Ray actor that carries out an examination's calls on a node."""
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of this project or of the standard library on the node; return its result."""
+        """Call a function of this project or the standard library on the node and return its result."""
         return function(*arguments)

@@ -76,7 +76,7 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure as an image."""
+    """Image of a figure."""
 
     image: str
     """Image as a data URL."""

@@ -26,7 +26,7 @@ RESPONSE_TOKENS_MEAN = "rollout/response_tokens_mean"
 LENGTH_SHARES = (0, 10, 25, 50, 75, 90, 95, 99, 100)
 """Percentiles of the response length that are metrics."""
 TOKENS = "rollout/tokens"
-"""Prompt and response tokens of the step."""
+"""Number of prompt and response tokens of the step."""
 TOKENS_PER_S = "throughput/tokens_per_s"
 """Prompt and response tokens of the step divided by `time/step_s`."""
 

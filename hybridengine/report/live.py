@@ -99,7 +99,7 @@ class LiveView(Progress):
             self.advance(self._steps, step - 1)  # steps before a resume do not count for the estimate
 
     def end(self, row: Row) -> None:
-        """Show an iteration as done."""
+        """Show an iteration as complete."""
         if (rate := row.get(keys.TOKENS_PER_S)) is not None:
             self._speed = f", {rate:.0f} tokens/s"
         self.update(self._steps, completed=int(row[keys.STEP] or 0))

@@ -20,7 +20,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Contents of a run's folder, as far as they could be read."""
+    """Readable contents of a run's folder."""
 
     name: str
     rows: list[Row]

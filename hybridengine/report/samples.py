@@ -29,7 +29,7 @@ NEWLINE = "\u21b5"
 
 @dataclass(frozen=True)
 class Sample:
-    """A response of an evaluation."""
+    """Response of an evaluation."""
 
     step: int
     prompt: str

@@ -46,7 +46,7 @@ class PhaseTime:
 
     sum_s: float
     mean_s: float
-    """Mean over the steps that had the phase."""
+    """Mean seconds over the steps that have the phase."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RunSummary:
     """Totals of a run: None if no row has the metric, NaN if a row has it as null (not finite)."""
 
     num_steps: int
-    """Training steps: rows with a step of 1 or more."""
+    """Number of training steps: rows with a step of 1 or more."""
     held_out_before: HeldOutResult | None
     """First evaluation of the run; that of the warmed-up model if step 0 was evaluated."""
     held_out_after: HeldOutResult | None

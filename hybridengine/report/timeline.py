@@ -23,7 +23,7 @@ FIRST_PID = 1_000_000_001
 """Process number of the first node; above all thread numbers, since viewers treat a thread with its process's number
 specially."""
 Event = dict[str, Any]
-"""Fields of one event, as in JSON."""
+"""Fields of one event, as written to JSON."""
 Place = tuple[str, str, int]
 """Node, pool and rank."""
 

@@ -78,7 +78,7 @@ def check_settled(config: RunConfig, kept: Mapping[str, Any]) -> None:
 def checkpoint_of(
     config: RunConfig, origin: object, say: Callable[[str], None]
 ) -> tuple[RunConfig, Checkpoint | None]:
-    """Return the configuration, whose `resume` names the run's first checkpoint, and the checkpoint to resume from.
+    """Return the configuration, whose `resume` names the run's first checkpoint, and the checkpoint to resume or None.
 
     Args:
         origin: value of `resume` when the run began; used until the run has its own checkpoint.

@@ -172,7 +172,7 @@ class _Run:
                 pools.reserve()
                 begun.pop_all()
                 return pools
-        except (HybridEngineError, RayError, KeyError) as error:  # KeyError: a node has just gone
+        except (HybridEngineError, RayError, KeyError) as error:  # KeyError: a node has just left
             raise WorkerError(f"{failure}\nthe run could not start again: {error}") from failure
 
     def _attempt(self, pools: RunPools, progress: Progress, checkpoint: Checkpoint | None) -> None:

@@ -71,7 +71,7 @@ class Progress:
         """Return the progress of a run that resumes from a checkpoint, or of a new run without one.
 
         Args:
-            best_metric: metric that selects the best checkpoint; a best checkpoint by another metric is discarded.
+            best_metric: metric that selects the best checkpoint; the best value of another metric is ignored.
 
         Raises:
             CheckpointError: the checkpoint's progress cannot be read.
@@ -92,7 +92,7 @@ class _Writing:
     roles: list[str]
     """Roles that are still writing."""
     error: CheckpointError | None
-    """First error; the checkpoint will be discarded."""
+    """First error, because of which the checkpoint will be discarded; None so far."""
 
 
 class RunSaver:

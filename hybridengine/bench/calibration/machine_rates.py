@@ -24,7 +24,7 @@ MEASURED_S = 0.3
 EMPTY_CALLS = 50
 COPY_LATENCY_S = 10e-6
 OWN_DEVICES_SHARE = 0.75
-"""Share of their sum of single rates that ranks reach together if they do not share devices."""
+"""Ranks have separate devices if together they reach at least this share of the sum of their single rates."""
 
 
 class MachineWorker:

@@ -72,7 +72,7 @@ class TrlWay:
 
     rows_per_batch: int
     precision: str = "float32"
-    """One of `PRECISIONS`."""
+    """Precision, one of `PRECISIONS`."""
 
     def __str__(self) -> str:
         return f"batches of {self.rows_per_batch}, {PRECISIONS[self.precision]}"
@@ -115,7 +115,7 @@ class StepTime:
 
     seconds: float
     tokens: int
-    """Prompt and response tokens, without padding."""
+    """Number of prompt and response tokens, without padding."""
     phases: Mapping[str, float]
     """Seconds of the slowest rank, by phase."""
 

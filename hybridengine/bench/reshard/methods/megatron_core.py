@@ -37,7 +37,7 @@ class _Counting:
 
     def run(self) -> None:
         """Send all submitted messages; at this point all buffers of the call exist except those that `run` creates."""
-        # The gloo service pairs a message with the tensor that it is copied to afterwards.
+        # The gloo service pairs each message with the tensor to which it is copied afterwards.
         received = [
             operation if isinstance(operation, tuple) else (operation,) for operation in self.recv_ops
         ]
