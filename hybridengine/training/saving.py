@@ -92,7 +92,7 @@ class _Writing:
     roles: list[str]
     """Roles that are still writing."""
     error: CheckpointError | None
-    """First error, because of which the checkpoint will be discarded; None so far."""
+    """First error, because of which the checkpoint will be discarded; None otherwise."""
 
 
 class RunSaver:
