@@ -1,6 +1,6 @@
 """A Megatron 3D-parallel HybridEngine for RL post-training of large language models.
 
-The names in `__all__` are the public API. Each is imported when it is first used: planning needs neither torch nor Ray.
+The names in `__all__` are the public API. Each is imported on first use, so planning needs neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _HOMES = {
     "training.launch": "RunPools",
     "training.run": "train",
 }
-"""Module -> its public names."""
+"""Public names of each module."""
 
 _MODULES = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [*_MODULES]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
 
-if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compares both
+if TYPE_CHECKING:  # the same names, for editors and type checkers; a test compares the two lists
     from hybridengine.algorithms.losses.aggregation import SummedLoss as SummedLoss
     from hybridengine.algorithms.masking import over_tokens as over_tokens
     from hybridengine.backends.engine import Engine as Engine

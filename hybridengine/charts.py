@@ -1,4 +1,4 @@
-"""Pictures of the commands: one style, one way to write a file, bars in groups."""
+"""Charts of the commands: shared style, file output and grouped bars."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "svg.hashsalt": "hybridengine",
 }
-"""Settings of matplotlib; the salt makes equal pictures equal SVG files."""
+"""Settings of matplotlib; the fixed salt makes equal charts produce equal SVG files."""
 
 Bars = tuple[str, Sequence[float], Sequence[Sequence[float]] | None]
-"""Colour, lengths, and how far each extends (below, above), or None."""
+"""Colour, lengths and, optionally, the error of each length (below, above)."""
 
 
 @contextlib.contextmanager
 def drawing(file: Path, title: str, width: float, height: float) -> Iterator[Figure]:
-    """Yield a figure of so many inches; at the end it gets its title and is written to `file`."""
+    """Yield a figure of the given size in inches; on exit, set its title and write it to `file`."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
@@ -39,7 +39,7 @@ def drawing(file: Path, title: str, width: float, height: float) -> Iterator[Fig
 
 
 def grouped_bars(axes: Axes, labels: Sequence[str], series: Mapping[str, Bars]) -> list[BarContainer]:
-    """Draw a bar of every series at every label, top to bottom; returns the bars of each series."""
+    """Draw one bar per series at every label, top to bottom, and return the bars of each series."""
     height = 0.78 / len(series)
     drawn, largest = [], 0.0
     for index, (name, (colour, lengths, extents)) in enumerate(series.items()):
@@ -55,7 +55,7 @@ def grouped_bars(axes: Axes, labels: Sequence[str], series: Mapping[str, Bars]) 
 
 
 def panel(axes: Axes, title: str, xlabel: str, ylabel: str = "") -> None:
-    """Title and name the axes of a panel, whose values begin at 0."""
+    """Set the title and axis names of a panel; a named y axis begins at 0."""
     axes.set_title(title)
     axes.set_xlabel(xlabel)
     if ylabel:

@@ -1,7 +1,6 @@
 """Errors of the project: each message gives the value, the rule it breaks and the remedy.
 
-Every class keeps its constructor arguments in ``args``, so that an error crosses process boundaries
-(pickle, Ray) unchanged.
+Every class keeps its constructor arguments in ``args``, so that errors can be pickled (by Ray, for example).
 """
 
 from __future__ import annotations
@@ -12,42 +11,42 @@ from typing import ClassVar
 
 
 class HybridEngineError(Exception):
-    """Root of all errors that this project raises on purpose."""
+    """Base class of the errors that this project raises."""
 
     exit_status: ClassVar[int] = 1
-    """Exit status of a command that ends with this error: 1 if the run failed, 2 for bad input."""
+    """Exit status of a command that fails with this error: 1 if the run failed, 2 for bad input."""
 
 
 class ConfigError(HybridEngineError):
-    """A run configuration, or a file it names, breaks a rule."""
+    """A run configuration, or a file that it names, is invalid."""
 
     exit_status = 2
 
 
 class UnknownNameError(ConfigError, AttributeError):
-    """An attribute that is made from names, such as a role or a method of a group, does not exist."""
+    """A dynamic attribute, such as a role or a method of a worker group, does not exist."""
 
 
 class TopologyError(HybridEngineError):
-    """Parallel sizes, ranks or coordinates do not fit together."""
+    """Parallel sizes, ranks or coordinates are inconsistent."""
 
     exit_status = 2
 
 
 class PlanError(HybridEngineError):
-    """Two layouts cannot be turned into each other, or a plan no longer describes the weights."""
+    """A layout cannot be converted to another, or a plan no longer describes the weights."""
 
 
 class TransferError(HybridEngineError):
-    """Moving bytes between ranks failed; says which operation, bucket and ranks."""
+    """Moving bytes between ranks failed; the message names the operation, bucket and ranks."""
 
 
 class StorageError(HybridEngineError):
-    """Weights were used in a mode in which they own no memory."""
+    """Weights were used in a mode in which they have no memory."""
 
 
 class CheckpointError(HybridEngineError):
-    """A checkpoint is missing, truncated, or disagrees with its own configuration."""
+    """A checkpoint is missing, truncated or inconsistent with its own configuration."""
 
     exit_status = 2
 
@@ -59,15 +58,15 @@ class DataError(HybridEngineError):
 
 
 class UnreadableError(DataError):
-    """A file cannot be read, or a text is not JSON."""
+    """A file cannot be read, or its text is not JSON."""
 
 
 class DriftError(HybridEngineError):
-    """Engine and trainer disagree about the log-probs of the same tokens."""
+    """The engine and the trainer disagree on the log-probs of the same tokens."""
 
 
 class OutputError(HybridEngineError):
-    """A run's output cannot be written: the disk is full, or gone."""
+    """The output of a run cannot be written, for example because the disk is full."""
 
 
 class ProtocolError(HybridEngineError):
@@ -75,19 +74,19 @@ class ProtocolError(HybridEngineError):
 
 
 class WrongArgumentsError(ProtocolError, TypeError):
-    """A worker method was called with other arguments than it takes."""
+    """A worker method was called with arguments that it does not take."""
 
 
 class WorkerError(HybridEngineError):
-    """A worker method failed; names role, method, rank, coordinate and node."""
+    """A worker method failed; the message names the role, method, rank, coordinate and node."""
 
 
 class WorkerTimeoutError(WorkerError):
-    """A group call did not end in time; names the operation and the ranks that have not answered."""
+    """A group call timed out; the message names the operation and the ranks that have not answered."""
 
 
 def raise_all(problems: Iterable[str], error: type[HybridEngineError] = ConfigError) -> None:
-    """Raise one `error` that lists every problem; do nothing where there is none."""
+    """Raise one `error` that lists every problem; do nothing if there are none."""
     found = list(dict.fromkeys(problems))
     if not found:
         return
@@ -98,9 +97,9 @@ def raise_all(problems: Iterable[str], error: type[HybridEngineError] = ConfigEr
 
 
 def shown(value: object) -> str:
-    """Return `value` as JSON, shortened, for a message."""
+    """Return `value` as shortened JSON, for use in a message."""
     try:
         text = json.dumps(value, default=str)
-    except ValueError:  # of str(), which writes 4300 digits of an integer
+    except ValueError:  # str() converts integers of at most 4300 digits
         return "a number of thousands of digits"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""Figures as text: the name of a figure says its unit, and so how it is written."""
+"""Text of figures and tables of them; the name of a figure determines its unit and format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridengine.formatting import format_bytes, format_seconds
 
 
 def cell(name: str, value: Any) -> str:
-    """Return the text of the figure `name`: bytes and seconds with their units, shares in percent, None as "-"."""
+    """Return the text of the figure `name`: bytes and seconds with units, shares in percent, "-" for None."""
     if value is None:
         return "-"
     if "_over_" in name:
@@ -29,18 +29,18 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> list
     """Return the lines of a table of figures.
 
     Args:
-        columns: name of a figure -> heading, from left to right.
+        columns: heading of each figure, by the figure's name, from left to right.
     """
     return aligned([list(columns.values()), *([cell(name, row[name]) for name in columns] for row in rows)])
 
 
 def span(seconds: Sequence[float]) -> str:
-    """Return the least and the most: "10 ms to 30 ms"."""
+    """Return the shortest and the longest duration as text: "10 ms to 30 ms"."""
     return f"{format_seconds(min(seconds))} to {format_seconds(max(seconds))}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines: the first column to the left, the others to the right."""
+    """Return rows as lines with the first column aligned left and the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

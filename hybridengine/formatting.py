@@ -1,4 +1,4 @@
-"""Bytes and seconds for people; ASCII only."""
+"""Human-readable bytes and seconds, in ASCII."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def format_bytes(num_bytes: float) -> str:
     size /= 1024
     units = iter(_BYTE_UNITS[1:])
     unit = next(units)
-    # 1023.96 would print as 1024.0 of this unit.
+    # 1023.96 would print as 1024.0.
     while round(size, 1) >= 1024 and unit != _BYTE_UNITS[-1]:
         size, unit = size / 1024, next(units)
     return f"{sign}{size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Memory of this host's processes: what one holds, and what the system could still give."""
+"""Memory that this process holds, and memory that the host still has available."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 
 GROUP = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-"""Limit and use of a container: version 2 of control groups."""
+"""Files with the memory limit and usage of a container (cgroup v2)."""
 
 
 def held_bytes() -> dict[str, int]:
-    """Return what this process holds now: `resident_bytes` in the host's memory, `device_bytes` of tensors on its GPU.
+    """Return the memory of this process: `resident_bytes` on the host, `device_bytes` of tensors on its GPU.
 
-    Leaves out a GPU that is not in use. Takes microseconds, and does not import torch.
+    `device_bytes` is omitted if no GPU is in use. Takes microseconds and does not import torch.
     """
     held = {"resident_bytes": psutil.Process().memory_info().rss}
     torch = sys.modules.get("torch")
@@ -26,13 +26,13 @@ def held_bytes() -> dict[str, int]:
 
 
 def trim_heap() -> None:
-    """Give all that the C heap has free back to the system."""
-    with contextlib.suppress(OSError, AttributeError):  # other libraries than glibc free large blocks at once
+    """Return the free memory of the C heap to the system."""
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries free large blocks at once
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def available_bytes() -> int:
-    """Return what the system, or the container that this process is in, could give without swapping."""
+    """Return the bytes available on this system, or in this container, without swapping."""
     available = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # "max": no limit
         limit, used = (int(file.read_text()) for file in GROUP)

@@ -1,4 +1,4 @@
-"""Objects by import path, and imports that leave the garbage collector alone."""
+"""Imports of objects by path, and imports without garbage collection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def import_object(path: str) -> Any:
     """Return the object at "package.module.Name", or at "package.module:name".
 
     Raises:
-        ConfigError: there is no such module or name.
+        ConfigError: the module or name does not exist.
     """
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
@@ -31,16 +31,16 @@ def import_object(path: str) -> Any:
 
 
 def import_module(name: str) -> ModuleType:
-    """Import a module that anybody may have written.
+    """Import a module of the user's.
 
     Raises:
-        ImportError: it ends the process (`sys.exit`), which a program at the end of its file does.
-        Exception: whatever it raises.
+        ImportError: the module calls `sys.exit`, as a script without a `__main__` guard does.
+        Exception: any error that the module raises.
     """
     try:
         return importlib.import_module(name)
     except SystemExit as end:
-        if end.code == 128 + signal.SIGTERM:  # somebody has ended this process meanwhile
+        if end.code == 128 + signal.SIGTERM:  # this process has received SIGTERM
             raise
         place = traceback.extract_tb(end.__traceback__)[-1]
         raise ImportError(
@@ -51,12 +51,12 @@ def import_module(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Keep the garbage collector from searching during imports, and later among the objects that exist by then.
+    """Disable garbage collection during imports, then freeze the objects that exist (`gc.freeze`).
 
-    torch, Megatron-core and vLLM create a million objects that stay. Python searches them again and again while
-    they grow, and vLLM five times as it starts: a third of the CPU time in which an actor starts.
+    torch, Megatron-core and vLLM create a million long-lived objects. Python scans them repeatedly during imports,
+    and vLLM five times as it starts: a third of the CPU time of an actor's start.
     """
-    atexit.register(gc.unfreeze)  # modules count what they leave behind, and say so
+    atexit.register(gc.unfreeze)  # some modules report leaked objects at exit
     gc.disable()
     try:
         yield

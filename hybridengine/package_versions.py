@@ -22,7 +22,7 @@ PACKAGES = (
 
 @functools.cache
 def package_versions() -> Mapping[str, str]:
-    """Return package -> version of the installed ones; read once, as that takes a tenth of a second."""
+    """Return the version of each installed package; cached, because reading takes a tenth of a second."""
     found = {}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

@@ -1,6 +1,6 @@
-"""Reading of files that anybody may have written: regular ones only, with one wording for faults of their text.
+"""Reading of regular files supplied by users, with uniform errors.
 
-The errors here give the value and the rule; who catches one adds the remedy.
+These errors give the value and the rule; the caller adds the remedy.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hybridengine.errors import UnreadableError
 
 
 def check_regular(path: str | Path) -> None:
-    """Check that `path` is a regular file or a link to one: a pipe may never deliver anything, a device never end.
+    """Check that `path` is a regular file or a link to one; reading a pipe or a device might block or never end.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        UnreadableError: it is something else, or its kind cannot be read.
+        FileNotFoundError: the file does not exist.
+        UnreadableError: it is not a regular file, or its type cannot be read.
     """
     try:
         mode = os.stat(path).st_mode
@@ -36,8 +36,8 @@ def read_text(path: str | Path) -> str:
     """Return the UTF-8 text of a regular file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        UnreadableError: it cannot be read, or is no text.
+        FileNotFoundError: the file does not exist.
+        UnreadableError: it cannot be read, or is not UTF-8 text.
     """
     check_regular(path)
     try:
@@ -52,8 +52,8 @@ def read_object(path: str | Path) -> dict[str, Any]:
     """Return the JSON object in a regular file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        UnreadableError: it cannot be read, is not JSON, or another kind of value.
+        FileNotFoundError: the file does not exist.
+        UnreadableError: it cannot be read, is not JSON, or is not an object.
     """
     text = read_text(path)
     try:
@@ -66,10 +66,10 @@ def read_object(path: str | Path) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text; bytes are UTF-8.
+    """Return the value of a JSON text, given as a string or UTF-8 bytes.
 
     Raises:
-        UnreadableError: the fault alone, for a sentence of the caller's.
+        UnreadableError: the text is not JSON; the message is the reason alone, for use in the caller's message.
     """
     try:
         return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
@@ -77,7 +77,7 @@ def parse_json(text: str | bytes) -> Any:
         raise UnreadableError("nested too deeply") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UnreadableError(str(error)) from None
-    except ValueError:  # of int(), which takes 4300 digits
+    except ValueError:  # int() accepts at most 4300 digits
         raise UnreadableError("a number has thousands of digits") from None
 
 

@@ -1,7 +1,7 @@
-"""Keeps secrets out of what a run prints, writes and sends: configurations, errors, reports.
+"""Removal of secrets from everything that a run prints, writes and sends.
 
-A secret is the value of a name that says so (api_key, HF_TOKEN, password, ...), in a configuration or in the environment,
-what stands before the @ of an address or in its query under such a name, and the credentials of an Authorization header.
+Secrets are values under a secret's name (api_key, HF_TOKEN, password, ...) in a configuration, the environment or a URL's
+query, the part of a URL before the @, and the credentials of an Authorization header.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 SHORTEST = 6
-"""Characters of a secret in the environment; shorter values would be found everywhere."""
+"""Least number of characters of a secret; shorter values would match unrelated text."""
 IN_ENVIRONMENT = ("_KEY", "_PASS", "_PWD", "_PAT", "_DSN")
-"""Ends of names of secrets in the environment, but not in a configuration, where passes are counted."""
+"""Suffixes of secret names in the environment; not applied to configurations, in which `pass` may be a count."""
 
 _NAME = re.compile(
     r"((^|[_\-.])(auth|authorization|bearer|dsn|tokens?|(access|private|secret|encryption|auth)[_\-]?keys?)"
@@ -33,9 +33,9 @@ _IN_HEADER = re.compile(
     r"""((?:x-api-key|authorization)(?:[\\"']*\s*[:=]\s*|["']\s*,\s*)b?[\\"']*)(?!\(hidden)[^\\"'\n]+""",
     re.IGNORECASE,
 )
-"""A header as sent, in JSON, in JSON within JSON, and as a pair of byte strings; each up to the quote or line's end."""
+"""A header as sent, in JSON, in nested JSON, or as a pair of byte strings; up to the closing quote or end of line."""
 _MARKER = re.compile(r"(^|_)(eos|bos|pad|stop|unk|sep|mask|end|start)_tokens?$", re.IGNORECASE)
-"""Names of tokens of a text."""
+"""Names of special tokens of a text, which are not secrets."""
 
 
 def is_secret(name: str) -> bool:
@@ -45,31 +45,34 @@ def is_secret(name: str) -> bool:
 
 
 def _may_count(name: str) -> bool:
-    """Return True if a number of this name may be a count, and a mapping the settings of a term of that name."""
+    """Return True if a number of this name may be a count, and a mapping the settings of a reward term."""
     return name.lower().endswith(("token", "tokens"))
 
 
 def _beneath(name: str, key: str) -> str:
-    """Return the name that decides over the value of `key` under `name`: credentials may be a mapping, tokens a term."""
+    """Return the name by which to judge the value of `key` in the mapping `name`.
+
+    All values of a mapping called `credentials` are secrets; a mapping called `tokens` may be a reward term.
+    """
     return name if is_secret(name) and not _may_count(name) else key
 
 
 def _is_secret_value(value: Any, name: str) -> bool:
-    """Return True if a value of a configuration is a secret by its name; a password may be a number in YAML."""
+    """Return True if a configuration value is a secret by its name; YAML may have parsed a password as a number."""
     if isinstance(value, str):
         return bool(value) and is_secret(name)
     return isinstance(value, int) and not isinstance(value, bool) and is_secret(name) and not _may_count(name)
 
 
 _known = set[str]()
-"""Secrets of the configurations that this process has read."""
+"""Secrets from the configurations that this process has read."""
 
 
 def remember_secrets(value: Any, name: str = "") -> None:
-    """Keep the secrets of a configuration, or a part of it, out of all texts from now on.
+    """Register the secrets of a configuration, or a part of it, for removal from all later texts.
 
     Args:
-        name: under which `value` stands.
+        name: key of `value`.
     """
     if isinstance(value, Mapping):
         for key, one in value.items():
@@ -82,7 +85,7 @@ def remember_secrets(value: Any, name: str = "") -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` with the names of the environment's secrets in place of their values."""
+    """Return `text` with its secrets hidden; secrets from the environment are replaced by their variables' names."""
     secrets = {
         name: value
         for name, value in os.environ.items()
@@ -98,10 +101,10 @@ def without_secrets(text: str) -> str:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """Return a configuration, or a part of it, without its secrets.
+    """Return a configuration, or a part of it, with its secrets hidden.
 
     Args:
-        name: under which `value` stands.
+        name: key of `value`.
     """
     if isinstance(value, Mapping):
         return {key: redacted(one, _beneath(name, str(key))) for key, one in value.items()}

@@ -1,4 +1,4 @@
-"""Temporary folders that name their owner, so that those of a killed process are found and removed."""
+"""Temporary folders named after their process, so that the folders of killed processes can be removed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NAME = re.compile(r"hybridengine-[a-z]+-(?P<machine>[0-9a-f]{8}\.\d+)-(?P<owner>
 
 
 def make_folder(kind: str) -> Path:
-    """Make a temporary folder of this process, after removing those whose processes have ended.
+    """Create a temporary folder for this process, after removing those of processes that have ended.
 
     Args:
-        kind: a word for its purpose.
+        kind: one word for the purpose of the folder.
     """
     remove_leftovers()
     return Path(tempfile.mkdtemp(prefix=f"hybridengine-{kind}-{_machine()}-{_owner(os.getpid())}-"))
@@ -26,7 +26,7 @@ def make_folder(kind: str) -> Path:
 
 @contextlib.contextmanager
 def temporary_folder(kind: str) -> Iterator[Path]:
-    """Make a folder as `make_folder` does, and remove it at the end."""
+    """Yield a folder from `make_folder`, and remove it on exit."""
     folder = make_folder(kind)
     try:
         yield folder
@@ -35,25 +35,25 @@ def temporary_folder(kind: str) -> Iterator[Path]:
 
 
 def remove_leftovers() -> None:
-    """Remove the folders of this user whose processes have ended; those of other machines and containers stay."""
+    """Remove this user's folders whose processes have ended; keep those of other machines and containers."""
     for folder in Path(tempfile.gettempdir()).glob("hybridengine-*"):
         with contextlib.suppress(OSError):
             name = NAME.fullmatch(folder.name)
             if name is None or name["machine"] != _machine() or folder.lstat().st_uid != os.getuid():
                 continue
             if name["owner"] != _owner(int(name["owner"].split("-")[0])):
-                shutil.rmtree(folder, ignore_errors=True)  # follows no link, and removes none
+                shutil.rmtree(folder, ignore_errors=True)  # does not follow or remove links
 
 
 @functools.cache
 def _machine() -> str:
-    """Return a name of this boot and this container's process numbers: folders may be shared."""
+    """Return an identifier of this boot and PID namespace, since several machines may share the folder."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _owner(pid: int) -> str | None:
-    """Return a process's number and when it started, since numbers come again; None if it has ended."""
+    """Return the PID and start time of a process, because PIDs are reused; None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Writing of a run's files to a disk that may be full."""
+"""Uniform errors for a run's files that cannot be written."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hybridengine.errors import OutputError
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Enclose writing to `path`.
+    """Convert an `OSError` of writing to `path` into an `OutputError`.
 
     Raises:
-        OutputError: the system refuses; says why, and what to do.
+        OutputError: `path` cannot be written.
     """
     try:
         yield

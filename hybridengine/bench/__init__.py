@@ -1,1 +1,1 @@
-"""Benchmarks on real ranks: what a switch of the weights costs, beside the methods that others use."""
+"""Benchmarks on real ranks: weight switches, transfers of rows, whole steps, and calibration."""

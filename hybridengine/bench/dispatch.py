@@ -1,4 +1,4 @@
-"""Handing rows from one worker group to another: straight from rank to rank, and through the controller."""
+"""Benchmark of the transfer of rows between worker groups: from rank to rank, and through the controller."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hybridengine.errors import ConfigError, TopologyError, TransferError
 from hybridengine.topology.sizes import TrainSizes
 
 NUM_TOKENS = 1024
-"""Tokens of a row."""
+"""Number of tokens in a row."""
 ROW_BYTES = 8 * NUM_TOKENS
 
 
 @dataclass(frozen=True)
 class DispatchSpec:
-    """One measurement.
+    """Settings of one measurement.
 
     Raises:
-        ConfigError, TopologyError: values that do not fit together.
+        ConfigError, TopologyError: inconsistent values.
     """
 
     producer: TrainSizes
@@ -51,11 +51,11 @@ class DispatchSpec:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that all processes take together at the worst moment, roughly.
+        """Approximate peak memory of all processes together, in bytes.
 
-        The rows of the producers in Ray's object store, those of every consumer (its data-parallel part on all its
-        ranks), twice while they come through the controller: in an object and as a tensor; there the whole, and its
-        parts in the object store.
+        It includes the producers' rows in Ray's object store, and every consumer's rows (its data-parallel part on all
+        its ranks), twice while they pass through the controller: as an object and as a tensor. The controller holds all
+        rows, and their parts in the object store.
         """
         consumed = self.batch_bytes * self.consumer.model_parallel_size
         return 3 * self.batch_bytes + 2 * consumed + self.producer.num_ranks * PROCESS_BYTES
@@ -68,7 +68,7 @@ def dispatch_figures(
     empty_call_s: list[float],
     payload_bytes: dict[str, int],
 ) -> dict[str, Any]:
-    """Return the figures of a measurement: medians and samples in seconds, and bytes."""
+    """Return the figures of a measurement: medians and samples in seconds, and bytes moved."""
     direct, through = statistics.median(direct_s), statistics.median(through_s)
     return {
         "from": str(spec.producer),
@@ -87,10 +87,10 @@ def dispatch_figures(
 
 
 def measure_dispatch(spec: DispatchSpec, say: Callable[[str], None]) -> dict[str, Any]:
-    """Hand the same rows over both ways in turn; a first repetition, which is not counted, is checked.
+    """Transfer the same rows both ways in turn; the first repetition is checked and not counted.
 
     Raises:
-        TransferError: rows arrived wrong.
+        TransferError: rows arrived with wrong values.
         HybridEngineError: a rank failed or did not answer in time.
     """
     from hybridengine.backends.vllm import environment
@@ -110,7 +110,7 @@ def measure_dispatch(spec: DispatchSpec, say: Callable[[str], None]) -> dict[str
         rows = producer.make_rows(Rows.numbered(spec.num_rows), NUM_TOKENS).wait()
 
         def hand_over(through_controller: bool, checks: bool = False) -> tuple[float, int]:
-            """Return seconds, and bytes that passed through the controller."""
+            """Return the seconds, and the bytes that passed through the controller."""
             before, started = log.payload_bytes, time.perf_counter()
             right = consumer.take_rows(rows.get() if through_controller else rows, checks).get()
             seconds = time.perf_counter() - started

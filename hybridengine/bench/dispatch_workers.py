@@ -1,4 +1,4 @@
-"""Workers of `hybridengine bench dispatch`: one makes rows, the other takes them."""
+"""Workers of `hybridengine bench dispatch`: a producer and a consumer of rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankC
 
 COLUMN = "tokens"
 STRIDE = 1_000_003
-"""Entry j of row i is i · STRIDE + j, so that no two rows look alike."""
+"""Entry j of row i is i · STRIDE + j, so that all rows differ."""
 
 
 class MakeRowsWorker:
-    """Makes rows whose contents follow from their numbers."""
+    """Producer of rows whose contents are a function of their numbers."""
 
     def __init__(self, context: RankContext) -> None:
         pass
@@ -26,23 +26,23 @@ class MakeRowsWorker:
 
     @register(ONE_TO_ALL)
     def answer(self) -> None:
-        """Do nothing: an empty call."""
+        """Do nothing; serves as an empty call."""
 
 
 class TakeRowsWorker:
-    """Takes rows, and reads all of them."""
+    """Consumer that reads all of its rows."""
 
     def __init__(self, context: RankContext) -> None:
         pass
 
     @register(PROTO_3D, [COLUMN, ROW_NUMBERS])
     def take_rows(self, rows: TensorDictBase, checks: bool) -> bool:
-        """Read the rows; with `checks`, return True if they are what they should be."""
+        """Read the rows; with `checks`, return True if their values are correct."""
         if not checks:
             return bool(rows[COLUMN].max() > 0)
         return torch.equal(rows[COLUMN], expected_tokens(rows[ROW_NUMBERS], rows[COLUMN].size(1)))
 
 
 def expected_tokens(numbers_B: Tensor, num_tokens: int) -> Tensor:
-    """Return rows of `tokens` by their numbers. Shapes: [B] -> [B, T]."""
+    """Return the `tokens` of the rows with the given numbers. Shapes: [B] -> [B, T]."""
     return numbers_B[:, None] * STRIDE + torch.arange(num_tokens)

@@ -1,4 +1,4 @@
-"""The machine of a benchmark: what it has, and whether a benchmark fits."""
+"""Resources of the machine that runs a benchmark."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hybridengine.formatting import format_bytes
 from hybridengine.host_memory import available_bytes
 
 PROCESS_BYTES = 450 * 2**20
-"""Memory of a rank's process by itself, roughly."""
+"""Approximate memory of a rank's process without weights or rows."""
 
 
 def num_gpus(devices: Path = Path("/dev"), environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of NVIDIA GPUs of this machine, 0 where they are hidden; asks no driver."""
+    """Return the number of NVIDIA GPUs of this machine, 0 if they are hidden, without calling the driver."""
     if environment.get("CUDA_VISIBLE_DEVICES") == "":
         return 0
     return sum(1 for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit())
 
 
 def check_memory(what: str, needed_bytes: int, remedy: str) -> None:
-    """Check that this machine, or this container, can hold what a benchmark needs in the host's memory.
+    """Check that this machine, or this container, has enough host memory for a benchmark.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: less than `needed_bytes` is available.
     """
     available = available_bytes()
     if needed_bytes > available:
@@ -39,7 +39,7 @@ def check_memory(what: str, needed_bytes: int, remedy: str) -> None:
 
 
 def machine_figures() -> dict[str, Any]:
-    """Return what the JSON of a benchmark says of the machine."""
+    """Return the description of the machine for the JSON of a benchmark."""
     return {
         "cpus": os.cpu_count(),
         "platform": platform.platform(),

@@ -1,4 +1,4 @@
-"""`hybridengine calibrate`: measure this machine, fit the cost model to it, and write both as a cluster file."""
+"""`hybridengine calibrate`: measure this machine, fit the cost model to it, and write a cluster file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hybridengine.planning.costs.clusters import Cluster
 from hybridengine.temporary import temporary_folder
 
 DEFAULT_RANKS = 4
-"""On a CPU."""
+"""Default number of ranks on a CPU."""
 MOST_RANKS = 64
 
 DESCRIPTION = """Measure the machine that this runs on, and write it as a cluster file for `plan` and `simulate`.
@@ -71,7 +71,7 @@ def add_calibrate_command(subparsers: Any) -> None:
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
+    """Carry out the command; return the exit status."""
     gpus = num_gpus()
     ranks = options.ranks if options.ranks is not None else gpus or DEFAULT_RANKS
     if gpus and ranks > gpus:
@@ -94,7 +94,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
 
 
 def _measured_cluster(ranks: int, on_gpus: bool) -> Cluster:
-    """Return the machine as a cluster whose coefficients are still to be fitted."""
+    """Return the machine as a cluster with measured rates and unfitted coefficients."""
     import torch
 
     from hybridengine.backends.vllm.environment import rank_environment
@@ -123,7 +123,7 @@ def _measured_cluster(ranks: int, on_gpus: bool) -> Cluster:
 
 
 def _measured_runs(ranks: int, on_gpus: bool, say: Callable[[str], None]) -> Iterator[MeasuredRun]:
-    """Carry out the runs of all cases, whose folders are removed afterwards."""
+    """Carry out the runs of all cases and yield their measurements; their folders are removed."""
     from hybridengine.bench.calibration.cases import case_configs, cases_for
     from hybridengine.training.run import train
 
@@ -137,7 +137,7 @@ def _measured_runs(ranks: int, on_gpus: bool, say: Callable[[str], None]) -> Ite
 
 
 def cluster_text(cluster: Cluster) -> str:
-    """Return the cluster as a file."""
+    """Return the text of the cluster file."""
     head = (
         "# Written by `hybridengine calibrate`: rates are measured, the coefficients of compute are fitted.\n"
     )

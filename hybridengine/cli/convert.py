@@ -1,4 +1,4 @@
-"""`hybridengine convert`: between Hugging Face checkpoints and those of runs."""
+"""`hybridengine convert`: convert between checkpoints of Hugging Face and of runs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hybridengine.formatting import format_bytes
 from hybridengine.writing import writing
 
 VALUE_ROLES = tuple(role for role in TRAINED if role != "actor")
-"""Roles with a score head in place of the language model's."""
+"""Roles whose model has a score head in place of the language model head."""
 MAX_FILE_BYTES = 4 * 2**30
-"""Size of a safetensors file unless --max-file names another."""
+"""Default size limit of a safetensors file."""
 DESCRIPTION = """Convert a checkpoint of a run to a Hugging Face checkpoint, or the other way round.
 
 SOURCE says which: a folder with manifest.json (runs/NAME/checkpoints/step-00000020) becomes safetensors with an index,
@@ -55,7 +55,7 @@ def add_convert_command(subparsers: Any) -> None:
 def run_convert(options: argparse.Namespace) -> int:
     """Carry out the command; return the exit status."""
     source, out = options.source, options.destination
-    if os.path.lexists(out):  # also a link to nothing
+    if os.path.lexists(out):  # includes broken links
         raise ConfigError(f"DESTINATION {out} exists; name a folder that does not, so that nothing is lost")
     if not out.resolve().parent.is_dir():
         raise ConfigError(f"DESTINATION {out}: there is no folder {out.resolve().parent}; make it first")
@@ -129,7 +129,7 @@ def _import(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _writing(folder: Path, what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows how many of how many bytes are written; errors of the disk name the folder."""
+    """Yield a function that shows the bytes written so far and in total; disk errors name the folder."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar, writing(folder):
         task = bar.add_task(what, total=None)

@@ -1,4 +1,4 @@
-"""`hybridengine bench dispatch`: measure how rows get from one worker group to another."""
+"""`hybridengine bench dispatch`: measure the transfer of rows between worker groups."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def run_dispatch(options: argparse.Namespace) -> int:
 
 
 def result_lines(spec: DispatchSpec, figures: Mapping[str, Any]) -> list[str]:
-    """Return the table of both ways, and the notes beneath it."""
+    """Return the lines of a table of both ways, followed by notes."""
     rows = [
         {
             "way": way.replace("_", " "),

@@ -87,7 +87,7 @@ def run_doctor(options: argparse.Namespace) -> int:
             HybridEngineError,
             RayError,
             OSError,
-        ) as error:  # this machine's findings are printed all the same
+        ) as error:  # this machine's findings are still printed
             findings.append(failure(Subject.PORTS, error))
     findings = merged(findings)
     figures = json.dumps([asdict(found) for found in findings], indent=1) + "\n"
@@ -102,7 +102,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 
 def _needs(config: RunConfig | None, folder: str | None) -> RunNeeds:
-    """Return what a run takes; without a configuration, its folder alone."""
+    """Return the needs of a run; without a configuration, its folder alone."""
     if config is None:
         return RunNeeds(str(Path(folder or "runs").resolve()))
     saved = checkpoint_bytes(config) if config.checkpoint.every else 0
@@ -132,7 +132,7 @@ def _start_ray(config: RunConfig | None, needs: RunNeeds, say: Say) -> None:
 
 
 def _print(findings: Sequence[Finding]) -> None:
-    """Print the findings by subject, each with its remedy beneath."""
+    """Print the findings by subject, each followed by its remedy."""
     console = Console(highlight=False, soft_wrap=True)
     width = max(len(level) for level in Level)
     for number, found in enumerate(findings):

@@ -39,23 +39,24 @@ EXAMPLES = """examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status.
 
-    0 done, 1 the run failed, 2 bad input, 130 interrupted, 141 the reader of stdout is gone, as in `| head -1`.
+    The status is 0 on success, 1 if the run failed, 2 for bad input, 130 if interrupted, and 141 if the reader of stdout
+    has exited, as in `| head -1`.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # which pytest replaces
+        if isinstance(stream, io.TextIOWrapper):  # pytest replaces them
             stream.reconfigure(errors="replace")
     with contextlib.suppress(ValueError):  # only the main thread may handle signals
         signal.signal(signal.SIGTERM, _terminate)
     with contextlib.suppress(FileNotFoundError):  # the working directory has been removed
         if (
             here := os.getcwd()
-        ) not in sys.path:  # for the user's own algorithms and rewards, as `python -m` does
+        ) not in sys.path:  # for the user's algorithms and rewards, as with `python -m`
             sys.path.append(here)
     try:
         return _run(parse(arguments))
     except HybridEngineError as error:
         if error.exit_status == 1 and isinstance(error.__cause__, CheckpointError | OutputError):
-            error = error.__cause__  # a rank's error about a file needs no rank
+            error = error.__cause__  # a rank's error about a file need not name the rank
         kind = f"{type(error).__name__}: " if error.exit_status == 1 else ""
         print(without_secrets(f"hybridengine: {kind}{error}"), file=sys.stderr)
         return error.exit_status
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("hybridengine: interrupted; what has been written so far is kept", file=sys.stderr)
         return 130
     finally:
-        # Libraries still clean up; a signal then ends the process, without a traceback.
+        # While libraries clean up, a signal ends the process without a traceback.
         atexit.register(_end_at_signals)
 
 
@@ -74,7 +75,7 @@ def _run(options: argparse.Namespace) -> int:
     """Carry out a command and return its exit status.
 
     Raises:
-        ConfigError: the user's own code has called sys.exit, whose status would be taken for the command's.
+        ConfigError: the user's code called sys.exit, whose status would be mistaken for the command's.
     """
     try:
         status = options.run(options)
@@ -85,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
             return 141
         raise
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # raised by Rich
+        if isinstance(end.__context__, BrokenPipeError):  # Rich raises this
             return 141
         if end.code == 128 + signal.SIGTERM:
             print("hybridengine: SIGTERM; what has been written so far is kept", file=sys.stderr)
@@ -98,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _is_stdout_closed() -> bool:
-    """Return True if the reader of stdout is gone; what is left to print is then discarded."""
+    """Return True if the reader of stdout has exited; the remaining output is then discarded."""
     try:
         print(flush=True)
     except BrokenPipeError:
@@ -113,7 +114,7 @@ def _end_at_signals() -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options of a command; `key=value` overrides may stand anywhere among them."""
+    """Return the options of a command; `key=value` overrides may appear anywhere among them."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     overrides = getattr(options, "overrides", None)
@@ -125,7 +126,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _terminate(number: int, frame: object) -> None:
-    """End as an exception does, so that temporary folders go and child processes end."""
+    """Raise SystemExit, so that temporary folders are removed and child processes end."""
     raise SystemExit(128 + number)
 
 

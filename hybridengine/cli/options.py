@@ -1,4 +1,4 @@
-"""Command lines: the parser, and types of options."""
+"""Argument parser and option types of the command line."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hybridengine.errors import ConfigError, HybridEngineError
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 STDOUT = Path("-")
-"""Value of `--json` without a file: figures alone on stdout."""
+"""Value of `--json` without a file: print only the figures, to stdout."""
 DTYPES = ("float32", "bfloat16")
-"""Types of weights that this machine can train or generate with."""
+"""Supported types of weights."""
 
 Value = TypeVar("Value")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises its errors, and prints descriptions and examples as they are written."""
+    """Argument parser that raises its errors, and prints descriptions and examples verbatim."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the command line.
+        """Reject the command line.
 
         Raises:
             ConfigError: always.
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parsed(parse: Callable[[str], Value]) -> Callable[[str], Value]:
-    """Return a `type=` for argparse that parses with `parse`, and names the option in its errors."""
+    """Return a `type=` for argparse that calls `parse` and names the option in errors."""
 
     def convert(text: str) -> Value:
         try:
@@ -53,7 +53,7 @@ train_sizes, gen_sizes = parsed(TrainSizes.parse), parsed(GenSizes.parse)
 
 
 def between(least: float, most: float, kind: type[int] | type[float] = int) -> Callable[[str], Any]:
-    """Return a `type=` for argparse: numbers of a kind from `least` to `most`."""
+    """Return a `type=` for argparse that accepts numbers of a kind from `least` to `most`."""
 
     def convert(text: str) -> float:
         try:
@@ -69,7 +69,7 @@ def between(least: float, most: float, kind: type[int] | type[float] = int) -> C
 
 
 def byte_size(text: str) -> int:
-    """Return the bytes that an option gives as an integer or with a unit: a `type=` for argparse."""
+    """Return a number of bytes, given as an integer or with a unit; a `type=` for argparse."""
     try:
         return TypeAdapter(Bytes).validate_python(f"{text}B" if text.isdecimal() else text)
     except ValidationError as error:
@@ -79,6 +79,6 @@ def byte_size(text: str) -> int:
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--json` with a file, or with none for stdout."""
+    """Add `--json [FILE]`; without a file, it prints to stdout."""
     help_text = "figures as JSON: to FILE.json, or alone on stdout"
     parser.add_argument("--json", nargs="?", type=Path, const=STDOUT, metavar="FILE", help=help_text)

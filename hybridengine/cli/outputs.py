@@ -1,4 +1,4 @@
-"""Everything that commands put out: progress, lines, figures as JSON, and files, which are checked before any work."""
+"""Output of commands: progress, lines, figures as JSON, and files, which are checked before any work."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hybridengine.cli.options import STDOUT
 from hybridengine.errors import raise_all
 
 SUFFIXES = {"--json": (".json",), "--plot": (".png", ".svg", ".pdf")}
-"""Suffixes that the file of an option may have; files of other options may have any."""
+"""Suffixes allowed for the file of an option; other options allow any."""
 
 Content = str | Callable[[Path], object]
-"""A text, or a function that writes into a path."""
+"""Text of a file, or a function that writes to a path."""
 
 
 def progress_printer() -> Callable[[str], None]:
-    """Return a function that prints a line to stderr, after the seconds since now."""
+    """Return a function that prints a line to stderr, prefixed with the seconds since this call."""
     started = time.perf_counter()
 
     def say(text: str) -> None:
@@ -34,7 +34,7 @@ def progress_printer() -> Callable[[str], None]:
 
 
 def show_status(text: str) -> None:
-    """Show a line on stderr that the next one overwrites; nothing if stderr is not a terminal."""
+    """Show a line on stderr that the next one overwrites; do nothing if stderr is not a terminal."""
     if sys.stderr.isatty():
         print(f"{text}\x1b[K", end="\r", file=sys.stderr, flush=True)
 
@@ -45,10 +45,10 @@ def emit(
     lines: Iterable[str],
     files: Mapping[str, tuple[Path | None, Content]] | None = None,
 ) -> None:
-    """Write the figures and other files where options name them, and print `lines`; after `--json` alone, the figures.
+    """Write the figures and other files that options name, and print `lines`, or the figures for `--json` without a file.
 
     Raises:
-        ConfigError: files that could not be written; the others are, and the text is printed.
+        ConfigError: files could not be written; the others are written and the text is printed all the same.
     """
     text = json.dumps(figures, indent=2)
     try:
@@ -58,14 +58,14 @@ def emit(
 
 
 def check_outputs(files: Mapping[str, Path | None], sources: Mapping[str, str | Path | None]) -> None:
-    """Check that the files that options name can be written, and are different ones; nothing is left behind.
+    """Check that the files that options name are writable and distinct, without leaving any behind.
 
     Args:
-        files: option, such as "--json" -> file; None where the option is not given.
-        sources: option -> file or folder that the command reads; a name that is neither is ignored.
+        files: file of each option, such as "--json"; None if the option is not given.
+        sources: file or folder that the command reads, by option; other names, such as presets, are ignored.
 
     Raises:
-        ConfigError: files that cannot be written, have another suffix than the option's, are named twice or read.
+        ConfigError: a file cannot be written, has a wrong suffix, is named twice, or is read by the command.
     """
     given = {option: file for option, file in files.items() if file not in (None, STDOUT)}
     raise_all(problem for option, file in given.items() if file and (problem := _problem(option, file)))
@@ -84,7 +84,7 @@ def check_outputs(files: Mapping[str, Path | None], sources: Mapping[str, str | 
 
 
 def _problem(option: str, file: Path) -> str | None:
-    """Return why `file` cannot be the output of `option`; None if it can."""
+    """Return the reason why `file` cannot be the output of `option`; None if it can."""
     suffixes = SUFFIXES.get(option)
     if suffixes and file.suffix.lower() not in suffixes:
         return f"{option} {file} must end in {' or '.join(suffixes)}; rename it"
@@ -102,13 +102,13 @@ def _problem(option: str, file: Path) -> str | None:
 
 
 def write_outputs(files: Mapping[str, tuple[Path | None, Content]]) -> None:
-    """Write files; one that fails is as it was before, and the others are written all the same.
+    """Write files atomically; if one fails, it is unchanged and the others are still written.
 
     Args:
-        files: option -> the file that it names, None where it is not given, and its content.
+        files: file of each option, None if the option is not given, and the content.
 
     Raises:
-        ConfigError: all that failed, in one list.
+        ConfigError: files could not be written; the message lists all of them.
     """
     problems = list[str]()
     for option, (file, content) in files.items():
@@ -129,7 +129,7 @@ def write_outputs(files: Mapping[str, tuple[Path | None, Content]]) -> None:
 
 
 def _places(file: Path) -> tuple[Path, Path]:
-    """Return the file that `file` leads to, and the one beside it that is written and then renamed."""
+    """Return `file` with links resolved, and the temporary file next to it that is written and then renamed."""
     place = Path(os.path.realpath(file))
     return place, place.with_name(f".hybridengine-{os.getpid()}{place.suffix}")
 

@@ -1,4 +1,4 @@
-"""`hybridengine plan`: which models go where, with which sizes, and how long a step then takes. Starts nothing."""
+"""`hybridengine plan`: choose placement and parallel sizes, and predict the step time. Starts nothing."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def run_planner(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    """Compare runs with their predictions; return 1 if one is beyond its tolerance."""
+    """Compare runs with their predictions; return 1 if a deviation exceeds its tolerance."""
     from hybridengine.bench.calibration.check import check_lines, check_run
     from hybridengine.bench.calibration.measured_run import read_run
 
@@ -142,7 +142,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def train_config(request: RunRequest, plan: Plan) -> str:
-    """Return the plan as a configuration file for train."""
+    """Return the text of a configuration file for train."""
     values = run_settings(request.config, plan, request.workload, request.cluster)
     head = (
         f"# Planned by `hybridengine plan` for {request.num_devices} devices of {request.cluster.name}: predicted\n"
@@ -154,7 +154,7 @@ def train_config(request: RunRequest, plan: Plan) -> str:
 
 
 def as_json(request: RunRequest, found: Found, search_s: float) -> dict[str, Any]:
-    """Return figures for programs. Units: bytes and seconds."""
+    """Return the figures of a search as JSON values. Units: bytes and seconds."""
     workload = request.workload
     return {
         "algorithm": workload.algorithm,
@@ -171,7 +171,7 @@ def as_json(request: RunRequest, found: Found, search_s: float) -> dict[str, Any
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Return the figures of a plan. Phases are sums of their calls' seconds, which may overlap."""
+    """Return the figures of a plan; phases are sums of the seconds of calls, which may overlap."""
     shares = idle_shares(plan)
     roles: dict[str, Any] = {}
     for place, pool in enumerate(plan.pools):

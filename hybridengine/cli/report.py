@@ -1,4 +1,4 @@
-"""`hybridengine report`: a run as one HTML page."""
+"""`hybridengine report`: write the report of a run as one HTML page."""
 
 from __future__ import annotations
 

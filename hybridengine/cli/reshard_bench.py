@@ -1,4 +1,4 @@
-"""`hybridengine reshard bench`: measure the switch on real ranks, beside the methods that others use."""
+"""`hybridengine reshard bench`: measure the switch on real ranks, and compare it with methods of other systems."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def run_bench(options: argparse.Namespace) -> int:
     try:
         for result in measure_switches(spec, progress_printer()):
             measured.append(result)
-    finally:  # pairs that have been measured are kept if a later one fails
+    finally:  # measured pairs are reported even if a later one fails
         if measured:
             lines = [line for result in measured for line in pair_lines(spec, result)]
             emit(options, report(spec, measured), lines, {"--plot": (options.plot, draw)})
@@ -138,7 +138,7 @@ def spec_of(options: argparse.Namespace) -> BenchSpec:
     """Return the benchmark that the options describe.
 
     Raises:
-        ConfigError, TopologyError: options that cannot be.
+        ConfigError, TopologyError: invalid options.
     """
     pairs = list(options.pair)
     if options.train or options.gen or not pairs:
@@ -157,7 +157,7 @@ def spec_of(options: argparse.Namespace) -> BenchSpec:
 
 
 def pair_lines(spec: BenchSpec, pair: PairResult) -> list[str]:
-    """Return the table of one pair, and the notes beneath it."""
+    """Return the lines of a table of one pair, followed by notes."""
     figures, notes = pair.figures, ("raw_all_gather_seconds", "verify_always_over_never")
     return [
         f"{figures['train']} -> {figures['gen']} on {figures['num_ranks']} ranks, M = {format_bytes(spec.weight_bytes)},"

@@ -1,4 +1,4 @@
-"""`hybridengine reshard plan`: what switching layouts will cost on a cluster. Starts nothing, needs no torch."""
+"""`hybridengine reshard plan`: predict the cost of switching layouts on a cluster. Starts nothing, needs no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hybridengine.topology.links import LinkClass
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 PRACTICAL, ALL = "practical", "all"
-"""Which generation layouts a sweep lists."""
+"""Sets of generation layouts that a sweep can list."""
 
 DESCRIPTION = f"""Plan a switch between training and generation layouts on a cluster, and see what it costs: which ranks
 gather from which, bytes received per rank and link, weights in memory, predicted seconds.
@@ -51,7 +51,7 @@ docs/explanation/resharding.md explains the output."""
 
 @dataclass(frozen=True)
 class SwitchRequest:
-    """A model, a cluster, and layouts of both sides."""
+    """Model, cluster and layouts of a planned switch."""
 
     model_name: str
     shape: ModelShape
@@ -61,20 +61,20 @@ class SwitchRequest:
     order: RankOrder
     grouping: Grouping
     layouts: tuple[tuple[TrainSizes, GenSizes | None], ...]
-    """One to plan, two to compare, one without generation sizes to sweep."""
+    """One layout to plan, two to compare, or one without generation sizes to sweep."""
 
     def price(
         self, train: TrainSizes, gen: GenSizes, *, with_variants: bool = True
     ) -> tuple[SwitchCost, dict[str, Any]]:
-        """Return the switch of one layout, and its figures for programs.
+        """Return the cost of the switch of one layout, and its figures as JSON values.
 
-        Units: bytes and seconds; "max" is the rank with the most.
+        Units: bytes and seconds; "max" is the largest value of any rank.
 
         Args:
-            with_variants: plan the other rank order, and the gather in one step, as well.
+            with_variants: also plan the other rank order, and the gather in one step.
 
         Raises:
-            PlanError: a plan is wrong, which is an error of this project.
+            PlanError: a plan is wrong because of a bug in this project.
         """
         pricer = SwitchPricer(self.shape, self.dtype, self.bucket_bytes)
         generation = GenerationGrid(Grid(train, self.order), gen, self.grouping)
@@ -120,7 +120,7 @@ class SwitchRequest:
         }
 
     def _variant(self, cost: SwitchCost) -> dict[str, Any]:
-        """Return what depends on the rank order and on the number of steps."""
+        """Return the figures that depend on the rank order and on the number of steps."""
         return {
             "num_crossing_domains": cost.num_crossing_domains,
             "received_bytes_max": cost.received_bytes_max,
@@ -143,7 +143,7 @@ FIGURES = (
     "memory_bytes_there",
     "memory_bytes_back",
 )
-"""Figures of a `SwitchCost` that are reported as they are."""
+"""Attributes of a `SwitchCost` that are reported unchanged."""
 
 
 def _by_name(by_link: dict[LinkClass, int]) -> dict[str, int]:
@@ -228,10 +228,10 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def request_of(options: argparse.Namespace) -> SwitchRequest:
-    """Return what the options name.
+    """Return the request that the options describe.
 
     Raises:
-        ConfigError, TopologyError: options, files or layouts that break a rule.
+        ConfigError, TopologyError: invalid options, files or layouts.
     """
     shape = resolve_model(options.model)
     check_generates(shape)
@@ -256,13 +256,13 @@ def request_of(options: argparse.Namespace) -> SwitchRequest:
 
 @parsed
 def layout(text: str) -> tuple[TrainSizes | None, GenSizes]:
-    """Return training sizes, if `text` names some, and generation sizes: TRAIN:GEN or GEN."""
+    """Return the training sizes (None if omitted) and generation sizes in `text`: TRAIN:GEN or GEN."""
     train, colon, gen = text.rpartition(":")
     return TrainSizes.parse(train) if colon else None, GenSizes.parse(gen)
 
 
 def _layouts(options: argparse.Namespace) -> list[tuple[TrainSizes, GenSizes | None]]:
-    """Return the layouts to plan, before anything is known about the model."""
+    """Return the layouts to plan, not yet checked against the model."""
     named: list[tuple[TrainSizes | None, GenSizes | None]] = options.diff or [(None, options.gen)]
     if (options.train is None) == any(train is None for train, _ in named):
         raise ConfigError(
@@ -273,7 +273,7 @@ def _layouts(options: argparse.Namespace) -> list[tuple[TrainSizes, GenSizes | N
 
 
 def _sweep(request: SwitchRequest, are_all: bool) -> tuple[list[dict[str, Any]], int]:
-    """Return every generation layout whose weights fit, fastest switch first, and how many do not fit."""
+    """Return the figures of every generation layout that fits, fastest switch first, and the number that do not fit."""
     ((train, _),) = request.layouts
     limit = request.cluster.device_memory_bytes
     switches, num_too_large = [], 0

@@ -1,4 +1,4 @@
-"""Options of `plan` and `simulate`: the run, the cluster, lengths of responses and sizes, checked."""
+"""Options that `plan` and `simulate` share: run, cluster, response lengths and sizes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hybridengine.planning.costs.workload import Workload, workload_of
 from hybridengine.planning.search.constraints import Constraints
 
 CALIBRATED = "calibrated.yaml"
-"""Where `calibrate` writes, and what is read, unless another file is named."""
+"""Default cluster file, which `calibrate` writes."""
 MOST_DEVICES = 4096
 MOST_ROWS = 2**17
-"""In a step: rows are packed and generated one by one, as runs do it."""
+"""Largest number of rows per step, because rows are packed and generated one by one, as in a run."""
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run, and the devices that it is planned or simulated for."""
+    """Run to plan or simulate, and the devices for it."""
 
     config: RunConfig
     cluster: Cluster
@@ -61,7 +61,7 @@ def request_of(options: argparse.Namespace) -> RunRequest:
     """Return the run and the devices that the options name.
 
     Raises:
-        ConfigError: files, overrides or options that break a rule.
+        ConfigError: invalid files, overrides or options.
     """
     if options.config is None:
         raise ConfigError(
@@ -89,7 +89,7 @@ def request_of(options: argparse.Namespace) -> RunRequest:
 
 
 def _lengths(text: str, limit: int) -> Lengths:
-    """Return the lengths that are written, or those of a run."""
+    """Return the lengths that `text` describes, or those of the run in the folder `text`."""
     if text and Path(text).is_dir():
         from hybridengine.bench.calibration.measured_run import run_lengths
 
@@ -101,7 +101,7 @@ def cluster_of(options: argparse.Namespace, dtype: str) -> Cluster:
     """Return the cluster that the options name, or the calibrated one.
 
     Raises:
-        ConfigError: its file is missing or breaks a rule.
+        ConfigError: its file is missing or invalid.
     """
     file = options.cluster or CALIBRATED
     if options.cluster is None and not Path(CALIBRATED).exists():
@@ -114,10 +114,10 @@ def cluster_of(options: argparse.Namespace, dtype: str) -> Cluster:
 
 
 def devices_of(cluster: Cluster, wanted: int | None) -> int:
-    """Return the number of devices to use: all, or as many as are wanted.
+    """Return the number of devices to use: `wanted`, or all devices if None.
 
     Raises:
-        ConfigError: more than there are, or neither part of a node nor whole nodes.
+        ConfigError: `wanted` exceeds the cluster, or is neither a part of a node nor whole nodes.
     """
     node, most = cluster.devices_per_node, min(cluster.num_devices, MOST_DEVICES)
     number = cluster.num_devices if wanted is None else wanted

@@ -1,4 +1,4 @@
-"""`hybridengine simulate`: synchronous and asynchronous training, event by event. Starts nothing."""
+"""`hybridengine simulate`: simulate synchronous and asynchronous training, event by event. Starts nothing."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hybridengine.planning.simulation.scenarios import Run, Scenarios, SteadySta
 from hybridengine.planning.simulation.simulation import Outcome, simulate_asynchronous, simulate_synchronous
 
 MOST_SIMULATED = 16
-"""Divisions of a sweep; of more, evenly spaced ones."""
+"""Largest number of divisions in a sweep; if there are more, evenly spaced ones are chosen."""
 QUEUE_POINTS = 200
-"""Points of the queue over time in the figures for programs, at most."""
+"""Approximate number of points of the queue over time in the JSON figures."""
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def add_simulate_command(subparsers: Any) -> None:
 
 
 def run_simulate(options: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
+    """Carry out the command; return the exit status."""
     request = request_of(options)
     scenarios = _scenarios(request, options)
     check_outputs(
@@ -151,7 +151,7 @@ def _scenarios(request: RunRequest, options: argparse.Namespace) -> Scenarios:
 
 
 def _divisions(scenarios: Scenarios, options: argparse.Namespace) -> list[tuple[Run, SteadyState]]:
-    """Return the divisions that are asked for, each in its steady state."""
+    """Return the divisions that the options ask for, each with its steady state."""
     divisions, wanted = list(scenarios.divisions()), options.train_devices
     if wanted is not None and wanted not in divisions:
         raise ConfigError(
@@ -183,7 +183,7 @@ def _some(numbers: Sequence[int]) -> str:
 def _best(
     found: Sequence[T], max_staleness: float, staleness: Callable[[T], float], rate: Callable[[T], float]
 ) -> T:
-    """Return the fastest division under the bound; if all are beyond it, the fastest of all."""
+    """Return the fastest division within the staleness bound; if none is, the fastest of all."""
     young = [one for one in found if staleness(one) <= max_staleness]
     return max(young or found, key=rate)
 
@@ -198,7 +198,7 @@ RUN_COLUMNS = {
     "staleness_max": "most",
     "queue_max": "queue most",
 }
-"""Figure of a run -> its heading beside other runs."""
+"""Heading of each figure in the table of runs."""
 SWEEP_COLUMNS = {
     "num_training": "train",
     "num_generating": "generate",
@@ -211,7 +211,7 @@ SWEEP_COLUMNS = {
     "generate_idle_share": "engines idle",
     "mark": "",
 }
-"""Figure of a division -> its heading beside other divisions."""
+"""Heading of each figure in the table of divisions."""
 
 
 def _lines(request: RunRequest, figures: dict[str, Any], max_staleness: float) -> Iterator[str]:
@@ -250,7 +250,7 @@ def _lines(request: RunRequest, figures: dict[str, Any], max_staleness: float) -
 
 
 def _figures(run: Run, outcome: Outcome) -> dict[str, Any]:
-    """Return a run's figures for programs. Units: seconds, tokens of responses, optimizer steps."""
+    """Return the figures of a run as JSON values. Units: seconds, response tokens, optimizer steps."""
     moments, waiting = zip(*outcome.queue[:: 1 + len(outcome.queue) // QUEUE_POINTS], strict=True)
     return {
         "num_training": run.num_training,
@@ -275,7 +275,7 @@ def _figures(run: Run, outcome: Outcome) -> dict[str, Any]:
 
 
 def _division_figures(run: Run, state: SteadyState, outcome: Outcome) -> dict[str, Any]:
-    """Return the figures of a division with those of the analytical model."""
+    """Return the figures of a division, and those of the analytical model."""
     return {
         **_figures(run, outcome),
         "model_running": state.running,

@@ -1,4 +1,4 @@
-"""`hybridengine bench step`: measure a step of GRPO, and beside it one of TRL's."""
+"""`hybridengine bench step`: measure a GRPO step, and compare it with one of TRL."""
 
 from __future__ import annotations
 
@@ -125,10 +125,10 @@ def run_step(options: argparse.Namespace) -> int:
 
 
 def chosen_own_ways(options: argparse.Namespace, spec: StepSpec, num_cores: int) -> list[OwnWay]:
-    """Return our ways to try; the one that the options name.
+    """Return our ways to try: the one that the options name, or all.
 
     Raises:
-        ConfigError: sizes that cannot be.
+        ConfigError: the sizes do not fit the work.
     """
     train, gen = options.parallel, options.generate or GenSizes(1, 1)
     if train is None:
@@ -149,10 +149,10 @@ def chosen_own_ways(options: argparse.Namespace, spec: StepSpec, num_cores: int)
 
 
 def chosen_trl_ways(options: argparse.Namespace, spec: StepSpec) -> list[TrlWay]:
-    """Return TRL's ways to try; the one that the options name.
+    """Return TRL's ways to try: those that the options name, or all.
 
     Raises:
-        ConfigError: rows that TRL cannot cut so.
+        ConfigError: `--trl-rows` does not divide the rows, or conflicts with `--only`.
     """
     rows = options.trl_rows
     if options.only and (rows or options.trl_precision):
@@ -168,10 +168,10 @@ def chosen_trl_ways(options: argparse.Namespace, spec: StepSpec) -> list[TrlWay]
 
 
 def prepare_step(config_file: str, spec: StepSpec, folder: Path) -> StepFiles:
-    """Return the model and the prompts of a configuration, which are made where it says so.
+    """Return the model and the prompts of a configuration, building them if it says so.
 
     Raises:
-        ConfigError, CheckpointError, DataError: they cannot be had.
+        ConfigError, CheckpointError, DataError: they cannot be read or built.
     """
     from hybridengine.bench.step.own import StepFiles, copy_without_end
     from hybridengine.config import load_config
@@ -193,7 +193,7 @@ def prepare_step(config_file: str, spec: StepSpec, folder: Path) -> StepFiles:
 
 
 def result_lines(spec: StepSpec, figures: Mapping[str, Any]) -> list[str]:
-    """Return the table of both sides, and the notes beneath it."""
+    """Return the lines of a table of both sides, followed by notes."""
     sides = [
         {"side": name, **figures[key]}
         for name, key in (("ours", "hybridengine"), ("TRL", "trl"))

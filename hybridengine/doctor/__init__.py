@@ -1,1 +1,1 @@
-"""What is wrong with an installation or a cluster, and what to do about it."""
+"""Diagnosis of an installation or a cluster, with remedies."""

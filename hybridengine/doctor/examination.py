@@ -1,4 +1,4 @@
-"""Examination of a cluster: a post on each of its nodes, and last a world of ranks as a run has it."""
+"""Examination of a cluster: an actor on each node, and finally a world of ranks as in a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.topology.sizes import TrainSizes
 
 START_LIMIT_S = 120.0
-"""Time limit for the first answer of a post."""
+"""Time limit for the first answer of a node's actor."""
 ASK_LIMIT_S = 60.0
 REDUCED_BYTES = 64 * 2**20
 
@@ -79,7 +79,7 @@ def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
         computing = [node for node, room in rooms.items() if (ranks[node] if needs.pools else room)]
         findings += [failure(Subject.DEVICES, text) for text in misfits]
         findings += judge_versions([one for one in facts if one.node in (own.node, *computing)], required())
-        # The controller may run elsewhere, and a head may have no GPUs: only nodes that compute count.
+        # Only nodes that compute count: the controller may run elsewhere, and a head node may have no GPUs.
         nodes = [one for one in facts if one.node in computing]
         findings += judge_devices(nodes, needs)
         findings += judge_memory(nodes, {n: count * needs.rank_bytes(use_gpus) for n, count in ranks.items()})
@@ -109,7 +109,7 @@ def is_this_machine(offer: cluster.NodeOffer) -> bool:
 def ranks_on_nodes(
     pools: Sequence[Sequence[int]], offers: Sequence[cluster.NodeOffer], use_gpus: bool
 ) -> tuple[dict[str, int], list[str]]:
-    """Return node -> ranks of all pools together, placed as a run places them; and the reasons why they do not fit."""
+    """Return the number of ranks on each node, placed as in a run, and the reasons why pools do not fit."""
     rooms = [offer.num_ranks(1, use_gpus) for offer in offers]
     ranks = dict.fromkeys((offer.address for offer in offers), 0)
     misfits = list[str]()
@@ -129,13 +129,13 @@ def ranks_on_nodes(
 
 
 class Posts:
-    """A post on every node of the cluster; a context manager, which ends them."""
+    """Actors (`NodePost`) on every node of the cluster; a context manager that ends them."""
 
     def __init__(self, offers: Sequence[cluster.NodeOffer]) -> None:
         self._offers = offers
         self._posts = dict[str, Any]()
         self.failures: list[Finding] = []
-        """Nodes that have not answered."""
+        """Findings for nodes that did not answer."""
 
     def __enter__(self) -> Posts:
         post_class = ray.remote(NodePost)
@@ -161,10 +161,10 @@ class Posts:
         of: Sequence[str] | None = None,
         limit_s: float = ASK_LIMIT_S,
     ) -> dict[str, Any]:
-        """Call a function on nodes; return node -> result. A post that does not answer is not asked again.
+        """Call a function on nodes and return the result of each; a node that does not answer is not asked again.
 
         Args:
-            of: the nodes; all if left out.
+            of: the nodes; all by default.
         """
         asked = {
             node: post.call.remote(function, *arguments)
@@ -199,7 +199,7 @@ def _unasked(node: str, error: Exception) -> Finding:
 
 
 def _folder_findings(posts: Posts, needs: RunNeeds) -> list[Finding]:
-    """Judge whether all nodes, and this machine, see the same folder."""
+    """Return findings on whether all nodes and this machine see the same folder."""
     folder = needs.folder
     with made(folder) as error:
         if error:
@@ -216,22 +216,22 @@ def _folder_findings(posts: Posts, needs: RunNeeds) -> list[Finding]:
 
 
 def _clock_offsets(posts: Posts) -> dict[str, tuple[float, float]]:
-    """Return node -> seconds that its clock is ahead of this one, and the largest error of that figure."""
+    """Return the seconds by which the clock of each node is ahead of this one, and the error bound."""
     offsets = {}
     for node in posts.nodes:
-        with contextlib.suppress(KeyError):  # it has not answered, which is among the failures
+        with contextlib.suppress(KeyError):  # it did not answer, and is among the failures
             offsets[node] = clock_offset(lambda node=node: posts.ask_all(time.time, of=[node])[node])
     return offsets
 
 
 def dashboard_address() -> str | None:
-    """Return host:port of Ray's dashboard; None if there is none."""
+    """Return host:port of Ray's dashboard; None if it has none."""
     context = ray.init(ignore_reinit_error=True, logging_level=logging.ERROR)
     return getattr(context, "dashboard_url", None) or None
 
 
 def _world_finding(needs: RunNeeds, ranks_per_node: Sequence[int], use_gpus: bool, say: Say) -> Finding:
-    """Start ranks as a run's actor has them, and judge whether they meet and sum a tensor right."""
+    """Start ranks as a run's actor does, and return whether they connect and sum a tensor correctly."""
     num_ranks = sum(ranks_per_node)
     say(f"starting {num_ranks} ranks, which sum {format_bytes(REDUCED_BYTES)}")
     pool = ResourcePool(

@@ -1,4 +1,4 @@
-"""Findings of an examination: each is fine, worth knowing, or the reason why a run fails, with what to do about it."""
+"""Findings of an examination, each with a severity and a remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 THIS_MACHINE = "this machine"
-"""Name of the node on which the command runs, until a cluster knows it by an address."""
+"""Name of the node on which the command runs, if its address in a cluster is unknown."""
 
 
 class Level(StrEnum):
@@ -15,9 +15,9 @@ class Level(StrEnum):
 
     OK = "ok"
     WARNING = "warning"
-    """A run works, but slower or less safely than it could."""
+    """A run works, but more slowly or less safely than it could."""
     PROBLEM = "problem"
-    """A run fails."""
+    """A run would fail."""
 
 
 class Subject(StrEnum):
@@ -34,16 +34,16 @@ class Subject(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was examined."""
+    """Result of one check."""
 
     subject: Subject
     level: Level
     text: str
     """Observation, with its value."""
     remedy: str = ""
-    """Remedy; empty if nothing needs to be done."""
+    """Remedy; empty if no action is needed."""
     nodes: tuple[str, ...] = ()
-    """Nodes that it concerns; empty for this machine alone, and for all of them."""
+    """Nodes concerned; empty for this machine alone, and for all nodes."""
 
 
 def fine(subject: Subject, text: str, *nodes: str) -> Finding:
@@ -52,17 +52,17 @@ def fine(subject: Subject, text: str, *nodes: str) -> Finding:
 
 
 def warning(subject: Subject, text: str, remedy: str, *nodes: str) -> Finding:
-    """Return a finding with which a run works."""
+    """Return a finding that does not keep a run from working."""
     return Finding(subject, Level.WARNING, text, remedy, nodes)
 
 
 def problem(subject: Subject, text: str, remedy: str, *nodes: str) -> Finding:
-    """Return a finding with which no run works."""
+    """Return a finding that makes a run fail."""
     return Finding(subject, Level.PROBLEM, text, remedy, nodes)
 
 
 def failure(subject: Subject, error: Exception | str) -> Finding:
-    """Return the problem that an error of this project reports: its message ends with "; " and the remedy."""
+    """Return the problem that an error of this project reports; its message ends with "; " and the remedy."""
     text, _, remedy = str(error).rpartition("; ")
     if not text:
         return problem(subject, f"{type(error).__name__}: {remedy}", "see the logs of Ray's session")
@@ -70,7 +70,7 @@ def failure(subject: Subject, error: Exception | str) -> Finding:
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings in the order of their subjects, equal ones of several nodes as one with all nodes."""
+    """Return the findings in the order of their subjects, with equal findings of several nodes merged."""
     nodes = dict[tuple[Subject, Level, str, str], dict[str, None]]()
     for found in findings:
         key = (found.subject, found.level, found.text, found.remedy)

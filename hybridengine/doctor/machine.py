@@ -1,4 +1,4 @@
-"""Examination of this machine's installation. Needs none of the libraries that it examines."""
+"""Examination of this machine's installation. Does not need the libraries that it examines."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Say = Callable[[str], None]
 
 
 def required() -> list[Requirement]:
-    """Return what this project's metadata asks for, extras included."""
+    """Return the requirements in this project's metadata, including extras."""
     return [Requirement(one) for one in metadata.requires("hybridengine") or []]
 
 
 def examine_machine(needs: RunNeeds, own: NodeFacts) -> list[Finding]:
-    """Examine this machine by itself; starts nothing."""
-    # Of a run on several nodes, it is not known here how many ranks this one will have.
+    """Examine this machine alone, without starting anything."""
+    # The number of ranks on this machine is unknown for a run on several nodes.
     ranks = sum(map(sum, needs.pools)) if all(len(pool) == 1 for pool in needs.pools) else 0
     rank_bytes = needs.rank_bytes(on_gpus=needs.uses_gpus(bool(own.gpus)))
     with made(needs.folder) as error:

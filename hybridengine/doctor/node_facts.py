@@ -1,7 +1,6 @@
-"""Facts about a node, collected in a process of that node, which imports nothing heavy.
+"""Facts about a node, collected by a process on that node that imports no heavy library.
 
-Libraries are imported, and devices asked, in a process of their own: a broken build may end it, and Ray hides GPUs from
-this one.
+A separate process imports libraries and queries devices: a broken build may end it, and Ray hides GPUs from this one.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from packaging.utils import canonicalize_name
 from hybridengine.doctor.findings import THIS_MACHINE
 
 IMPORT_LIMIT_S = 240.0
-"""Time limit for torch, Megatron-core and vLLM together, on a machine that has never read their files."""
+"""Time limit for importing torch, Megatron-core and vLLM with a cold file cache."""
 TRIAL_BYTES = 32 * 2**20
 """Bytes written to measure the speed of the run's folder."""
 CONNECT_LIMIT_S = 5.0
@@ -73,14 +72,14 @@ class NodeFacts:
 
     python: str
     packages: Mapping[str, str]
-    """Installed distributions, by their normalised names."""
+    """Versions of installed distributions, by normalised name."""
     import_errors: Mapping[str, str] = field(default_factory=dict)
-    """Modules that are installed and cannot be imported."""
+    """Errors of installed modules that cannot be imported."""
     gpus: Sequence[Gpu] = ()
     has_gpu_device: bool = False
     """True if the system has an NVIDIA GPU, even if torch does not see it."""
     gpu_error: str = ""
-    """Error of a GPU that does not respond; empty if all do, or there is none."""
+    """Error of a GPU that does not respond; empty otherwise."""
     cuda: str | None = None
     """CUDA version that torch was built for; None for a CPU build."""
     nccl: str | None = None
@@ -91,12 +90,12 @@ class NodeFacts:
     """Memory that is available without swapping."""
     total_bytes: int = 0
     shared_memory_bytes: int | None = None
-    """Free space in /dev/shm; None if there is no such folder."""
+    """Free space in /dev/shm; None if it does not exist."""
 
 
 def node_facts() -> NodeFacts:
     """Return the facts about this node; takes as long as importing the libraries."""
-    # Imported late: if its own imports fail, the module of the facts can still be imported.
+    # Imported late, so that this module can be imported even if that one cannot.
     from hybridengine.host_memory import available_bytes
 
     packages = installed_packages()
@@ -114,7 +113,7 @@ def node_facts() -> NodeFacts:
 
 
 def installed_packages() -> dict[str, str]:
-    """Return versions by normalised names; of packages that are there twice, the one that Python finds first."""
+    """Return versions by normalised name; for a package installed twice, that which Python finds first."""
     found = reversed(list(metadata.distributions()))
     return {canonicalize_name(one.metadata["Name"]): one.version for one in found if one.metadata["Name"]}
 
@@ -126,7 +125,7 @@ def is_there(module: str, packages: Mapping[str, str]) -> bool:
 
 
 def ask_libraries(modules: list[str]) -> dict[str, Any]:
-    """Return fields of `NodeFacts` from a process that imports libraries; if it dies or hangs, that is their error."""
+    """Return fields of `NodeFacts` from a process that imports libraries; if it dies or hangs, that is the error."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
         done = subprocess.run(
@@ -149,17 +148,17 @@ def ask_libraries(modules: list[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """A folder as a node sees it."""
+    """Facts about a folder, as a node sees it."""
 
     error: str = ""
-    """Error of a trial; empty if it can."""
+    """Error of writing to the folder; empty if it succeeded."""
     free_bytes: int = 0
     write_s: float = 0.0
-    """Time until `TRIAL_BYTES` were on disk."""
+    """Seconds to write `TRIAL_BYTES` to disk."""
 
 
 def try_folder(folder: str) -> FolderFacts:
-    """Write a file into a folder, have it reach the disk, and remove it."""
+    """Write a file to a folder, sync it to disk and remove it."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
             begin = time.perf_counter()
@@ -173,7 +172,7 @@ def try_folder(folder: str) -> FolderFacts:
 
 
 def unreadable(paths: list[str]) -> dict[str, str]:
-    """Return the files and folders that this node cannot read -> why."""
+    """Return the reason for each file or folder that this node cannot read."""
     reasons = dict[str, str]()
     for path in paths:
         try:
@@ -189,7 +188,7 @@ def unreadable(paths: list[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def made(folder: str) -> Iterator[str]:
-    """Make a folder, and remove it at the end if it was not there before; yields why it cannot be made, or ""."""
+    """Create a folder, and remove it on exit if it did not exist; yield the error, or "" on success."""
     missing = [one for one in (Path(folder), *Path(folder).parents) if not one.exists()]
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -200,37 +199,37 @@ def made(folder: str) -> Iterator[str]:
         yield ""
     finally:
         for one in missing:
-            with contextlib.suppress(OSError):  # another process has put something there
+            with contextlib.suppress(OSError):  # another process has added a file
                 one.rmdir()
 
 
 @contextlib.contextmanager
 def locked_mark(folder: str) -> Iterator[str]:
-    """Make a file in a folder that is locked while the context is open; yields its path."""
+    """Create a file in a folder, locked while the context is open, and yield its path."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
-        with contextlib.suppress(OSError):  # then no node sees a lock, which is reported
+        with contextlib.suppress(OSError):  # nodes then see no lock, which is reported
             fcntl.flock(file, fcntl.LOCK_EX)
         yield file.name
 
 
 def is_seen(mark: str, limit_s: float = 10.0) -> bool:
-    """True if this node sees the file; network file systems may take a while to show it."""
+    """True if this node sees the file; waits, since network file systems may show it with a delay."""
     end = time.monotonic() + limit_s
     while not (seen := os.path.exists(mark)) and time.monotonic() < end:
         with contextlib.suppress(OSError):
-            os.listdir(os.path.dirname(mark))  # has NFS ask again
+            os.listdir(os.path.dirname(mark))  # makes NFS refresh its cache
         time.sleep(0.2)
     return seen
 
 
 def lock_is_seen(mark: str) -> bool:
-    """True if this node notices that another one has locked a file, as runs lock their folders."""
+    """True if this node sees another node's lock of a file; runs lock their folders in the same way."""
     try:
         with open(mark, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # only its owner may write it, or the file system knows no locks
+    except OSError:  # only the owner may write it, or the file system has no locks
         return False
     return False
 
@@ -239,13 +238,13 @@ _listeners = list[socket.socket]()
 
 
 def open_port() -> int:
-    """Listen at a port that the system chooses, as the store of a run does, until this process ends; return the port."""
+    """Listen on an ephemeral port, as the store of a run does, until this process ends; return the port."""
     _listeners.append(socket.create_server(("0.0.0.0", 0), backlog=4096))
     return int(_listeners[-1].getsockname()[1])
 
 
 def unreachable(ports: Mapping[str, int]) -> dict[str, str]:
-    """Return the hosts to whose port no connection is possible -> why."""
+    """Return the reason for each host to whose port no connection is possible."""
     reasons = dict[str, str]()
     for host, port in ports.items():
         try:
@@ -256,9 +255,9 @@ def unreachable(ports: Mapping[str, int]) -> dict[str, str]:
 
 
 def clock_offset(ask: Callable[[], float], times: int = 5) -> tuple[float, float]:
-    """Return the seconds by which another clock is ahead of this one, and the largest error of that figure.
+    """Return the seconds by which another clock is ahead of this one, and the error bound.
 
-    The answer that took the shortest counts: its clock was read somewhere between question and arrival.
+    Uses the answer with the shortest round trip, during which the clock was read.
     Source: RFC 5905, section 8.
     """
     best = (0.0, float("inf"))
@@ -272,8 +271,8 @@ def clock_offset(ask: Callable[[], float], times: int = 5) -> tuple[float, float
 
 
 class NodePost:
-    """Carries out what an examination asks of a node."""
+    """Ray actor that carries out an examination's calls on a node."""
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of this project or of the standard library on the node; return its result."""
+        """Call a function of this project or the standard library on the node and return its result."""
         return function(*arguments)

@@ -1,1 +1,1 @@
-"""Planning of runs: placements, sizes, seconds and memory. No torch."""
+"""Planning of runs: placements, sizes, seconds and memory. Does not need torch."""

@@ -1,7 +1,7 @@
-"""A run as one HTML page that needs no network: `hybridengine report runs/NAME`.
+"""Report of a run as one self-contained HTML page: `hybridengine report runs/NAME`.
 
-run_record.py   what a run's folder holds, and what is missing or damaged
-figures.py      the table of figures, and how they are drawn
-colours.py      colours that people tell apart, the same phase always in the same one
-page.py         facts, figures, samples and configuration as HTML, in page.html
+run_record.py   contents of a run's folder, with notes on missing or damaged files
+figures.py      table of the figures, and functions that draw them
+colours.py      distinguishable colours, the same for a phase in every figure
+page.py         facts, figures, samples and configuration as HTML (template page.html)
 """

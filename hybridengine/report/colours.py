@@ -1,6 +1,6 @@
-"""Colours that people tell apart, with any kind of colour vision: the same phase always has the same one.
+"""Colours that are distinguishable with any colour vision; a phase has the same colour in every figure.
 
-Source: Okabe and Ito, "Color Universal Design", 2008; their lighter shades for the second of a pair.
+Source: Okabe and Ito, "Color Universal Design", 2008; lighter shades for the second of a pair.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "hybridengine",
     "text.parse_math": False,
 }
-"""Settings of matplotlib: equal drawings are equal files, and dollar signs in names are dollar signs."""
+"""Settings of matplotlib: equal drawings produce equal files, and dollar signs in names are literal."""
 
 OTHERS = "others"
-"""Name of the parts that are drawn as one because there are too many."""
+"""Name of the parts that are merged into one because there are too many."""
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#7a6a00", "#332288")
 
 _PHASES = {
@@ -49,7 +49,7 @@ _RESERVE = ("#882255", "#44aa99", "#8a5a3c", "#aa4499", "#117733", "#ddcc77", "#
 
 
 def phase_colours(phases: Iterable[str]) -> dict[str, str]:
-    """Return phase -> colour, in the order given; "log-probs" and "log_probs" have the same."""
+    """Return the colour of each phase, in the given order; "log-probs" and "log_probs" share one."""
     colours, reserve = {}, 0
     for phase in dict.fromkeys(phases):
         known = _PHASES.get(phase.replace("-", "_").lower())

@@ -1,7 +1,6 @@
-"""A run on the console: one line per step, and a table at the end.
+"""Console output of a run: one line per step, and a table at the end.
 
-Rows are lines of plain ASCII. Where the output is not a terminal there are no colours, control characters or
-wraps.
+Lines are plain ASCII. If the output is not a terminal, it has no colours, control characters or wrapping.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ PHASE_LABELS = {
     "update_actor": "actor",
     "update_critic": "critic",
 }
-"""Short names of phases on a step's line; other phases go by their own."""
+"""Short names of phases in the line of a step; other phases keep their names."""
 
 _MISSING = "-"
 
@@ -28,7 +27,7 @@ _MISSING = "-"
 def step_line(row: Row, num_steps: int) -> str:
     """Return the row as one line: step, reward, KL, evaluation, then seconds per phase and tokens per second.
 
-    Metrics that the row lacks are left out; a value that was not finite reads "nan".
+    Missing metrics are omitted; a value that was not finite is printed as "nan".
     """
     width = len(str(num_steps))
     results = [f"step {row[keys.STEP]:>{width}}/{num_steps}"]
@@ -50,7 +49,7 @@ def step_line(row: Row, num_steps: int) -> str:
 
 
 def summary_table(summary: RunSummary) -> Table:
-    """Return a table of the accuracy before and after, the seconds per phase, and the cost of the switches."""
+    """Return a table of the held-out result before and after, the seconds per phase and the cost of the switches."""
     table = Table(title=f"Run of {summary.num_steps} steps", box=box.SIMPLE_HEAVY, title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("total", justify="right", no_wrap=True)

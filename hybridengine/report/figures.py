@@ -1,4 +1,4 @@
-"""Figures of a run's report: a table of those that show whether a run is healthy, and how each kind is drawn."""
+"""Figures of a run's report: the table of figures, and functions that draw each kind."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from hybridengine.report.step_rows import Row
 from hybridengine.report.timeline import Span
 
 MAX_PARTS = len(PALETTE)
-"""Curves, or parts of a bar, that a figure tells apart."""
+"""Largest number of curves, or parts of a bar, in a figure."""
 MAX_BARS = 120
-"""Stacked bars of a figure; each is the mean of neighbouring steps if there are more steps."""
+"""Largest number of stacked bars in a figure; with more steps, each bar is the mean of neighbouring steps."""
 MAX_POINTS = 60
-"""Points of a curve whose points are marked."""
+"""Largest number of points of a curve that are drawn with markers."""
 MAX_NAME = 60
-"""Characters of a name in a drawing."""
+"""Largest number of characters of a name in a drawing."""
 MAX_SPANS = 4000
 MAX_RANKS = 64
 FORMATS = {"bytes": format_bytes, "s": format_seconds, "": "{:.4g}".format}
@@ -39,16 +39,16 @@ FORMATS = {"bytes": format_bytes, "s": format_seconds, "": "{:.4g}".format}
 
 @dataclass(frozen=True)
 class Figure:
-    """Metrics that are drawn together: those whose names match a pattern."""
+    """Metrics that are drawn together, selected by patterns of their names."""
 
     title: str
     patterns: tuple[str, ...]
     unit: Literal["", "bytes", "s"] = ""
     is_stack: bool = False
-    """True if the metrics are parts of a bar per step; otherwise each is a curve."""
+    """True if the metrics are stacked in one bar per step; otherwise each is a curve."""
 
     def has(self, key: str) -> bool:
-        """Return True if the figure shows a metric."""
+        """Return True if the figure shows the metric."""
         return key != keys.STEP_S and any(fnmatchcase(key, pattern) for pattern in self.patterns)
 
 
@@ -71,24 +71,24 @@ FIGURES = (
     Figure("Seconds of each phase", (keys.time_key("*"),), "s", is_stack=True),
     Figure("Bytes fetched, by producer and consumer", ("transfer/*->*_bytes",), "bytes", is_stack=True),
 )
-"""In the order of the page."""
+"""Figures in the order of the page."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure as an image."""
+    """Image of a figure."""
 
     image: str
-    """Address that holds the image itself."""
+    """Image as a data URL."""
     description: str
     """Contents of the image in words."""
     note: str = ""
     is_wide: bool = False
-    """True if it takes the page's width."""
+    """True if the image spans the width of the page."""
 
 
 def draw_figure(figure: Figure, rows: Sequence[Row]) -> Drawing | None:
-    """Return a figure of a run, or None if the run has no values for it."""
+    """Return the drawing of a figure, or None if the run has no values for it."""
     names = [key for key in dict.fromkeys(key for row in rows for key in row) if figure.has(key)]
     with matplotlib.rc_context(STYLE):
         canvas = Canvas(figsize=(11.4, 3.2) if figure.is_stack else (5.6, 3.0), layout="constrained")
@@ -111,7 +111,7 @@ def draw_figure(figure: Figure, rows: Sequence[Row]) -> Drawing | None:
 
 
 def _draw_lines(figure: Figure, axes: Axes, names: Iterable[str], rows: Sequence[Row]) -> tuple[str, str]:
-    """Draw a curve per metric, with a gap where a value was not finite. Returns a description and a note."""
+    """Draw one curve per metric, with gaps for values that were not finite. Return a description and a note."""
     curves, num_gaps = dict[str, tuple[list[float], np.ndarray]](), 0
     for name in names:
         present = [row for row in rows if name in row]
@@ -134,7 +134,7 @@ def _draw_lines(figure: Figure, axes: Axes, names: Iterable[str], rows: Sequence
 
 
 def _draw_stack(figure: Figure, axes: Axes, names: Iterable[str], rows: Sequence[Row]) -> tuple[str, str]:
-    """Draw a bar per step, or per some neighbouring steps. Returns a description and a note."""
+    """Draw one bar per step, or per group of neighbouring steps. Return a description and a note."""
     parts = {name: np.array([row.get(name) or 0.0 for row in rows], dtype=float) for name in names}
     parts = largest({_part_name(name): values for name, values in parts.items() if values.any()})
     if not parts:
@@ -152,7 +152,7 @@ def _draw_stack(figure: Figure, axes: Axes, names: Iterable[str], rows: Sequence
 
 
 def largest(parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the parts with the largest sums, in their order, and the sum of the others."""
+    """Return the `MAX_PARTS` parts with the largest sums, in the given order, and the sum of the others."""
     ranked = sorted(parts, key=lambda name: -parts[name].sum())
     shown = {name: values for name, values in parts.items() if name in ranked[:MAX_PARTS]}
     if rest := ranked[MAX_PARTS:]:
@@ -161,13 +161,13 @@ def largest(parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def means(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
-    """Return the mean of each `width` neighbours, the last ones of what is left."""
+    """Return the mean of each group of `width` neighbours; the last group may be smaller."""
     cuts = np.arange(0, len(values), width)
     return np.add.reduceat(np.asarray(values, dtype=float), cuts) / np.diff(cuts, append=len(values))
 
 
 def draw_timeline(spans: Sequence[Span]) -> Drawing | None:
-    """Return what every rank did in the last step, or None if there are no spans of a step."""
+    """Return a drawing of every rank's work in the last step, or None if no span belongs to a step."""
     last = max((span.step for span in spans if span.step is not None), default=None)
     if last is None:
         return None
@@ -188,7 +188,7 @@ def draw_timeline(spans: Sequence[Span]) -> Drawing | None:
         axes = canvas.subplots()
         for phase, colour in phase_colours(span.phase for span in shown).items():
             bars = [span for span in shown[-MAX_SPANS:] if span.phase == phase]
-            height = 0.36 if phase == "transfers" else 0.8  # rows are fetched inside of a call
+            height = 0.36 if phase == "transfers" else 0.8  # rows are fetched within a call
             axes.barh(
                 [numbers[place(span)] for span in bars],
                 [max(0.0, span.end_s - span.start_s) for span in bars],
@@ -210,20 +210,20 @@ def draw_timeline(spans: Sequence[Span]) -> Drawing | None:
 
 
 def _part_name(key: str) -> str:
-    """Return the part of a name that tells metrics of a stack apart: "time/generate_s" -> "generate"."""
+    """Return the distinguishing part of a stacked metric's name: "time/generate_s" -> "generate"."""
     return key.split("/", 1)[1].rsplit("_", 1)[0]
 
 
 def _label(name: str) -> str:
-    """Return a name as a drawing can hold it."""
+    """Return a name in printable characters, cut to `MAX_NAME`."""
     shown = printable(name)
     return shown if len(shown) <= MAX_NAME else shown[: MAX_NAME - 3] + "..."
 
 
 def _image(canvas: Canvas) -> str:
-    """Return a drawing as an address that holds the image."""
+    """Return a drawing as a data URL."""
     file = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # names with letters that the font lacks
+        warnings.simplefilter("ignore")  # about letters that the font lacks
         canvas.savefig(file, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,11 +1,11 @@
-"""A live view of a run at the bottom of the terminal: the step and its phase, and what every role is doing.
+"""Live view of a run at the bottom of the terminal: the step, its phase and the current call of every role.
 
     step 12/100 ━━━━╸━━━━━━━━━━━━━━━━━━━━━━━━━ 0:03:05
     now generate, 812 tokens/s, about 21 min 10 s left
       actor     ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 0:00:01 generate_sequences, 2/4 ranks done
       reward    ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ -:--:-- waits: compute_scores
 
-What the run, loggers or ranks print meanwhile stands above it.
+Output of the run, its loggers and its ranks appears above the view.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from hybridengine.report.step_rows import Row
 
 REFRESHES_PER_S = 4
 ESTIMATE_S = 7 * 24 * 3600.0
-"""Period whose steps count for the time left: longer than runs go on without a stop."""
+"""Period over which the remaining time is estimated; longer than runs last without a stop."""
 
 
 @dataclass
 class _Call:
-    """A call that has not ended on all ranks."""
+    """Call that has not ended on all ranks."""
 
     role: str
     method: str
     pool: str
     num_ranks: int
     inputs: set[int]
-    """Calls that have not ended and whose rows this one reads."""
+    """Pending calls whose rows this call reads."""
     ended: set[int] = field(default_factory=set)
-    """Ranks that have ended it."""
+    """Ranks that have finished the call."""
 
 
 class _Bar(BarColumn):
-    """A bar that is empty where nothing has begun; rich's would pulse."""
+    """Bar that stays empty before its task begins, unlike rich's, which pulses."""
 
     def render(self, task: Task) -> ProgressBar:
         bar = super().render(task)
@@ -57,14 +57,14 @@ class _Bar(BarColumn):
 
 
 class LiveView(Progress):
-    """View of one run; a context manager that leaves the terminal as it would be without the view.
+    """Live view of one run; a context manager that restores the terminal on exit.
 
-    It observes calls, from any thread (`controller.calls.CallObserver`). A pool's ranks take their calls in the order
-    in which they were made, and a call begins when its rows exist: the oldest call of a pool is under way unless a call
-    that makes rows for it has not ended; the others wait.
+    Observes calls from any thread (`controller.calls.CallObserver`). The ranks of a pool carry out calls in the order
+    in which they were made, and a call begins when its input rows exist. So the oldest call of a pool is running unless
+    a call that produces its rows is pending; the others wait.
 
     Args:
-        phase_of_call: role and method -> the phase of a step that the call belongs to.
+        phase_of_call: function that returns the phase of a step to which a role's method belongs.
     """
 
     def __init__(self, console: Console, num_steps: int, phase_of_call: Callable[[str, str], str]) -> None:
@@ -76,14 +76,14 @@ class LiveView(Progress):
             console=console,
             transient=True,
             refresh_per_second=REFRESHES_PER_S,
-            redirect_stderr=sys.stderr.isatty(),  # an error stream that goes to a file stays there
+            redirect_stderr=sys.stderr.isatty(),  # stderr that is redirected to a file stays redirected
             speed_estimate_period=ESTIMATE_S,
         )
         self._num_steps, self._phase_of_call = num_steps, phase_of_call
         self._calls_lock = threading.Lock()
         self._calls: dict[int, _Call] = {}
         self._shown: dict[str, int] = {}
-        """Role -> the call whose time its row counts."""
+        """Call whose time the row of each role shows."""
         self._roles: dict[str, TaskID] = {}
         self._stage, self._phases, self._speed = "now", "-", ""
         self._has_begun = self._has_ended = False
@@ -91,15 +91,15 @@ class LiveView(Progress):
         self._steps = self.add_task(f"step 0/{num_steps}", total=num_steps, note="")
 
     def begin(self, step: int, stage: str = "now") -> None:
-        """Show that an iteration, or the evaluation after it (stage "evaluating:"), begins."""
+        """Show the start of an iteration, or of the evaluation after it (stage "evaluating:")."""
         self._stage = stage
         self.update(self._steps, description=f"step {step}/{self._num_steps}")
         if step and not self._has_begun:
             self._has_begun = True
-            self.advance(self._steps, step - 1)  # where the steps that count for the time left begin
+            self.advance(self._steps, step - 1)  # steps before a resume do not count for the estimate
 
     def end(self, row: Row) -> None:
-        """Show an iteration as done."""
+        """Show an iteration as complete."""
         if (rate := row.get(keys.TOKENS_PER_S)) is not None:
             self._speed = f", {rate:.0f} tokens/s"
         self.update(self._steps, completed=int(row[keys.STEP] or 0))
@@ -107,7 +107,7 @@ class LiveView(Progress):
     def call_made(
         self, number: int, role: str, method: str, pool: str, num_ranks: int, inputs: Sequence[int]
     ) -> None:
-        """Show a call that all ranks of a pool have got; `inputs` are the calls whose rows it reads."""
+        """Show a call that was sent to all ranks of a pool; `inputs` are the calls whose rows it reads."""
         with self._calls_lock:
             missing = {earlier for earlier in inputs if earlier in self._calls}
             self._calls[number] = _Call(role, method, pool, num_ranks, missing)
@@ -116,7 +116,7 @@ class LiveView(Progress):
             self._show_calls()
 
     def rank_ended(self, number: int, pool: str, rank: int) -> None:
-        """Show that a rank has ended a call; a call that was made before the view observed is ignored."""
+        """Show that a rank has finished a call; calls made before the view was attached are ignored."""
         with self._calls_lock:
             if (call := self._calls.get(number)) is None:
                 return
@@ -155,7 +155,7 @@ class LiveView(Progress):
         self.reset(self._roles[role], start=False, total=1, note=note)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Return the parts of the view; called by rich."""
+        """Yield the parts of the view; called by rich."""
         if not self.tasks or self._has_ended:
             return
         steps, *roles = self.tasks
@@ -182,25 +182,25 @@ class LiveView(Progress):
                 _move_handlers(new, old)
         finally:
             self._has_ended = (
-                True  # rich draws all lines at the end: those that scroll away could not be erased
+                True  # rich draws all lines at the end, and could not erase those that scroll away
             )
             self.stop()
 
 
 def can_show_live(console: Console) -> bool:
-    """Return True if lines can be drawn again: a real terminal that is not a dumb one, whatever FORCE_COLOR says."""
+    """Return True if the console can redraw lines: a terminal that is not dumb, regardless of FORCE_COLOR."""
     return console.is_interactive and not console.is_dumb_terminal and console.file.isatty()
 
 
 def _cut(max_width: int | None = None) -> Column:
-    """Return a column whose texts are cut where there is too little room."""
+    """Return a column that cuts texts which do not fit."""
     return Column(
         no_wrap=True, overflow="ellipsis", max_width=None if max_width is None else max(6, max_width)
     )
 
 
 def _move_handlers(old: TextIO, new: TextIO) -> None:
-    """Let loggers that write to one stream write to another: a line beside the view would tear it."""
+    """Redirect loggers from one stream to another, because a line that bypasses the view would garble it."""
     loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
     for handler in {handler for logger in loggers for handler in logger.handlers}:
         if isinstance(handler, logging.StreamHandler) and vars(handler).get("stream") is old:

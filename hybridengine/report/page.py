@@ -1,4 +1,4 @@
-"""A run's report as one HTML page that loads nothing: images are inside."""
+"""A run's report as one self-contained HTML page with embedded images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybridengine.report.timeline import TIMELINE_FILE
 TEMPLATE = Path(__file__).with_name("page.html")
 MAX_EVALUATIONS = 5
 MAX_RESPONSES = 12
-"""Samples of each evaluation on the page."""
+"""Largest number of samples per evaluation on the page."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Evaluation:
 
 
 def render_page(run: RunRecord) -> str:
-    """Return the page as text; everything that comes from the run is escaped."""
+    """Return the HTML of the page; all text from the run is escaped."""
     drawn = {figure.title: draw_figure(figure, run.rows) for figure in FIGURES}
     timeline = draw_timeline(run.timeline.spans)
     evaluations = _evaluations(run.samples)
@@ -63,7 +63,7 @@ def render_page(run: RunRecord) -> str:
 
 
 def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return the run in a few numbers: name and value."""
+    """Return the name and value of a few key figures of the run."""
     summary = summarise(rows)
     facts = [("training steps", str(summary.num_steps))]
     if before := summary.held_out_before:
@@ -83,7 +83,7 @@ def _known(rows: Sequence[Row], key: str) -> list[float]:
 
 
 def _evaluations(samples: Sequence[Sample]) -> list[Evaluation]:
-    """Return some evaluations of a run, the last one first."""
+    """Return up to `MAX_EVALUATIONS` evaluations of a run, the last one first."""
     by_step: dict[int, list[Sample]] = {}
     for sample in samples:
         by_step.setdefault(sample.step, []).append(sample)
@@ -98,6 +98,6 @@ def _evaluations(samples: Sequence[Sample]) -> list[Evaluation]:
 
 
 def spread(steps: Sequence[int]) -> list[int]:
-    """Return at most `MAX_EVALUATIONS` of the steps: the first, the last, and some evenly between."""
+    """Return at most `MAX_EVALUATIONS` of the steps, evenly spaced from the first to the last."""
     count = min(len(steps), MAX_EVALUATIONS)
     return [steps[index] for index in np.linspace(0, len(steps) - 1, count).round().astype(int)]

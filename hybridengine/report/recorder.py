@@ -1,4 +1,4 @@
-"""One row per step: to metrics.jsonl, a JSON object per line, and the same scalars to TensorBoard."""
+"""Recorder of one row per step, in metrics.jsonl (one JSON object per line) and TensorBoard."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ class MetricsRecorder:
     """Appends rows to FOLDER/metrics.jsonl and FOLDER/tensorboard; a context manager.
 
     Guarantees:
-        Every row is handed to the operating system before `record` returns: a killed process loses none.
-        Opening a folder that has rows appends to them. A step that is recorded again (a run resumed from an
-        older checkpoint) gets a second row; `latest_rows` takes the later one, and leaves out what came after the
-        first.
-        A value that is not finite is written as null, because JSON has no NaN, left out of TensorBoard, and
-        logged as a warning: a bad diagnostic must not end a run, and must not go unseen.
+        Every row is passed to the operating system before `record` returns: a killed process loses none.
+        Opening a folder that has rows appends to them. A step that is recorded again (by a run that resumed from an
+        older checkpoint) gets a second row; `latest_rows` keeps the later one, and drops the rows between them.
+        A value that is not finite is written as null, because JSON has no NaN, omitted from TensorBoard, and
+        logged as a warning: a bad diagnostic must neither end a run nor go unnoticed.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -46,16 +45,16 @@ class MetricsRecorder:
             self._tensorboard = SummaryWriter(str(self.folder / TENSORBOARD_FOLDER))
 
     def record(self, step: SupportsIndex, metrics: Mapping[str, SupportsFloat]) -> Row:
-        """Write the row of `step` and return it as it was written.
+        """Write the row of `step`, and return it as written.
 
         Args:
-            step: the step's number; 0 is the state before training.
-            metrics: metric -> Python number, NumPy scalar or 0-dim tensor. Integers of Python and
+            step: number of the step; 0 is the state before training.
+            metrics: Python numbers, NumPy scalars or 0-dim tensors by metric. Integers of Python and
                 NumPy (bytes) stay integers.
 
         Raises:
-            DataError: a value is not a number, or the key `step` is among the metrics.
-            OutputError: the disk does not take it.
+            DataError: a value is not a number, or `step` is among the metrics.
+            OutputError: the files cannot be written.
         """
         if STEP in metrics:
             raise DataError(f"metric {STEP!r}={metrics[STEP]!r} is the row's own key; pass it as `step`")
@@ -102,7 +101,7 @@ def _finite_number(key: str, value: Any, step: int) -> float | int | None:
 
 
 def _cut_last_line(path: Path) -> None:
-    """Cut off an unfinished last line of metrics.jsonl, whose step a resumed run repeats."""
+    """Remove an unfinished last line of metrics.jsonl; a resumed run repeats its step."""
     content = path.read_bytes() if path.exists() else b""
     end = content.rfind(b"\n") + 1
     if end < len(content):

@@ -1,4 +1,4 @@
-"""What a run's folder holds: metrics, timeline, samples, configuration."""
+"""Contents of a run's folder: metrics, timeline, samples, configuration."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Contents of a run's folder, as far as they could be read."""
+    """Readable contents of a run's folder."""
 
     name: str
     rows: list[Row]
-    """One per step, in order of steps; every value is a number or None."""
+    """One row per step, in order of steps; every value is a number or None."""
     timeline: Timeline
     samples: list[Sample]
     config: str
     notes: dict[str, list[str]] = field(default_factory=dict)
-    """File or folder -> what is missing or damaged there."""
+    """Missing or damaged contents, by file or folder."""
     sources: tuple[Path, ...] = ()
     """Files that were read."""
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Return what the run's folder holds. What is missing or cannot be read becomes a note.
+    """Return the contents of a run's folder, with notes on files that are missing or cannot be read.
 
     Raises:
-        DataError: it is not a folder, has nothing of a run, or its metrics are damaged.
+        DataError: `folder` is not a folder, has no files of a run, or its metrics are damaged.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; name the folder of a run, such as runs/arithmetic")
@@ -76,7 +76,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _readable(notes: dict[str, list[str]], name: str, read: Callable[[], _Value], default: _Value) -> _Value:
-    """Return what `read` returns; `default`, with a note, if it fails."""
+    """Return the result of `read`; if it fails, add a note and return `default`."""
     try:
         return read()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Responses of an evaluation: as lines of JSON, as a table in a file, and a few of them in the terminal."""
+"""Responses of an evaluation, as lines of JSON, as a Markdown table, and as a table in the terminal."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from hybridengine.writing import writing
 
 SAMPLES_FOLDER = "samples"
 MAX_CHARACTERS = 500
-"""Characters of a text in a table; the lines of JSON have it whole."""
+"""Largest number of characters of a text in a table; the lines of JSON have the full text."""
 WIDTH = 20_000
-"""Width of a table in a file: more than its texts take."""
+"""Width of a table in a file; wide enough for all texts."""
 HEADINGS = ("prompt", "response", "answer")
 NEWLINE = "\u21b5"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A response of an evaluation."""
+    """Response of an evaluation."""
 
     step: int
     prompt: str
     response: str
     answer: str
     score: float | None
-    """None if it was not a finite number."""
+    """Score of the response; None if it was not finite."""
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[Sample]) -> None:
-    """Add the samples to FOLDER/evaluation.jsonl, and write them as a table to FOLDER/evaluation-STEP.md.
+    """Append the samples to FOLDER/evaluation.jsonl, and write them as a table to FOLDER/evaluation-STEP.md.
 
     Raises:
-        OutputError: the disk does not take them.
+        OutputError: the files cannot be written.
     """
     with writing(folder):
         folder.mkdir(exist_ok=True)
@@ -53,10 +53,10 @@ def write_samples(folder: Path, step: int, samples: Sequence[Sample]) -> None:
 
 
 def read_samples(file: Path) -> tuple[list[Sample], int]:
-    """Return the samples of a file, and the number of its lines that are none; an unfinished last line does not count.
+    """Return the samples of a file, and the number of damaged lines; an unfinished last line is ignored.
 
     Raises:
-        UnreadableError: it is not a regular file.
+        UnreadableError: `file` is not a regular file.
     """
     values = [value for line, value in json_lines(file) if line.strip()]
     samples = [
@@ -76,7 +76,7 @@ def _finite(value: object) -> float | None:
 
 
 def markdown_table(step: int, samples: Sequence[Sample]) -> str:
-    """Return the samples as Markdown: texts word for word in code spans, columns aligned as plain text."""
+    """Return the samples as a Markdown table with verbatim texts in code spans and aligned columns."""
     file = io.StringIO()
     Console(file=file, width=WIDTH, color_system=None).print(_table(samples, box.MARKDOWN, _code))
     scores = [sample.score for sample in samples if sample.score is not None]
@@ -86,7 +86,7 @@ def markdown_table(step: int, samples: Sequence[Sample]) -> str:
 
 
 def terminal_table(step: int, samples: Sequence[Sample]) -> Table:
-    """Return the samples, a line each, cut where the terminal ends."""
+    """Return the samples as a table of one line each, cut at the width of the terminal."""
     table = _table(samples, box.SIMPLE, str)
     table.title = f"after step {step}"
     return table
@@ -105,7 +105,7 @@ def _table(samples: Sequence[Sample], border: box.Box, form: Callable[[str], str
 
 
 def printable(text: str) -> str:
-    """Return the text in one line: line ends as an arrow, and no character that a terminal would obey."""
+    """Return the text as one line: line ends become arrows, control characters are escaped."""
     lines = text.replace("\r\n", "\n").replace("\n", NEWLINE)
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
@@ -114,13 +114,13 @@ def printable(text: str) -> str:
 
 
 def _cut(text: str) -> str:
-    """Return the text printable, with the number of the characters that were left out."""
+    """Return the printable text, cut to `MAX_CHARACTERS`, with the number of omitted characters."""
     rest = len(text) - MAX_CHARACTERS
     return printable(text) if rest <= 0 else f"{printable(text[:MAX_CHARACTERS])}... ({rest} more)"
 
 
 def _code(text: str) -> str:
-    """Return a code span in a cell: fenced by more backticks than it has in a row, bars escaped for the table."""
+    """Return the text as a code span for a table cell, with a long enough fence and escaped bars."""
     if not text.strip():
         return ""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))

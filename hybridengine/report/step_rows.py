@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl as a run has written them: one per step. Needs no torch."""
+"""Rows of metrics.jsonl, one per step. Does not need torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hybridengine.report.keys import STEP
 
 METRICS_FILE = "metrics.jsonl"
 LARGEST = 2**127
-"""Values of metrics are smaller, whether they are bytes or losses."""
+"""Upper bound of the values of metrics."""
 
 Row = dict[str, float | int | None]
-"""Metric -> value; None where the value was not finite. `step` is always there."""
+"""Value of each metric, None if it was not finite. Always has `step`."""
 
 
 def json_lines(path: Path) -> Iterator[tuple[bytes, object]]:
     """Yield each line of a file with its value, None if it is not JSON; an unfinished last line is skipped.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         UnreadableError: it is not a regular file.
     """
     check_regular(path)
@@ -38,12 +38,12 @@ def json_lines(path: Path) -> Iterator[tuple[bytes, object]]:
 
 
 def read_rows(folder: str | Path) -> list[Row]:
-    """Return all rows of FOLDER/metrics.jsonl in the order written; none if there is no file.
+    """Return all rows of FOLDER/metrics.jsonl in the order written; none if the file does not exist.
 
-    The unfinished last line of a killed or still running process is skipped.
+    The unfinished last line of a killed or running process is skipped.
 
     Raises:
-        DataError: it is not a regular file, or another line is not a JSON object with a `step`; names the line.
+        DataError: it is not a regular file, or another line (named in the message) is not a row.
     """
     path = Path(folder) / METRICS_FILE
     rows: list[Row] = []
@@ -63,7 +63,7 @@ def read_rows(folder: str | Path) -> list[Row]:
 
 
 def latest_rows(rows: list[Row]) -> list[Row]:
-    """Return one row per step, in order of steps: a row of an earlier step means that the run went back to there."""
+    """Return one row per step, in order of steps; a row replaces all earlier rows of its step and later steps."""
     latest: list[Row] = []
     for row in rows:
         while latest and (latest[-1][STEP] or 0) >= (row[STEP] or 0):
@@ -84,5 +84,5 @@ def is_step(value: object) -> bool:
 
 
 def number(value: float | None) -> float:
-    """Return a value of a row as a number: NaN for None."""
+    """Return a value of a row as a float; NaN for None."""
     return math.nan if value is None else float(value)

@@ -1,4 +1,4 @@
-"""Rows of a whole run in a few numbers."""
+"""Totals of a run, computed from its rows."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hybridengine.report.step_rows import Row, latest_rows, number
 
 @dataclass(frozen=True)
 class HeldOutResult:
-    """Result of an evaluation: exact match where a function alone judges, otherwise the mean score.
+    """Result of an evaluation: exact match if a function alone gives the reward, otherwise the mean score.
 
-    As text, a percentage or a plain number.
+    Its text is a percentage or a plain number, respectively.
     """
 
     value: float
-    """NaN where it was not finite."""
+    """Value of the result; NaN if it was not finite."""
     is_share: bool
-    """True for the share of problems with full score, 0 to 1."""
+    """True if the value is the share of problems with full score, 0 to 1."""
 
     @classmethod
     def of(cls, row: Row) -> HeldOutResult | None:
@@ -46,34 +46,34 @@ class PhaseTime:
 
     sum_s: float
     mean_s: float
-    """Mean over the steps that had the phase."""
+    """Mean seconds over the steps that have the phase."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Totals of a run. None where no row had the metric; NaN where a row had it as null (not finite)."""
+    """Totals of a run: None if no row has the metric, NaN if a row has it as null (not finite)."""
 
     num_steps: int
-    """Training steps: rows with a step of 1 or more."""
+    """Number of training steps: rows with a step of 1 or more."""
     held_out_before: HeldOutResult | None
-    """First evaluation of the run; the warmed-up model's, if step 0 was evaluated."""
+    """First evaluation of the run; that of the warmed-up model if step 0 was evaluated."""
     held_out_after: HeldOutResult | None
-    """Last evaluation; None where there was only one."""
+    """Last evaluation; None if there was only one."""
     phases: Mapping[str, PhaseTime]
-    """Phase -> its seconds, in order of first appearance."""
+    """Seconds of each phase, in order of first appearance."""
     received_bytes: float | None
-    """Sum over all switches."""
+    """Received bytes of all switches."""
     received_bytes_per_step: float | None
     peak_weight_bytes: float | None
-    """Largest of the run."""
+    """Largest peak of the run."""
     redundant_bytes: float | None
-    """Largest of the run."""
+    """Largest redundant bytes of the run."""
     log_prob_abs_diff_max: float | None
-    """Largest of the run."""
+    """Largest log-prob difference of the run."""
 
 
 def summarise(rows: Sequence[Row]) -> RunSummary:
-    """Return the totals of `rows` (as recorded; see `latest_rows` for steps that come again)."""
+    """Return the totals of `rows` as recorded; `latest_rows` resolves repeated steps."""
     ordered = latest_rows(list(rows))
     values: dict[str, list[float]] = {}
     for row in ordered:
@@ -84,7 +84,7 @@ def summarise(rows: Sequence[Row]) -> RunSummary:
     received = values.get(keys.RECEIVED_BYTES)
 
     def largest(key: str) -> float | None:
-        return float(np.max(values[key])) if key in values else None  # NaN if any is
+        return float(np.max(values[key])) if key in values else None  # NaN if any value is
 
     return RunSummary(
         num_steps=sum(step >= 1 for step in values.get(keys.STEP, ())),

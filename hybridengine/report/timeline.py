@@ -1,6 +1,6 @@
-"""Work of every rank over time: timeline.json, which Perfetto and chrome://tracing open.
+"""Timeline of every rank's work: timeline.json, which Perfetto and chrome://tracing can open.
 
-A process per node, a thread per rank, a bar per span, a counter per kind of reading; one event per line.
+Nodes are processes, ranks are threads, spans are bars and readings are counters; one event per line.
 Source: the document "Trace Event Format" of the Chromium project.
 """
 
@@ -20,9 +20,10 @@ from hybridengine.writing import writing
 
 TIMELINE_FILE = "timeline.json"
 FIRST_PID = 1_000_000_001
-"""Process number of the first node. Viewers put a thread that has its process's number above all others: none has."""
+"""Process number of the first node; above all thread numbers, since viewers treat a thread with its process's number
+specially."""
 Event = dict[str, Any]
-"""Fields of one event, as in JSON."""
+"""Fields of one event, as written to JSON."""
 Place = tuple[str, str, int]
 """Node, pool and rank."""
 
@@ -31,7 +32,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Span:
-    """Work of a rank from one moment to another: a bar of the timeline."""
+    """Work of a rank from one moment to another: one bar of the timeline."""
 
     name: str
     """Text of the bar, such as "actor.update"."""
@@ -42,10 +43,10 @@ class Span:
     node: str
     role: str
     start_s: float
-    """Seconds since the epoch by the clock of the rank's node, as `end_s`."""
+    """Start in seconds since the epoch, by the clock of the rank's node; likewise `end_s`."""
     end_s: float
     pool: str = ""
-    """Name of the pool if the run has several."""
+    """Name of the pool; empty if the run has one pool."""
     step: int | None = None
 
     @property
@@ -56,13 +57,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Reading:
-    """A value that a rank had at a moment, such as its bytes of memory: a point of a counter."""
+    """Value of a rank at one moment, such as its bytes of memory: one point of a counter."""
 
     name: str
     rank: int
     node: str
     time_s: float
-    """Seconds since the epoch by the clock of the rank's node."""
+    """Time in seconds since the epoch, by the clock of the rank's node."""
     value: float
     pool: str = ""
 
@@ -79,12 +80,12 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
     nodes: dict[int, str] = field(default_factory=dict, compare=False)
-    """Number of a process -> its node."""
+    """Node of each process number."""
     places: dict[int, Place] = field(default_factory=dict, compare=False)
-    """Number of a thread -> its rank; no rank of another node has the same number."""
+    """Rank of each thread number; numbers are unique across nodes."""
 
     def add(self, event: Event) -> None:
-        """Add an event; raises KeyError, TypeError, ValueError or OverflowError if no run writes such a one."""
+        """Add an event; raise KeyError, TypeError, ValueError or OverflowError if it is malformed."""
         args, pid, tid = event["args"], event["pid"], event["tid"]
         if event["name"] == "process_name":
             self.nodes[pid] = args["name"]
@@ -108,10 +109,10 @@ class TimelineWriter:
     """Appends spans and readings to a timeline file; a context manager.
 
     Guarantees:
-        The file is whole JSON after every `write`, which hands its events to the operating system: a process that is
-        killed later loses none. The unfinished end that a kill in the middle of a write leaves is cut off when the file
-        is opened again.
-        A span that ends before it starts, because a clock was set back, is a bar of no width.
+        The file is complete JSON after every `write`, which passes its events to the operating system: a process that is
+        killed later loses none. An unfinished event, left by a kill during a write, is removed when the file is
+        opened again.
+        A span that ends before it starts, because a clock was set back, becomes a bar of zero width.
     """
 
     def __init__(self, file: str | Path) -> None:
@@ -128,12 +129,12 @@ class TimelineWriter:
         self._tids = {place: tid for tid, place in written.places.items()}
         if cut := content[self._end :].strip(b"[],\r\n "):
             _logger.warning("%s ended in an unfinished event of %d bytes; cut it off", self._path, len(cut))
-        # Unbuffered: what a full disk has refused must not be written once more when the file is closed.
+        # Unbuffered: data that a full disk has refused must not be written again when the file is closed.
         self._file = self._path.open("r+b" if self._path.exists() else "w+b", buffering=0)
         self._append([])
 
     def write(self, spans: Iterable[Span], readings: Iterable[Reading] = ()) -> None:
-        """Append what has ended since the last write, in any order.
+        """Append spans and readings, in any order.
 
         Raises:
             OutputError: the file cannot be written.
@@ -155,7 +156,7 @@ class TimelineWriter:
                 "ph": "C",
                 "name": one.name,
                 "id": one.row,
-            }  # the id tells the counters of a process apart
+            }  # the id distinguishes the counters of a process
             time = {"ts": round(one.time_s * 1e6)}
             events.append(kind | self._numbers(one) | time | {"args": {"value": one.value}})
         self._append(events)
@@ -171,7 +172,7 @@ class TimelineWriter:
         self.close()
 
     def _number(self, place: Place, events: list[Event]) -> None:
-        """Number a rank, and its node if it is new; the metadata that name them are appended to `events`."""
+        """Assign numbers to a rank, and to its node if it is new; append the metadata that name them to `events`."""
         node, pool, rank = place
         names: dict[str, dict[str, str | int]] = {}
         if node not in self._pids:
@@ -183,7 +184,7 @@ class TimelineWriter:
         events += [{"ph": "M", "name": name} | numbers | {"args": args} for name, args in names.items()]
 
     def _numbers(self, one: Span | Reading) -> dict[str, int]:
-        """Return the process and the thread of a rank as fields of an event."""
+        """Return the process and thread of a rank as fields of an event."""
         return {"pid": self._pids[one.node], "tid": self._tids[one.node, one.pool, one.rank]}
 
     def _append(self, events: list[Event]) -> None:
@@ -199,12 +200,12 @@ class TimelineWriter:
 
 
 def read_timeline(file: str | Path) -> Timeline:
-    """Return the spans and readings of a timeline file in the order written; none if there is no file.
+    """Return the spans and readings of a timeline file in the order written; none if the file does not exist.
 
     An unfinished last line is skipped. Times are exact to a microsecond.
 
     Raises:
-        DataError: the file is not a timeline; names the line or event.
+        DataError: the file is not a timeline; the message names the line or event.
     """
     path = Path(file)
     return _parsed(path, _content(path))[0]
@@ -229,10 +230,10 @@ def _content(path: Path) -> bytes:
 
 
 def _parsed(path: Path, content: bytes) -> tuple[Timeline, int]:
-    """Return what a file contains, and the offset at which its last event ends; an unfinished last line is skipped.
+    """Return the contents of a file, and the offset at which its last event ends; an unfinished last line is skipped.
 
     Raises:
-        DataError: the content is not an array, a line other than the last is not JSON, or no run writes such an event.
+        DataError: the content is not an array, a line other than the last is not JSON, or an event is malformed.
     """
     if content.strip() and not content.lstrip().startswith(b"["):
         raise DataError(f"{path} begins with {content[:40]!r}, a timeline with '['; move the file away")

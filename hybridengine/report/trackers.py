@@ -1,8 +1,8 @@
-"""Where metrics go besides the run's folder: Weights & Biases and MLflow, each in a thread of its own.
+"""Logging of metrics to Weights & Biases and MLflow, each in its own thread.
 
-Accounts, servers and projects are those packages' own settings (WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI,
-MLFLOW_EXPERIMENT_NAME, ...). Nothing of theirs can slow or end a run once it has begun. Each package is imported where it
-is opened.
+Accounts, servers and projects are configured by the packages' own settings (WANDB_MODE, WANDB_PROJECT,
+MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...). A tracker cannot slow or end a run once it has begun. Each package is
+imported when its tracker is opened.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from hybridengine.report.keys import STEP
 from hybridengine.report.step_rows import Row
 
 PROJECT = "hybridengine"
-"""wandb's project and MLflow's experiment, where the environment names no other."""
+"""Default project of wandb and experiment of MLflow."""
 LOGIN_TIMEOUT_S = 60.0
-"""Time limit for the answer to wandb's question for a key."""
+"""Time limit for entering wandb's API key."""
 FINISH_TIMEOUT_S = 50.0
 
 MLFLOW_FILE = "mlflow.db"
 MLFLOW_MAX_PARAMS = 100
-"""Parameters of one request."""
+"""Largest number of parameters in one request."""
 MLFLOW_MAX_VALUE = 500
-"""Characters of a parameter's value that every server takes."""
+"""Largest number of characters of a parameter's value that every server accepts."""
 OPEN_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 60.0
-"""Longest that the end of a run waits for rows that are still on their way."""
+"""Time limit for sending the remaining rows at the end of a run."""
 
 _logger = logging.getLogger(__name__)
 
@@ -54,11 +54,11 @@ class TrackedRun:
     name: str
     folder: Path
     config: Mapping[str, Any]
-    """As it is written to config.yaml."""
+    """Configuration as written to config.yaml."""
 
 
 class Tracker(Protocol):
-    """A place to log to; used by one thread, and may raise anything."""
+    """Destination of metrics; used by one thread, and may raise any exception."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -66,12 +66,12 @@ class Tracker(Protocol):
 
 
 class WandbTracker:
-    """A run of Weights & Biases; keys and steps are those of metrics.jsonl."""
+    """Weights & Biases run, with the keys and steps of metrics.jsonl."""
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        # The terminal is the live view's: wandb must not record or replace what is printed.
+        # The live view owns the terminal: wandb must not record or replace output.
         settings: dict[str, Any] = {"console": "off", "login_timeout": LOGIN_TIMEOUT_S}
         if "finish_timeout" in getattr(wandb.Settings, "model_fields", ()):  # newer versions
             settings["finish_timeout"] = FINISH_TIMEOUT_S
@@ -85,7 +85,7 @@ class WandbTracker:
             )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log a row. wandb leaves out a step that is not beyond the last one, and says so."""
+        """Log a row; wandb drops a step that is not larger than the last one, with a warning."""
         self._run.log(dict(values), step=step)
 
     def close(self, failed: bool) -> None:
@@ -94,7 +94,7 @@ class WandbTracker:
 
 @contextlib.contextmanager
 def _arguments_without_secrets() -> Iterator[None]:
-    """Hide secrets of overrides from wandb, which keeps the command line of whoever opens a run."""
+    """Hide secrets in overrides from wandb, which records the command line."""
     typed = sys.argv
     sys.argv = [_without_secret(argument) for argument in typed]
     try:
@@ -109,7 +109,7 @@ def _without_secret(argument: str) -> str:
 
 
 class MlflowTracker:
-    """A run of MLflow, on the server of MLFLOW_TRACKING_URI, or in a file beside the runs."""
+    """MLflow run, on the server of MLFLOW_TRACKING_URI or in a file next to the runs' folders."""
 
     def __init__(self, run: TrackedRun) -> None:
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
@@ -140,12 +140,12 @@ class MlflowTracker:
 
 
 def mlflow_name(key: str) -> str:
-    """Return the key as MLflow takes it, which knows no arrows: "a.b->c.d" is "a.b to c.d"."""
+    """Return the key in the characters that MLflow accepts: "a.b->c.d" becomes "a.b to c.d"."""
     return re.sub(r"[^\w./: -]", "_", key.replace("->", " to "), flags=re.ASCII)
 
 
 def flat_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted key and value of every field, values as JSON but for texts."""
+    """Yield the dotted key and the value of every field; values other than strings are JSON."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from flat_config(value, f"{prefix}{name}.")
@@ -154,11 +154,11 @@ def flat_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 OPENERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker}
-"""Name of a package -> function that opens it."""
+"""Function that opens the tracker of each package."""
 
 
 def missing_trackers(names: Sequence[str]) -> list[str]:
-    """Return a problem for each tracker whose package is not installed."""
+    """Return one problem per tracker whose package is not installed."""
     return [
         f"run.trackers names {name}, and there is no package {name}; install hybridengine[{name}], or leave {name} out"
         for name in dict.fromkeys(names)
@@ -167,13 +167,13 @@ def missing_trackers(names: Sequence[str]) -> list[str]:
 
 
 class Trackers:
-    """The trackers of one run; a context manager, which opens them and closes them."""
+    """Trackers of one run; a context manager that opens and closes them."""
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
         self._threads = [_TrackerThread(name, partial(OPENERS[name], run)) for name in dict.fromkeys(names)]
 
     def log(self, row: Row) -> None:
-        """Hand on a row as it was written to metrics.jsonl, without values that were not finite; waits for nothing."""
+        """Queue a row of metrics.jsonl, without values that were not finite; does not block."""
         step = row[STEP]
         assert isinstance(step, int), "every row has a step"
         values = {key: value for key, value in row.items() if key != STEP and value is not None}
@@ -181,10 +181,10 @@ class Trackers:
             thread.do(f"the row of step {step}", lambda tracker: tracker.log(step, values))
 
     def __enter__(self) -> Trackers:
-        """Open all.
+        """Open all trackers.
 
         Raises:
-            ConfigError: some cannot be opened, because an account, a server or a place to write to is missing.
+            ConfigError: a tracker cannot be opened, because an account, a server or a writable folder is missing.
         """
         deadline = time.monotonic() + OPEN_TIMEOUT_S
         for thread in self._threads:
@@ -207,9 +207,9 @@ class Trackers:
 
 
 class _TrackerThread:
-    """Does everything with one tracker, one thing after the other; warns of the first failure only.
+    """Thread that runs the jobs of one tracker in order, and warns of the first failure only.
 
-    A daemon: a connection that hangs does not keep the process alive.
+    It is a daemon thread, so that a hanging connection does not keep the process alive.
     """
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
@@ -223,7 +223,7 @@ class _TrackerThread:
         self._thread.start()
 
     def open_problem(self, deadline: float) -> str | None:
-        """Return why the tracker is not open when it should be; None if it is."""
+        """Return the reason why the tracker is not open by the deadline; None if it is open."""
         remedy = f"see {self._name}'s own settings, or leave it out of run.trackers"
         wait([self._opening], max(0.0, deadline - time.monotonic()))
         if not self._opening.done():
@@ -236,7 +236,7 @@ class _TrackerThread:
         self._jobs.put((what, job))
 
     def end(self, deadline: float) -> None:
-        """Wait until everything is done, not for long; a tracker that has not opened has nothing to do."""
+        """Wait until all jobs are done or the deadline passes; a tracker that never opened is not waited for."""
         self._jobs.put(None)
         if not self._opening.done():
             return
@@ -245,7 +245,7 @@ class _TrackerThread:
             self._warn(f"was not done {CLOSE_TIMEOUT_S:g} s after the run's end")
 
     def _run(self) -> None:
-        # Whatever the package does, the run goes on: it has its rows in metrics.jsonl.
+        # Failures of the package do not end the run, whose rows are in metrics.jsonl.
         try:
             tracker = self._open()
         except BaseException as error:
@@ -266,7 +266,7 @@ class _TrackerThread:
 
 
 def _is_installed(name: str) -> bool:
-    """Return True if there is such a package; a folder of that name, which wandb leaves behind, is none."""
+    """Return True if the package is installed; a mere folder of that name, as wandb creates, does not count."""
     spec = find_spec(name)
     return spec is not None and spec.origin is not None
 

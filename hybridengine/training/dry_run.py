@@ -1,4 +1,4 @@
-"""Dry run: groups, switch plan and memory per rank, computed without starting anything and without torch."""
+"""Dry run: groups, switch plan and memory per rank, computed without torch or any process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hybridengine.topology.links import NodeMap
 
 SHOWN_PLANS = 8
 RANK_BYTES = 2**30
-"""Host memory that the libraries of one rank's process take, roughly, before any weights."""
+"""Approximate host memory of the libraries in one rank's process, without weights."""
 
 
 def print_dry_run(config: RunConfig) -> None:
     """Print groups, plan summary and memory estimate.
 
     Raises:
-        ConfigError: a function that the algorithm names is not there, or cannot be called as it will be.
+        ConfigError: a function that the algorithm names does not exist, or has the wrong signature.
     """
     check_functions(config.algorithm)
     console = Console(highlight=False)
@@ -33,7 +33,7 @@ def print_dry_run(config: RunConfig) -> None:
 
 
 def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
-    """Return the sizes of every role, and the cost of the switch."""
+    """Return lines with the sizes of every role and the cost of the switch."""
     shape = model_shape(config)
     generation = config.generation_grid
     total = shape.weight_bytes(config.model.dtype)
@@ -54,7 +54,7 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
 
 
 def _pool_lines(config: RunConfig) -> list[str]:
-    """Return the ranks and nodes; where there are several pools, of each."""
+    """Return lines with the ranks and nodes of each pool."""
     lines = []
     for name, pool in config.pools.items():
         ranks = f"{pool.num_ranks} on {len(pool.ranks_per_node)} node(s)"
@@ -65,7 +65,7 @@ def _pool_lines(config: RunConfig) -> list[str]:
 
 
 def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
-    """Return the training groups of every model and the generation groups of the actor."""
+    """Return lines with the training groups of every model and the generation groups of the actor."""
     lines = ["", "groups" + (" (each pool counts its own ranks)" if config.cluster.pools else "")]
     holders = model_holders(config)
     width = max(len("generation"), *(len(holder.name) for holder in holders))
@@ -80,7 +80,7 @@ def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
 
 
 def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
-    """Return the plan's summary and the memory of the rank with the most, by phase."""
+    """Return lines with a summary of the plan and the memory of the fullest rank, by phase."""
     repeated = f"{len(cost.plans)} of {len(cost.groups)} groups that gather; the others repeat them"
     lines = ["", f"plan ({repeated})" if len(cost.groups) > len(cost.plans) else "plan"]
     for plan in cost.plans[:SHOWN_PLANS]:
@@ -94,7 +94,7 @@ def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
 
 
 def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[str]:
-    """Return the memory of a rank of a pool; where the actor is, in each phase."""
+    """Return lines with the memory of a rank of a pool; by phase for the actor's pool."""
     of_pool = f" of pool {pool}" if config.cluster.pools else ""
     lines = ["", f"memory per rank{of_pool} (activations and framework overhead left out)"]
     width = max(len("generation"), *(len(holder.name) for holder in model_holders(config)))
@@ -114,7 +114,7 @@ def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[s
 
 
 def phase_bytes(config: RunConfig, pool: str, cost: SwitchCost) -> dict[str, int]:
-    """Return, by phase, the bytes of models on the rank of a pool with the most; "always" where there is no actor."""
+    """Return the model bytes of a pool's fullest rank, by phase; the only phase is "always" if the actor is elsewhere."""
     states = [
         memory.states(
             is_actor=holder.role == "actor",
@@ -136,7 +136,7 @@ def phase_bytes(config: RunConfig, pool: str, cost: SwitchCost) -> dict[str, int
 
 
 def _models(config: RunConfig, pool: str) -> list[tuple[ModelHolder, ModelMemory]]:
-    """Return the models of a pool and their memory on a rank."""
+    """Return the models of a pool, each with its memory on a rank."""
     return [
         (
             holder,
@@ -153,6 +153,6 @@ def _models(config: RunConfig, pool: str) -> list[tuple[ModelHolder, ModelMemory
 
 
 def cost_of(config: RunConfig) -> SwitchCost:
-    """Return the cost of switching the actor, from its plans."""
+    """Return the cost of switching the actor, computed from its plans."""
     pricer = SwitchPricer(model_shape(config), config.model.dtype, config.actor.bucket_bytes)
     return pricer.price(config.generation_grid, NodeMap(config.cluster.ranks_per_node))

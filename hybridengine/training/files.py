@@ -1,4 +1,4 @@
-"""Files that a run needs before its processes start: built or converted models, task data, rows, configuration."""
+"""Files that a run needs before its processes start: models, task data, rows and configuration."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class RunFiles:
     held_out: PromptDataset | None
     demonstrations: DemonstrationDataset | None
     stop_token_ids: tuple[int, ...]
-    """Tokens that end a response: the tokenizer's, and those that the checkpoint's generation_config.json adds."""
+    """Tokens that end a response: the tokenizer's, and those in the checkpoint's generation_config.json."""
 
 
 def claim_run(config: RunConfig) -> tuple[RunConfig, bool]:
-    """Return `config` with absolute paths and a folder of its own, and True if the folder was made here.
+    """Return `config` with absolute paths and its own folder, and True if this call created the folder.
 
-    Paths are absolute since ranks may have been started elsewhere. Where the name is taken, by a finished or a running
-    run, the folder is NAME-2, NAME-3, ... A run with resume=auto keeps the folder that it has.
+    Paths are absolute because ranks may have other working directories. If the name is taken, the folder is NAME-2,
+    NAME-3, ... A run with resume=auto keeps its existing folder.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: the folder cannot be created.
     """
     config = _with_absolute_paths(config)
     name, number = config.run.name, 1
@@ -84,17 +84,17 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def prepare_files(config: RunConfig) -> RunFiles:
-    """Write what the run builds itself, read and check everything that it needs, and keep the configuration beside it.
+    """Build the run's model and data, read and check all files, and write the configuration into the run's folder.
 
     Raises:
-        ConfigError, CheckpointError, DataError: before any process has started.
+        ConfigError, CheckpointError, DataError: a file is missing or invalid.
     """
     disable_progress_bar()
     problems = _Problems()
     for name, section in reward_sections(config).items():
         if section.functions:
             problems.attempt(check_reward_functions, name, section, config.timeouts.start_s)
-    # Written last, when everything else was there: a resumed run keeps the files that it began with.
+    # The configuration is written last; if it exists, a resumed run keeps its original files.
     if not (config.run_folder / CONFIG_FILE).is_file():
         if config.model.build is not None:
             build_model(config)
@@ -118,7 +118,7 @@ def prepare_files(config: RunConfig) -> RunFiles:
             )
     files = _read_rows(config, tokenizer, shape.vocab_size, problems)
     problems.raise_all()
-    # Now, while they are there: folders of models are moved in the weeks that a run takes.
+    # Copied now, because the folders of models may be moved during a long run.
     with writing(config.companions_folder):
         copy_companions(config.model_folder, config.tokenizer_folder, config.companions_folder)
     if not (config.run_folder / CONFIG_FILE).is_file():
@@ -127,7 +127,7 @@ def prepare_files(config: RunConfig) -> RunFiles:
 
 
 def keep_config(config: RunConfig) -> None:
-    """Write the configuration into the run's folder, whole or not at all: a resumed run reads it."""
+    """Write the configuration atomically into the run's folder; a resumed run reads it."""
     new = config.run_folder / f".{CONFIG_FILE}"
     with writing(new):
         new.write_text(config_text(config))
@@ -135,7 +135,7 @@ def keep_config(config: RunConfig) -> None:
 
 
 def config_text(config: RunConfig) -> str:
-    """Return the configuration as it is kept: without secrets."""
+    """Return the configuration as YAML, without secrets."""
     return yaml.safe_dump(config.described(), sort_keys=False)
 
 
@@ -146,7 +146,7 @@ class _Problems:
         self.found: list[str] = []
 
     def attempt(self, check: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T | None:
-        """Return the result of `check`; None where it found problems, which are kept."""
+        """Return the result of `check`; if it fails, record the error and return None."""
         try:
             return check(*arguments, **named)
         except (ConfigError, CheckpointError, DataError) as error:
@@ -160,7 +160,7 @@ class _Problems:
 def _read_rows(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, problems: _Problems
 ) -> RunFiles:
-    """Return the prompts and demonstrations of the run's files."""
+    """Return the prompts and demonstrations of the run; record errors in `problems`."""
     prompt_width, response_width = config.rollout.max_prompt_tokens, config.rollout.max_response_tokens
     prompts = problems.attempt(PromptDataset, config.train_file, tokenizer, prompt_width)
     held_out = demonstrations = None
@@ -190,10 +190,10 @@ def _read_rows(
 def stop_token_ids(
     model_folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> tuple[int, ...]:
-    """Return the tokenizer's end token and those of the checkpoint's generation_config.json, as transformers stops.
+    """Return the end tokens of the tokenizer and of the checkpoint's generation_config.json, as transformers does.
 
     Raises:
-        CheckpointError: transformers, and so vLLM, refuses that file or config.json, or one of them names no tokens.
+        CheckpointError: transformers, and so vLLM, rejects that file or config.json, or an end token in it is invalid.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -201,7 +201,7 @@ def stop_token_ids(
         ("config.json", AutoConfig, ""),
         ("generation_config.json", GenerationConfig, ", or remove it"),
     ):
-        tokens = list[int]()  # those of the last file count
+        tokens = list[int]()  # the last file takes precedence
         if not (model_folder / name).exists():
             continue
         try:
@@ -212,7 +212,7 @@ def stop_token_ids(
                 raise ValueError(
                     f"eos_token_id has {shown(wrong[0])}, which is no token from 0 to {vocab_size - 1}"
                 )
-        except Exception as error:  # of any class, by the value
+        except Exception as error:  # the class depends on the invalid value
             raise CheckpointError(
                 f"{model_folder / name} is not accepted by transformers ({' '.join(str(error).split())}); restore the"
                 f" model's original file{remedy}"
@@ -221,7 +221,7 @@ def stop_token_ids(
 
 
 def build_model(config: RunConfig) -> None:
-    """Write the small model with random weights, and its tokenizer, as a Hugging Face checkpoint."""
+    """Write a small model with random weights, and its tokenizer, as a Hugging Face checkpoint."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -260,7 +260,7 @@ def convert_gguf(config: RunConfig) -> None:
     described = read_object(config.model.hf_config)
     described.pop("architectures", None)
     hf_config = AutoConfig.for_model(**described)
-    # A fresh model holds the weights as plain tensors, without what reading a GGUF file left attached to them.
+    # A fresh model holds the weights as plain tensors, without the attributes that reading a GGUF file adds.
     model = AutoModelForCausalLM.from_config(hf_config)
     model.load_state_dict(read.state_dict())
     model.save_pretrained(config.model_folder)

@@ -1,4 +1,4 @@
-"""The iterations of a run: each with a row of metrics, a line on the console, and a checkpoint where it is time."""
+"""Iterations of a run, each with a row of metrics, a line on the console and, when due, a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from hybridengine.training.step_metrics import call_metrics
 from hybridengine.training.stopping import StopRequest
 
 NUM_SAMPLES = 16
-"""Responses of an evaluation that people may want to read."""
+"""Number of an evaluation's responses that are written as samples."""
 SAMPLE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths", "answers", "scores")
 
 SEED_STRIDES = (1_000_003, 65_537)
-"""Requests of one run must not share seeds: seed = (run · a + step) · b + row, with b no less than the rows of a step."""
+"""Factors a, b of a request's seed = (run seed · a + step) · b + row; b is at least the rows per step, so seeds are
+unique within a run."""
 
 
 def iterate(
@@ -39,10 +40,10 @@ def iterate(
     saver: RunSaver,
     stop: StopRequest,
 ) -> None:
-    """Carry out the iterations that remain, or those until somebody asks to stop.
+    """Carry out the remaining iterations, or stop early if `stop` is requested.
 
     Args:
-        progress: state of the run; kept up to date.
+        progress: state of the run; updated after each iteration.
     """
     steps, log = config.run.steps, call_log()
 
@@ -58,10 +59,10 @@ def iterate(
 
     @contextlib.contextmanager
     def failures_drawn(step: int, known: Mapping[str, float] | None = None) -> Iterator[None]:
-        """Draw a step or an evaluation that fails.
+        """Draw a step or an evaluation in the timeline if it fails.
 
         Args:
-            known: the metrics of a step whose evaluation follows; they are written.
+            known: metrics of the step, if its evaluation is what may fail; they are recorded.
         """
         try:
             yield
@@ -72,7 +73,7 @@ def iterate(
             output.draw(step, log.take_records())
             raise
 
-    log.take_records()  # of the start
+    log.take_records()  # discard the calls of the start
     if progress.step == 0:
         with failures_drawn(0):
             metrics = measure(0)
@@ -80,7 +81,7 @@ def iterate(
         output.record(0, metrics | counts)
     for step in range(progress.step + 1, steps + 1):
         pools.wait()
-        log.take_records()  # what was asked between two steps is part of neither
+        log.take_records()  # calls between two steps belong to neither
         output.begin(step)
         begin, payload_bytes = time.time(), log.payload_bytes
         with failures_drawn(step):
@@ -109,17 +110,17 @@ def iterate(
         progress.step, progress.prompts_drawn = step, progress.prompts_drawn + config.data.batch_size
         last = step == steps or stop.asked
         saver.after_step(metrics, last=last)
-        if not last and (last := stop.asked):  # while a save was begun, which has to be completed then
+        if not last and (last := stop.asked):  # asked while the save began, which must now be completed
             saver.after_step(metrics, last=True)
         if last:
             return
 
 
 def _numbers(values: object, who: str, remedy: str) -> dict[str, float]:
-    """Return the metrics or the state of a dataflow of anybody's, every value a float.
+    """Return the metrics or the state of a user's dataflow with every value as a float.
 
     Raises:
-        ConfigError: it is no dict of names and numbers, or has the name of the step's number.
+        ConfigError: `values` is not a dict of names and numbers, or has the reserved key of the step.
     """
     if not isinstance(values, dict):
         raise ConfigError(f"{who} {shown(values)}; {remedy}")
@@ -128,16 +129,16 @@ def _numbers(values: object, who: str, remedy: str) -> dict[str, float]:
             if not isinstance(name, str) or name == keys.STEP:
                 raise TypeError
             values[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # torch raises the last for a tensor of several
+        except (TypeError, ValueError, RuntimeError):  # torch raises it for a tensor of several elements
             raise ConfigError(f"{who} {name}={shown(value)}; {remedy}") from None
     return values
 
 
 def evaluate(roles: Roles, num_prompts: int) -> tuple[dict[str, float], TensorDict]:
-    """Return the metrics of greedy responses to held-out prompts, scored by the run's own reward, and some of them.
+    """Return the metrics of greedy responses to held-out prompts, scored by the run's reward, and some responses.
 
     The metrics are `eval/score_mean` and, for a reward function alone, `eval/exact_match`, the share with full score.
-    Where there are fewer prompts than ranks, some are answered twice, and counted once.
+    If there are fewer prompts than ranks, some are answered twice but counted once.
     """
     actor, reward = roles.actor, roles.reward
     num_rows = max(num_prompts, actor.num_ranks, reward.num_ranks)

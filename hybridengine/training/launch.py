@@ -1,4 +1,4 @@
-"""The worker groups of a run's dataflow, made from its configuration, and the pools that they are on."""
+"""Worker groups and resource pools of a run, created from its configuration."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ WORKERS = {
     "reward": "workers.reward.RewardModelWorker",
     "cost": "workers.reward.RewardModelWorker",
 }
-"""Classes of workers with a model, by import path: this package never imports them."""
+"""Import path of each role's worker class; this package never imports them."""
 FUNCTION_WORKER = "workers.reward.RewardFunctionWorker"
 
 
 class RunPools:
-    """The pools of a run; a context manager, which ends their processes."""
+    """Pools of a run; a context manager that ends their processes."""
 
     def __init__(self, config: RunConfig) -> None:
         """Join or start the cluster.
 
         Raises:
-            ConfigError: there is no such cluster, or it cannot do what the configuration says.
+            ConfigError: the cluster does not exist, or lacks the resources that the configuration needs.
         """
         self._config = config
-        call_log()  # one for all pools, which start at the same time
+        call_log()  # created before the pools, which start concurrently and share it
         if config.cluster.address is not None:
             os.environ["RAY_ADDRESS"] = config.cluster.address
         start_ray(num_cpus=config.num_ranks)
@@ -74,11 +74,11 @@ class RunPools:
 
     @property
     def nodes(self) -> dict[str, tuple[str, ...]]:
-        """Pool -> address of each rank's node."""
+        """Address of each rank's node, by pool."""
         return {name: pool.nodes for name, pool in self._pools.items()}
 
     def reserve(self) -> None:
-        """Take nodes for all pools, in the order of the pools, if that does; once.
+        """Reserve nodes for all pools, in the order of the pools if they fit that way; idempotent.
 
         Raises:
             ConfigError: the cluster is too small, or its nodes stay occupied.
@@ -88,7 +88,7 @@ class RunPools:
             pools[place].reserve()
 
     def start(self) -> None:
-        """Start the processes of all pools at the same time, on their nodes."""
+        """Start the processes of all pools concurrently on their nodes."""
         self.reserve()
         with ThreadPoolExecutor(len(self._pools)) as threads:
             for started in [threads.submit(pool.start) for pool in self._pools.values()]:
@@ -100,21 +100,21 @@ class RunPools:
             pool.wait()
 
     def settle(self) -> None:
-        """Record the times of the calls that have ended by now."""
+        """Record the times of the calls that have ended so far."""
         for pool in self._pools.values():
             pool.settle()
 
     def start_actor(self, **arguments: object) -> WorkerGroup:
-        """Return the actor's group; `arguments` go to its worker."""
+        """Return the actor's group; `arguments` are passed to its worker."""
         (actor,) = (holder for holder in model_holders(self._config) if holder.role == "actor")
         return self._model(actor, **arguments)
 
     def start_roles(self, actor: WorkerGroup) -> Roles:
-        """Return all groups of the run's dataflow, and on the actor's ranks those that read data and compute."""
+        """Return all groups of the run's dataflow; prompts and compute share the ranks of the actor's pool."""
         config = self._config
         main = self._pools[MAIN_POOL]
         compute = self._helper(main, "compute", "workers.compute.ComputeWorker")
-        # As many readers as share the prompts evenly: there may be more ranks than prompts.
+        # The most readers that share the prompts evenly: there may be more ranks than prompts.
         num_readers = math.gcd(main.num_ranks, config.data.batch_size)
         prompts = self._helper(main, "prompts", "workers.prompts.PromptWorker", num_readers)
         models = {
@@ -138,7 +138,7 @@ class RunPools:
         )
 
     def _scorers(self, role: Role, compute: WorkerGroup) -> Scorers:
-        """Return one group for all functions of a section, on all ranks of its pool, and one for each of its models."""
+        """Return the groups of a reward section: one for all functions, on all ranks of its pool, and one per model."""
         config, pool = self._config, self._pools[self._config.pool_of(role)]
         section: RewardSection = getattr(config, role)
         groups = [self._helper(pool, role, FUNCTION_WORKER)] if section.functions else []
@@ -153,7 +153,7 @@ class RunPools:
     def _helper(
         self, pool: ResourcePool, role: str, worker: str, num_replicas: int | None = None
     ) -> WorkerGroup:
-        """Return a group without a model on all ranks of a pool, with a replica on each unless there are fewer."""
+        """Return a group without a model on all ranks of a pool, with one replica per rank by default."""
         num_replicas = num_replicas or pool.num_ranks
         sizes = TrainSizes(1, pool.num_ranks // num_replicas, num_replicas)
         return WorkerGroup(pool, worker, role=role, parallel=sizes, config={"run": self._config})

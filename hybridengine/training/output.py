@@ -1,4 +1,4 @@
-"""The output of a run: metrics, a timeline, samples, a live view, a line per step."""
+"""Output of a run: metrics, timeline, samples, live view and one console line per step."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ BARS = {
     "prompts": "prompts",
     "advantages": "advantages",
 }
-"""Phase of an iteration -> kind of its bars in the timeline."""
+"""Kind of the timeline's bars for each phase of an iteration."""
 
 SHOWN_SAMPLES = 3
-"""Responses of an evaluation in the terminal."""
+"""Number of an evaluation's responses that are shown in the terminal."""
 
 
 def run_trackers(config: RunConfig) -> Trackers:
-    """Return the trackers of a run, still to be opened (`with`)."""
+    """Return the trackers of a run; enter them (`with`) to open them."""
     run = TrackedRun(config.run.name, config.run_folder, config.described())
     return Trackers(config.run.trackers, run)
 
 
 def where_to_look(folder: Path) -> str:
-    """Return the files and commands that show a run which has ended."""
+    """Return the files and commands that show the results of a finished run."""
     return (
         f"metrics: {folder / METRICS_FILE}; tensorboard --logdir {folder / TENSORBOARD_FOLDER};"
         f" hybridengine report {folder}"
@@ -62,11 +62,11 @@ def where_to_look(folder: Path) -> str:
 
 
 class RunOutput:
-    """Writes into the run's folder, to its trackers, and to the terminal; a context manager.
+    """Writer of a run's output to its folder, trackers and terminal; a context manager.
 
     Args:
-        nodes: pool -> address of every rank's node.
-        trackers: open ones, which get every row.
+        nodes: address of every rank's node, by pool.
+        trackers: open trackers, which receive every row.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class RunOutput:
         self._timeline = TimelineWriter(folder / TIMELINE_FILE)
 
     def begin(self, step: int, *what: str) -> None:
-        """Show in the live view that a step begins, or that `what` begins after it."""
+        """Show in the live view that a step begins, or `what` after it."""
         if self._view is not None:
             self._view.begin(step, *what)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and print the row of a step; step 0 is the state before training."""
+        """Write and print the row of a step, where step 0 is the state before training."""
         row = self._recorder.record(step, metrics)
         if self._trackers is not None:
             self._trackers.log(row)
@@ -101,7 +101,7 @@ class RunOutput:
         self._console.print(Text(step_line(row, self._num_steps)), soft_wrap=True)
 
     def draw(self, step: int, records: Sequence[CallRecord]) -> None:
-        """Add the calls of a step, and the memory that ranks held after each, to the timeline."""
+        """Add the calls of a step, and the memory of the ranks after each call, to the timeline."""
         spans, readings = list[Span](), list[Reading]()
         for record in records:
             phase = BARS.get(phase_of_call(record.role, record.method), "other")
@@ -118,7 +118,11 @@ class RunOutput:
         self._timeline.write(spans, readings)
 
     def show_samples(self, step: int, rows: TensorDictBase) -> None:
-        """Keep responses of an evaluation: rows with tokens, lengths, `answers` and `scores`; a live view shows some."""
+        """Write responses of an evaluation as samples, and print some if there is a live view.
+
+        Args:
+            rows: responses with tokens, lengths, `answers` and `scores`.
+        """
         columns = ["prompts", "responses", "answers"]
         texts, scores = reward_texts(rows, self._tokenizer, columns), rows["scores"].tolist()
         samples = [

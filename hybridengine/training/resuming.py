@@ -1,4 +1,4 @@
-"""The start of a resumed run: the kept configuration, the checkpoints and the trained model of its folder."""
+"""Start of a resumed run from its folder: kept configuration, checkpoints and trained model."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from hybridengine.training.saving import changed_values, check_roles
 from hybridengine.writing import writing
 
 SETTLED = ("model.build", "model.gguf", "data.task", "warmup")
-"""Keys whose products are in the run's folder: its model, its data, its warmed-up weights."""
+"""Keys that must not change on resume, because their results (model, data, warmed-up weights) are in the run's folder."""
 FINAL_FILE = "final.json"
-"""File of a run with the step of its trained model."""
+"""File with the step of a run's trained model."""
 
 
 def resume_command(config: RunConfig) -> str:
-    """Return the command that resumes the run as it is: the file in its folder has every override, but no secrets.
+    """Return a hint with the command that resumes the run.
 
-    Where ranks have never come to train with this configuration, the file is that of an earlier command, or of none.
+    The configuration in the run's folder has every override but no secrets. If ranks have never begun to train with this
+    configuration, the file is missing or belongs to an earlier command.
     """
     file, described = config.run_folder / CONFIG_FILE, config_text(config)
     if "(hidden" in described or not file.is_file() or file.read_text() != described:
@@ -41,7 +42,7 @@ def resume_command(config: RunConfig) -> str:
 
 
 def kept_config(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration in the run's folder; empty where there is none, or without resume=auto.
+    """Return the configuration in the run's folder; empty if it does not exist, or without resume=auto.
 
     Raises:
         ConfigError: it cannot be read.
@@ -61,10 +62,10 @@ def kept_config(config: RunConfig) -> dict[str, Any]:
 
 
 def check_settled(config: RunConfig, kept: Mapping[str, Any]) -> None:
-    """Refuse other values for what the run's folder has from its beginning.
+    """Check that no key in `SETTLED` has changed since the run began.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: a key has changed.
     """
     changes = [change for change in changed_values(kept, config.described()) if change.startswith(SETTLED)]
     if kept and changes:
@@ -77,13 +78,13 @@ def check_settled(config: RunConfig, kept: Mapping[str, Any]) -> None:
 def checkpoint_of(
     config: RunConfig, origin: object, say: Callable[[str], None]
 ) -> tuple[RunConfig, Checkpoint | None]:
-    """Return the configuration, which names the run's first checkpoint, and the checkpoint to resume from, if any.
+    """Return the configuration, whose `resume` names the run's first checkpoint, and the checkpoint to resume or None.
 
     Args:
-        origin: `resume` of the run's beginning, for as long as the run has no checkpoint of its own.
+        origin: value of `resume` when the run began; used until the run has its own checkpoint.
 
     Raises:
-        CheckpointError: `resume` names a folder that is no whole checkpoint.
+        CheckpointError: `resume` names a folder that is not a complete checkpoint.
     """
     if config.resume == "never":
         return config, None
@@ -124,13 +125,13 @@ def final_folder(config: RunConfig) -> Path:
 
 
 def note_final(config: RunConfig, step: int) -> None:
-    """Keep the step of the trained model, which has just been written."""
+    """Write the step of the trained model to `FINAL_FILE`."""
     with writing(file := config.run_folder / FINAL_FILE):
         file.write_text(json.dumps({STEP: step}) + "\n")
 
 
 def steps_done(config: RunConfig) -> int:
-    """Return the steps of a run whose trained model is there, whole; 0 for any other run."""
+    """Return the number of steps of a run whose trained model is complete; 0 for any other run."""
     if checkpoint_problems(final_folder(config)):
         return 0
     try:
@@ -141,11 +142,11 @@ def steps_done(config: RunConfig) -> int:
 
 
 def check_final(config: RunConfig, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
-    """Refuse to lose a trained model that the run's own checkpoints cannot bring back.
+    """Check that the run does not overwrite a trained model that its own checkpoints cannot reproduce.
 
     Raises:
-        ConfigError: there is one, and the run would begin anew.
-        DataError: the run's rows, which are read once more at its end, are damaged.
+        ConfigError: the run would overwrite such a model.
+        DataError: the run's rows, which are read again at its end, are damaged.
     """
     final, rows = final_folder(config), read_rows(config.run_folder)
     has_own = checkpoint is not None and checkpoint.folder.is_relative_to(config.run_folder)
@@ -162,5 +163,5 @@ def check_final(config: RunConfig, checkpoint: Checkpoint | None, say: Callable[
 
 
 def as_typed(path: Path) -> Path:
-    """Return `path` as a person would type it here."""
+    """Return `path` relative to the current directory if it is inside."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

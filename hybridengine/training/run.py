@@ -1,4 +1,4 @@
-"""A training run: files, processes, warm-up, the dataflow, and the output that a person sees."""
+"""Training run: files, processes, warm-up, dataflow and console output."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from hybridengine.training.stopping import StopRequest
 
 
 def train(config: RunConfig) -> None:
-    """Carry out a run, or its remaining steps, and print its progress."""
+    """Carry out a run, or the remaining steps of a resumed run, and print its progress."""
     console = Console()
     started = time.perf_counter()
 
@@ -68,7 +68,7 @@ def train(config: RunConfig) -> None:
     say(f"run {as_typed(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
     stop = StopRequest(saves=bool(config.checkpoint.every))
     with contextlib.ExitStack() as ends:
-        # First of all: who is refused leaves the other's folder alone.
+        # Locked first: a command that does not get the lock must not touch the folder.
         ends.enter_context(run_lock(config.run_folder, warn))
         with _nothing_left_behind(config, is_made_here), contextlib.ExitStack() as begun:
             kept = kept_config(config)
@@ -103,7 +103,7 @@ def train(config: RunConfig) -> None:
 
 @dataclass
 class _Run:
-    """Carries out a run whose files are there."""
+    """Executes a run whose files are prepared."""
 
     config: RunConfig
     files: RunFiles
@@ -112,13 +112,13 @@ class _Run:
     say: Callable[[str], None]
     stop: StopRequest
     has_started: bool = False
-    """True once ranks are ready and steps begin."""
+    """True once the ranks are ready and the steps begin."""
 
     def carry_out(self, pools: RunPools, checkpoint: Checkpoint | None) -> None:
-        """Carry out all iterations; restart failed ranks and continue from the newest checkpoint.
+        """Carry out all iterations; after a failure, restart the ranks and resume from the newest checkpoint.
 
         Raises:
-            HybridEngineError: the failure, where it would be repeated, or has come too often.
+            HybridEngineError: a failure is permanent, or occurred too often.
         """
         restarts, last, first = 0, "", checkpoint
         while True:
@@ -145,7 +145,7 @@ class _Run:
             pools = self._pools_after(failure)
 
     def _say_what_is_left(self, progress: Progress) -> None:
-        """Print the state of the run after a failure that ends it."""
+        """Print where the run failed and how to resume it."""
         with contextlib.suppress(OSError):
             name_written(self.config.run_folder, self.say)
         found = checkpoints_in(self.config.run_folder)
@@ -155,16 +155,16 @@ class _Run:
         self.say(f"failed {self._place(progress)}; {left}")
 
     def _place(self, progress: Progress) -> str:
-        """Return the place of a failure."""
+        """Return the step of a failure as text."""
         if progress.step >= self.config.run.steps:
             return "after the last step"
         return f"{'in' if self.has_started else 'while it started, before'} step {progress.step + 1}"
 
     def _pools_after(self, failure: Exception) -> RunPools:
-        """Return pools with nodes for the ranks once more.
+        """Return new pools with reserved nodes.
 
         Raises:
-            WorkerError: the cluster no longer has them; both reasons.
+            WorkerError: the cluster no longer has the nodes; the message gives both errors.
         """
         try:
             with contextlib.ExitStack() as begun:
@@ -172,11 +172,11 @@ class _Run:
                 pools.reserve()
                 begun.pop_all()
                 return pools
-        except (HybridEngineError, RayError, KeyError) as error:  # KeyError: a node has just gone
+        except (HybridEngineError, RayError, KeyError) as error:  # KeyError: a node has just left
             raise WorkerError(f"{failure}\nthe run could not start again: {error}") from failure
 
     def _attempt(self, pools: RunPools, progress: Progress, checkpoint: Checkpoint | None) -> None:
-        """Start the processes and carry out the run to its end, or to a failure."""
+        """Start the processes and carry out the run until it ends or fails."""
         config, say, self.has_started = self.config, self.say, False
         say(
             f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process (about a minute on a CPU)"
@@ -196,7 +196,7 @@ class _Run:
             load_roles(checkpoint, config, roles)
             say(f"state of step {checkpoint.step} loaded")
         say(f"{', '.join(role for role in config.algorithm.roles if role != 'actor')} ready")
-        call_log().take_records()  # of an attempt that has failed
+        call_log().take_records()  # discard those of a failed attempt
         with RunOutput(config, pools.nodes, self.files.tokenizer, self.console, self.trackers) as output:
             saver = RunSaver(config, roles, progress, say)
             keep_config(config)
@@ -226,7 +226,7 @@ class _Run:
 
 
 def local_problems(config: RunConfig) -> list[str]:
-    """Return the reasons why this machine cannot be the whole cluster; none where a cluster is joined."""
+    """Return the reasons why the run does not fit on this machine; none if it joins a cluster."""
     if config.cluster.address is not None or os.environ.get("RAY_ADDRESS"):
         return []
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -242,12 +242,12 @@ def local_problems(config: RunConfig) -> list[str]:
 
 @contextlib.contextmanager
 def _nothing_left_behind(config: RunConfig, is_made_here: bool) -> Iterator[None]:
-    """Remove the folder of a run that its files, trackers or cluster rule out, unless it was there before."""
+    """Remove the folder of a run that fails before it starts, unless the folder already existed."""
     try:
         yield
     except HybridEngineError:
         if is_made_here:
             shutil.rmtree(config.run_folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # other runs are there
+            with contextlib.suppress(OSError):  # it has other runs
                 Path(config.run.folder).rmdir()
         raise

@@ -1,8 +1,8 @@
-"""Saves of a run, and the state that a resumed run begins with.
+"""Saving of checkpoints during a run, and loading of the state of a resumed run.
 
 A save begins between two iterations: every trained role copies its state to host memory, and writes it in the background.
-Between two later iterations, once all have written, the checkpoint is renamed; if a run ends before that, the resumed run
-renames it. A save that fails has no other consequence.
+Between two later iterations, once all roles have written, the checkpoint is renamed; if a run ends before that, the
+resumed run renames it. A failed save does not end the run.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from hybridengine.package_versions import package_versions
 from hybridengine.planning.costs.memory import checkpoint_bytes
 
 SPARE_SHARE = 1.05
-"""Space that a save needs, in sizes of a checkpoint: descriptions of tensors, and files that others write meanwhile."""
+"""Disk space that a save needs, as a multiple of the checkpoint's size; includes metadata and concurrent writes."""
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
-"""Seconds between two questions to ranks whether they have written: at first, and after a while."""
+"""Initial and longest interval, in seconds, at which ranks are polled for the end of a save."""
 FREE_KEYS = (
     "resume",
     "run.folder",
@@ -56,25 +56,25 @@ FREE_KEYS = (
 
 @dataclass
 class Progress:
-    """State of a run that passes from one iteration to the next, beside the models."""
+    """State of a run, other than its models, that is passed from one iteration to the next."""
 
     step: int = 0
-    """Iterations that are complete."""
+    """Number of completed iterations."""
     state: State = field(default_factory=dict)
-    """Numbers that the dataflow keeps."""
+    """Numbers that the dataflow keeps between iterations."""
     best: Best = field(default_factory=Best)
     prompts_drawn: int = 0
-    """Prompts of all iterations."""
+    """Number of prompts drawn in all iterations."""
 
     @classmethod
     def at(cls, checkpoint: Checkpoint | None, best_metric: str | None) -> Progress:
-        """Return the progress of a run that resumes from a checkpoint; without one, of a new run.
+        """Return the progress of a run that resumes from a checkpoint, or of a new run without one.
 
         Args:
-            best_metric: the metric that decides from now on; the best by another one is forgotten.
+            best_metric: metric that selects the best checkpoint; the best value of another metric is ignored.
 
         Raises:
-            CheckpointError: it has no such progress.
+            CheckpointError: the checkpoint's progress cannot be read.
         """
         if checkpoint is None:
             return cls()
@@ -85,22 +85,22 @@ class Progress:
 
 @dataclass
 class _Writing:
-    """A checkpoint that ranks are writing."""
+    """Checkpoint that ranks are writing."""
 
     folder: Path
     step: int
     roles: list[str]
-    """Roles that have begun to write and have not ended."""
+    """Roles that are still writing."""
     error: CheckpointError | None
-    """Reason why there will be no checkpoint."""
+    """First error, because of which the checkpoint will be discarded; None otherwise."""
 
 
 class RunSaver:
-    """Makes the checkpoints of a run; one is written at a time.
+    """Writer of a run's checkpoints, one at a time.
 
     Args:
-        progress: read when a save begins, and told of the best one.
-        say: told of every checkpoint, and of why one could not be written.
+        progress: state of the run, read when a save begins; its best checkpoint is updated.
+        say: function that prints a message for every checkpoint, saved or failed.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class RunSaver:
         """Step of the newest checkpoint."""
         self._has_warned = False
         self._begun: int | None = None
-        """Step whose checkpoint was begun last."""
-        sha256_of(config.train_file)  # now, as it was read: every checkpoint says it
+        """Step of the last save that was begun."""
+        sha256_of(config.train_file)  # cached now, as it was read; every checkpoint records it
 
     def after_step(self, metrics: Mapping[str, float], *, last: bool = False) -> None:
-        """Complete a checkpoint that all ranks have written meanwhile; begin another where it is time, or the run ends.
+        """Complete a checkpoint that all ranks have written; begin another if one is due or the run ends.
 
         Args:
-            last: the run ends after this step; also where that turns out only after an earlier call for it.
+            last: True if the run ends after this step; may be set in a second call for the same step.
         """
         self._poll()
         every, step = self._config.checkpoint.every, self._progress.step
@@ -173,7 +173,7 @@ class RunSaver:
             self._complete()
 
     def _complete(self) -> None:
-        """Wait until there is no checkpoint that is being written, for as long as `timeouts.save_s`."""
+        """Wait until no checkpoint is being written, for at most `timeouts.save_s`."""
         deadline, pause = time.monotonic() + self._config.timeouts.save_s, POLL_S
         self._poll()
         while self._writing is not None:
@@ -182,10 +182,10 @@ class RunSaver:
             self._poll(last=time.monotonic() >= deadline)
 
     def _poll(self, last: bool = False) -> None:
-        """Ask the roles that still write whether they have; where all have, the checkpoint is complete, or given up.
+        """Poll the roles that are still writing; once all have ended, complete or discard the checkpoint.
 
         Args:
-            last: they have had all the time that there is: those that have not written give up.
+            last: True if the time limit has passed: roles that are still writing give up.
         """
         writing = self._writing
         if writing is None:
@@ -201,7 +201,7 @@ class RunSaver:
             self._name(writing)
 
     def _name(self, writing: _Writing) -> None:
-        """Give a checkpoint that is written its name, and delete old ones."""
+        """Rename a written checkpoint to its final name, and delete old ones."""
         try:
             if writing.error is not None:
                 raise writing.error
@@ -217,13 +217,13 @@ class RunSaver:
             self._give_up(writing.step, reason)
             return
         self._writing, self.saved_step = None, writing.step
-        with contextlib.suppress(OSError):  # then they stay a while longer
+        with contextlib.suppress(OSError):  # old ones are then deleted after a later save
             prune(self._config.run_folder, self._config.checkpoint.keep, self._progress.best.step)
         size = format_bytes(checkpoint.num_bytes())
         self._say(f"checkpoint of step {writing.step} saved: {checkpoint.folder.name}, {size}")
 
     def _give_up(self, step: int, error: Exception) -> None:
-        """A checkpoint could not be written: say so, and let the run go on."""
+        """Discard a checkpoint that could not be written, and print a warning; the run continues."""
         if self._writing is not None:
             discard(self._writing.folder)
         self._writing = None
@@ -233,7 +233,7 @@ class RunSaver:
 
 
 def _is_evaluated(metric: str) -> bool:
-    """Return True if only steps with an evaluation have the metric."""
+    """Return True if only evaluated steps have the metric."""
     return metric.startswith("eval/")
 
 
@@ -242,11 +242,11 @@ def _trained_groups(config: RunConfig, roles: Roles) -> dict[str, WorkerGroup]:
 
 
 def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:
-    """Load a checkpoint into every trained role, and set the prompts; a converted one may lack roles.
+    """Load a checkpoint into every trained role that it has, and set the position in the prompts.
 
     Raises:
-        RankFailedError: it is another model's, or cannot be read.
-        CheckpointError: it lacks a role.
+        RankFailedError: the checkpoint belongs to another model, or cannot be read.
+        CheckpointError: the checkpoint lacks a role and was not converted.
     """
     progress = Progress.at(checkpoint, config.checkpoint.best)
     there, _, _ = check_roles(checkpoint, config)
@@ -256,7 +256,7 @@ def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:
 
 
 def check_roles(checkpoint: Checkpoint, config: RunConfig) -> tuple[list[Role], ...]:
-    """Return the roles that a run loads, those that it initialises, and those of the checkpoint that it does not train.
+    """Return the roles to load, the roles to initialise, and the checkpoint's roles that the run does not train.
 
     Raises:
         CheckpointError: a checkpoint that was not converted lacks a role that the run trains.
@@ -296,16 +296,16 @@ def run_state(config: RunConfig, progress: Progress, roles: Iterable[str]) -> Ru
 
 @lru_cache(maxsize=2)
 def sha256_of(file: Path) -> str | None:
-    """Return the digest of a file's contents at the first call; None where it is gone, which ends no run."""
+    """Return the digest of a file's contents at the first call; None if it cannot be read."""
     with contextlib.suppress(OSError):
         return FileDigest.of(file).sha256
     return None
 
 
 def changes_since(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
-    """Return the changes since a checkpoint was written that change results: configuration, prompts, packages.
+    """Return the changes of configuration, prompts and packages since a checkpoint was written that affect results.
 
-    A converted checkpoint, which no run has written, has nothing to compare with.
+    A converted checkpoint has no record to compare with.
     """
     before = checkpoint.run_state()
     changes = [
@@ -321,7 +321,7 @@ def changes_since(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
 
 
 def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the keys whose values differ, "key: before -> now", in alphabetical order."""
+    """Return the keys whose values differ, as "key: before -> now" in alphabetical order."""
     old, new = dict(flat(before)), dict(flat(now))
     return [
         f"{key}: {json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"

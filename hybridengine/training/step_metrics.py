@@ -1,4 +1,4 @@
-"""Metrics of one iteration's calls: their seconds, and the bytes that moved between them."""
+"""Metrics of one iteration's calls: seconds, and bytes moved between them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from hybridengine.report import keys
 def call_metrics(
     records: Sequence[CallRecord], payload_bytes: int, begin: float, end: float
 ) -> dict[str, float]:
-    """Seconds by phase, bytes that went from rank to rank and through the controller, what the controller took, and the
-    most that a rank's process held after any call.
+    """Return the metrics of one iteration's calls.
+
+    They are the seconds by phase, the bytes that moved between ranks and through the controller, the overhead of the
+    controller, and the largest memory of a rank's process after any call.
 
     Args:
-        begin, end: of the iteration, in seconds since the epoch.
+        begin, end: start and end of the iteration, in seconds since the epoch.
     """
     seconds, edges = defaultdict[str, float](float), Counter[str]()
     for record in records:

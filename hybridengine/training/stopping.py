@@ -1,4 +1,4 @@
-"""Signals that end a run between two iterations: SIGTERM, as schedulers send it, or Ctrl-C."""
+"""Signals that end a run between two iterations: Ctrl-C, or SIGTERM from a scheduler."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from types import FrameType
 
 
 class StopRequest:
-    """A request, by signal, to end the run after the current iteration.
+    """Request, by signal, to end the run after the current iteration.
 
-    The second signal does not wait: Ctrl-C is then a KeyboardInterrupt, SIGTERM a SystemExit.
+    A second signal ends the run at once: Ctrl-C raises KeyboardInterrupt, SIGTERM raises SystemExit.
     """
 
     def __init__(self, saves: bool = True) -> None:
-        """`saves`: the run makes a checkpoint when it stops."""
+        """Create a request; `saves` is True if the run writes a checkpoint when it stops."""
         self.asked = False
         self.heard = False
-        """True after any signal, also one that was too late to end anything."""
+        """True after any signal, including one that arrived too late to stop the run early."""
         self._is_late = False
         self._saves = saves
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take signals as requests while the context is open; only the main thread of a process can."""
+        """Handle signals as requests while the context is open; has an effect only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -39,7 +39,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def too_late(self) -> Iterator[None]:
-        """Answer a signal, while the context is open, that the run ends by itself."""
+        """Answer signals, while the context is open, with the message that the run is already ending."""
         self._is_late = True
         try:
             yield
@@ -56,6 +56,6 @@ class StopRequest:
         saved = ", and is saved" if self._saves else ""
         ends = "once its trained model is saved" if self._is_late else f"after this step{saved}"
         text = f"{signal.Signals(number).name}: the run ends {ends}; {again} ends it at once\n"
-        with contextlib.suppress(OSError, RuntimeError):  # closed, or in the middle of another text
+        with contextlib.suppress(OSError, RuntimeError):  # stderr is closed, or is being written
             sys.stderr.write(text)
             sys.stderr.flush()

@@ -1,6 +1,6 @@
-"""Short runs of PPO with several layouts, model sizes and batch sizes: what coefficients are fitted to.
+"""Short PPO runs with several layouts, model sizes and batch sizes, to which coefficients are fitted.
 
-The learning rate is so small that the model stays as it is: lengths are those of a random model in every step.
+The learning rate is so small that the model hardly changes: response lengths are those of a random model in every step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hybridengine.models.shapes import DTYPE_BYTES
 from hybridengine.topology.sizes import TrainSizes
 
 CACHE_BLOCK_TOKENS = 128
-"""vLLM's block of KV cache on a CPU."""
+"""Tokens of a block of vLLM's KV cache on a CPU."""
 HEAD_DIM = 32
 RUN = f"""
 run: {{steps: 6, eval_every: 0, live: false}}
@@ -26,15 +26,15 @@ critic: {{micro_batch_tokens: 2048, mini_batches: 2, optimizer: {{lr: 1e-9}}}}
 reference: {{micro_batch_tokens: 2048}}
 rollout: {{max_prompt_tokens: 16, max_response_tokens: 48}}
 """
-"""What all runs have: two steps that warm up, three that count, and a last one with an evaluation."""
+"""Configuration shared by all runs: two warm-up steps, three counted steps, and a last one with an evaluation."""
 
 Pair = tuple[int, int]
-"""p and t; as many replicas as there are ranks left."""
+"""Sizes p and t; d follows from the number of ranks."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and a model, for a run with each batch size."""
+    """Layout and model of a series of runs, one per batch size."""
 
     name: str
     actor: Pair
@@ -45,10 +45,10 @@ class Case:
     hidden_size: int
     batch_sizes: tuple[int, ...]
     share: int = 1
-    """1 for all ranks, 2 for half of them: where ranks share devices, others at work make a difference."""
+    """Divisor of the number of ranks: 1 uses all, 2 half of them, to measure how ranks that share devices interfere."""
 
     def fits(self, num_ranks: int) -> bool:
-        """Return True if so many ranks can be arranged that way."""
+        """Return True if `num_ranks` ranks can have this layout."""
         own, rest = divmod(num_ranks, self.share)
         return not rest and all(own % (p * t) == 0 for p, t in (self.actor, self.critic, self.reference))
 
@@ -62,19 +62,19 @@ CPU_CASES = (
     Case("large-tensor-data", (1, 2), (1, 1), (4, 1), (1, 1), 6, 512, (16, 48)),
     Case("middle-fewer-ranks", (1, 1), (1, 1), (1, 2), (1, 1), 4, 256, (64, 192), share=2),
 )
-"""Layouts of 4 ranks; those that other numbers of ranks can have."""
+"""Cases for 4 ranks; other numbers of ranks use those that fit."""
 SINGLE_CASES = (
     Case("small", (1, 1), (1, 1), (1, 1), (1, 1), 2, 128, (64, 256)),
     Case("middle", (1, 1), (1, 1), (1, 1), (1, 1), 4, 256, (32, 128)),
     Case("large", (1, 1), (1, 1), (1, 1), (1, 1), 6, 512, (16, 48)),
 )
-"""Where the layouts above leave too few."""
+"""Cases added if too few of the above fit."""
 GPU_SCALE, GPU_BATCHES = 8, 4
-"""How many times wider models and larger batches are on GPUs, which the small ones would leave idle."""
+"""Factors by which models are wider and batches larger on GPUs, to keep them busy."""
 
 
 def cases_for(num_ranks: int, on_gpus: bool) -> list[Case]:
-    """Return the cases to measure with so many ranks."""
+    """Return the cases to measure with `num_ranks` ranks."""
     found = [case for case in CPU_CASES if case.fits(num_ranks)]
     if len(found) < len(SINGLE_CASES):
         found = [*found, *SINGLE_CASES]
@@ -92,7 +92,7 @@ def cases_for(num_ranks: int, on_gpus: bool) -> list[Case]:
 
 
 def case_configs(case: Case, num_ranks: int, dtype: str, folder: Path) -> list[RunConfig]:
-    """Return a configuration for each batch size of a case, whose files go beneath `folder`."""
+    """Return a configuration for each batch size of a case, with files under `folder`."""
     file, own_ranks = folder / f"{case.name}.yaml", num_ranks // case.share
     file.write_text(RUN)
     heads, (gen_pp, gen_tp) = case.hidden_size // HEAD_DIM, case.generate

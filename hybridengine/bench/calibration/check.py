@@ -1,4 +1,4 @@
-"""`hybridengine plan --check`: predictions of runs that have been carried out, beside what they took."""
+"""`hybridengine plan --check`: comparison of finished runs with their predictions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridengine.formatting import format_bytes
 from hybridengine.planning.costs.clusters import Cluster
 
 PHASE_TOLERANCE, STEP_TOLERANCE = 0.25, 0.15
-"""Largest deviations of predictions, as shares of what was measured."""
+"""Largest allowed deviations of predictions, as shares of the measurements."""
 COLUMNS = {
     "phase": "phase",
     "measured_s": "measured",
@@ -19,14 +19,14 @@ COLUMNS = {
     "deviation_share": "deviation",
     "verdict": "",
 }
-"""Figure of a phase -> its heading."""
+"""Heading of each figure of a phase."""
 
 
 def check_run(run: MeasuredRun, cluster: Cluster) -> dict[str, Any]:
-    """Return figures of a run beside its prediction. Units: seconds and bytes.
+    """Return the measured and predicted figures of a run. Units: seconds and bytes.
 
     Raises:
-        TopologyError: sizes that the planner has no costs for.
+        TopologyError: the planner has no costs for the run's sizes.
     """
     plan = run.predicted(cluster)
     engine = plan.option("actor").engine
@@ -64,7 +64,7 @@ def check_run(run: MeasuredRun, cluster: Cluster) -> dict[str, Any]:
 def check_lines(
     runs: Sequence[MeasuredRun], checks: Sequence[dict[str, Any]], cluster: Cluster
 ) -> Iterator[str]:
-    """Yield every run as a table, with what is beyond its tolerance."""
+    """Yield the lines of a table per run, with a mark on deviations beyond the tolerance."""
     yield f"cluster: {cluster.name}"
     for run, check in zip(runs, checks, strict=True):
         config = run.config

@@ -1,9 +1,9 @@
-"""Coefficients of the cost model from what real runs have taken.
+"""Fitting of the cost model's coefficients to the measured times of runs.
 
-Peak rates and links are measured by themselves. What remains, how much of the peak a model's matrices reach and what
-every layer, micro-batch, token, collective and tensor costs beside its arithmetic and bytes, follows from the seconds of
-whole phases: coefficients are those that make the logarithms of predicted over measured seconds smallest (a robust least
-squares, so that a single disturbed phase does not bend them).
+Peak rates and links are measured separately. The other coefficients are the share of the peak that a model's matrix
+products reach, and the costs of every layer, micro-batch, token, collective and tensor in addition to arithmetic and
+bytes. They are fitted to the seconds of whole phases by robust least squares on the logarithms of predicted over measured
+seconds, so that a single disturbed phase has little influence.
 """
 
 from __future__ import annotations
@@ -44,51 +44,51 @@ RANGES: Mapping[str, tuple[float, float, float]] = {
     "exchange_s": (3e-4, 1e-7, 0.1),
     "collective_s": (1e-4, 1e-7, 0.1),
 }
-"""Coefficient -> start, least and greatest value of the search for it."""
+"""Initial, smallest and largest value of each coefficient."""
 ROBUST_SCALE = 0.15
-"""Deviations beyond this count less."""
+"""Deviation beyond which residuals are weighted less."""
 LIGHT_SHARE = 0.02
-"""Share of the step below which phases hardly count; on a shared machine they vary too much."""
+"""Share of the step below which phases have `LIGHT_WEIGHT`, because they vary too much on a shared machine."""
 LIGHT_WEIGHT = 0.2
 PRIOR_WEIGHT = 0.03
-"""Keeps a coefficient that no run depends on at its start."""
+"""Weight that keeps a coefficient at its initial value if no run depends on it."""
 MOST_EVALUATIONS = 60
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredRun:
-    """A run that has been carried out."""
+    """Measurements of a finished run."""
 
     name: str
-    """Its folder."""
+    """Folder of the run."""
     config: RunConfig
     workload: Workload
-    """With the lengths that its prompts and responses had."""
+    """Workload with the measured lengths of prompts and responses."""
     phases_s: Mapping[str, float]
-    """Phase -> seconds of a step, the median of the steps that count."""
+    """Seconds of each phase per step: medians over the counted steps."""
     step_s: float
     resident_bytes: int
-    """Most bytes that a rank's process held; 0 if the run could not read it."""
+    """Largest memory of a rank's process; 0 if the run could not read it."""
     peak_weight_bytes: int
-    """Most bytes of weights that a rank held while switching."""
+    """Largest bytes of weights on a rank during a switch."""
     num_steps: int
-    """Steps that count."""
+    """Number of counted steps."""
 
     @cached_property
     def _pricer(self) -> SwitchPricer:
         return pricer_of(self.workload)
 
     def predicted(self, cluster: Cluster) -> Plan:
-        """Return the same run as the model predicts it.
+        """Return the predicted plan of the run.
 
         Raises:
-            TopologyError: sizes that the planner has no costs for.
+            TopologyError: the planner has no costs for the run's sizes.
         """
         return given_plan(self.config, self.workload, cluster, self._pricer)
 
     @property
     def model_phases(self) -> list[str]:
-        """Phases of calls with a model, in order; a switch is priced from its plan alone."""
+        """Phases of calls with a model, in order, without switches, which are priced from their plans alone."""
         models = {model.name for model in self.workload.models}
         fitted = (Work.GENERATE, Work.INFER, Work.UPDATE)
         calls = [call for call in self.workload.calls if call.role in models and call.work in fitted]
@@ -96,10 +96,10 @@ class MeasuredRun:
 
 
 def fit(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Cluster:
-    """Return the cluster with coefficients that fit the runs.
+    """Return the cluster with coefficients fitted to the runs.
 
     Args:
-        cluster: has measured rates and links.
+        cluster: cluster with measured rates and links.
 
     Raises:
         ConfigError: there are fewer phases than coefficients.
@@ -123,7 +123,7 @@ def fit(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Cluster:
                 found.append(weight * np.log(predicted_s[phase] / run.phases_s[phase]))
         return np.array([*found, *(PRIOR_WEIGHT * (logs - start))])
 
-    from scipy.optimize import least_squares  # half a second, for those who fit
+    from scipy.optimize import least_squares  # slow to import: half a second
 
     solved = least_squares(
         residuals, start, bounds=(low, high), loss="soft_l1", f_scale=ROBUST_SCALE, max_nfev=MOST_EVALUATIONS
@@ -138,5 +138,5 @@ def fit(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Cluster:
 
 
 def _with_compute(cluster: Cluster, **values: Any) -> Cluster:
-    """Return the cluster with other values in its section compute."""
+    """Return the cluster with the given values in its section compute."""
     return cluster.model_copy(update={"compute": compute_of(cluster).model_copy(update=values)})

@@ -1,4 +1,4 @@
-"""What a machine's ranks can do: matrices, memory, links; by one rank alone, and by all of them at the same time."""
+"""Measured rates of matrix products, memory and links, by one rank alone and by all ranks at once."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ MATRIX = 1024
 COPIED_BYTES = 64 * MEBIBYTE
 SENT_BYTES = 16 * MEBIBYTE
 MEASURED_S = 0.3
-"""Seconds for which each figure is measured, at least."""
+"""Least seconds for which each rate is measured."""
 EMPTY_CALLS = 50
 COPY_LATENCY_S = 10e-6
 OWN_DEVICES_SHARE = 0.75
-"""Ranks that together do so much of what they do alone have devices of their own."""
+"""Ranks have separate devices if together they reach at least this share of the sum of their single rates."""
 
 
 class MachineWorker:
-    """Measures on one rank; every method is called on all ranks, of which some only wait."""
+    """Worker that measures rates on one rank; methods are called on all ranks, some of which only wait."""
 
     def __init__(self, context: RankContext) -> None:
         self._rank, self._world_size = context.rank, context.world_size
@@ -38,11 +38,11 @@ class MachineWorker:
 
     @register(ONE_TO_ALL)
     def answer(self) -> None:
-        """Do nothing: an empty call."""
+        """Do nothing; serves as an empty call."""
 
     @register(ONE_TO_ALL)
     def multiply(self, dtype: str, num_working: int) -> float:
-        """Return operations per second of square matrices, 0 on ranks that wait; a product and its sum are two."""
+        """Return the operations per second of a square matrix product, a multiply-add being two; 0 on waiting ranks."""
         one, other = (
             torch.randn(MATRIX, MATRIX, dtype=getattr(torch, dtype), device=self._device) for _ in range(2)
         )
@@ -50,20 +50,20 @@ class MachineWorker:
 
     @register(ONE_TO_ALL)
     def copy(self, num_working: int) -> float:
-        """Return bytes read and written per second in memory that is there."""
+        """Return the bytes read and written per second in allocated memory; 0 on waiting ranks."""
         source, target = (torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2))
         return self._rate(num_working, 2 * COPIED_BYTES, lambda: target.copy_(source))
 
     @register(ONE_TO_ALL)
     def send(self, num_bytes: int, num_pairs: int) -> float:
-        """Return seconds of a message to a neighbour (of 0 and 1, 2 and 3, ...) and back; 0 on ranks that wait."""
+        """Return the round-trip seconds of a message between neighbours (0 and 1, 2 and 3, ...); 0 on waiting ranks."""
         message = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         neighbour = self._rank ^ 1
         dist.barrier()
         if self._rank // 2 >= num_pairs or neighbour >= self._world_size:
             dist.barrier()
             return 0.0
-        # Both sides must know when to end: a fixed number, after one that warms up.
+        # A fixed number of repetitions, so that both sides agree on the end; the first one warms up.
         repetitions, begin = 4 if num_bytes > MEBIBYTE else 50, 0.0
         for number in range(repetitions + 1):
             if number == 1:
@@ -91,10 +91,10 @@ class MachineWorker:
 
 
 def measure_machine(pool: ResourcePool, num_ranks: int, dtypes: Sequence[str]) -> dict[str, Any]:
-    """Return the sections `links` and `compute` of a cluster file for the machine that a pool's ranks are on.
+    """Return the sections `links` and `compute` of a cluster file for the machine of a pool's ranks.
 
     Args:
-        dtypes: types of matrices; the first one decides whether ranks share devices.
+        dtypes: types of matrices; the first one is used to detect whether ranks share devices.
     """
     group = WorkerGroup(
         pool,
@@ -103,7 +103,7 @@ def measure_machine(pool: ResourcePool, num_ranks: int, dtypes: Sequence[str]) -
     )
 
     def rates(method: str, *arguments: object) -> tuple[float, float]:
-        """Return the rate of one rank while the others wait, and of all together."""
+        """Return the rate of one rank while the others wait, and the sum over all ranks at once."""
         alone, together = (
             sum(getattr(group, method)(*arguments, num_working).get()) for num_working in (1, num_ranks)
         )

@@ -1,8 +1,8 @@
-"""What a run has taken, as plans count it: lengths from its metrics, seconds of each call from its timeline.
+"""Measurements of a run in the terms of a plan: lengths from its metrics, seconds of each call from its timeline.
 
-As in a plan, a call begins when its ranks are free and the calls that it reads have ended, and ends with its last rank:
-what ranks wait for each other is part of it. (The metrics' `time/PHASE_s` is the slowest rank's from its own begin: ranks
-that are early begin the next call early and wait in it, so that the sum of these seconds is more than the step.)
+As in a plan, a call begins when its ranks are free and the calls that it reads have ended, and ends with its last rank.
+It thus includes the time in which ranks wait for each other. (The metric `time/PHASE_s` counts from the slowest rank's
+own begin: early ranks begin the next call early and wait in it, so that the sum of these seconds exceeds the step.)
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hybridengine.report.timeline import TIMELINE_FILE, Span, read_timeline
 
 CONFIG_FILE = "config.yaml"
 WARM_STEPS = 2
-"""First steps of a run, whose first requests and allocations take longer."""
+"""Number of initial steps that are not counted, because first requests and allocations take longer."""
 FEWEST_STEPS = 3
 
 
 def read_run(folder: str | Path) -> MeasuredRun:
-    """Return what the run in a folder has taken, without its first steps.
+    """Return the measurements of the run in a folder, without its first steps.
 
     Raises:
-        ConfigError: the folder holds no run.
-        DataError: too few steps, or steps without the figures that are needed.
+        ConfigError: the folder does not have a run.
+        DataError: there are too few steps, or figures are missing.
     """
     folder = Path(folder)
     for name in (CONFIG_FILE, METRICS_FILE, TIMELINE_FILE):
@@ -77,8 +77,8 @@ def call_seconds(calls: Sequence[Call], spans: Sequence[Span]) -> list[float | N
     """Return the seconds of each call of a step, None if the step has no such call.
 
     Args:
-        spans: spans of one step; if a call is made more often than by the dataflow, as for an evaluation, the first ones
-            count.
+        spans: spans of one step; if a call is made more often than the dataflow makes it, for example in an evaluation,
+            the first ones count.
     """
     by_name = defaultdict[str, dict[tuple[str, str], list[Span]]](dict)
     for span in sorted(spans, key=lambda span: span.start_s):
@@ -99,12 +99,12 @@ def call_seconds(calls: Sequence[Call], spans: Sequence[Span]) -> list[float | N
         begin = max(before, default=min(span.start_s for span in own))
         free |= {span.pool: end for span in own}
         ends.append(end)
-        found.append(max(end - begin, 1e-6))  # as exact as a timeline
+        found.append(max(end - begin, 1e-6))  # resolution of a timeline
     return found
 
 
 def _counted(folder: Path) -> list[Row]:
-    """Return the rows of steps of training without an evaluation."""
+    """Return the rows of training steps without an evaluation."""
     return [
         row
         for row in latest_rows(read_rows(folder))
@@ -113,10 +113,10 @@ def _counted(folder: Path) -> list[Row]:
 
 
 def run_lengths(folder: str | Path, max_tokens: int) -> Lengths:
-    """Return the lengths that the responses of a run had, cut to `max_tokens`.
+    """Return the response lengths of a run, cut to `max_tokens`.
 
     Raises:
-        DataError: the folder has no steps, or they do not say.
+        DataError: the folder has no steps, or their rows lack the lengths.
     """
     rows = _counted(Path(folder))
     if not rows:

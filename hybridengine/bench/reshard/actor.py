@@ -1,4 +1,4 @@
-"""The weights that all methods move: one real Megatron-core GPTModel per rank, filled with values of a version."""
+"""Weights that all methods move: one Megatron-core GPTModel per rank, filled with the values of a version."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hybridengine.weights.storage import WeightStorage
 
 
 class Actor:
-    """One rank's part of a model under (p, t, d). Making it is collective over all ranks.
+    """One rank's part of a model under (p, t, d). Its construction is collective over all ranks.
 
-    Implements TrainingSide. There are no gradients and no optimizer state: the benchmark prices weights alone.
+    Implements TrainingSide, without gradients or optimizer state: the benchmark measures weights alone.
     """
 
     def __init__(self, shape: ModelShape, grid: Grid, rank: int, registry: ProcessGroups, dtype: str) -> None:
@@ -33,30 +33,30 @@ class Actor:
         self.version, self.gradient_bytes = 0, 0
 
     def fill(self, version: int) -> None:
-        """Take the values of `version`."""
+        """Fill the weights with the values of `version`."""
         fill(self.layout.shard(self.rank), self.weights, version)
         self.version = version
 
     def check(self, after: str) -> None:
-        """Check that the weights are whole.
+        """Check that the weights are intact.
 
         Raises:
-            TransferError: `after` has changed or lost them.
+            TransferError: a weight differs; the message names `after` as the cause.
         """
         check_weights(self.layout, self.rank, self.weights, self.version, after)
 
     def leave_training(self) -> None:
-        """There is nothing that only training needs."""
+        """Do nothing: no state belongs to training only."""
 
     def enter_training(self) -> None:
-        """There is nothing to take back."""
+        """Do nothing: no state was released."""
 
 
 def check_weights(layout: Layout, rank: int, weights: WeightStorage, version: int, after: str) -> None:
     """Check that a rank's weights are the values of `version`, bit for bit.
 
     Raises:
-        TransferError: names the rank and the first parameters that differ.
+        TransferError: a parameter differs; the message names the rank and the first parameters.
     """
     wrong = differing_parameters(layout.shard(rank), weights, version)
     if wrong:

@@ -1,4 +1,4 @@
-"""Collectives of one process group, counted where bytes arrive; works on gloo and on NCCL."""
+"""Collectives of a process group that count received bytes; for gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 
 class CollectiveTransport:
-    """All-gathers and broadcasts of the ranks of a group. Every wait ends with the group's timeout."""
+    """All-gathers and broadcasts among the ranks of a group. Every wait is limited by the group's timeout."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.size, self.rank = len(self.ranks), dist.get_rank(group)
         self.received_bytes = 0
-        """Bytes received since the transport was made."""
+        """Bytes received since construction."""
 
     def all_gather(self, gathered: Tensor) -> None:
-        """Fill `gathered`, [ranks of the group, elements], of which this rank has written its own row.
+        """Fill `gathered`, [ranks of the group, elements], in which this rank has written its own row.
 
         Raises:
             RuntimeError: a peer failed or did not take part in time.
@@ -29,7 +29,7 @@ class CollectiveTransport:
         self.received_bytes += (self.size - 1) * own.nbytes
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Fill `tensor` on all ranks with what it is on the global rank `root`.
+        """Fill `tensor` on all ranks with its values on the global rank `root`.
 
         Raises:
             RuntimeError: a peer failed or did not take part in time.

@@ -1,8 +1,8 @@
-"""Bytes that each method should cost a rank by formula, for weights that divide evenly.
+"""Expected bytes per rank of each method by formula, for weights that divide evenly.
 
-Source: HybridFlow, arXiv 2409.19256, table 2, for micro-dp, model-parallel and full. per-tensor receives what
-model-parallel receives; that per-tensor and megatron-core hold training and generation weights at once follows from
-what they do, and no formula covers their buffers.
+Source: HybridFlow, arXiv 2409.19256, table 2, for micro-dp, model-parallel and full. per-tensor receives as much as
+model-parallel. per-tensor and megatron-core hold training and generation weights at once; no formula covers their
+buffers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FIGURES = ("received_bytes", "peak_weight_bytes", "redundant_bytes")
 
 
 def formula(method: MethodName, pair: LayoutPair, weight_bytes: int) -> dict[str, float | None]:
-    """Return the formula's bytes of one rank for a model of `weight_bytes` (M); None where there is no formula."""
+    """Return the bytes of one rank by formula for a model of `weight_bytes` (M); None for figures without a formula."""
     if method is MethodName.MICRO_DP and not pair.gen.nests_in(pair.train):
         return dict.fromkeys(FIGURES)
     model_parallel, ranks = pair.train.model_parallel_size, pair.train.num_ranks
@@ -34,7 +34,7 @@ def formula(method: MethodName, pair: LayoutPair, weight_bytes: int) -> dict[str
 
 
 def ratio(measured: float, expected: float | None) -> float | None:
-    """Return measured / expected; 1 where both are 0, None where there is nothing to compare with."""
+    """Return measured / expected; 1 if both are 0, None if the ratio is undefined."""
     if expected is None:
         return None
     if expected == 0:

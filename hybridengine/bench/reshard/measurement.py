@@ -1,4 +1,4 @@
-"""Switches on real ranks: all methods in turn on the same weights, repetition by repetition."""
+"""Measurement of switches on real ranks: all methods in turn on the same weights, in every repetition."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ Result = TypeVar("Result")
 
 
 def measure_switches(spec: BenchSpec, say: Say) -> Iterator[PairResult]:
-    """Yield the results of each pair; its ranks start for it, and end afterwards.
+    """Yield the results of each pair of layouts, measured on ranks that are started for it.
 
     Raises:
         ConfigError: the cluster is too small.
-        RankFailedError: a method has delivered wrong weights, or a rank failed.
+        RankFailedError: a method delivered wrong weights, or a rank failed.
         WorkerTimeoutError: a call took longer than `spec.timeout_s`.
     """
     on_gpus = num_gpus() > 0
@@ -66,7 +66,7 @@ def measure_pair(spec: BenchSpec, pair: LayoutPair, ranks: Any, say: Say) -> Pai
     """Return the results of one pair.
 
     Args:
-        ranks: group of `SwitchBenchWorker`.
+        ranks: worker group of `SwitchBenchWorker`.
     """
     for version, label in enumerate(spec.contestants, start=1):
         say(f"warming up and checking {label}")
@@ -85,7 +85,7 @@ def measure_pair(spec: BenchSpec, pair: LayoutPair, ranks: Any, say: Say) -> Pai
 
 
 class SwitchBenchWorker:
-    """All methods of a benchmark on one pair of layouts, on one rank. Every call is collective over all ranks."""
+    """Worker that runs all methods on one pair of layouts, on one rank. Calls are collective over all ranks."""
 
     def __init__(self, context: RankContext, spec: BenchSpec, pair: LayoutPair) -> None:
         initialize_globals(seed=0)
@@ -100,7 +100,7 @@ class SwitchBenchWorker:
         }
         for method in self._methods.values():
             method.prepare()
-        # The yardstick: a bare all-gather of training shards where micro-dp gathers, into memory that was touched.
+        # The reference is a bare all-gather of training shards in the micro-DP group, into memory already touched.
         groups = domains(actor.layout, vllm_layout(spec.shape, generation))
         self._domain, self._group = group_with(actor.rank, groups), registry.of(groups)
         size = max(actor.layout.shard(rank).num_elements for rank in self._domain)
@@ -109,17 +109,17 @@ class SwitchBenchWorker:
 
     @register(ONE_TO_ALL)
     def check(self, label: str, version: int) -> None:
-        """Warm a method up with the weights of `version`, and check all that it delivers.
+        """Warm up a method with the weights of `version`, and check the delivered weights.
 
         Raises:
-            TransferError: it delivered wrong weights, or changed those of training.
+            TransferError: it delivered wrong weights, or changed the training weights.
         """
         self._actor.fill(version)
         self._repeat(label, checks=True)
 
     @register(ONE_TO_ALL)
     def repeat(self, label: str) -> Sample:
-        """Switch there and back by one method, and then gather the bare shards."""
+        """Switch to generation and back by one method, then all-gather the bare shards."""
         return self._repeat(label)
 
     def _repeat(self, label: str, checks: bool = False) -> Sample:
@@ -146,7 +146,7 @@ class SwitchBenchWorker:
 
 
 def timed(call: Callable[[], Result]) -> tuple[float, Result]:
-    """Return the seconds on this rank from a common start, without garbage collection, and what `call` returns."""
+    """Return the seconds of `call` on this rank from a common start, without garbage collection, and its result."""
     dist.barrier()
     gc.disable()
     try:

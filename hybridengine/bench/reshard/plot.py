@@ -1,4 +1,4 @@
-"""A picture of a benchmark: seconds and bytes of every method, one column of panels per pair of layouts."""
+"""Chart of a benchmark: seconds and bytes of every method, one column of panels per pair of layouts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BYTES = {
     "peak weights": ("peak_weight_bytes_max", "#BBBBBB"),
     "redundant": ("redundant_bytes_max", "#D55E00"),
 }
-"""Label of a figure -> its name and colour."""
+"""Name and colour of each figure, by label."""
 
 
 def draw(spec: BenchSpec, pairs: Sequence[PairResult], file: Path) -> None:
-    """Write the picture into `file`, in the form that its name says."""
+    """Write the chart to `file`, in the format of its suffix."""
     title = f"Switching {format_bytes(spec.weight_bytes)} of weights between training and generation"
     height = 2.0 + 0.9 * max(len(pair.results) for pair in pairs)
     with drawing(file, title, max(4.4 * len(pairs), 6.5), height) as figure:
@@ -35,7 +35,7 @@ def draw(spec: BenchSpec, pairs: Sequence[PairResult], file: Path) -> None:
 
 
 def _draw_seconds(axes: Axes, pair: PairResult) -> None:
-    """Draw medians as bars, fastest to slowest as lines."""
+    """Draw medians as bars, and the range from fastest to slowest as lines."""
     series: dict[str, Bars] = {}
     for label, (name, colour) in SECONDS.items():
         medians, fastest, slowest = (

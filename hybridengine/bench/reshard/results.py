@@ -1,4 +1,4 @@
-"""Figures of `hybridengine reshard bench`: medians with their range, and maxima over ranks. Units: seconds and bytes."""
+"""Figures of `hybridengine reshard bench`: medians and ranges, and maxima over ranks. Units: seconds and bytes."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from hybridengine.bench.reshard.spec import VERIFYING, BenchSpec, LayoutPair, Me
 
 @dataclass(frozen=True)
 class Sample:
-    """One repetition of a method on one rank."""
+    """Measurements of one repetition of a method on one rank."""
 
     seconds_there: float
     seconds_back: float
     raw_all_gather_seconds: float
-    """Bare all-gather of training shards in the micro-DP group."""
+    """Seconds of a bare all-gather of training shards in the micro-DP group."""
     received_bytes: int
     received_back_bytes: int
     peak_weight_bytes: int
-    """Most at any moment, there or back."""
+    """Peak bytes of weights, in either direction."""
     redundant_bytes: int
-    """Training weights that are still held while generating."""
+    """Bytes of training weights that are still held while generating."""
     raw_received_bytes: int
-    """0 where the micro-DP group has one rank."""
+    """Bytes received in the bare all-gather; 0 if the micro-DP group has one rank."""
 
 
 @dataclass(frozen=True)
 class PairResult:
-    """All methods on one pair of layouts, as JSON has them."""
+    """Figures of all methods on one pair of layouts, as written to JSON."""
 
     figures: Mapping[str, Any]
-    """Figures of the pair that belong to no method."""
+    """Figures of the pair that are independent of the method."""
     results: Sequence[Mapping[str, Any]]
 
 
 def spread(name: str, repetitions: Iterable[Iterable[Sample]]) -> dict[str, float]:
-    """Return median, minimum and maximum of repetitions, each of which takes as long as its slowest rank."""
+    """Return the median, minimum and maximum of repetitions, each measured by its slowest rank."""
     seconds = [max(getattr(sample, name) for sample in ranks) for ranks in repetitions]
     return {name: statistics.median(seconds), f"{name}_min": min(seconds), f"{name}_max": max(seconds)}
 
@@ -51,7 +51,7 @@ def summarise(
     """Return the results of a pair.
 
     Args:
-        samples: label of a contestant -> its samples by repetition and rank.
+        samples: samples of each contestant by label, then by repetition and rank.
     """
     layouts = {"train": str(pair.train), "gen": str(pair.gen)}
     there = {label: spread("seconds_there", measured) for label, measured in samples.items()}

@@ -1,7 +1,7 @@
-"""Shards as rows: which rows a rank contributes to a gather, and which parts of them a destination needs.
+"""Rows that a rank contributes to a gather, and the parts of them that a destination needs.
 
-A gather moves contiguous rows, not boxes. So a shard is its parameters one after the other, each a stack of rows; a
-contribution is an interval of that, rounded to rows; and what arrives is cut afterwards.
+A gather moves contiguous rows, not boxes. A shard is therefore treated as its parameters in sequence, each a stack of
+rows. A contribution is an interval of that sequence, rounded to rows, and gathered rows are cut afterwards.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class RowBlock:
 
     bucket: int
     member: int
-    """Place in the gather's group."""
+    """Index of the contributing rank in the gather's group."""
     parameter: LocalParameter
     start: int
     stop: int
     offset: int
-    """Elements of the contribution before this block."""
+    """Number of elements of the contribution before this block."""
 
     @property
     def box(self) -> Box:
-        """Elements of the local parameter."""
+        """Box of the rows in the local parameter."""
         return ((self.start, self.stop), *((0, size) for size in self.parameter.shape[1:]))
 
     @property
@@ -40,26 +40,26 @@ class RowBlock:
 
     @property
     def end(self) -> int:
-        """Elements of the contribution up to the end of this block."""
+        """Number of elements of the contribution up to the end of this block."""
         return self.offset + math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A box of a block that fills a box of a destination parameter."""
+    """Box of a block that fills a box of a destination parameter."""
 
     block: RowBlock
     source: Box
-    """In indices of the block."""
+    """Box in indices of the block."""
     parameter: str
     destination: Box
-    """In indices of the destination parameter."""
+    """Box in indices of the destination parameter."""
 
 
 def row_blocks(shard: Shard, member: int, part: int, num_parts: int, num_buckets: int) -> Iterator[RowBlock]:
     """Yield the blocks of part `part` of `num_parts` nearly equal parts of a shard, in nearly equal buckets.
 
-    Together, the parts have every row once.
+    Every row is in exactly one part.
     """
     total, num_pieces = shard.num_elements, num_parts * num_buckets
     for bucket in range(num_buckets):
@@ -78,10 +78,10 @@ def row_blocks(shard: Shard, member: int, part: int, num_parts: int, num_buckets
 
 
 def cuts(destination: Shard, blocks: Iterable[RowBlock]) -> Iterator[Cut]:
-    """Yield the cuts that fill a shard; an element that comes twice is taken once.
+    """Yield the cuts that fill a shard; an element that is in two blocks is taken once.
 
     Raises:
-        PlanError: a box is in no block.
+        PlanError: a needed box is in no block.
     """
     held: dict[str, list[tuple[tuple[RowBlock, Piece], Box]]] = defaultdict(list)
     for block in blocks:

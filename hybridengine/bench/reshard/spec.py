@@ -1,4 +1,4 @@
-"""Specification of `hybridengine reshard bench`: one model, pairs of layouts, methods."""
+"""Specification of `hybridengine reshard bench`: model, pairs of layouts and methods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 
 class MethodName(str, Enum):
-    """The methods that can be compared, in the order in which they run."""
+    """Methods that can be compared, in the order in which they run."""
 
     MICRO_DP = "micro-dp"
     MODEL_PARALLEL = "model-parallel"
@@ -26,9 +26,9 @@ class MethodName(str, Enum):
 
 
 VERIFY_TIMES = ("first", "always", "never")
-"""When micro-dp's receivers check what they have received; values of `runtime.executor.Verify`, which needs torch."""
+"""Times at which micro-dp's receivers check received data; values of `weights.executor.Verify`, which needs torch."""
 VERIFYING = "micro-dp (verify: {})"
-"""Label of micro-dp where it runs only to price verification."""
+"""Label of micro-dp in runs that measure the cost of verification."""
 
 DEFAULT_MODEL = ModelShape(
     family="llama",
@@ -41,25 +41,25 @@ DEFAULT_MODEL = ModelShape(
     vocab_size=8192,
     max_positions=2048,
 )
-"""A Llama of 33.6 million parameters, 134 MB in float32, that shards at t = 4 and splits into 2, 4 or 8 stages.
+"""Llama model of 33.6 million parameters, 134 MB in float32, for up to t = 4 and 2, 4 or 8 stages.
 
-Three quarters of its weights are those of layers; in a large model it is nearly all.
+Three quarters of its weights are in layers; in a large model nearly all are.
 """
 
 
 @dataclass(frozen=True)
 class LayoutPair:
-    """Train at (p, t, d), generate at (p_g, t_g)."""
+    """Training sizes (p, t, d) and generation sizes (p_g, t_g)."""
 
     train: TrainSizes
     gen: GenSizes
 
     @classmethod
     def parse(cls, text: str) -> LayoutPair:
-        """Return a pair that is written as TRAIN:GEN, e.g. "2-4-1:1-2".
+        """Return the pair written as TRAIN:GEN, e.g. "2-4-1:1-2".
 
         Raises:
-            TopologyError: another form.
+            TopologyError: the text has another form.
         """
         train, separator, gen = text.partition(":")
         if not separator:
@@ -72,11 +72,11 @@ class LayoutPair:
 
 @dataclass(frozen=True)
 class BenchSpec:
-    """One benchmark.
+    """Settings of one benchmark.
 
     Raises:
-        ConfigError: a model that generates nothing.
-        TopologyError: layouts that cannot be, with the nearest that can.
+        ConfigError: the model does not generate.
+        TopologyError: layouts are impossible; the message names the nearest possible ones.
     """
 
     shape: ModelShape
@@ -84,11 +84,11 @@ class BenchSpec:
     methods: tuple[MethodName, ...] = tuple(MethodName)
     dtype: str = "float32"
     repetitions: int = 7
-    """Counted repetitions; one more, which is not counted, warms up."""
+    """Number of counted repetitions, after an uncounted one for warm-up."""
     bucket_bytes: int = 16 * 2**20
     verify: str = "first"
     timeout_s: float = 120.0
-    """Longest that a method may take there and back."""
+    """Time limit for one switch to generation and back."""
     num_nodes: int = 1
 
     def __post_init__(self) -> None:
@@ -97,12 +97,12 @@ class BenchSpec:
 
     @property
     def weight_bytes(self) -> int:
-        """M: bytes of all weights."""
+        """Bytes of all weights (M)."""
         return self.shape.weight_bytes(self.dtype)
 
     @property
     def contestants(self) -> dict[str, tuple[MethodName, str]]:
-        """Label -> method and when it verifies, in the order of each repetition."""
+        """Method and verification time of each contestant, by label, in the order of a repetition."""
         named = {method.value: (method, self.verify) for method in self.methods}
         if MethodName.MICRO_DP in self.methods:
             named |= {
@@ -115,23 +115,23 @@ class BenchSpec:
         return NodeMap.uniform(pair.train.num_ranks, -(-pair.train.num_ranks // self.num_nodes))
 
     def describe(self, pair: LayoutPair) -> str:
-        """Return one line that says what is about to be measured."""
+        """Return one line that describes the measurement of a pair."""
         return (
             f"{pair}: {pair.train.num_ranks} ranks, {format_bytes(self.weight_bytes)} of {self.dtype} weights,"
             f" methods {', '.join(method.value for method in self.methods)}"
         )
 
     def needed_bytes(self, pair: LayoutPair) -> int:
-        """Return the bytes that a node's ranks take together at the worst moment, roughly.
+        """Return the approximate peak memory of a node's ranks together, in bytes.
 
-        Resident all along: the training shard, the raw all-gather's buffers, megatron-core's target. Above that, one
-        method at a time: its destination and a few buckets.
+        The training shard, the buffers of the bare all-gather and megatron-core's target are always resident. One method
+        at a time adds its destination and a few buckets.
         """
         whole = self.weight_bytes
         train, gen = whole / pair.train.model_parallel_size, whole / pair.gen.num_ranks
         domain = max(1, pair.train.model_parallel_size // pair.gen.num_ranks)
         resident = train * (2 + domain) + (gen if MethodName.MEGATRON_CORE in self.methods else 0)
-        # gloo's all-gather keeps a copy of what it gathers.
+        # gloo's all-gather keeps a copy of the gathered data.
         moving = gen + max(train * domain, 4 * min(self.bucket_bytes, whole))
         return int(max(self.nodes(pair).ranks_per_node) * (resident + moving + PROCESS_BYTES))
 

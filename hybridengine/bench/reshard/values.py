@@ -1,7 +1,6 @@
-"""Weights that any rank can compute for any box: every element follows from its tensor's name and its logical index.
+"""Weights that any rank can compute for any box, as a function of the tensor's name and the logical index.
 
-Each version has other values, so that a method which delivers nothing cannot pass with what an earlier one has left in
-memory.
+Each version has different values, so that a method which delivers nothing cannot pass with stale values in memory.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from hybridengine.reshard.layout import LocalParameter, Shard
 from hybridengine.weights.storage import WeightStorage
 
 NUM_VALUES = 2**24
-"""Different values of an element; float32 holds them exactly, bfloat16 rounds them."""
+"""Number of distinct values of an element; exact in float32, rounded in bfloat16."""
 
 
 def box_values(tensor: str, box: Box, version: int, device: torch.device) -> Tensor:
-    """Return float32 values in [-1, 1) of one box of a logical tensor, shaped like the box."""
+    """Return the float32 values, in [-1, 1), of a box of a logical tensor, shaped like the box."""
     mixed = torch.tensor(zlib.crc32(f"{version}/{tensor}".encode()), device=device)
     for dim, (start, stop) in enumerate(box):
         step = zlib.crc32(f"{version}/{dim}/{tensor}".encode()) | 1
@@ -46,7 +45,7 @@ def fill(shard: Shard, weights: WeightStorage, version: int) -> None:
 
 
 def differing_parameters(shard: Shard, weights: WeightStorage, version: int) -> list[str]:
-    """Return the parameters that do not hold a version's values, bit for bit."""
+    """Return the names of the parameters that differ from a version's values in any bit."""
     wrong = []
     for parameter in shard.parameters:
         found = weights[parameter.name].contiguous()

@@ -1,4 +1,4 @@
-"""An environment of its own for TRL: made once, in a folder whose name is the digest of its contents."""
+"""Virtual environment for TRL, created once in a folder named after the digest of its contents."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hybridengine.errors import ConfigError
 
 TRL_PACKAGES = ("trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0")
 STAMP = "complete"
-"""File of an environment that is whole; written last."""
+"""File that marks a complete environment; written last."""
 INSTALL_TIMEOUT_S = 1800.0
 
 
 def requirements() -> tuple[str, ...]:
-    """Return TRL's packages and this environment's torch, so that both sides have the same kernels."""
+    """Return TRL's packages and the torch version of this environment, so that both sides have the same kernels."""
     return (f"torch=={version('torch')}", *TRL_PACKAGES)
 
 
 def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
-    """Return the Python of the environment in `folder`, which is made where there is none, or only part of one.
+    """Return the Python executable of the environment in `folder`, creating it if it is missing or incomplete.
 
     Raises:
         ConfigError: the folder cannot be written to, or the packages cannot be installed.
@@ -49,10 +49,10 @@ def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
 
 
 def run(command: Sequence[str]) -> None:
-    """Carry out a command that makes part of the environment.
+    """Run a command that creates part of the environment.
 
     Raises:
-        ConfigError: it failed, or took too long.
+        ConfigError: the command failed or timed out.
     """
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Steps of both sides in turn: first the way of each, then the counted steps, one of ours and one of TRL's."""
+"""Measurement of steps of this project and of TRL: choice of each side's way, then counted steps in turn."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from hybridengine.controller.cluster import start_ray
 from hybridengine.errors import WorkerError
 
 Step = Callable[[int], StepTime]
-"""Does the step of a number, from 1."""
+"""Function that does the step of a given number, from 1."""
 
 
 class StepBench:
-    """A measurement.
+    """Measurement of the steps of both sides.
 
     Args:
-        folder: for the files of this measurement alone.
-        num_cores: what either side computes with.
-        python: of TRL's environment; None measures this project alone.
+        folder: folder for the files of this measurement.
+        num_cores: number of cores that each side uses.
+        python: Python executable of TRL's environment; None to measure this project alone.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class StepBench:
         self._num_cores, self._python = num_cores, python
 
     def measure(self, own_ways: Sequence[OwnWay], trl_ways: Sequence[TrlWay]) -> tuple[Side, Side | None]:
-        """Try the ways of each side where there are several, then let the fastest ones take turns.
+        """Find the fastest way of each side, then measure both in turn.
 
         Raises:
-            WorkerError: a side failed, or they did not do the same work.
+            WorkerError: a side failed, or the sides did not do the same work.
         """
-        # Ray would let every other process of the machine go first.
+        # By default Ray's workers have a lower priority than other processes.
         os.environ.setdefault("RAY_worker_niceness", "0")
         start_ray(num_cpus=max(way.train.num_ranks for way in own_ways))
         sides: dict[str, tuple[Sequence[Any], Any]] = {"ours": (own_ways, self._own)}
@@ -71,7 +71,7 @@ class StepBench:
     def _choose(
         self, ways: Sequence[Any], start: Callable[[Any], contextlib.AbstractContextManager[Step]]
     ) -> tuple[Any, list[tuple[Any, float]]]:
-        """Return the fastest way, and the seconds of each that was tried."""
+        """Return the fastest way, and the seconds of each way tried."""
         if len(ways) == 1:
             return ways[0], []
         trials = []
@@ -82,7 +82,7 @@ class StepBench:
         return min(trials, key=lambda trial: trial[1])[0], trials
 
     def _turns(self, sides: dict[str, Step]) -> Iterator[dict[str, StepTime]]:
-        """Yield counted steps; who begins changes from turn to turn, in case the machine slows down or speeds up."""
+        """Yield the counted steps; the sides alternate in going first, in case the machine's speed drifts."""
         for turn in range(WARM_UP_STEPS + self._spec.repetitions):
             order = list(sides) if turn % 2 == 0 else list(reversed(sides))
             taken = {name: sides[name](turn + 1) for name in order}
@@ -110,13 +110,13 @@ class StepBench:
     @contextlib.contextmanager
     def _trl(self, way: TrlWay) -> Iterator[Step]:
         self._say(f"starting TRL: {way}")
-        # Neither this project nor its packages are TRL's, and ranks leave variables behind for their children.
+        # TRL must not see this project's packages, nor variables that ranks set for their children.
         kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         quiet = {
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": str(self._num_cores),
-            **({"CUDA_VISIBLE_DEVICES": "0"} if num_gpus() else {}),  # all that one process of TRL can use
+            **({"CUDA_VISIBLE_DEVICES": "0"} if num_gpus() else {}),  # a process of TRL uses one GPU
         }
         command = [str(self._python), "-uP", trl_process.__file__]
         with TurnTaker("TRL", command, self._folder / "trl.log", kept | quiet) as child:

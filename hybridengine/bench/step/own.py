@@ -1,4 +1,4 @@
-"""This project's side of `hybridengine bench step`: real ranks under Ray, one iteration of GRPO whenever it is asked."""
+"""This project's side of `hybridengine bench step`: ranks under Ray that run one GRPO iteration on request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hybridengine.training.launch import RunPools
 from hybridengine.training.step_metrics import call_metrics
 
 CACHE_BLOCK_TOKENS = 128
-"""vLLM's block of KV cache on a CPU."""
+"""Tokens of a block of vLLM's KV cache on a CPU."""
 SPARE_BLOCKS = 8
 
 
@@ -37,20 +37,20 @@ class StepFiles:
     train_file: Path
     prompts: PromptDataset
     texts: Sequence[str]
-    """The prompts as text, which becomes the same tokens again."""
+    """Prompts as text that encodes to the same tokens."""
 
     def step_rows(self, num_prompts: int, step: int) -> list[int]:
-        """Return the rows of the prompts of a step, from 1, as the run's own workers choose them."""
+        """Return the rows of the prompts of a step, counted from 1, as the run's workers choose them."""
         return rows_after(len(self.prompts), num_prompts, 0, (step - 1) * num_prompts)
 
 
 def copy_without_end(model: Path, folder: Path) -> Path:
-    """Make a copy of a checkpoint whose model names no token that ends a response, with links to its weights."""
+    """Copy a checkpoint without its end tokens, with links to its weights, and return the folder."""
     folder.mkdir(parents=True)
     for file in model.iterdir():
         if file.name in ("config.json", "generation_config.json"):
             described = read_object(file)
-            described["eos_token_id"] = None  # left out, it would be that of the architecture
+            described["eos_token_id"] = None  # if omitted, the architecture's default applies
             (folder / file.name).write_text(json.dumps(described, indent=2))
         elif file.is_file():
             (folder / file.name).symlink_to(file.resolve())
@@ -58,7 +58,7 @@ def copy_without_end(model: Path, folder: Path) -> Path:
 
 
 def run_config(spec: StepSpec, way: OwnWay, files: StepFiles, folder: Path) -> RunConfig:
-    """Return the configuration of a run that does the steps of `spec` this way.
+    """Return the configuration of a run that does the steps of `spec` in the given way.
 
     Raises:
         ConfigError: the sizes do not fit the model or the rows.
@@ -107,7 +107,7 @@ def _cache_bytes(spec: StepSpec, way: OwnWay, files: StepFiles, longest: int) ->
 
 @contextlib.contextmanager
 def own_steps(config: RunConfig, way: OwnWay) -> Iterator[Callable[[int], StepTime]]:
-    """Start the ranks of a run, and yield a function that does the step of a number; they end with the context."""
+    """Start the ranks of a run and yield a function that does the step of a given number; end the ranks on exit."""
     threads = mock.patch.dict(environment.ON_CPU, OMP_NUM_THREADS=str(way.threads_per_rank))
     with threads, RunPools(config) as pools:
         pools.start()
@@ -118,7 +118,7 @@ def own_steps(config: RunConfig, way: OwnWay) -> Iterator[Callable[[int], StepTi
         state, log = State(), call_log()
 
         def step(number: int) -> StepTime:
-            """Do one iteration, from prompts to updated weights."""
+            """Carry out one iteration, from prompts to updated weights."""
             samples = config.rollout.samples_per_prompt
             sampling = Sampling(number, config.data.batch_size, samples, number * config.rows_per_step)
             log.take_records()

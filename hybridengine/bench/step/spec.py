@@ -1,4 +1,4 @@
-"""Work of `hybridengine bench step`, the ways of doing it that each side may choose from, and its figures."""
+"""Work of `hybridengine bench step`, the ways that each side may choose from, and the figures."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from hybridengine.bench.machine import machine_figures
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 TRIAL_STEPS = 3
-"""Steps of each candidate; the first is not counted."""
+"""Number of steps to try each way, of which the first is not counted."""
 WARM_UP_STEPS = 2
-"""Steps of each side that are not counted, before they take turns."""
+"""Number of uncounted steps of each side before the counted ones."""
 CONTROLLER = "controller"
-"""Part of this project's steps in which no rank was in a call."""
+"""Name of the phase of this project's steps in which no rank is in a call."""
 
 
 @dataclass(frozen=True)
 class StepSpec:
-    """The work of a step, the same on both sides."""
+    """Work of a step, the same for both sides."""
 
     num_prompts: int
     samples_per_prompt: int
     response_tokens: int
-    """Tokens of every response: nothing ends one earlier."""
+    """Tokens of every response; none ends earlier."""
     dtype: str
-    """float32; or bfloat16: with master weights and optimizer state in float32, TRL by autocast or, if faster, not."""
+    """float32, or bfloat16 with float32 master weights and optimizer state; TRL then uses autocast if that is faster."""
     repetitions: int
-    """Counted steps of each side."""
+    """Number of counted steps of each side."""
     timeout_s: float
-    """Longest that a step may take, and that a side may take to start."""
+    """Time limit for a step, and for the start of a side."""
     lr: float = 1e-6
     kl_coef: float = 0.02
-    """Weight of the KL loss against the reference, by the k3 estimator."""
+    """Weight of the KL loss against the reference (k3 estimator)."""
 
     @property
     def num_rows(self) -> int:
-        """Sequences of a step."""
+        """Number of sequences in a step."""
         return self.num_prompts * self.samples_per_prompt
 
     @property
     def num_steps(self) -> int:
-        """Steps for which prompts are needed; trials begin with the first ones again."""
+        """Number of steps that need prompts; trials reuse the first ones."""
         return max(TRIAL_STEPS, WARM_UP_STEPS + self.repetitions)
 
 
 @dataclass(frozen=True)
 class OwnWay:
-    """One way in which this project does a step."""
+    """Settings with which this project does a step."""
 
     train: TrainSizes
     gen: GenSizes
@@ -62,27 +62,27 @@ class OwnWay:
 
 
 PRECISIONS = {"float32": "float32", "autocast": "bfloat16 by autocast", "weights": "bfloat16 weights"}
-"""Precisions of TRL: float32 throughout; bfloat16 by autocast, with float32 weights; weights and optimizer state in
-bfloat16, which is other training: an update of 1e-6 is lost in the rounding of a weight."""
+"""Precisions of TRL: float32 throughout; autocast to bfloat16, with float32 weights; or weights and optimizer state in
+bfloat16, which is not equivalent, since an update of 1e-6 is lost in the rounding of a weight."""
 
 
 @dataclass(frozen=True)
 class TrlWay:
-    """One way in which TRL does a step: one process with all cores, in so many accumulated batches."""
+    """Settings with which TRL does a step, in one process with all cores and accumulated batches."""
 
     rows_per_batch: int
     precision: str = "float32"
-    """One of `PRECISIONS`."""
+    """Precision, one of `PRECISIONS`."""
 
     def __str__(self) -> str:
         return f"batches of {self.rows_per_batch}, {PRECISIONS[self.precision]}"
 
 
 def own_ways(spec: StepSpec, num_cores: int, num_gpus: int = 0) -> list[OwnWay]:
-    """Return ways worth trying on a machine, whose ranks share its cores evenly.
+    """Return the ways worth trying on a machine whose ranks share its cores evenly.
 
-    Data-parallel replicas with an engine each, because what tensor shards exchange at every layer costs more than it
-    saves where weights fit; from one rank with all cores to one rank per core, or per GPU, in powers of two.
+    They have data-parallel replicas with an engine each, because the communication of tensor shards costs more than it
+    saves if the weights fit, and from one rank with all cores to one rank per core or GPU, in powers of two.
     """
     ways = []
     num_ranks = 1
@@ -96,9 +96,9 @@ def own_ways(spec: StepSpec, num_cores: int, num_gpus: int = 0) -> list[OwnWay]:
 
 
 def trl_ways(spec: StepSpec, rows_per_batch: int | None = None, precision: str | None = None) -> list[TrlWay]:
-    """Return ways worth trying: the whole batch at once and a quarter at a time, or as given; precisions, or as given.
+    """Return the ways worth trying: the whole batch and a quarter of it, or `rows_per_batch`, in each precision.
 
-    With bfloat16, float32 is tried as well: TRL is held against what is faster for it, with float32 weights as ours.
+    With bfloat16, float32 is tried as well, so that TRL uses its faster precision with float32 weights, as here.
     """
     precisions = [precision] if precision else list(PRECISIONS)[: 2 if spec.dtype == "bfloat16" else 1]
     cuts = _cuts(spec.num_rows) if rows_per_batch is None else [rows_per_batch]
@@ -111,26 +111,26 @@ def _cuts(rows: int) -> list[int]:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step of one side."""
+    """Measurements of one step of one side."""
 
     seconds: float
     tokens: int
-    """Prompt and response tokens, without padding."""
+    """Number of prompt and response tokens, without padding."""
     phases: Mapping[str, float]
-    """Seconds by phase; where ranks differ, of the slowest."""
+    """Seconds of the slowest rank, by phase."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """The counted steps of one side, in order, and the way that they were done."""
+    """Counted steps of one side, in order, and the way chosen."""
 
     way: OwnWay | TrlWay
     trials: Sequence[tuple[OwnWay | TrlWay, float]]
-    """Ways that were tried, and the seconds of the fastest trial step of each; none where the way was given."""
+    """Ways tried, with the seconds of the fastest trial step of each; empty if there was one way."""
     steps: Sequence[StepTime]
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the side: medians, and all samples."""
+        """Return the figures of the side: medians and all samples."""
         seconds = [step.seconds for step in self.steps]
         phases = {
             name: statistics.median(step.phases[name] for step in self.steps) for name in self.steps[0].phases
@@ -149,11 +149,11 @@ class Side:
 
 
 def step_figures(spec: StepSpec, model: str, own: Side, trl: Side | None) -> dict[str, Any]:
-    """Return the figures of a measurement; units: seconds and tokens.
+    """Return the figures of a measurement. Units: seconds and tokens.
 
     Args:
         model: name of the configuration with the model.
-        trl: None where TRL was left out.
+        trl: steps of TRL; None if it was not measured.
     """
     ours, theirs = own.figures(), trl.figures() if trl else None
     return {

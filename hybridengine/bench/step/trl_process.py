@@ -1,9 +1,9 @@
-"""TRL's GRPOTrainer, one step whenever it is asked. Runs in TRL's own environment: imports nothing of this project.
+"""Program that runs one step of TRL's GRPOTrainer per request. Runs in TRL's environment, without this project's modules.
 
     python trl_process.py FILE_DESCRIPTOR
 
-The descriptor is that of a `Connection`. The first message is the settings, and the answer says that TRL is ready; each
-further message asks for a step, and its figures are the answer. The program ends when the connection closes.
+The descriptor belongs to a `Connection`. The first message has the settings; the answer means that TRL is ready. Each
+further message requests a step, and the answer has its figures. The program ends when the connection closes.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 
 
 def digit_share(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Return the share of digits among each response's characters, a reward that costs nothing."""
+    """Return the share of digits among each response's characters: a reward of negligible cost."""
     return [sum(map(str.isdigit, text)) / max(1, len(text)) for text in responses]
 
 
 class Clock:
-    """Seconds by phase, and tokens, of the present step."""
+    """Seconds by phase, and tokens, of the current step."""
 
     def __init__(self) -> None:
         self.phases: dict[str, float] = {}
         self.tokens = 0
 
     def around(self, owner: Any, method: str, phase: str, count: Callable[..., int] | None = None) -> None:
-        """Count a method's seconds as `phase`, and with `count` its tokens, from its first argument and its result."""
+        """Time a method as `phase`, and count tokens with `count`, which gets its first argument and its result."""
         function = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ class Clock:
         setattr(owner, method, timed)
 
     def take(self) -> dict[str, Any]:
-        """Return what the step took so far; the next one begins."""
+        """Return the figures of the step, and reset them for the next one."""
         phases, tokens, self.phases, self.tokens = self.phases, self.tokens, {}, 0
         generate, rollout = phases.get("generate", 0.0), phases.get("rollout", 0.0)
         return {
@@ -53,8 +53,8 @@ class Clock:
 def arguments(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of GRPOConfig.
 
-    No gradient checkpointing, which trades time for memory; nothing is logged, saved or shuffled; the end token cannot be
-    drawn before a response is complete.
+    Gradient checkpointing, logging, saving and shuffling are off, and the end token cannot be sampled before a response
+    has all its tokens.
     """
     rows, samples = settings["rows_per_batch"], settings["samples_per_prompt"]
     return {
@@ -91,7 +91,7 @@ def arguments(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(channel: Connection) -> None:
-    """Load everything, then train; every step waits for its turn."""
+    """Load everything, then train; every step waits for a request."""
     try:
         build_trainer(channel.recv(), channel).train()
     except EOFError:
@@ -102,7 +102,7 @@ def main(channel: Connection) -> None:
 
 
 def build_trainer(settings: dict[str, Any], channel: Connection) -> Any:
-    """Return a GRPOTrainer that says where its first step begins, and answers each message with a step's figures."""
+    """Return a GRPOTrainer that reports when it is ready, and answers each message with a step's figures."""
     import torch
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import AutoTokenizer, TrainerCallback
@@ -122,7 +122,7 @@ def build_trainer(settings: dict[str, Any], channel: Connection) -> Any:
     clock = Clock()
 
     class Turns(TrainerCallback):
-        """Waits for a message before every step."""
+        """Callback that waits for a message before every step."""
 
         begin = 0.0
 

@@ -1,4 +1,4 @@
-"""A program in a process of its own that works only when it is asked."""
+"""Child process that works only on request."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hybridengine.errors import WorkerError, WorkerTimeoutError
 
 END_TIMEOUT_S = 5.0
 LOG_LINES = 12
-"""Last lines of its log that a message shows."""
+"""Number of last lines of the log that an error message shows."""
 
 
 class TurnTaker:
-    """A child that waits for a message, works, and answers; idle, it takes no time of the cores.
+    """Child process that waits for a message, works and answers; it uses no CPU time while idle.
 
-    Its last argument is the file descriptor of a `multiprocessing.connection.Connection` for messages. A context manager,
-    which ends the child and everything that it has started.
+    Its last argument is the file descriptor of a `multiprocessing.connection.Connection` for messages. A context manager
+    that ends the child and all of its child processes.
 
     Args:
-        name: of the program, for messages.
-        log: file for what it prints.
+        name: name of the program, for messages.
+        log: file for its output.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TurnTaker:
         """Return the answer to a message.
 
         Raises:
-            WorkerTimeoutError: none in time.
+            WorkerTimeoutError: no answer arrived in time.
             WorkerError: the child failed, or has ended.
         """
         try:

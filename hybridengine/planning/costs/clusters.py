@@ -1,7 +1,7 @@
-"""Hardware as data: a cluster's nodes, devices and links, read from a YAML file that is checked as a whole.
+"""Description of a cluster's nodes, devices and links, read from a YAML file.
 
-The files are in configs/clusters/. All figures are per direction; a link that is sold by its sum of both directions, as
-NVLink is, has half of it.
+The files are in configs/clusters/. All bandwidths are per direction: half of the figure for links that are specified by
+the sum of both directions, such as NVLink.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from hybridengine.topology.links import LinkClass, NodeMap
 
 Text = Annotated[str, Field(min_length=1)]
 Rate = Annotated[float, Field(ge=1, le=1e18)]
-"""Bytes per second, between what is no link any more and what no link reaches."""
+"""Bytes per second, or operations per second, within plausible bounds."""
 Latency = Annotated[float, Field(ge=0, le=3600)]
-"""Seconds, at most an hour."""
+"""Number of seconds, at most an hour."""
 Nodes = Annotated[int, Field(ge=1, le=2**20)]
 Efficiency = Annotated[float, Field(ge=1e-6, le=1)]
 Amount = Annotated[float, Field(ge=0, le=1e9)]
-"""Tokens, or passes over memory."""
+"""Number of tokens, or of passes over memory."""
 NodeDevices = Annotated[int, Field(ge=1, le=2**12)]
 
 
 class Link(Section):
-    """One class of links, as every device of the cluster has it."""
+    """One class of links, the same for every device of the cluster."""
 
     bytes_per_s: Rate
     """Bandwidth of one device, in each direction."""
     node_bytes_per_s: Rate | None = None
-    """Bandwidth that the devices of a node have together, in each direction; left out, they do not share."""
+    """Bandwidth that the devices of a node share, in each direction; by default they do not share any."""
     latency_s: Latency
-    """Time that a message takes beside its bytes; for the device's own memory, a bucket of copies."""
+    """Fixed time of a message in addition to its bytes; for the device's own memory, of a bucket of copies."""
 
     def seconds(self, rank_bytes: Any, node_bytes: Any) -> Any:
-        """Return the seconds for the bytes of a rank and of its node, numbers or arrays, without latency."""
+        """Return the seconds, without latency, for the bytes of a rank and of its node (numbers or arrays)."""
         seconds = rank_bytes / self.bytes_per_s
         if self.node_bytes_per_s is None:
             return seconds
@@ -56,87 +56,87 @@ class Link(Section):
 
 
 class Links(Section):
-    """The classes of links."""
+    """Classes of links of a cluster."""
 
     same_device: Link
     """The device's own memory; a copy reads and writes each byte."""
     same_node: Link
-    """Between two devices of a node."""
+    """Links between two devices of a node."""
     between_nodes: Link | None = None
-    """Between devices of two nodes; a cluster of one node has none."""
+    """Links between devices of two nodes; a cluster of one node has none."""
     host: Link | None = None
-    """Between a device and the memory of its node, where offloaded states go; left out, nothing can be offloaded."""
+    """Links between a device and host memory, for offloaded state; if omitted, offloading takes no time."""
 
     def of(self, link: LinkClass) -> Link:
-        """Return the figures of a link class; a cluster of several nodes has all of them."""
+        """Return the figures of a link class that the cluster has."""
         figures = getattr(self, link.value)
         assert figures is not None, f"no rank uses links that the cluster lacks: {link.value}"
         return figures
 
     @property
     def network(self) -> Link:
-        """The links between nodes; of a cluster of one node, those inside it."""
+        """Links between nodes; for a cluster of one node, those within the node."""
         return self.between_nodes or self.same_node
 
 
 class Compute(Section):
-    """Operations of a device per second, and costs beside arithmetic.
+    """Operations per second of a device, and costs in addition to arithmetic.
 
-    `hybridengine calibrate` measures all of it on the machine that it runs on.
+    `hybridengine calibrate` measures all of them on the current machine.
     """
 
     flops_per_s: dict[Literal["bfloat16", "float32"], Rate]
-    """Peak rate of dense matrix products by type; a product and its sum are two operations."""
+    """Peak rate of dense matrix products by type; a multiply-add counts as two operations."""
     efficiency: Efficiency = 0.6
     """Share of the peak that large matrix products reach in a model."""
     half_tokens: Amount = 128.0
-    """Tokens of a micro-batch at which a pass over it reaches half of that share."""
+    """Tokens of a micro-batch at which a pass reaches half of that share."""
     attention_efficiency: Efficiency = 0.3
     """Share of the peak that attention over the sequence reaches."""
     activation_passes: Amount = 12.0
-    """Times that a layer reads or writes its hidden state, beside its matrix products."""
+    """Number of times that a layer reads or writes its hidden state, apart from its matrix products."""
     layer_s: Latency = 30e-6
-    """Seconds of a layer of a forward pass beside that: launches."""
+    """Additional seconds of each layer in a forward pass, for launches."""
     micro_batch_s: Latency = 0.5e-3
-    """Seconds of each micro-batch of a stage beside its layers."""
+    """Additional seconds of each micro-batch in a stage."""
     decode_efficiency: Efficiency = 0.6
-    """Share of the peak that matrix products reach where each response has one token, as far as arithmetic binds."""
+    """Share of the peak that matrix products reach in compute-bound decoding, with one token per response."""
     decode_step_s: Latency = 2e-3
-    """Seconds of each step of an engine beside its layers: scheduling and sampling."""
+    """Additional seconds of each decoding step, for scheduling and sampling."""
     decode_row_s: Latency = 10e-6
-    """Seconds that each running response adds to a step."""
+    """Additional seconds of each running response in a decoding step."""
     decode_layer_s: Latency = 20e-6
-    """Seconds of each layer of a decoding step beside reading its weights: launches."""
+    """Additional seconds of each layer in a decoding step, for launches."""
     knee: Annotated[float, Field(ge=1, le=64)] = 4.0
-    """Sharpness of the bend between steps bound by memory and steps bound by arithmetic; infinite is a corner."""
+    """Sharpness of the transition from memory-bound to compute-bound decoding steps; larger is sharper."""
     kv_block_tokens: NodeDevices = 16
-    """Tokens of a block of KV cache, of which a response holds whole ones."""
+    """Tokens of a block of KV cache; a response holds whole blocks."""
     parameter_s: Latency = 20e-6
-    """Seconds of each parameter tensor of an optimizer step beside its bytes."""
+    """Additional seconds of each parameter tensor in an optimizer step."""
     exchange_s: Latency = 0.0
-    """Seconds of each parameter tensor beside its bytes where replicas exchange gradients and weights."""
+    """Additional seconds of each parameter tensor when replicas exchange gradients and weights."""
     optimizer_step_s: Latency = 5e-3
-    """Seconds of each optimizer step beside that."""
+    """Additional seconds of each optimizer step."""
     collective_s: Latency = 0.0
-    """Seconds of a collective or message of a pass beside those of the link: its ranks are never quite together."""
+    """Additional seconds of each collective or message in a pass, because its ranks do not arrive at the same time."""
     overlap: Share = 0.0
     """Share of the exchange of gradients and weights between replicas that is hidden behind the passes."""
     call_s: Latency = 10e-3
-    """Seconds of a group call beside its work, from the controller and back; all that a call without a model takes."""
+    """Overhead of a group call, from the controller and back; the whole time of a call without a model."""
     process_bytes: Bytes | None = None
-    """Memory of a rank's process beside its models: contexts, communicators, libraries; left out, none."""
+    """Memory of a rank's process without models: contexts, communicators, libraries; 0 by default."""
     devices_at_once: NodeDevices | None = None
-    """Devices of a node that can work at the same time, where they share something: a CPU's cores."""
+    """Number of a node's devices that can work at the same time, if they share resources such as a CPU's cores."""
 
     def waiting(self, num_ranks: float) -> float:
-        """Return how many times as long work takes where so many ranks of a node work at the same time."""
+        """Return the slowdown of work when `num_ranks` ranks of a node work at the same time."""
         return 1.0 if self.devices_at_once is None else max(1.0, num_ranks / self.devices_at_once)
 
     def rate(self, dtype: str) -> float:
-        """Return the peak operations per second.
+        """Return the peak operations per second for a type.
 
         Raises:
-            ConfigError: the cluster has no figure for that type.
+            ConfigError: the cluster has no figure for the type.
         """
         if dtype not in self.flops_per_s:
             raise ConfigError(
@@ -153,15 +153,15 @@ class Cluster(Section):
     source: Text
     """Source of the figures."""
     nodes: Nodes
-    """Nodes that can be used."""
+    """Number of nodes."""
     devices_per_node: NodeDevices
-    """Devices of a node: one rank each."""
+    """Number of devices per node, with one rank each."""
     device_memory_bytes: Bytes
     """Memory of one device."""
     links: Links
     """Bandwidth and latency of each class of links."""
     compute: Compute | None = None
-    """Speed of the devices; plans of whole runs need it, those of a switch alone do not."""
+    """Speed of the devices; needed to plan whole runs, but not switches alone."""
 
     @model_validator(mode="after")
     def _has_links_between_nodes(self) -> Cluster:
@@ -176,10 +176,10 @@ class Cluster(Section):
         return self.nodes * self.devices_per_node
 
     def resized(self, nodes: int) -> Cluster:
-        """Return the same hardware with another number of nodes.
+        """Return the same hardware with `nodes` nodes.
 
         Raises:
-            ConfigError: no positive number, or several nodes without links between them.
+            ConfigError: `nodes` is not positive, or there are no links between nodes.
         """
         try:
             return Cluster.model_validate(self.model_dump() | {"nodes": nodes})
@@ -187,10 +187,10 @@ class Cluster(Section):
             raise ConfigError(f"cluster {self.name}: {'; '.join(map(_message, error.errors()))}") from None
 
     def node_map(self, num_ranks: int) -> NodeMap:
-        """Return the nodes of ranks 0, 1, 2, ..., one on each device.
+        """Return the nodes of ranks 0, 1, 2, ..., with one rank per device.
 
         Raises:
-            ConfigError: more ranks than devices.
+            ConfigError: there are more ranks than devices.
         """
         if num_ranks > self.num_devices:
             needed = -(-num_ranks // self.devices_per_node)
@@ -203,10 +203,10 @@ class Cluster(Section):
 
 
 def load_planned_cluster(path: str | Path, dtype: str) -> Cluster:
-    """Return a cluster as `load_cluster` does, with what plans of whole runs need.
+    """Return a cluster as `load_cluster` does, and check that it has what plans of whole runs need.
 
     Raises:
-        ConfigError: the file says nothing about what devices compute, or not in that type.
+        ConfigError: the file has no section compute, or no rate for `dtype`.
     """
     cluster = load_cluster(path)
     if cluster.compute is None:
@@ -222,7 +222,7 @@ def load_cluster(path: str | Path) -> Cluster:
     """Return the cluster that a YAML file describes.
 
     Raises:
-        ConfigError: no such file, no YAML, or everything that is wrong with its values, in one list.
+        ConfigError: the file does not exist, is not YAML, or has invalid values; the message lists all of them.
     """
     remedy = "name a cluster file such as configs/clusters/h100-80gb.yaml"
     try:

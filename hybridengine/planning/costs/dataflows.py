@@ -1,6 +1,6 @@
-"""The group calls of an iteration as data: what is called in which order, and which earlier calls each call waits for.
+"""Group calls of an iteration, in order, with the earlier calls that each one waits for.
 
-They come from the algorithm itself, whose step is traced.
+They are obtained by tracing the algorithm's step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hybridengine.config.algorithm import Algorithm
 from hybridengine.errors import ConfigError, UnknownNameError
 
 HELPERS = ("prompts", "compute")
-"""Groups without a model on the actor's ranks."""
+"""Groups without a model, on the actor's ranks."""
 
 PHASES: Mapping[str, str] = {
     "prompts.training_prompts": "prompts",
@@ -38,11 +38,11 @@ PHASES: Mapping[str, str] = {
     "actor.update_preferences": "update_actor",
     "compute.measure": "statistics",
 }
-"""Call -> phase of an iteration; the time of other calls has their own name."""
+"""Phase of each call of an iteration; the phase of any other call is the call's name."""
 
 
 def phase_of_call(role: str, method: str) -> str:
-    """Return the phase of an iteration that a call belongs to; `reward_NAME` and `cost_NAME` are models among several."""
+    """Return the phase of a call; roles `reward_NAME` and `cost_NAME` belong to the phase of reward and cost."""
     call = f"{role}.{method}"
     if method == "compute_scores":
         call = f"{role.partition('_')[0]}.{method}"
@@ -53,39 +53,39 @@ class Work(Enum):
     """Kinds of calls."""
 
     HOST = "host"
-    """Reads data or computes on columns: no model."""
+    """Reading data or computing on columns, without a model."""
     SWITCH = "switch"
     GENERATE = "generate"
     INFER = "infer"
-    """A forward pass."""
+    """Forward pass."""
     UPDATE = "update"
 
 
 @dataclass(frozen=True)
 class RowColumns:
-    """Columns of each row that a call fetches."""
+    """Number of columns of each row that a call fetches, by width."""
 
     tokens: int = 0
-    """Columns as wide as prompt and response, 8 bytes a token."""
+    """Columns as wide as prompt and response, 8 bytes per token."""
     prompts: int = 0
-    """Columns as wide as the prompt, 8 bytes a token."""
+    """Columns as wide as the prompt, 8 bytes per token."""
     numbers: int = 0
-    """Columns as wide as the response, 4 bytes a token."""
+    """Columns as wide as the response, 4 bytes per token."""
 
     def num_bytes(self, prompt_width: int, response_width: int) -> int:
-        """Return the bytes of a row whose columns are so wide."""
+        """Return the bytes of a row with columns of these widths, in tokens."""
         tokens = self.tokens * (prompt_width + response_width) + self.prompts * prompt_width
         return 8 * tokens + 4 * self.numbers * response_width
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method of a group: what it does, what it returns, and which columns of its rows it fetches."""
+    """Method of a group: kind of work, kind of result, and fetched columns."""
 
     work: Work
     returns_rows: bool = False
     columns: RowColumns = RowColumns()
-    """A column of one number a row is left out."""
+    """Fetched columns, without those of one number per row."""
 
 
 METHODS: Mapping[str, Method] = {
@@ -108,12 +108,12 @@ class Call:
     """One group call."""
 
     role: str
-    """A role of the dataflow, or one of `HELPERS`."""
+    """Role of the dataflow, or one of `HELPERS`."""
     method: str
     reads: tuple[int, ...] = ()
-    """Earlier calls whose rows it takes, or that the controller waits for before, by their places in the iteration."""
+    """Indices of earlier calls whose rows it reads, or that the controller waits for before it."""
     num_rows: int = 0
-    """Rows that it has: prompts times responses per prompt, or fewer."""
+    """Number of rows: prompts times responses per prompt, or fewer."""
 
     @property
     def work(self) -> Work:
@@ -133,7 +133,7 @@ class Call:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A stand-in for rows: how many, and the calls that have produced some of their columns."""
+    """Stand-in for rows, with their number and the calls that produced their columns."""
 
     trace: _Trace
     num_rows: int
@@ -168,7 +168,7 @@ class _Rows:
 
 
 class _Metrics(dict[str, float]):
-    """Metrics of a call, all of them 0."""
+    """Metrics of a call, all 0."""
 
     def __missing__(self, name: str) -> float:
         return 0.0
@@ -176,7 +176,7 @@ class _Metrics(dict[str, float]):
 
 @dataclass(frozen=True)
 class _Future:
-    """A stand-in for the result of a call that returns no rows."""
+    """Stand-in for the result of a call that returns no rows."""
 
     trace: _Trace
     call: int
@@ -188,13 +188,13 @@ class _Future:
 
 @dataclass
 class _Trace:
-    """The calls that a step makes, recorded."""
+    """Record of the calls that a step makes."""
 
     num_rows: int
-    """Rows of a call that is given none."""
+    """Number of rows of a call without row arguments."""
     calls: list[Call] = field(default_factory=list)
     waited: set[int] = field(default_factory=set)
-    """Calls that the controller has waited for: those that it makes later begin after them."""
+    """Calls that the controller has waited for; later calls begin after them."""
 
     def record(self, role: str, method: str, *arguments: Any, **more: Any) -> Any:
         if method not in METHODS:
@@ -211,7 +211,7 @@ class _Trace:
 
 @dataclass(frozen=True)
 class _Group:
-    """A stand-in for the group of a role: all methods of it."""
+    """Stand-in for the group of a role, with all methods."""
 
     trace: _Trace
     role: str
@@ -226,10 +226,10 @@ class _Group:
 def calls_of(algorithm: Algorithm, num_prompts: int, samples_per_prompt: int) -> tuple[Call, ...]:
     """Return the calls of an iteration, in the order in which the algorithm's step makes them.
 
-    The step is carried out with stand-ins: groups that compute nothing, columns and metrics of zeros.
+    The step runs with stand-ins: groups that compute nothing, and columns and metrics of zeros.
 
     Raises:
-        ConfigError: the step does not end with stand-ins, or makes a call that the planner does not know.
+        ConfigError: the step fails with stand-ins, or makes a call that the planner does not know.
     """
     trace = _Trace(num_prompts * samples_per_prompt)
     groups = {role: _Group(trace, role) for role in (*algorithm.roles, *HELPERS)}
@@ -243,7 +243,7 @@ def calls_of(algorithm: Algorithm, num_prompts: int, samples_per_prompt: int) ->
     )
     try:
         algorithm.step(roles, sampling, {})
-    except Exception as error:  # the step may be anybody's
+    except Exception as error:  # the step may be the user's code
         raise ConfigError(
             f"algorithm.name={algorithm.name}: the planner cannot trace its step ({type(error).__name__}: {error});"
             " plan with an algorithm that makes the same calls"

@@ -1,12 +1,11 @@
-"""Seconds of generation by one engine of (p_g, t_g): prompts first, then a token of every running response a step.
+"""Seconds of generation by one engine of (p_g, t_g): prompts first, then one token per step of every running response.
 
 A step reads the weights and the keys and values of all running responses from memory, and does 2 operations for each
 weight and response. The two overlap: the step takes (memory^k + arithmetic^k)^(1/k), whose slope over the number of
-responses is a sigmoid between 0, where memory binds, and 1, where arithmetic does. Beside that it pays for launches,
-all-reduces and scheduling.
+responses is a sigmoid from 0 (memory-bound) to 1 (compute-bound). Launches, all-reduces and scheduling are added.
 
-Responses start as soon as there is a place: no more run at once than the engine takes, and than its KV cache holds. The
-last, long ones run almost alone.
+A response starts as soon as there is a free slot; the number of slots is limited by the engine and by its KV cache. The
+last, long responses run almost alone.
 """
 
 from __future__ import annotations
@@ -34,28 +33,28 @@ class Engine:
     shape: ModelShape
     sizes: GenSizes
     train_pp_size: int
-    """Stages of training, which decide those of generation."""
+    """Number of training stages, which determine the stages of generation."""
     dtype: str
     cluster: Cluster
     num_ranks: int
-    """Ranks of all engines together, which share the links."""
+    """Number of ranks of all engines together, which share the links."""
 
     @cached_property
     def kv_token_bytes(self) -> int:
-        """KV cache of one token on the rank with the most."""
+        """Largest bytes of KV cache per token on any rank."""
         heads = max(1, self.shape.num_kv_heads // self.sizes.tp_size)
         return 2 * self._num_layers * heads * self.shape.head_dim * DTYPE_BYTES[self.dtype]
 
     @cached_property
     def _num_layers(self) -> int:
-        """Layers of the stage with the most."""
+        """Number of layers of the largest stage."""
         return max(map(len, self.shape.gen_stage_layers(self.train_pp_size, self.sizes.pp_size)))
 
     def step_s(self, num_rows: Any, context_tokens: Any) -> Any:
-        """Return the seconds of a step of `num_rows` responses with `context_tokens` tokens, prompts included.
+        """Return the seconds of a step of `num_rows` responses with `context_tokens` tokens in all, including prompts.
 
         Args:
-            num_rows: a number, or an array for as many steps.
+            num_rows: a number, or an array with one element per step.
         """
         compute = compute_of(self.cluster)
         memory = self._read_bytes + context_tokens * self.kv_token_bytes
@@ -69,7 +68,7 @@ class Engine:
 
     @cached_property
     def _read_bytes(self) -> int:
-        """Weights that a step reads."""
+        """Bytes of weights that a step reads."""
         shape, t = self.shape, self.sizes.tp_size
         held = generation_holding(shape, self.train_pp_size, self.sizes.pp_size, t)
         looked_up = shape.vocab_size * shape.hidden_size // t  # rows of the embedding
@@ -77,24 +76,24 @@ class Engine:
 
     @cached_property
     def _row_s(self) -> float:
-        """Seconds of a row's arithmetic."""
+        """Seconds of arithmetic per row."""
         compute, shape = compute_of(self.cluster), self.shape
         weights = self._num_layers * layer_weights(shape) + shape.vocab_size * shape.hidden_size
         return 2 * weights / self.sizes.tp_size / (compute.rate(self.dtype) * compute.decode_efficiency)
 
     def _read_s(self, num_bytes: Any) -> Any:
-        """Return the seconds in which every rank reads bytes from memory, while all stages but one of an engine wait."""
+        """Return the seconds in which each rank reads bytes from memory, with one stage of each engine at work."""
         ranks = min(self.cluster.devices_per_node, self.num_ranks) / self.sizes.pp_size
         return self.cluster.links.same_device.seconds(num_bytes, num_bytes * ranks)
 
     @cached_property
     def _waiting(self) -> float:
-        """Factor by which work takes longer where the ranks of a node share its devices."""
+        """Slowdown of work if the ranks of a node share its devices."""
         ranks = min(self.cluster.devices_per_node, self.num_ranks)
         return compute_of(self.cluster).waiting(ranks / self.sizes.pp_size)  # stages take turns
 
     def prefill_s(self, num_tokens: float) -> float:
-        """Return the seconds of `num_tokens` tokens of prompts."""
+        """Return the seconds of the prefill of `num_tokens` prompt tokens."""
         compute, shape = compute_of(self.cluster), self.shape
         operations = 2 * num_tokens * shape.num_layers * layer_weights(shape)
         rate = compute.rate(self.dtype) * compute.efficiency * self.sizes.tp_size
@@ -111,24 +110,24 @@ class Engine:
         return self.kv_token_bytes * compute_of(self.cluster).kv_block_tokens
 
     def row_bytes(self, lengths: Lengths, prompt_tokens: float) -> float:
-        """Return the bytes of KV cache that a running response takes of a rank, as a mean over time."""
+        """Return the bytes of KV cache of a running response on a rank, averaged over time."""
         block = compute_of(self.cluster).kv_block_tokens
         return self.kv_token_bytes * (prompt_tokens + lengths.mean_position + (block - 1) / 2)
 
     def num_running(self, lengths: Lengths, prompt_tokens: float, max_num_seqs: int, kv_bytes: float) -> int:
-        """Return how many responses can run at once: as the cache holds beside its first block, which is for none."""
+        """Return the number of responses that can run at once, limited by the cache without its reserved first block."""
         room = kv_bytes - self.block_bytes
         return max(1, min(max_num_seqs, int(room / self.row_bytes(lengths, prompt_tokens) + 1e-9)))
 
     def generate_s(self, num_rows: int, prompt_tokens: float, lengths: Lengths, num_running: int) -> float:
-        """Return the seconds until `num_rows` responses are complete, at most `num_running` at once."""
+        """Return the seconds to complete `num_rows` responses, with at most `num_running` at once."""
         steps = running_steps(lengths, num_rows, num_running)
         counts, contexts, spans = steps[:, 0], steps[:, 1], steps[:, 2]
         seconds = spans @ self.step_s(counts, counts * prompt_tokens + contexts)
         return float(seconds + self.prefill_s(num_rows * prompt_tokens))
 
     def _exchanges_s(self, num_tokens: Any) -> tuple[Any, Any]:
-        """Return the seconds of an all-reduce of the hidden state of tokens, and of sending it to the next stage."""
+        """Return the seconds of an all-reduce of the tokens' hidden state, and of sending it to the next stage."""
         num_bytes = num_tokens * self.shape.hidden_size * DTYPE_BYTES[self.dtype]
         fabric, t = Fabric(self.cluster, self.num_ranks), self.sizes.tp_size
         return (
@@ -138,20 +137,20 @@ class Engine:
 
 
 PREFILL_TOKENS = 8192
-"""Tokens of a chunk of prompts."""
+"""Number of tokens in a chunk of prompts."""
 
 
 def knee(one: Any, other: Any, sharpness: float) -> Any:
-    """Return the seconds of two things that overlap: about the larger, 2^(1/sharpness) times either if they are equal."""
+    """Return the seconds of two overlapping operations: about the larger; 2^(1/sharpness) times either if equal."""
     largest = np.maximum(np.maximum(one, other), 1e-300)
     return largest * ((one / largest) ** sharpness + (other / largest) ** sharpness) ** (1 / sharpness)
 
 
 @lru_cache(maxsize=512)
 def running_steps(lengths: Lengths, num_rows: int, num_running: int) -> np.ndarray:
-    """Return responses that run, their tokens altogether at the middle of the span, and its steps, as [spans, 3].
+    """Return, for each span of steps, the running responses, their total tokens at its middle and its steps, [spans, 3].
 
-    The responses have the distribution's quantiles for lengths, in an order in which long and short ones alternate.
+    The lengths of the responses are quantiles of the distribution, in an order that alternates long and short ones.
     """
     order = np.argsort(np.arange(num_rows) * GOLDEN % 1.0)
     waiting = lengths.spread(num_rows)[order].tolist()

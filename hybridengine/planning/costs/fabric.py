@@ -1,8 +1,8 @@
-"""Seconds of collectives and messages between the ranks of a grid, from the links of a cluster.
+"""Seconds of collectives and messages between the ranks of a grid, computed from the links of a cluster.
 
-All groups of a grid do the same at the same time: those that have members on a node share what the node's links carry
-together. Collectives are rings, as gloo's and NCCL's are for large messages: each rank receives (g - 1) / g of the
-result, and a ring enters a node once. Bytes are numbers, or arrays for as many messages.
+All groups of a grid communicate at the same time, and groups with members on the same node share its bandwidth.
+Collectives are rings, like those of gloo and NCCL for large messages: each rank receives (g - 1) / g of the result, and
+a ring enters a node once. Bytes are numbers, or arrays with one element per message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridengine.planning.costs.clusters import Cluster
 
 @dataclass(frozen=True)
 class Axis:
-    """The groups of a grid along one axis: every `stride`-th rank, `size` of them."""
+    """Groups of a grid along one axis, each with `size` ranks at a distance of `stride`."""
 
     size: int
     stride: int
@@ -25,22 +25,22 @@ class Axis:
 
 @dataclass(frozen=True)
 class Fabric:
-    """The links that `num_ranks` consecutive ranks of a cluster have, one rank on each device."""
+    """Links of `num_ranks` consecutive ranks of a cluster, with one rank per device."""
 
     cluster: Cluster
     num_ranks: int
 
     @property
     def node_ranks(self) -> int:
-        """Ranks of a full node."""
+        """Number of ranks on a full node."""
         return min(self.cluster.devices_per_node, self.num_ranks)
 
     def members_per_node(self, axis: Axis) -> int:
-        """Return the ranks of one group on a node."""
+        """Return the number of ranks of one group on a node."""
         return max(1, min(axis.size, self.node_ranks // axis.stride))
 
     def all_gather_s(self, num_bytes: Any, axis: Axis) -> Any:
-        """Return the seconds until every rank of a group has the `num_bytes` of which each had its part."""
+        """Return the seconds of an all-gather with a result of `num_bytes`."""
         if axis.size == 1:
             return 0.0
         received = num_bytes * (axis.size - 1) / axis.size
@@ -58,21 +58,22 @@ class Fabric:
         return seconds + latency
 
     def all_reduce_s(self, num_bytes: Any, axis: Axis) -> Any:
-        """Return the seconds until every rank of a group has the sum of all `num_bytes`: two all-gathers."""
+        """Return the seconds of an all-reduce of `num_bytes`, which is that of two all-gathers."""
         return 2 * self.all_gather_s(num_bytes, axis) + self._others_s if axis.size > 1 else 0.0
 
     @property
     def _others_s(self) -> float:
-        """Seconds of a collective or message of a pass beside what the links say."""
+        """Additional seconds of a collective or message in a pass."""
         return self.cluster.compute.collective_s if self.cluster.compute else 0.0
 
     def sends_s(self, num_bytes: Any, axis: Axis, count: int = 1) -> Any:
         """Return the seconds of the messages between a rank and its neighbours, in all groups at the same time.
 
-        The slowest rank counts: where several of a group share a node, some have one neighbour on another one.
+        The result is that of the slowest rank: if several ranks of a group share a node, some have one neighbour on
+        another node.
 
         Args:
-            count: neighbours that it exchanges a message with; a link carries both directions at once.
+            count: number of neighbours with which a rank exchanges a message; both directions of a link work at once.
         """
         if axis.size == 1:
             return 0.0
@@ -82,7 +83,7 @@ class Fabric:
             inside = links.same_node.seconds(num_bytes, num_bytes * self.node_ranks)
             inside += links.same_node.latency_s
         if axis.size > members:
-            # Of the ranks next to the end of a node, as many as lie between neighbours of a group.
+            # Ranks whose neighbour is on the next node: the last `stride` ranks of a node.
             leaving = min(axis.stride, self.node_ranks)
             between = links.network
             across = between.seconds(num_bytes, num_bytes * leaving) + between.latency_s

@@ -1,13 +1,13 @@
-"""Distributions of response lengths. The tail decides how long an engine works for its last rows.
+"""Distributions of response lengths. Their tails determine how long an engine works on its last rows.
 
-Written as KIND:PARAMETERS, lengths in tokens:
+They are written as KIND:PARAMETERS, with lengths in tokens:
 
-    constant:512                      every response
-    uniform:1-1024                    every length of the range as often
+    constant:512                      the same length for every response
+    uniform:1-1024                    every length of the range with equal probability
     lognormal:mean=400,cv=0.8         mean and coefficient of variation (standard deviation over mean)
-    lengths.txt                       as often as in a file: one number a line
+    lengths.txt                       empirical distribution of the lengths in a file, one number per line
 
-Lengths beyond the longest response that a run allows are cut to it, as generation does.
+Lengths beyond the longest response that a run allows are cut to it, as in generation.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ NUMBER = r"[0-9]{1,9}(?:\.[0-9]+)?(?:e[0-9])?"
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """A distribution of response lengths in tokens.
+    """Distribution of response lengths in tokens.
 
     Guarantees: every length is from 1 to `max_tokens`.
     """
 
     name: str
-    """The text that described it."""
+    """Text that describes the distribution."""
     survival_T: np.ndarray
-    """P(length > i) for i = 0, 1, ..., max_tokens - 1: what runs while token i + 1 is made. The first is 1."""
+    """P(length > i) for i = 0, 1, ..., max_tokens - 1: the share that runs while token i + 1 is made. The first is 1."""
     cut_share: float = 0.0
-    """Share of the responses that would be longer than the run allows."""
+    """Share of the responses that are cut to the longest length that the run allows."""
 
     def __str__(self) -> str:
-        """Return the name with mean and longest response: "lognormal:mean=400,cv=0.8 (mean 382, 4% cut to 1024)"."""
+        """Return the name, mean and longest response: "lognormal:mean=400,cv=0.8 (mean 382, 4% cut to 1024)"."""
         cut = f"{self.cut_share:.0%} cut to" if self.cut_share >= 0.005 else "at most"
         return f"{self.name} (mean {self.mean:.0f}, {cut} {self.max_tokens})"
 
@@ -57,26 +57,26 @@ class Lengths:
 
     @cached_property
     def mean_square(self) -> float:
-        """E[length^2]."""
+        """Mean of the squared lengths, E[length^2]."""
         return float(((2 * np.arange(self.max_tokens) + 1) * self.survival_T).sum())
 
     @property
     def mean_position(self) -> float:
-        """Mean number of tokens of a running response, which an engine full of them holds of each.
+        """Mean number of generated tokens of a running response, averaged over time.
 
-        Source: a row found running at a random moment is one of length l with probability in proportion to l.
+        A response that runs at a random moment has length l with probability proportional to l times its frequency.
         """
         return self.mean_square / (2 * self.mean)
 
     def quantiles(self, shares: np.ndarray) -> np.ndarray:
-        """Return the smallest lengths that at least such a share of the responses does not exceed."""
+        """Return, for each share, the smallest length that at least this share of the responses does not exceed."""
         cumulative = (
             1.0 - self.survival_T[1:]
         )  # P(length <= 1), P(length <= 2), ..., without the last, which is 1
         return 1 + np.searchsorted(cumulative, np.asarray(shares) - 1e-12)
 
     def spread(self, count: int) -> np.ndarray:
-        """Return `count` lengths that stand for the distribution, ascending: its quantiles at (k + 1/2) / count."""
+        """Return `count` lengths that represent the distribution, ascending: its quantiles at (k + 1/2) / count."""
         return self.quantiles((np.arange(count) + 0.5) / count)
 
     def sample(self, generator: np.random.Generator, count: int) -> np.ndarray:
@@ -88,7 +88,7 @@ class Lengths:
         """Return the distribution that `text` describes, with no length above `max_tokens`.
 
         Raises:
-            ConfigError: no such form, numbers out of range, or a file without lengths.
+            ConfigError: the form is unknown, numbers are out of range, or the file has no lengths.
         """
         kind, colon, values = text.partition(":")
         if colon and kind in _KINDS:
@@ -105,11 +105,11 @@ class Lengths:
     def between(
         cls, name: str, shares: Sequence[float], quantiles: Sequence[Sequence[float]], max_tokens: int
     ) -> Lengths:
-        """Return lengths of which some quantiles are known, as often between two of them as on average.
+        """Return the distribution with known quantiles, uniform between two of them.
 
         Args:
-            shares: ascending, from 0 to 1.
-            quantiles: for each of several samples that count as much, the lengths at these shares.
+            shares: shares of the quantiles, ascending from 0 to 1.
+            quantiles: lengths at these shares, for each of several samples of equal weight.
         """
         positions = np.arange(max_tokens)
         survivals = []
@@ -124,7 +124,7 @@ class Lengths:
 
 
 def counted(lengths: Sequence[int], max_tokens: int) -> np.ndarray:
-    """Return `survival_T` of lengths that are as often as in `lengths`, which has at least one."""
+    """Return `survival_T` of the empirical distribution of `lengths`, which must not be empty."""
     cut = np.sort(np.clip(np.asarray(lengths, dtype=np.int64), 1, max_tokens))
     longer = len(cut) - np.searchsorted(cut, np.arange(max_tokens), side="right")
     return longer / len(cut)
@@ -137,13 +137,13 @@ def _uniform(positions: np.ndarray, low: float, high: float) -> np.ndarray | Non
 
 
 def _lognormal(positions: np.ndarray, mean: float, variation: float) -> np.ndarray | None:
-    """Rounded up: P(length > i) is that of the continuous distribution. The mean is that before the cut."""
+    """Return P(length > i) of a lognormal distribution, rounded up to integers; `mean` is that before the cut."""
     if not (1.0 <= mean <= 1e9 and 0.0 < variation <= 20.0):
         return None
-    from scipy.special import ndtr  # a quarter of a second, which other lengths need not wait for
+    from scipy.special import ndtr  # slow to import, and not needed for other lengths
 
     sigma = math.sqrt(math.log1p(variation**2))
-    # No response is shorter than 0 tokens: log(0) is -inf, and its share 1.
+    # log(0) is -inf, for which the share is 1: every response is longer than 0 tokens.
     with np.errstate(divide="ignore"):
         return ndtr((math.log(mean) - sigma**2 / 2 - np.log(positions)) / sigma)
 
@@ -153,11 +153,11 @@ _KINDS: dict[str, tuple[str, Callable[..., np.ndarray | None]]] = {
     "uniform": (r"([0-9]{1,9})-([0-9]{1,9})", _uniform),
     "lognormal": (rf"mean=({NUMBER}),cv=({NUMBER})", _lognormal),
 }
-"""Kind -> pattern of its numbers, and P(length > i) at positions i; None where the numbers are out of range."""
+"""Pattern of the numbers of each kind, and function that returns P(length > i), or None if a number is out of range."""
 
 
 def _read(path: str) -> list[int]:
-    """Return the lengths in a file, each from 0 on."""
+    """Return the lengths in a file, rounded up; 0 is allowed."""
     try:
         lines = read_text(path).splitlines()
     except (UnreadableError, FileNotFoundError) as error:

@@ -1,9 +1,9 @@
-"""Memory of a model on one rank: weights, gradients, optimizer state, and what a pass over a micro-batch keeps.
+"""Memory of a model on one rank: weights, gradients, optimizer state, and activations of a micro-batch.
 
 Activations are counted tensor by tensor, as Megatron-core keeps them for a layer without sequence parallelism: inputs
-of the norms and of the matrices, and what lies between. Sharded ones are divided by t, those of the hidden state are not.
+of the norms and of the matrices, and intermediate results. Sharded tensors are divided by t, hidden states are not.
 
-Source: Korthikanti et al., arXiv 2205.05198, section 4, redone for grouped queries and gated MLPs.
+Source: Korthikanti et al., arXiv 2205.05198, section 4, adapted to grouped queries and gated MLPs.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from hybridengine.planning.costs.shards import training_holding
 from hybridengine.topology.sizes import TrainSizes
 
 MOMENT_BYTES = 8
-"""Adam's two moments in float32."""
+"""Bytes of Adam's two moments in float32."""
 LOGIT_COPIES = 3
-"""Float32 tensors of logits' size that log-probs and entropies keep: logits, their softmax, their gradient."""
+"""Number of float32 tensors of the logits' size kept for log-probs and entropies: logits, softmax, gradient."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of a model on the rank with the most, by what it is doing."""
+    """Bytes of a model on the fullest rank, by activity."""
 
     idle: int
-    """While others work; the actor is in training mode then."""
+    """Bytes while other models work, with the actor in training mode."""
     infer: int
     update: int
     generating: int
-    """While the actor generates; of the actor, what it holds beside the engine."""
+    """Bytes while the actor generates; for the actor, without its engine."""
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Bytes of a model's parts on the rank with the most."""
+    """Bytes of a model's parts on the fullest rank."""
 
     weights_bytes: int
     gradients_bytes: int
-    """Float32, released while generating."""
+    """Float32 gradients, released during generation."""
     optimizer_bytes: int
-    """Moments, and float32 master weights where the weights are not float32; sharded over d."""
+    """Moments, and float32 master weights if the weights are not float32; sharded over d."""
 
     def states(self, *, is_actor: bool, offloads: bool, infer: int = 0, update: int = 0) -> StateBytes:
-        """Return the bytes by what the model is doing.
+        """Return the bytes of the model by activity.
 
         Args:
-            offloads: its optimizer state is in host memory while it does not train.
-            infer: activations of a forward pass.
-            update: activations of an update.
+            offloads: True if the optimizer state is in host memory while the model does not train.
+            infer: bytes of activations of a forward pass.
+            update: bytes of activations of an update.
         """
         whole = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
         kept = 0 if offloads else self.optimizer_bytes
@@ -60,7 +60,7 @@ class ModelMemory:
 
 
 def model_memory(shape: ModelShape, sizes: TrainSizes, dtype: str, *, trains: bool = True) -> ModelMemory:
-    """Return the memory of `shape` at (p, t, d) under the distributed optimizer; without training, weights alone."""
+    """Return the memory of `shape` at (p, t, d) with the distributed optimizer; only weights if it does not train."""
     num_elements = training_holding(shape, sizes.pp_size, sizes.tp_size).num_elements
     weights_bytes = num_elements * DTYPE_BYTES[dtype]
     if not trains:
@@ -70,12 +70,12 @@ def model_memory(shape: ModelShape, sizes: TrainSizes, dtype: str, *, trains: bo
 
 
 def optimizer_weight_bytes(dtype: str) -> int:
-    """Return the bytes of optimizer state for each weight."""
+    """Return the bytes of optimizer state per weight."""
     return MOMENT_BYTES + (4 if dtype != "float32" else 0)
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the bytes of the tensors in a checkpoint of a run: weights and optimizer state of what trains."""
+    """Return the bytes of the tensors in a run's checkpoint: weights and optimizer state of the trained models."""
     dtype = config.model.dtype
     each = DTYPE_BYTES[dtype] + optimizer_weight_bytes(dtype)
     trained = (holder for holder in model_holders(config) if holder.role in TRAINED)
@@ -83,9 +83,9 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def layer_activations(shape: ModelShape, tp_size: int) -> float:
-    """Return the elements that a layer keeps of each token for its backward pass, scores of attention left out."""
+    """Return the elements per token that a layer keeps for its backward pass, without attention scores."""
     hidden = 4 * shape.hidden_size  # inputs of both norms, of the query projection and of the MLP
-    attention = 2 * shape.q_size + 2 * shape.kv_size + shape.q_size  # rotated and not, and attention's output
+    attention = 2 * shape.q_size + 2 * shape.kv_size + shape.q_size  # before and after rotation; output
     mlp = 3 * shape.ffn_hidden_size  # gate, up, and their product
     return hidden + (attention + mlp) / tp_size
 
@@ -99,13 +99,13 @@ def activation_bytes(
     trains: bool,
     recompute: bool = False,
 ) -> int:
-    """Return the most bytes that a pass keeps on a rank.
+    """Return the largest bytes of activations that a pass keeps on a rank.
 
-    They are those of the first stage, with as many micro-batches as are under way, or of the last one, with its logits.
+    The fullest rank is on the first stage, which holds the most micro-batches in flight, or on the last, with the logits.
 
     Args:
-        trains: activations are kept for a backward pass.
-        recompute: only the input of each layer is.
+        trains: True if activations are kept for a backward pass.
+        recompute: True if only the input of each layer is kept.
     """
     element = DTYPE_BYTES[dtype]
     layers = len(shape.split_layers(sizes.pp_size)[0])
@@ -113,7 +113,7 @@ def activation_bytes(
     if not trains:
         first = last = one_layer
     else:
-        # What is computed again is one layer at a time, of one micro-batch.
+        # Recomputation needs one layer of one micro-batch at a time.
         kept, again = (shape.hidden_size * layers, one_layer) if recompute else (one_layer * layers, 0.0)
         first, last = kept * min(sizes.pp_size, micro.count) + again, kept + again
     logits = 0.0

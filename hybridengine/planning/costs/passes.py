@@ -1,20 +1,20 @@
 """Seconds of passes over rows under (p, t, d): forward passes, and updates with their optimizer steps.
 
-The first of m micro-batches passes all p stages, the others follow as fast as the slowest of them: where all are equal,
-that makes the pipeline's m + p - 1 slots. A stage takes
+The first of m micro-batches passes all p stages; the others follow at the rate of the slowest stage. With equal stages,
+these are the pipeline's m + p - 1 slots. The time of a stage consists of
 
-    arithmetic   2 operations for each weight and token, over the rate that matrices of n tokens reach:
+    arithmetic   2 operations for each weight and token, at the rate that matrices of n tokens reach:
                  peak · efficiency · n / (n + half_tokens)
-    attention    4 · tokens · sequence length · query width operations, at a rate of its own
+    attention    4 · tokens · sequence length · query width operations, at a separate rate
     memory       the hidden state is read and written `activation_passes` times
     launches     for each layer, and for each micro-batch
     tensor axis  two all-reduces of the hidden state for each layer and direction
 
-Backward passes are two forward ones, and another one where activations are computed again. An optimizer step sums the
-gradients over the replicas (float32, scattered), updates its part, and gathers the weights.
+A backward pass counts as two forward passes, or three with recomputation. An optimizer step reduce-scatters the gradients
+over the replicas (float32), updates its part, and all-gathers the weights.
 
-Where the devices of a node are the cores of a CPU, a pass also takes at least the work of the node's ranks over the
-devices that can work at once; exchanging is work too, since the links are the memory.
+If the devices of a node share the cores of a CPU, a pass takes at least the work of the node's ranks divided by the
+number of devices that can work at once. Communication is work too, because the links are memory.
 
 Source: bubbles of the schedule as in Narayanan et al., arXiv 2104.04473, section 2.2; sharded optimizer states as in
 ZeRO, arXiv 1910.02054.
@@ -37,35 +37,35 @@ from hybridengine.rows.balance import balance_rows
 from hybridengine.topology.sizes import TrainSizes
 
 GOLDEN = 0.6180339887498949
-"""Multiples of it, without their whole parts, are evenly spread in whatever order they come."""
+"""Golden ratio minus 1; the fractional parts of its multiples are evenly spread."""
 GRADIENT_BYTES = 4
 OPTIMIZER_TRAFFIC_BYTES = 30
-"""Bytes that a step reads and writes for each of its weights: a gradient, two moments and a master weight in float32,
-read, and all but the gradient written; the weight itself."""
+"""Bytes that a step reads and writes for each weight of its part: it reads a gradient, two moments and a master weight in
+float32, and writes all but the gradient, and the weight."""
 GRADIENT_TRAFFIC_BYTES = 8
-"""Bytes that a step writes and reads for each weight of the rank: gradients are zeroed, and looked at."""
+"""Bytes that a step reads and writes for each weight of the rank: it zeroes and inspects the gradients."""
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Micro-batches of one replica; padding counts, since every row is as long as the longest one beside it."""
+    """Micro-batches of one replica, including padding to the longest row of each."""
 
     count: int
     tokens: float
-    """Mean tokens of each: prompts and responses."""
+    """Mean number of tokens of a micro-batch, prompts and responses."""
     response_tokens: float
-    """Mean tokens of each whose logits are wanted."""
+    """Mean number of tokens of a micro-batch whose logits are needed."""
     length: float
-    """Tokens of a row, as a mean over tokens."""
+    """Number of tokens of a row, averaged over tokens."""
 
     @classmethod
     @lru_cache(maxsize=4096)
     def of(
         cls, num_rows: int, prompt_tokens: float, lengths: Lengths, max_tokens: int, unit: int = 1
     ) -> MicroBatches:
-        """Return those that runs make of rows with the quantiles of `lengths`; `unit` rows stay together."""
+        """Return the micro-batches of rows with quantiles of `lengths` as lengths; `unit` rows stay together."""
         prompt, responses = round(prompt_tokens), lengths.spread(num_rows)
-        # Rows that stay together are no more alike than any others.
+        # Lengths within a group differ as much as any others.
         responses = responses[np.argsort(np.arange(num_rows) * GOLDEN % 1.0)] if unit > 1 else responses
         longest = np.resize(responses, -(-num_rows // unit) * unit).reshape(-1, unit).max(axis=1)
         runs = balance_rows(
@@ -87,9 +87,9 @@ class PassSeconds:
     """Seconds of a pass."""
 
     path_s: float
-    """Seconds of its longest chain, if every device works for itself."""
+    """Seconds of the critical path, if ranks do not share devices."""
     work_s: float
-    """Seconds that a rank works and exchanges, bubbles left out; the mean of its stages."""
+    """Seconds that a rank computes and communicates, without bubbles; the mean of the stages."""
 
     def __add__(self, other: PassSeconds) -> PassSeconds:
         return PassSeconds(self.path_s + other.path_s, self.work_s + other.work_s)
@@ -98,7 +98,7 @@ class PassSeconds:
         return PassSeconds(self.path_s * times, self.work_s * times)
 
     def on(self, cluster: Cluster, num_ranks: int) -> float:
-        """Return the seconds where the ranks of a node share its devices."""
+        """Return the seconds on a cluster, on which the ranks of a node may share its devices."""
         at_once = compute_of(cluster).devices_at_once
         if at_once is None:
             return self.path_s
@@ -107,27 +107,27 @@ class PassSeconds:
 
 @dataclass(frozen=True)
 class _Done:
-    """Work on each micro-batch."""
+    """Work per micro-batch."""
 
     passes: int
-    """Forward passes; a backward one is worth two."""
+    """Number of forward passes; a backward pass counts as two."""
     all_reduces: int
-    """All-reduces of the hidden state, for each layer."""
+    """Number of all-reduces of the hidden state per layer."""
     sends: int
-    """Messages to the next stage, and back."""
+    """Number of messages to the next stage and back."""
 
 
 _FORWARD, _TRAINED, _RECOMPUTED = _Done(1, 2, 1), _Done(3, 4, 2), _Done(4, 6, 2)
 
 
 def compute_of(cluster: Cluster) -> Compute:
-    """Return the cluster's compute section; whoever plans has checked that it is there."""
+    """Return the cluster's section compute, whose presence `load_planned_cluster` has checked."""
     assert cluster.compute is not None, "a plan of a whole run needs the section"
     return cluster.compute
 
 
 def layer_weights(shape: ModelShape) -> int:
-    """Return the weights of the matrices of a layer."""
+    """Return the number of weights in the matrices of a layer."""
     return sum(math.prod(size) for size in shape.layer_tensors(0).values() if len(size) > 1)
 
 
@@ -150,8 +150,8 @@ class ModelPasses:
         """Return the seconds of optimizer steps, each after forward and backward passes over `micro`.
 
         Args:
-            num_steps: optimizer steps of each pass over the rows.
-            num_passes: passes over the rows.
+            num_steps: number of optimizer steps in each pass over the rows.
+            num_passes: number of passes over the rows.
         """
         one = self._pipeline(micro, _RECOMPUTED if recompute else _TRAINED) + self._optimizer_step()
         return one * (num_steps * num_passes)
@@ -170,7 +170,7 @@ class ModelPasses:
         return PassSeconds((micro.count - 1) * max(slots) + sum(slots), micro.count * sum(slots) / p)
 
     def _stage(self, micro: MicroBatches, layers: int, *, last: bool) -> float:
-        """Return the seconds of a forward pass of one micro-batch over a stage, collectives left out."""
+        """Return the seconds of a forward pass of one micro-batch over a stage, without collectives."""
         compute, shape, t = compute_of(self.cluster), self.shape, self.sizes.tp_size
         peak = compute.rate(self.dtype)
         matmul = 2 * micro.tokens * layers * layer_weights(shape) / t

@@ -1,4 +1,4 @@
-"""Elements and parameter tensors of the busiest rank of a layout, counted from the layout itself and kept."""
+"""Elements and parameter tensors of the fullest rank of a layout, counted from the layout and cached."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hybridengine.reshard.vllm import vllm_shard
 
 @dataclass(frozen=True)
 class Holding:
-    """Parameters of the rank with the most."""
+    """Parameters of the fullest rank."""
 
     num_elements: int
     num_parameters: int
-    """Parameter tensors."""
+    """Number of parameter tensors."""
 
 
 @lru_cache(maxsize=4096)
 def training_holding(shape: ModelShape, pp_size: int, tp_size: int) -> Holding:
-    """Return what a rank trains at p-t; t divides evenly, so that the ranks of a stage hold the same."""
+    """Return the parameters that a rank trains at (p, t); t divides evenly, so that the ranks of a stage are equal."""
     return _most(
         megatron_shard(shape, stage, pp_size, 0, tp_size, NameSet.LOCAL) for stage in _busy_stages(pp_size)
     )
@@ -32,14 +32,14 @@ def training_holding(shape: ModelShape, pp_size: int, tp_size: int) -> Holding:
 
 @lru_cache(maxsize=4096)
 def generation_holding(shape: ModelShape, train_pp_size: int, pp_size: int, tp_size: int) -> Holding:
-    """Return what an engine's rank holds at p_g-t_g over training stages of which there are p."""
+    """Return the parameters of an engine's rank at (p_g, t_g), given `train_pp_size` training stages."""
     stages = shape.gen_stage_layers(train_pp_size, pp_size)
     return _most(vllm_shard(shape, stages, stage, 0, tp_size) for stage in _busy_stages(pp_size))
 
 
 def _busy_stages(pp_size: int) -> list[int]:
-    """Return stages of which one has the most: the first has the embedding, the last the head, the second the most layers
-    of those with neither."""
+    """Return the stages that may be the fullest: the first (embedding), the second (most layers of the inner stages), and
+    the last (head)."""
     return sorted({0, min(1, pp_size - 1), pp_size - 1})
 
 

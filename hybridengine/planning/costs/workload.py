@@ -1,4 +1,4 @@
-"""Work of an iteration, wherever it is done: calls, models, rows and lengths."""
+"""Work of an iteration, independent of placement: calls, models, rows and lengths."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hybridengine.planning.costs.passes import MicroBatches
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model that needs ranks."""
+    """Model that needs ranks."""
 
     name: str
-    """Name of its group: a role, or "reward_NAME" for a model among several terms."""
+    """Name of the model's group: a role, or "reward_NAME" for one of several terms."""
     role: Role
     shape: ModelShape
     micro_batch_tokens: int
@@ -27,51 +27,51 @@ class PlannedModel:
     ppo_epochs: int = 1
     mini_batches: int = 1
     offloads: bool = False
-    """Its optimizer state moves to host memory while it does not train."""
+    """True if the optimizer state is in host memory while the model does not train."""
     recompute: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """An iteration."""
+    """Work of one iteration."""
 
     algorithm: str
     calls: tuple[Call, ...]
-    """The calls, one for each model of a reward of several terms."""
+    """Calls of the iteration, with one for each model of a reward of several terms."""
     models: tuple[PlannedModel, ...]
-    """The models, the actor first."""
+    """Models, the actor first."""
     num_prompts: int
     samples_per_prompt: int
     prompt_tokens: float
-    """Mean tokens of a prompt."""
+    """Mean number of tokens of a prompt."""
     lengths: Lengths
     max_tokens: int
-    """Tokens of the longest prompt and response."""
+    """Largest number of tokens of prompt and response together."""
     max_num_seqs: int
     dtype: str
     bucket_bytes: int
     rank_rows: Mapping[str, int] = field(default_factory=dict)
-    """Role -> rows that all ranks of its pool share out, each at least one."""
+    """Number of rows, by role, that the ranks of its pool divide, with at least one each."""
     warmup_rows: int | None = None
-    """Rows of an optimizer step of the warm-up before the run, if there is one."""
+    """Number of rows in an optimizer step of the warm-up; None without a warm-up."""
 
     @property
     def rows_per_step(self) -> int:
-        """Responses of an iteration."""
+        """Number of responses in an iteration."""
         return self.num_prompts * self.samples_per_prompt
 
     def row_bytes(self, call: Call) -> int:
-        """Return the bytes of a row that a call fetches."""
+        """Return the bytes per row that a call fetches."""
         response_width = self.lengths.max_tokens
         return call.columns.num_bytes(self.max_tokens - response_width, response_width)
 
     @property
     def num_tokens(self) -> float:
-        """Tokens of an iteration, prompts and responses."""
+        """Mean number of tokens in an iteration, prompts and responses."""
         return self.rows_per_step * (self.prompt_tokens + self.lengths.mean)
 
     def without_generation(self) -> Workload:
-        """Return what those do that only train: every call but the switches and generation."""
+        """Return the workload of devices that only train: all calls except switches and generation."""
         kept = [
             place for place, call in enumerate(self.calls) if call.work not in (Work.SWITCH, Work.GENERATE)
         ]
@@ -84,7 +84,7 @@ class Workload:
 
     @property
     def roles(self) -> dict[str, tuple[str, ...]]:
-        """Role -> names of its models, which share a pool; the actor first."""
+        """Names of each role's models, which share a pool; the actor first."""
         found: dict[str, tuple[str, ...]] = {}
         for model in self.models:
             found[model.role] = (*found.get(model.role, ()), model.name)
@@ -95,7 +95,7 @@ class Workload:
         return next(model for model in self.models if model.name == name)
 
     def micro_batches(self, model: PlannedModel, call: Call, dp_size: int) -> MicroBatches:
-        """Return what one replica passes over; of an update, for one optimizer step."""
+        """Return the micro-batches of one replica in a call; for an update, in one optimizer step."""
         parts = dp_size * (model.mini_batches if call.work is Work.UPDATE else 1)
         rows = -(-call.num_rows // parts)
         unit = 2 if call.method == "update_preferences" else 1
@@ -106,10 +106,10 @@ def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None
     """Return the workload of a run.
 
     Args:
-        prompt_tokens: mean length of the prompts; the longest that is allowed, where left out.
+        prompt_tokens: mean length of the prompts; by default the largest allowed length.
 
     Raises:
-        ConfigError: a step that cannot be traced, or a model that nobody has.
+        ConfigError: the step cannot be traced, or a model does not exist.
     """
     models = [
         PlannedModel(
@@ -145,7 +145,7 @@ def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None
 
 
 def _rank_rows(config: RunConfig, models: Sequence[PlannedModel]) -> dict[str, int]:
-    """Return the rows as the configuration counts them; roles without a model are where the actor is."""
+    """Return `Workload.rank_rows`; roles without a model count for the actor."""
     placed, found = {model.role for model in models}, dict[str, int]()
     for role, num_rows in rows_for_every_rank(config).items():
         where = role if role in placed else "actor"
@@ -154,9 +154,9 @@ def _rank_rows(config: RunConfig, models: Sequence[PlannedModel]) -> dict[str, i
 
 
 def _with_terms(calls: Sequence[Call], models: Sequence[PlannedModel]) -> tuple[Call, ...]:
-    """Return one call for each model of a call's role; calls of roles without a model, helpers and functions, stay."""
+    """Return one call for each model of a call's role; calls of roles without a model (helpers, functions) are kept."""
     found: list[Call] = []
-    places: list[range] = []  # of a call among the new ones
+    places: list[range] = []  # indices of each call among the new ones
     for call in calls:
         reads = tuple(place for old in call.reads for place in places[old])
         names = [model.name for model in models if model.role == call.role] or [call.role]

@@ -1,4 +1,4 @@
-"""Comparison of plans: what lies on their longest paths, and how long their pools wait."""
+"""Comparison of plans by their longest paths and the idle time of their pools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridengine.planning.search.iteration import Bar, phases
 from hybridengine.planning.search.plan import Plan
 
 SHOWN_SHARE = 0.005
-"""Share of the step below which differences are left out."""
+"""Share of the step below which differences are omitted."""
 
 
 @dataclass(frozen=True)
@@ -18,25 +18,25 @@ class Difference:
 
     phase: str
     seconds: float
-    """Seconds on the other plan's longest path beyond those on the best one's."""
+    """Seconds on the other plan's longest path minus those on the best one's."""
     own: str
-    """Sizes and ranks of the other plan, e.g. "1-8-8 on 64"; empty where the phase is not on its longest path."""
+    """Sizes and ranks of the other plan, e.g. "1-8-8 on 64"; empty if the phase is not on its longest path."""
     best: str
-    """The same for the best plan."""
+    """Sizes and ranks of the best plan, in the same form."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The other plan against the best one."""
+    """Comparison of another plan with the best one."""
 
     seconds: float
-    """Seconds that its step takes longer: the sum of all differences, those too small to be shown included."""
+    """Seconds by which its step is longer: the sum of all differences, including those too small to show."""
     differences: tuple[Difference, ...]
-    """The largest first."""
+    """Differences by phase, the largest first."""
 
 
 def longest_path(bars: Sequence[Bar]) -> list[Bar]:
-    """Return the calls that the iteration's end waits for, first to last: each begins as the one before ends."""
+    """Return the calls on the longest path of the iteration, in order: each begins when the previous one ends."""
     path = [max(bars, key=lambda bar: bar.end_s)]
     while path[-1].begin_s > 0:
         last = path[-1]
@@ -49,13 +49,13 @@ def longest_path(bars: Sequence[Bar]) -> list[Bar]:
 
 
 def idle_shares(plan: Plan) -> tuple[float, ...]:
-    """Return, for each pool, the share of the step in which its ranks have nothing to do."""
+    """Return, for each pool, the share of the step in which its ranks are idle."""
     busy = [sum(bar.seconds for bar in plan.bars if bar.pool == pool) for pool in range(len(plan.pools))]
     return tuple(1 - seconds / plan.step_s for seconds in busy)
 
 
 def compare(other: Plan, best: Plan) -> Comparison:
-    """Return what makes `other` slower than `best`."""
+    """Return the differences that make `other` slower than `best`."""
     own, there = _path_seconds(other), _path_seconds(best)
     found = [
         Difference(
@@ -76,7 +76,7 @@ def _path_seconds(plan: Plan) -> dict[str, float]:
 
 
 def _with(plan: Plan, phase: str) -> str:
-    """Return sizes and ranks of the first model that works in a phase."""
+    """Return the sizes and ranks of the first model that works in a phase."""
     role = next(bar.call.role for bar in plan.bars if bar.call.phase == phase)
     found = ((pool, option) for pool in plan.pools for option in pool.options if option.model == role)
     for pool, option in found:

@@ -1,10 +1,10 @@
-"""Constraints of a plan: sizes that are fixed, and which models share ranks; checked before a search.
+"""Constraints of a plan, checked before a search: fixed sizes, and models that share ranks.
 
 Placements are written as pools of roles, "actor,reference,reward | critic", or as one of
 
     colocate     every model on the same ranks (DeepSpeed-Chat)
-    standalone   every model on ranks of its own (OpenRLHF)
-    split        actor and reference on some ranks, everything else on others (NeMo-Aligner)
+    standalone   every model on separate ranks (OpenRLHF)
+    split        actor and reference on some ranks, all other models on others (NeMo-Aligner)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridengine.planning.search.placements import Placement
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 GENERATE = "generate"
-"""Name by which the engine's sizes are fixed."""
+"""Name with which to fix the engine's sizes."""
 NAMED = ("colocate", "standalone", "split")
 
 
@@ -31,16 +31,16 @@ class Constraints:
     """(p, t, d) of models, by name."""
     gen_sizes: GenSizes | None = None
     placements: tuple[Placement, ...] | None = None
-    """Roles that share pools; any, where None."""
+    """Allowed placements of roles in pools; None allows all."""
 
     @classmethod
     def of(
         cls, fixed: Sequence[str], placement: str | None, workload: Workload, num_devices: int
     ) -> Constraints:
-        """Return the constraints in NAME=SIZES texts and a placement.
+        """Return the constraints given as NAME=SIZES texts and a placement.
 
         Raises:
-            ConfigError: names, sizes or placements that cannot be.
+            ConfigError: a name, size or placement is invalid.
         """
         sizes, gen = _fixed(fixed, workload)
         problems = []

@@ -1,4 +1,4 @@
-"""Plan of the ranks, pools and sizes that a run's configuration has."""
+"""Plan of the ranks, pools and sizes in a run's configuration."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def given_plan(
     """Return the plan that `config` describes, whether it fits or not.
 
     Args:
-        pricer: prices the run's switches; a new one, where left out.
+        pricer: pricer of the run's switches; by default a new one.
 
     Raises:
-        TopologyError: generation sizes that do not nest, for which the planner has no costs.
+        TopologyError: the generation sizes do not nest, so that the planner has no costs for them.
     """
     sizes = {holder.name: holder.sizes for holder in model_holders(config)}
     options = Options(workload, cluster, sizes, config.actor.gen_sizes, pricer)

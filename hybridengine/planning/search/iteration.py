@@ -1,7 +1,7 @@
-"""One iteration as a timeline: what each pool does when.
+"""Timeline of one iteration, with the calls of each pool.
 
-A pool's ranks work through its calls in the order in which the controller makes them; a call begins when its ranks are
-free and the calls whose rows it reads have ended. Pools therefore work at the same time wherever the dataflow lets them.
+The ranks of a pool carry out its calls in the order in which the controller makes them; a call begins when its ranks are
+free and the calls whose rows it reads have ended. Pools therefore work at the same time if the dataflow allows it.
 The paper's cost, the sum over stages of the slowest pool's sum (HybridFlow, arXiv 2409.19256, appendix C), is the special
 case in which every pool waits for all others between stages.
 """
@@ -22,7 +22,7 @@ from hybridengine.planning.search.placements import Placement
 
 @dataclass(frozen=True)
 class Bar:
-    """A call on the timeline."""
+    """Call on the timeline."""
 
     call: Call
     pool: int
@@ -35,7 +35,7 @@ class Bar:
 
 
 def schedule_of(workload: Workload, compute: Compute, placement: Placement) -> Schedule:
-    """Return the calls of a workload on the pools of a placement; helpers and functions are on the actor's ranks."""
+    """Return the schedule of a workload on the pools of a placement; helpers and functions use the actor's ranks."""
     pool_of = {name: place for place, pool in enumerate(placement) for name in pool}
     pools = [pool_of.get(call.role, 0) for call in workload.calls]
     models = [
@@ -45,11 +45,11 @@ def schedule_of(workload: Workload, compute: Compute, placement: Placement) -> S
 
 
 class Schedule:
-    """The calls of an iteration on their pools.
+    """Calls of an iteration on their pools.
 
     Args:
-        pools: of each call.
-        models: of each call; None for helpers and functions, which take `call_s`.
+        pools: pool of each call.
+        models: model of each call; None for helpers and functions, which take `call_s`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Schedule:
         made = Counter[str | None]()
         self._steps: list[tuple[int, list[int], tuple[str, int] | None]] = []
         for call, pool, model in zip(calls, pools, models, strict=True):
-            # A pool's last call that is read ends after its earlier ones, and the own pool's have ended anyway.
+            # It suffices to wait for the last call read on each other pool, since a pool's calls end in order.
             last = {pools[read]: read for read in sorted(call.reads) if pools[read] != pool}
             place = None if model is None else (model, made[model])
             made[model] += 1
@@ -69,8 +69,8 @@ class Schedule:
         """Return the seconds of the iteration.
 
         Args:
-            seconds: of each model's calls in their order: numbers, or arrays of equal length for as many timelines.
-            later: returns the later of two moments; `np.maximum` for arrays.
+            seconds: seconds of each model's calls, in order: numbers, or arrays with one element per timeline.
+            later: function that returns the later of two moments; `np.maximum` for arrays.
         """
         return reduce(later, (end for _, end in self._spans(seconds, later)), 0.0)
 
@@ -78,7 +78,7 @@ class Schedule:
         """Return the timeline, in the order of the calls.
 
         Args:
-            seconds: of each model's calls in their order.
+            seconds: seconds of each model's calls, in order.
         """
         spans = self._spans(seconds)
         return [
@@ -89,7 +89,7 @@ class Schedule:
     def _spans(
         self, seconds: Mapping[str, Sequence[Any]], later: Callable[[Any, Any], Any] = max
     ) -> list[tuple[Any, Any]]:
-        """Return when each call begins and ends."""
+        """Return the begin and end of each call."""
         free: dict[int, Any] = dict.fromkeys(self._pools, 0.0)
         spans: list[tuple[Any, Any]] = []
         for pool, reads, place in self._steps:

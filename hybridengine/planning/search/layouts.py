@@ -13,7 +13,7 @@ def check_generates(shape: ModelShape) -> None:
     """Check that `shape` is a model that generates.
 
     Raises:
-        ConfigError: it has a score head.
+        ConfigError: the model has a score head.
     """
     if shape.num_labels:
         raise ConfigError(
@@ -22,10 +22,10 @@ def check_generates(shape: ModelShape) -> None:
 
 
 def check_layouts(shape: ModelShape, train: TrainSizes, gen: GenSizes | None = None) -> None:
-    """Check that `shape` can train at `train` and, where it is given, generate at `gen` on the same ranks.
+    """Check that `shape` can train at `train` and, if given, generate at `gen` on the same ranks.
 
     Raises:
-        TopologyError: everything that is wrong.
+        TopologyError: the sizes are impossible; the message lists all reasons.
     """
     if broken := train_problems(shape, train):
         raise TopologyError(f"training {train}: {'; '.join(broken)}")
@@ -49,10 +49,10 @@ def gen_problems(shape: ModelShape, train: TrainSizes, sizes: GenSizes) -> list[
 
 
 def generation_sizes(shape: ModelShape, train: TrainSizes, max_tp_size: int) -> Iterator[GenSizes]:
-    """Yield every generation layout that can be, of engines no larger than a training replica or one node.
+    """Yield every possible generation layout with engines no larger than a training replica or one node.
 
     Args:
-        max_tp_size: largest t_g, e.g. the devices of a node, where t is not larger.
+        max_tp_size: largest t_g, e.g. the number of devices of a node, unless t is larger.
     """
     widest = max(max_tp_size, train.tp_size)
     largest = max(train.model_parallel_size, max_tp_size)

@@ -1,7 +1,7 @@
-"""One way for a model to have its ranks: sizes, seconds and memory.
+"""Option for a model: parallel sizes, with their seconds and memory.
 
-What a switch costs comes from its plan, which takes long to make. Until an option is about to be chosen, the least that
-its switch can cost stands for it.
+The cost of a switch follows from its plan, which is expensive to compute. Until an option is about to be chosen, a lower
+bound is used instead.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ class SwitchFigures:
     there_s: float
     back_s: float
     peak_bytes: int
-    """Weights on the rank with the most."""
+    """Peak bytes of weights on any rank."""
     received_bytes: int = 0
-    """Received on the way there by the rank with the most; 0 in bounds."""
+    """Largest bytes received by a rank in the switch to generation; 0 in lower bounds."""
 
 
 @dataclass(frozen=True)
 class EngineOption:
-    """The actor's engine."""
+    """Option for the actor's engine."""
 
     sizes: GenSizes
     gen_bytes: int
-    """Weights of the engine."""
+    """Bytes of the engine's weights on a rank."""
     kv_bytes: int
-    """KV cache of a rank that generation can use; more would stay empty."""
+    """Bytes of KV cache on a rank; at most those that generation can use."""
     least_kv_bytes: int
-    """KV cache that holds one response of the greatest length."""
+    """Bytes of KV cache that hold one response of the greatest length."""
     switch: SwitchFigures
     is_planned: bool = False
-    """True if the switch's figures come from its plan; else they are lower bounds."""
+    """True if the switch's figures come from its plan; otherwise they are lower bounds."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Sizes of a model and what follows from them."""
+    """Sizes of a model, with the resulting seconds and memory."""
 
     model: str
     sizes: TrainSizes
     works: tuple[Work, ...]
-    """Kinds of its calls."""
+    """Kind of each of the model's calls."""
     seconds: tuple[float, ...]
-    """Seconds of its calls, without what a switch's plan says."""
+    """Seconds of each call, without the transfers of a switch."""
     memory: StateBytes
     engine: EngineOption | None = None
-    """The engine of the actor."""
+    """Engine of the actor; None for other models."""
 
     @cached_property
     def least_seconds(self) -> tuple[float, ...]:
-        """Seconds of its calls: of a switch that has not been planned, the least."""
+        """Seconds of each call, with a lower bound for switches that are not planned."""
         if self.engine is None:
             return self.seconds
         switches = iter((self.engine.switch.there_s, self.engine.switch.back_s))
@@ -69,7 +69,7 @@ class Option:
 
     @cached_property
     def extra_bytes(self) -> int:
-        """Most bytes that it needs beyond those that it always holds."""
+        """Peak bytes that the model needs in addition to those that it always holds."""
         peak = max(self.memory.infer, self.memory.update)
         if (engine := self.engine) is not None:
             generating = engine.gen_bytes + engine.least_kv_bytes

@@ -1,4 +1,4 @@
-"""Options of the models: sizes on a number of ranks, with the seconds of their calls and their memory."""
+"""Options of the models: sizes on a number of ranks, with the seconds of calls and the memory."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 
 NOT_REPLICATED = 0.98
-"""Share of a generation shard that tensor parallelism divides, at least: norms are on every rank."""
+"""Lower bound of the share of a generation shard that tensor parallelism divides; norms are replicated."""
 
 
 def pricer_of(workload: Workload) -> SwitchPricer:
-    """Return a pricer of switches of the workload's actor."""
+    """Return a pricer for switches of the workload's actor."""
     return SwitchPricer(workload.model("actor").shape, workload.dtype, workload.bucket_bytes)
 
 
 class Options:
-    """Options of the models of a workload on a cluster; each is worked out once.
+    """Options of the models of a workload on a cluster, computed once each.
 
     Args:
-        fixed: sizes that a model must have, by name.
-        fixed_gen: sizes that the engine must have.
-        pricer: prices switches, from `pricer_of` the same workload; a new one, where left out.
+        fixed: required sizes of models, by name.
+        fixed_gen: required sizes of the engine.
+        pricer: pricer of switches, from `pricer_of` for the same workload; by default a new one.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Options:
         return self.workload.model("actor")
 
     def of(self, name: str, num_ranks: int) -> list[Option]:
-        """Return the options of a model on so many ranks; none where it cannot be there."""
+        """Return the options of a model on `num_ranks` ranks; empty if there are none."""
         key = (name, num_ranks)
         if key not in self._found:
             model = self.workload.model(name)
@@ -71,7 +71,7 @@ class Options:
         return self._found[key]
 
     def planned(self, option: Option) -> Option:
-        """Return the option with what its switch's plan says."""
+        """Return the option with the figures of its switch's plan."""
         engine = option.engine
         if engine is None or engine.is_planned:
             return option
@@ -79,7 +79,7 @@ class Options:
         return replace(option, engine=replace(engine, switch=switch, is_planned=True))
 
     def with_cache(self, option: Option, kv_bytes: int) -> Option:
-        """Return the actor's option with so much KV cache."""
+        """Return the actor's option with `kv_bytes` of KV cache."""
         assert option.engine is not None, "the actor has an engine"
         seconds = list(option.seconds)
         for place, call in enumerate(self._calls("actor")):
@@ -91,7 +91,7 @@ class Options:
         return [call for call in self.workload.calls if call.role == name]
 
     def _train_sizes(self, model: PlannedModel, num_ranks: int) -> Iterator[TrainSizes]:
-        """Yield the sizes that Megatron can have, tensor shards on one node, rows for every rank and replica."""
+        """Yield the sizes that Megatron supports, with tensor shards on one node and rows for every rank and replica."""
         if num_ranks > self.workload.rank_rows.get(model.role, num_ranks):
             return
         for parts in divisors(num_ranks):
@@ -106,13 +106,13 @@ class Options:
                     yield sizes
 
     def _splits_evenly(self, model: PlannedModel, sizes: TrainSizes) -> bool:
-        """Return True if replicas have as many rows each in a mini-batch, as configurations demand; else some at all."""
+        """Return True if replicas get equal numbers of rows in updates, and at least one row of a step in inference."""
         if model.name == "actor" and (self.workload.warmup_rows or 0) % sizes.dp_size:
             return False
         for call in self._calls(model.name):
             if call.work is Work.UPDATE and call.num_rows % (sizes.dp_size * model.mini_batches):
                 return False
-            # ReMax's greedy responses are fewer, and some replicas may have none.
+            # ReMax has fewer greedy responses, so that some replicas may have none.
             if call.work is Work.INFER and self.workload.rows_per_step < sizes.dp_size:
                 return False
         return True
@@ -154,8 +154,8 @@ class Options:
         return self._held(model, sizes).optimizer_bytes / host.bytes_per_s if model.offloads and host else 0.0
 
     def _fetch_s(self, call: Call, sizes: TrainSizes) -> float:
-        """Return the most seconds until a rank has its replica's rows from other ranks; where producer and consumer are
-        alike nothing moves."""
+        """Return an upper bound of the seconds in which a rank fetches its replica's rows from other ranks; nothing moves
+        if producer and consumer have the same sizes."""
         link, ranks = self.cluster.links.network, min(self.cluster.devices_per_node, sizes.num_ranks)
         num_bytes = self.workload.row_bytes(call) * call.num_rows / sizes.dp_size
         seconds = link.seconds(num_bytes, num_bytes * ranks)
@@ -187,7 +187,7 @@ class Options:
         return model_memory(model.shape, sizes, self.workload.dtype, trains=model.trains)
 
     def _gen_sizes(self, sizes: TrainSizes) -> Iterator[GenSizes]:
-        """Yield the sizes of engines that nest."""
+        """Yield the engine sizes that nest in the training sizes."""
         for pp_size in divisors(sizes.pp_size):
             for tp_size in divisors(sizes.tp_size):
                 gen = GenSizes(pp_size, tp_size)
@@ -238,24 +238,25 @@ class Options:
     def _least_switch(
         self, sizes: TrainSizes, gen: GenSizes, train_bytes: int, gen_bytes: int
     ) -> SwitchFigures:
-        """Return the least that a switch can cost.
+        """Return a lower bound of the cost of a switch.
 
-        One copy of the weights, and all links busy all the time, those of a node with what none of its ranks holds.
+        It assumes one copy of the weights and fully used links; the links into a node carry the weights that none of its
+        ranks holds.
         """
         links, received = self.cluster.links, max(0, gen_bytes - train_bytes)
         between, fastest, entering_s = links.between_nodes, links.same_node.bytes_per_s, 0.0
         if between is not None:
             fastest += between.bytes_per_s
             ranks = min(self.cluster.devices_per_node, sizes.num_ranks)
-            # A tensor-parallel group lies on a node, which therefore needs all t_g shards of some generation stage.
+            # A tensor-parallel group is on one node, which therefore needs all t_g shards of some generation stage.
             entering = max(0.0, NOT_REPLICATED * gen.tp_size * gen_bytes - ranks * train_bytes)
             entering_s = entering / (between.node_bytes_per_s or ranks * between.bytes_per_s)
         return SwitchFigures(max(received / fastest, entering_s), 0.0, max(train_bytes, gen_bytes))
 
     def _switch(self, sizes: TrainSizes, gen: GenSizes) -> SwitchFigures:
-        """Return the figures of a switch from its plan, made once.
+        """Return the figures of a switch from its plan, cached.
 
-        Replicas repeat each other wherever they lie on nodes alike: no more of them are planned.
+        Only as many replicas are planned as differ in their position on the nodes; the others repeat them.
         """
         node = self.cluster.devices_per_node
         replicas = min(sizes.dp_size, node // math.gcd(sizes.model_parallel_size, node))

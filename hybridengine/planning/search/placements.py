@@ -1,4 +1,4 @@
-"""Placements: which models share a pool of ranks, and how many ranks each pool can have."""
+"""Placements of models in pools of ranks, and the possible sizes of pools."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hybridengine.planning.costs.clusters import Cluster
 from hybridengine.topology.sizes import divisors
 
 Placement = tuple[tuple[str, ...], ...]
-"""Names of the roles, or of their models, of each pool; the pool of the first, the actor's, comes first."""
+"""Names of the roles, or of their models, in each pool; the actor's pool comes first."""
 
 
 def placements(names: Sequence[str]) -> Iterator[Placement]:
-    """Yield every partition of the models into pools, once: 15 for four models.
+    """Yield every partition of the models into pools once: 15 (a Bell number) for four models.
 
-    Source: HybridFlow, arXiv 2409.19256, section 6: the Bell number of the models.
+    Source: HybridFlow, arXiv 2409.19256, section 6.
     """
     if not names:
         yield ()
@@ -30,16 +30,16 @@ def placements(names: Sequence[str]) -> Iterator[Placement]:
 
 
 def pool_sizes(cluster: Cluster, num_devices: int) -> tuple[int, ...]:
-    """Return the ranks that a pool can have: parts of a node that divide it, and whole nodes."""
+    """Return the possible sizes of a pool: divisors of a node, and whole nodes."""
     node = cluster.devices_per_node
     parts = [size for size in divisors(node) if size < node]
     return tuple(size for size in [*parts, *range(node, num_devices + 1, node)] if size <= num_devices)
 
 
 def allocations(sizes: Sequence[int], num_pools: int, num_devices: int, node: int) -> np.ndarray:
-    """Return every way to give each pool one of `sizes`, all devices shared out, as [A, num_pools].
+    """Return every assignment of `sizes` to pools that uses all devices, as [A, num_pools].
 
-    Pools that are parts of nodes fill whole nodes together, so that no pool lies across two nodes for less than one.
+    Pools smaller than a node fill whole nodes together, so that none of them is split over two nodes.
     """
     ordered, known, least = sorted(sizes), set(sizes), min(sizes)
 

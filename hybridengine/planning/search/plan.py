@@ -1,4 +1,4 @@
-"""A plan: the pools of ranks, the models on them and their sizes, and the time and memory of an iteration."""
+"""Plan of a run: pools of ranks, models and their sizes, and the time and memory of an iteration."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hybridengine.planning.search.placements import Placement
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """A pool of ranks and its models' sizes."""
+    """Pool of ranks, with the sizes of its models."""
 
     num_ranks: int
     options: tuple[Option, ...]
     process_bytes: int
-    """Memory of a rank's process beside its models."""
+    """Bytes of a rank's process without models."""
 
     @property
     def kv_bytes(self) -> int:
-        """KV cache of a rank; 0 where the actor is elsewhere."""
+        """Bytes of KV cache on a rank; 0 if the actor is in another pool."""
         return sum(option.engine.kv_bytes for option in self.options if option.engine)
 
     @property
     def peak_bytes(self) -> int:
-        """Memory of the rank with the most at any time, processes included."""
+        """Peak bytes on any rank, including its process."""
         idle = sum(option.memory.idle for option in self.options)
         generating = sum(option.memory.generating for option in self.options)
         peaks = [0, *(idle + option.extra_bytes for option in self.options)]
@@ -43,7 +43,7 @@ class PoolPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Placement, ranks and sizes of all models, and the iteration that follows from them."""
+    """Placement, ranks and sizes of all models, and the resulting iteration."""
 
     placement: Placement
     pools: tuple[PoolPlan, ...]
@@ -59,7 +59,7 @@ class Plan:
         schedule: Schedule,
         cluster: Cluster,
     ) -> Plan:
-        """Return the plan with these options of the models of each pool, whether they fit or not."""
+        """Return the plan with the given options for the models of each pool, whether they fit or not."""
         process_bytes = compute_of(cluster).process_bytes or 0
         pools = tuple(
             PoolPlan(ranks, tuple(own), process_bytes) for ranks, own in zip(num_ranks, options, strict=True)
@@ -81,9 +81,9 @@ class Plan:
 
     @property
     def headroom_bytes(self) -> int:
-        """Memory that the fullest rank has left."""
+        """Free bytes on the fullest rank."""
         return self.device_bytes - max(pool.peak_bytes for pool in self.pools)
 
     def option(self, model: str) -> Option:
-        """Return the sizes of a model."""
+        """Return the option of a model."""
         return next(option for pool in self.pools for option in pool.options if option.model == model)

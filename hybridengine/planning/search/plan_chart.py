@@ -1,4 +1,4 @@
-"""Timelines of plans as a picture: a row for each pool, a bar for each call."""
+"""Chart of the timelines of plans: one row per pool, one bar per call."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ NAMES = {
     Work.HOST: "prompts, advantages, statistics",
 }
 LETTER_SHARE = 0.006
-"""Share of the axis that a letter of a label takes; bars without room for their label have none."""
+"""Width of a letter as a share of the axis; bars too short for their label have none."""
 
 
 def draw_plans(title: str, plans: Sequence[Plan], file: Path) -> None:
-    """Draw the timelines of plans, best first and on one axis of time, into `file`."""
+    """Draw the timelines of plans, best first, on a common time axis, to `file`."""
     longest = max(plan.step_s for plan in plans)
     heights = [len(plan.pools) for plan in plans]
     height = 1.5 + 0.42 * sum(heights) + 0.5 * len(plans)

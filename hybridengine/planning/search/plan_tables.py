@@ -1,4 +1,4 @@
-"""Plans as text: a table of the best ones, the sizes and the timeline of the best, and why the next one lost."""
+"""Text of plans: a table of the best ones, sizes and timeline of the best, and a comparison with the second."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hybridengine.planning.search.plan import Plan, PoolPlan
 
 BAR_WIDTH = 60
 COLUMNS = {work: work.name.lower() for work in (Work.SWITCH, Work.GENERATE, Work.INFER, Work.UPDATE)}
-"""Kind of calls -> heading of their seconds."""
+"""Heading of the seconds of each kind of calls."""
 LETTERS = {Work.SWITCH: "s", Work.GENERATE: "g", Work.INFER: "i", Work.UPDATE: "U", Work.HOST: "h"}
 
 
 def plan_lines(plans: Sequence[Plan], num_devices: int) -> list[str]:
-    """Return the table of plans, best first, and of the best one its sizes, its timeline and why the next one lost."""
+    """Return the table of plans, sizes and timeline of the best one, and its comparison with the second."""
     best = plans[0]
     used = sum(pool.num_ranks for pool in best.pools)
     rest = f", on {used} of {num_devices} devices: none with more is faster" if used < num_devices else ""
@@ -29,12 +29,12 @@ def plan_lines(plans: Sequence[Plan], num_devices: int) -> list[str]:
 
 
 def pool_text(pool: PoolPlan) -> str:
-    """Return models and ranks of a pool: "actor+critic on 64"."""
+    """Return the models and ranks of a pool as text: "actor+critic on 64"."""
     return f"{'+'.join(option.model for option in pool.options)} on {pool.num_ranks}"
 
 
 def plan_table(plans: Sequence[Plan]) -> list[str]:
-    """Return the table of the best plan of each placement."""
+    """Return the lines of a table with the best plan of each placement."""
     rows = [["plan", "step", *COLUMNS.values(), "received", "left", "models on devices"]]
     for number, plan in enumerate(plans, start=1):
         engine = plan.option("actor").engine
@@ -52,7 +52,7 @@ def plan_table(plans: Sequence[Plan]) -> list[str]:
 
 
 def role_table(plan: Plan) -> list[str]:
-    """Return the table of every model's sizes."""
+    """Return the lines of a table with every model's sizes."""
     rows = [["model", "devices", "p-t-d", "p_g-t_g", "its calls", "KV cache"]]
     for pool in plan.pools:
         for option in pool.options:
@@ -69,7 +69,7 @@ def role_table(plan: Plan) -> list[str]:
 
 
 def timeline(plan: Plan) -> list[str]:
-    """Return what each pool does over time, as a row of letters."""
+    """Return the timeline of each pool as a row of letters."""
     shares = idle_shares(plan)
     width = max(len(pool_text(pool)) for pool in plan.pools)
     lines = [
@@ -91,7 +91,7 @@ def _letters(bars: Sequence[Bar], step_s: float) -> str:
 
 
 def comparison_lines(found: Comparison) -> list[str]:
-    """Return why the runner-up is slower: phases that its longest path has more or less of."""
+    """Return lines that explain why the second plan is slower, by phases on the longest paths."""
     lines = [f"plan 2 takes {format_seconds(found.seconds)} longer; on its longest path"]
     beside = "beside something longer"
     for one in found.differences:

@@ -1,4 +1,4 @@
-"""A plan as the settings of a run."""
+"""Settings of a run for a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridengine.planning.search.plan import Plan, PoolPlan
 
 
 def run_settings(config: RunConfig, plan: Plan, workload: Workload, cluster: Cluster) -> dict[str, Any]:
-    """Return what `config` has set, with the plan's ranks, pools and sizes; nothing that it has left at a default."""
+    """Return the explicitly set values of `config`, with the plan's ranks, pools and sizes."""
     values = config.model_dump(mode="json", exclude_unset=True)
     node = cluster.devices_per_node
     main, *others = plan.pools

@@ -1,18 +1,18 @@
-"""The best placement, numbers of ranks and sizes of a workload on a cluster.
+"""Search for the best placement, numbers of ranks and sizes of a workload on a cluster.
 
-For each placement (which models share a pool) and each allocation (how many ranks each pool has), every model can have
-any of its options. An iteration never gets shorter when one of its calls gets longer, so that the least seconds that each
-call can take bound whatever contains it:
+For each placement (models that share a pool) and each allocation (number of ranks of each pool), every model can have any
+of its options. An iteration never gets shorter when one of its calls gets longer, so the least seconds of each call give
+lower bounds:
 
-1. All allocations are bounded at once, and looked at in the order of their bounds, until the next bound is no better than
-   the best plan so far.
-2. Within an allocation, models are given their options one after another, the fastest ones first. A branch ends where its
-   models do not fit into memory with the least that the others need, or where the iteration cannot get better than the
-   best plan any more, with the least seconds of the models that have no option yet.
-3. What remains is a plan whose switch is then planned, and whose KV cache is what the rank has left.
+1. The bounds of all allocations are computed at once. Allocations are examined in the order of their bounds, until a
+   bound is no better than the best plan so far.
+2. Within an allocation, models are assigned their options in turn, the fastest options first. A branch ends if its models
+   do not fit into memory with the least that the others need, or if the iteration, with the least seconds of the models
+   without an option yet, is no better than the best plan so far.
+3. The switch of a complete assignment is then planned, and its KV cache limited to the memory left on a rank.
 
-Source: the auto-mapping of HybridFlow, arXiv 2409.19256, section 6 and appendix C. Different from there: a pool smaller
-than a node has its sizes too, d is an integer that shares out the rows, and transitions are part of the time.
+Source: the auto-mapping of HybridFlow, arXiv 2409.19256, section 6 and appendix C. Differences: pools smaller than a node
+are included, d is an integer that divides the rows, and transitions are part of the time.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from hybridengine.planning.search.placements import Placement, allocations, plac
 from hybridengine.planning.search.plan import Plan
 
 MAX_ALLOCATIONS = 400_000
-"""Most allocations of a placement; beyond them pools get only round sizes, and the search is no longer exact."""
+"""Largest number of allocations per placement; above it, pools get only round sizes, and the search is not exact."""
 CHUNK = 50_000
-"""Allocations that are bounded at a time."""
+"""Number of allocations whose bounds are computed at a time."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,23 @@ class Found:
     """Result of a search."""
 
     plans: tuple[Plan, ...]
-    """The best plan of each placement, best first; of as many placements as were wanted."""
+    """Best plan of each of the best placements, best first."""
     exact: bool
-    """True if nothing better exists among all plans of the search space."""
+    """True if no plan in the search space is better."""
     num_placements: int
     num_allocations: int
-    """Allocations that were bounded."""
+    """Number of allocations whose bounds were computed."""
     num_solved: int
-    """Allocations that had to be looked at."""
+    """Number of allocations that were examined."""
 
 
 class Search:
-    """A search for the best plans on `num_devices` devices of a cluster.
+    """Search for the best plans on `num_devices` devices of a cluster.
 
     Args:
-        only: placements of roles to look at; all, where left out.
-        num_best: placements whose best plans are wanted; all, where left out.
-        progress: told of how many placements have been searched, and of how many there are.
+        only: placements of roles to search; by default all.
+        num_best: number of placements whose best plans are returned; by default all.
+        progress: function that is called with the number of searched placements and their total.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Search:
         self._allocations: dict[int, tuple[np.ndarray, bool]] = {}
 
     def run(self) -> Found:
-        """Return the best plans, each of another placement."""
+        """Return the best plans, each of a different placement."""
         searches = [_PlacementSearch(self, placement) for placement in self.wanted]
-        searches.sort(key=lambda search: search.least_s)  # a good plan that is found early rules out more
+        searches.sort(key=lambda search: search.least_s)  # a good plan found early prunes more
         plans = list[Plan]()
         for number, search in enumerate(searches):
             self._progress(number, len(searches))
@@ -99,7 +99,7 @@ class Search:
 
     @property
     def wanted(self) -> list[Placement]:
-        """Placements to look at, as models instead of roles; pools that share a CPU's cores gain nothing."""
+        """Placements to search, by model instead of role; only colocation if the devices share a CPU's cores."""
         roles = self.workload.roles
         shared = compute_of(self.cluster).devices_at_once is not None
         possible = [(tuple(roles),)] if shared else placements(tuple(roles))
@@ -109,7 +109,7 @@ class Search:
         ]
 
     def allocations(self, num_pools: int) -> tuple[np.ndarray, bool]:
-        """Return the ranks of each pool, [A, pools], and True if they are all that can be."""
+        """Return the ranks of each pool, [A, pools], and True if the allocations are complete."""
         if num_pools not in self._allocations:
             sizes, complete = self._pool_sizes(num_pools)
             found = allocations(sizes, num_pools, self.num_devices, self.cluster.devices_per_node)
@@ -117,7 +117,7 @@ class Search:
         return self._allocations[num_pools]
 
     def _pool_sizes(self, num_pools: int) -> tuple[Sequence[int], bool]:
-        """Return the sizes of pools to try, and True if they are all."""
+        """Return the sizes of pools to try, and True if they are complete."""
         if math.comb(len(self.sizes), num_pools - 1) <= MAX_ALLOCATIONS:
             return self.sizes, True
         coarse = {size for size in self.sizes if _is_round(size)}
@@ -125,7 +125,7 @@ class Search:
         return sorted((coarse | rest) & set(self.sizes)), False
 
     def least_seconds(self, model: str) -> np.ndarray:
-        """Return the least seconds of a model's calls by ranks, [calls, num_devices + 1]; infinite where it cannot be."""
+        """Return the least seconds of a model's calls by ranks, [calls, num_devices + 1]; infinite without an option."""
         if model not in self._least:
             num_calls = sum(call.role == model for call in self.workload.calls)
             table = np.full((num_calls, self.num_devices + 1), np.inf)
@@ -137,7 +137,7 @@ class Search:
         return self._least[model]
 
     def fitting(self, model: str, size: int) -> list[Option]:
-        """Return the options of a model that fit on a rank by themselves."""
+        """Return the options of a model that fit on a rank without other models."""
         return [
             option
             for option in self.options.of(model, size)
@@ -145,12 +145,12 @@ class Search:
         ]
 
     def fits(self, options: Sequence[Option], others_idle_bytes: int = 0) -> bool:
-        """Return True if models fit on a rank together, one of them at work at a time."""
+        """Return True if the models fit on a rank together, with one at work at a time."""
         idle = sum(option.memory.idle for option in options) + others_idle_bytes
         return idle + max(option.extra_bytes for option in options) <= self.capacity_bytes
 
     def beside(self, option: Option, others_idle_bytes: int) -> Option | None:
-        """Return the option with as much KV cache as fits beside other models; None where that is too little."""
+        """Return the option with as much KV cache as fits in addition to the other models; None if that is too little."""
         if (engine := option.engine) is None:
             return option
         room = self.capacity_bytes - others_idle_bytes - option.memory.generating - engine.gen_bytes
@@ -160,15 +160,15 @@ class Search:
 
 
 class _PlacementSearch:
-    """The best plan of one placement."""
+    """Search for the best plan of one placement."""
 
     least_s: float
-    """Lower bound of all its plans; infinite where there are none."""
+    """Lower bound of the seconds of all plans; infinite if there are none."""
     num_allocations: int
     is_complete: bool
-    """True if these are all."""
+    """True if all possible allocations are included."""
     num_solved: int
-    """Allocations that had to be looked at."""
+    """Number of allocations that were examined."""
 
     def __init__(self, search: Search, placement: Placement) -> None:
         self._search, self._placement = search, placement
@@ -192,16 +192,16 @@ class _PlacementSearch:
 
     @property
     def _reachable(self) -> Mapping[str, np.ndarray]:
-        """The tables, with at most so many ranks."""
+        """Least seconds of each model's calls with at most the given number of ranks."""
         return {name: np.minimum.accumulate(table, axis=1) for name, table in self._tables.items()}
 
     def run(self, limit_s: float) -> Plan | None:
-        """Return the plan; None where no allocation has room for the models, or none takes less than `limit_s`."""
+        """Return the best plan; None if the models fit in no allocation, or no plan takes less than `limit_s`."""
         self._limit_s = limit_s
         if self.least_s >= limit_s:
             return None
         candidates, _ = self._search.allocations(len(self._placement))
-        # Found again rather than kept: few placements get here, and the bounds of all of them take much memory.
+        # Recomputed rather than stored: few placements get here, and the bounds of all of them take much memory.
         tables, reachable, bounds = self._tables, self._reachable, self._bounds(candidates)
         for row in np.argsort(bounds, kind="stable"):
             if bounds[row] >= self._best_s or not np.isfinite(bounds[row]):
@@ -211,7 +211,7 @@ class _PlacementSearch:
         return self._best
 
     def _bounds(self, candidates: np.ndarray) -> np.ndarray:
-        """Return lower bounds of plans on at most so many ranks, in seconds, [A]."""
+        """Return lower bounds, in seconds, of plans with at most the ranks of each candidate, [A]."""
         reachable, found = self._reachable, [np.empty(0)]
         for first in range(0, len(candidates), CHUNK):
             chunk = candidates[first : first + CHUNK]
@@ -229,7 +229,7 @@ class _PlacementSearch:
         tables: Mapping[str, np.ndarray],
         reachable: Mapping[str, np.ndarray],
     ) -> Iterator[tuple[int, ...]]:
-        """Yield the allocation, and those with fewer ranks for some pools that may be better than the best so far."""
+        """Yield the allocation, and those with fewer ranks in some pools, if they may be better than the best so far."""
         choices = []
         for place, most in enumerate(sizes):
             useful = []
@@ -249,7 +249,7 @@ class _PlacementSearch:
                 yield one
 
     def _solve(self, sizes: tuple[int, ...]) -> None:
-        """Look at all options of the models on pools of these sizes."""
+        """Examine all options of the models on pools of the given sizes."""
         size_of = {name: size for pool, size in zip(self._placement, sizes, strict=True) for name in pool}
         least = {name: self._search.least_seconds(name)[:, size].tolist() for name, size in size_of.items()}
         if self._schedule.step_s(least) >= self._best_s:
@@ -283,7 +283,7 @@ class _PlacementSearch:
         seconds: dict[str, Sequence[float]],
         chosen: dict[str, Option],
     ) -> None:
-        """Give the next model each of its options."""
+        """Assign each option to the next model in turn."""
         if len(chosen) == len(self._models):
             self._settle(sizes, chosen)
             return
@@ -303,9 +303,9 @@ class _PlacementSearch:
         seconds[name] = before
 
     def _settle(self, sizes: tuple[int, ...], chosen: Mapping[str, Option]) -> None:
-        """Keep the plan with these options if it is the best so far."""
+        """Keep the plan with the chosen options if it is the best so far."""
         limited = dict(chosen)
-        for pool in self._placement:  # what the KV cache allows is known at once, the switch is not
+        for pool in self._placement:  # the KV cache is cheap to check, the switch is not
             for name in pool:
                 others = sum(chosen[other].memory.idle for other in pool if other != name)
                 beside = self._search.beside(chosen[name], others)
@@ -323,7 +323,7 @@ class _PlacementSearch:
 
 
 def _is_round(size: int) -> bool:
-    """Return True for 1, 2, 3, 4, 6, 8, 12, 16, ...: a power of two, or one and a half of it."""
+    """Return True for 1, 2, 3, 4, 6, 8, 12, 16, ...: a power of two, or 1.5 times a power of two."""
     while size % 2 == 0:
         size //= 2
     return size in (1, 3)

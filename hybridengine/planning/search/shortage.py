@@ -1,4 +1,4 @@
-"""Explanation of a search that has found nothing: which model misses by how much, and what would help."""
+"""Explanation of a search without a result: the memory that models lack, and remedies."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hybridengine.planning.search.search import Search
 
 GIB = 2**30
 MOST_DEVICES = 1024
-"""Most devices that a remedy names: beyond them a search takes minutes."""
+"""Largest number of devices that a remedy names; above it, a search takes minutes."""
 
 
 @dataclass(frozen=True)
 class _Need:
-    """The options with which models that share ranks need the least."""
+    """Options with which models that share ranks need the least memory."""
 
     options: tuple[Option, ...]
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of a rank."""
+        """Bytes that the models need on a rank."""
         idle = sum(option.memory.idle for option in self.options)
         return idle + max(option.extra_bytes for option in self.options)
 
@@ -44,7 +44,7 @@ class _Need:
 
 
 def shortage(search: Search) -> str:
-    """Return why `search` has found nothing, as value, rule and remedy."""
+    """Return the reason why `search` has no result, as value, rule and remedy."""
     capacity, names = search.capacity_bytes, [model.name for model in search.workload.models]
     alone = []
     for name in names:
@@ -75,7 +75,7 @@ def shortage(search: Search) -> str:
 
 
 def _given(search: Search) -> str:
-    """Return what constrains `search`: sizes and placements."""
+    """Return the constraints of `search`, sizes and placements, as text."""
     fixed = [f"--fix {name}={sizes}" for name, sizes in search.options.fixed.items()]
     if search.options.fixed_gen is not None:
         fixed.append(f"--fix {GENERATE}={search.options.fixed_gen}")
@@ -100,7 +100,7 @@ def _no_sizes(search: Search, name: str) -> str:
 
 
 def _nearest(search: Search) -> Sequence[_Need] | None:
-    """Return the pools of an allowed placement that come nearest to fitting; None where none can be."""
+    """Return the pools of the allowed placement closest to fitting; None if none is possible."""
     best: Sequence[_Need] | None = None
     for placement in search.wanted:
         sizes, _ = search.allocations(len(placement))
@@ -125,20 +125,20 @@ def _largest(needs: Sequence[_Need]) -> int:
 
 
 def _least(search: Search, names: Sequence[str], sizes: Sequence[int]) -> _Need | None:
-    """Return the options with which models that share a rank need the least; None where one has no options."""
+    """Return the options with which models that share a rank need the least memory; None if a model has no options."""
     found = []
     for size in sizes:
         of = [search.options.of(name, size) for name in names]
         if all(of):
             idle = [min(own, key=lambda option: option.memory.idle) for own in of]
-            for place, own in enumerate(of):  # whose work is the peak; the others are idle
+            for place, own in enumerate(of):  # one model is at its peak, the others are idle
                 leader = min(own, key=lambda option: option.memory.idle + option.extra_bytes)
                 found.append(_Need((*idle[:place], leader, *idle[place + 1 :])))
     return min(found, key=lambda need: need.num_bytes, default=None)
 
 
 def _remedies(search: Search, needs: Sequence[_Need]) -> Iterator[str]:
-    """Yield what has been tried and would do: settings of the models that miss, more devices, larger devices."""
+    """Yield verified remedies: settings of the models that lack memory, more devices, larger devices."""
     names = [option.model for need in needs for option in need.options]
     for offloads, recompute in ((True, False), (False, True), (True, True)):
         settings, workload = _with_settings(search.workload, names, offloads, recompute)
@@ -158,7 +158,7 @@ def _remedies(search: Search, needs: Sequence[_Need]) -> Iterator[str]:
 def _with_settings(
     workload: Workload, names: Sequence[str], offloads: bool, recompute: bool
 ) -> tuple[list[str], Workload]:
-    """Return the settings that models which train lack, and the workload with them."""
+    """Return the settings to add to the trained models, and the workload with them."""
     models, settings = [], []
     for model in workload.models:
         if model.trains and model.name in names and offloads and not model.offloads:
@@ -172,7 +172,7 @@ def _with_settings(
 
 
 def _enough_devices(search: Search) -> int | None:
-    """Return a number of devices on which all models fit, from twice as many on."""
+    """Return a number of devices, found by doubling, on which all models fit; None if there is none."""
     cluster, devices, least = search.cluster, 2 * search.num_devices, math.inf
     while devices <= MOST_DEVICES and (devices <= cluster.num_devices or cluster.links.between_nodes):
         nodes = -(-devices // cluster.devices_per_node)
@@ -186,7 +186,7 @@ def _enough_devices(search: Search) -> int | None:
         if nearest is not None:
             if _largest(nearest) <= search.capacity_bytes:
                 return devices
-            if _largest(nearest) >= least:  # more devices do not make a rank need less
+            if _largest(nearest) >= least:  # more devices do not reduce the memory per rank
                 return None
             least = _largest(nearest)
         devices *= 2

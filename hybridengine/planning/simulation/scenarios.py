@@ -1,11 +1,10 @@
-"""Runs to simulate, from a workload on a cluster: everything on all devices, or some devices for each of two sides.
+"""Runs to simulate for a workload on a cluster.
 
-    synchronous    the best plan with every model on all devices: generation, then all the rest
-    asynchronous   engines on their own devices, which hold nothing but weights and KV cache; actor and all other models
-                   train and infer on the others, with the sizes that are best there
+    synchronous    the best plan with every model on all devices: generation, then all other calls
+    asynchronous   engines on separate devices, which hold only weights and KV cache; actor and all other models train and
+                   infer on the other devices, with the best sizes for them
 
-New weights reach engines of their own over the links between nodes: each of their devices receives its shard, all at the
-same time.
+Separate engines receive new weights over the links between nodes: each device receives its shard, all at the same time.
 """
 
 from __future__ import annotations
@@ -38,28 +37,28 @@ from hybridengine.topology.sizes import GenSizes, divisors
 
 @dataclass(frozen=True)
 class Engines:
-    """Engines of one kind, and what decides how fast they are."""
+    """Identical engines, with the inputs of their speed."""
 
     engine: Engine
     workload: Workload
     max_running: int
-    """Responses that one advances at once."""
+    """Largest number of responses that an engine advances at once."""
     gen_bytes: int
-    """Weights of a device."""
+    """Bytes of weights on a device."""
 
     @property
     def num_devices(self) -> int:
-        """Devices of one engine."""
+        """Number of devices of one engine."""
         return self.engine.sizes.num_ranks
 
     @cached_property
     def prefill_s(self) -> float:
-        """Seconds of one prompt among others."""
+        """Seconds of the prefill of one prompt in a batch."""
         return self.engine.prefill_s(self.max_running * self.workload.prompt_tokens) / self.max_running
 
     @cached_property
     def rates(self) -> np.ndarray:
-        """Tokens a second of one engine with 1, 2, ... responses at once, in a steady state, prompts included."""
+        """Tokens per second of one engine with 1, 2, ... responses at once, in a steady state, prefill included."""
         lengths, prompt_tokens = self.workload.lengths, self.workload.prompt_tokens
         counts = range(1, self.max_running + 1)
         seconds = [
@@ -71,18 +70,18 @@ class Engines:
 
 @dataclass(frozen=True)
 class Run:
-    """A run to simulate, with the plan behind it."""
+    """Run to simulate, with its plan."""
 
     setting: Setting
     plan: Plan
-    """Plan of the side that trains; in a synchronous run, of everything."""
+    """Plan of the training side; in a synchronous run, of all calls."""
     engines: Engines
     num_training: int
-    """Devices that train."""
+    """Number of devices that train."""
     num_generating: int
-    """Devices that generate."""
+    """Number of devices that generate."""
     train_s: float
-    """Seconds of a step of everything but generation and the switch."""
+    """Seconds of a step without generation and the switch."""
 
 
 @dataclass(frozen=True)
@@ -90,24 +89,24 @@ class SteadyState:
     """Figures of a division of devices by the analytical model."""
 
     running: int
-    """Responses that each engine advances at once."""
+    """Number of responses that each engine advances at once."""
     tokens_per_s: float
-    """Tokens of responses, generated and trained on."""
+    """Response tokens generated and trained on per second."""
     staleness: float
-    """Most optimizer steps between a response's first token and its last; waiting for the trainer is left out."""
+    """Most optimizer steps between the first and the last token of a response; excludes waiting for the trainer."""
 
 
 def steady_state(
     num_engines: int, rates: np.ndarray, train_tokens_per_s: float, lengths: Lengths, batch_size: int
 ) -> SteadyState:
-    """Return the steady state of engines beside a trainer.
+    """Return the steady state of engines and a trainer.
 
-    The engines run the fewest responses with which they make what the trainer takes, N_train·thr = N_sample·B /
-    latency(B), or as many as make the most where that is not enough (AReaL, arXiv 2505.24298, section 5.1).
+    The engines run the fewest responses with which they keep up with the trainer, N_train·thr = N_sample·B / latency(B),
+    or the number with the highest rate if none keeps up (AReaL, arXiv 2505.24298, section 5.1).
 
     Args:
-        rates: tokens a second of an engine with 1, 2, ... responses at once.
-        train_tokens_per_s: tokens of responses that the trainer takes in.
+        rates: tokens per second of an engine with 1, 2, ... responses at once.
+        train_tokens_per_s: response tokens per second that the trainer can consume.
     """
     enough = np.flatnonzero(num_engines * rates >= train_tokens_per_s)
     place = int(enough[0] if len(enough) else np.argmax(rates))
@@ -117,9 +116,9 @@ def steady_state(
 
 
 def role_idle_shares(run: Run, outcome: Outcome) -> dict[str, float]:
-    """Return the idle share of a run's time for the engines and for each model that computes.
+    """Return the idle share of a run's time for the engines and for each model.
 
-    The models of the training side take turns on its devices, for as long as the plan gives them of a step.
+    The models of the training side take turns on its devices, each for its time in the plan.
     """
     trained = [bar for bar in run.plan.bars if bar.call.work not in (Work.SWITCH, Work.GENERATE)]
     share_of_s = (1.0 - outcome.train_idle_share) / sum(bar.seconds for bar in trained)
@@ -134,12 +133,12 @@ class Scenarios:
     """Runs of a workload on `num_devices` devices of a cluster.
 
     Args:
-        num_steps: optimizer steps of every simulated run.
-        max_staleness: batches that may be begun ahead of the trainer.
-        seed: seed of the lengths.
+        num_steps: number of optimizer steps of every simulated run.
+        max_staleness: number of batches that may be begun ahead of the trainer.
+        seed: seed of the response lengths.
 
     Raises:
-        ConfigError: the algorithm generates twice in an iteration.
+        ConfigError: the algorithm generates more than once in an iteration.
     """
 
     def __init__(
@@ -165,10 +164,10 @@ class Scenarios:
         self._training = Options(workload.without_generation(), cluster, constraints.sizes)
 
     def synchronous(self) -> Run:
-        """Return the best colocated plan as a run.
+        """Return the run of the best colocated plan.
 
         Raises:
-            ConfigError: it does not fit.
+            ConfigError: no plan fits.
         """
         options = Options(self.workload, self.cluster, self._constraints.sizes, self._constraints.gen_sizes)
         search, plan = self._best_plan(options, self.num_devices)
@@ -185,7 +184,7 @@ class Scenarios:
         return Run(setting, plan, engines, pool.num_ranks, pool.num_ranks, others_s)
 
     def asynchronous(self, num_training: int) -> Run | None:
-        """Return the run of a division of the devices; None if the side that trains does not fit.
+        """Return the run with `num_training` training devices; None if the training side does not fit.
 
         Raises:
             ConfigError: no engine fits.
@@ -198,14 +197,14 @@ class Scenarios:
         return Run(setting, plan, self.engines, num_training, num_generating, plan.step_s)
 
     def divisions(self) -> Iterator[int]:
-        """Yield the numbers of training devices that leave whole engines on the others."""
+        """Yield the numbers of training devices that leave whole engines on the other devices."""
         for num_training in pool_sizes(self.cluster, self.num_devices):
             rest = self.num_devices - num_training
             if rest and rest % self.engines.num_devices == 0:
                 yield num_training
 
     def steady_state(self, run: Run) -> SteadyState:
-        """Return the figures of an asynchronous run by the analytical model."""
+        """Return the steady state of an asynchronous run by the analytical model."""
         workload, setting = self.workload, run.setting
         tokens = self._batch_size * workload.lengths.mean
         if self._max_staleness >= 1:
@@ -213,7 +212,7 @@ class Scenarios:
             return steady_state(
                 setting.num_engines, rates, train_tokens_per_s, workload.lengths, self._batch_size
             )
-        # Nothing is begun ahead: engines and trainer wait for each other in turns.
+        # Nothing is begun ahead: engines and trainer work in turns.
         each = math.ceil(self._batch_size / setting.num_engines)
         generate_s = run.engines.engine.generate_s(
             each, workload.prompt_tokens, workload.lengths, setting.max_running
@@ -223,10 +222,10 @@ class Scenarios:
 
     @cached_property
     def engines(self) -> Engines:
-        """Engines of their own, of the sizes that make the most tokens for each device.
+        """Separate engines, of the sizes with the most tokens per second and device.
 
         Raises:
-            ConfigError: none holds the weights and one response.
+            ConfigError: no engine can hold the weights and one response.
         """
         wanted = self._constraints.gen_sizes
         choices = (
@@ -252,7 +251,7 @@ class Scenarios:
 
     @property
     def update_s(self) -> float:
-        """Seconds in which every device of the engines receives its shard from the trainers."""
+        """Seconds for all devices of the engines to receive their shards from the trainers."""
         links, node = self.cluster.links, self.cluster.devices_per_node
         link = links.between_nodes if self.num_devices > node and links.between_nodes else links.same_node
         node_bytes = self.engines.gen_bytes * min(node, self.num_devices)

@@ -1,4 +1,4 @@
-"""Simulated runs as pictures: who works when, the queue, how old the data gets, and a sweep of divisions."""
+"""Charts of simulated runs: use of the devices, queue, staleness and a sweep of divisions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def draw_runs(
     max_staleness: float,
     file: Path,
 ) -> None:
-    """Draw what runs do with their time, the last one's queue and staleness, and a sweep where there is one."""
+    """Draw the use of time in all runs, the queue and staleness of the last one, and the sweep, if any."""
     rows = 2 if len(sweep) > 1 else 1
     with drawing(file, title, 11, 3.6 * rows) as figure:
         grid = figure.add_gridspec(rows, 6)

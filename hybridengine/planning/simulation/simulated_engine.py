@@ -1,7 +1,7 @@
-"""A generation engine as the simulation knows it: responses under way, seconds, and whose policy each token comes from.
+"""Simulated generation engine, with its running responses, its time, and the policy version of each token.
 
-An engine advances all its responses by a token a step, whose seconds depend on how many they are and on how many tokens
-they have. Until a response begins or ends, or weights arrive, nothing about it changes: a span of steps is one event.
+An engine advances all its responses by one token per step. The seconds of a step depend on the number of responses and of
+their tokens. Until a response begins or ends, or weights arrive, nothing else changes, so a span of steps is one event.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 StepSeconds = Callable[[float, float], float]
-"""Seconds of an engine's step: responses that run, and tokens that they have altogether, prompts included."""
+"""Function that returns the seconds of a step from the running responses and their total tokens, including prompts."""
 Response = tuple[tuple[int, int], ...]
-"""A complete response as runs of tokens of one policy each: (version of the policy, tokens)."""
+"""Complete response as spans of tokens of one policy each: (version of the policy, number of tokens)."""
 
 
 class SimulatedEngine:
-    """One engine; time advances from event to event.
+    """One engine, whose time advances from event to event.
 
     Args:
-        prompt_tokens: tokens that each response has before its own.
-        prefill_s: seconds of one prompt, which the engine spends before the response begins.
-        update_s: seconds for which the engine stops to take new weights.
+        prompt_tokens: number of prompt tokens of each response.
+        prefill_s: seconds of the prefill of one prompt, before its response begins.
+        update_s: seconds for which the engine pauses to receive new weights.
     """
 
     def __init__(self, step_s: StepSeconds, prompt_tokens: float, prefill_s: float, update_s: float) -> None:
@@ -33,20 +33,20 @@ class SimulatedEngine:
         self.now_s = 0.0
         self.running: list[
             tuple[int, int]
-        ] = []  # a heap: steps at which a response ends, and at which it began
+        ] = []  # heap of (step at which a response ends, step at which it began)
         self._steps, self._begun_sum = 0, 0
         self._changes, self._versions = [0], [0]
         self._has_weights_s = 0.0
         self._idle_s = 0.0
 
     def begin(self, length: int) -> None:
-        """Start a response, after its prompt."""
+        """Start a response after the prefill of its prompt."""
         heapq.heappush(self.running, (self._steps + length, self._steps))
         self._begun_sum += self._steps
         self.now_s += self._prefill_s
 
     def take_weights(self, version: int, now_s: float) -> None:
-        """Stop for new weights, between two tokens; they replace weights that are still on their way."""
+        """Pause for new weights between two tokens; they replace weights that are still being received."""
         if self._has_weights_s > now_s and self._changes[-1] == self._steps:
             self._versions[-1] = version
             return
@@ -57,22 +57,22 @@ class SimulatedEngine:
         self._versions.append(version)
 
     def wait(self, until_s: float) -> None:
-        """Wait until a moment if there is nothing to generate."""
+        """Wait until a moment if no response is running."""
         if not self.running and self.now_s < until_s:
             self._idle_s += until_s - self.now_s
             self.now_s = until_s
 
     def idle_s(self, end_s: float) -> float:
-        """Return the seconds without a response, or with new weights on their way, up to the end of the run."""
+        """Return the seconds spent without a response or receiving weights, up to the end of the run."""
         return self._idle_s - min(self._update_s, max(0.0, self._has_weights_s - end_s))
 
     def next_end_s(self) -> float:
-        """Return the moment at which the next response ends, if nothing happens before."""
+        """Return the moment at which the next response ends, if no other event comes first."""
         end = self.running[0][0]
         return self.now_s + (end - self._steps) * self._step_s(end)
 
     def advance(self, until_s: float) -> Iterator[Response]:
-        """Work until a moment, and to the end of the token that is then under way; yield complete responses."""
+        """Work until a moment, finish the step in progress, and yield the responses that complete."""
         while self.running and self.now_s < until_s:
             end = self.running[0][0]
             step_s = self._step_s(end)
@@ -88,13 +88,13 @@ class SimulatedEngine:
         self.wait(until_s)
 
     def _step_s(self, end: int) -> float:
-        """Return the seconds of a step until the next end, with the tokens that there are halfway."""
+        """Return the mean seconds of a step until step `end`, computed with the number of tokens at the halfway point."""
         count = len(self.running)
         made = count * (self._steps + end) / 2 - self._begun_sum
         return self._seconds_of(count, count * self._prompt_tokens + made)
 
     def _response(self, begin: int) -> Response:
-        """Return the response that began at a step and ends now."""
+        """Return the response that began at step `begin` and ends now."""
         first = bisect_right(self._changes, begin) - 1
         marks = pairwise([begin, *self._changes[first + 1 :], self._steps])
         return tuple(

@@ -1,15 +1,15 @@
-"""A deterministic discrete-event simulation of training runs: engines, a queue of responses, a trainer, weight updates.
+"""Deterministic discrete-event simulation of training runs: engines, a queue of responses, a trainer, weight updates.
 
     synchronous    all devices generate a batch, then all train on it
-    asynchronous   some devices generate all the time, the others train; after each optimizer step new weights go to the
-                   engines, between two tokens of what they are generating
+    asynchronous   some devices generate all the time, the others train; after each optimizer step the engines receive
+                   new weights, between two tokens
 
-An event is the end of a response or of an optimizer step; how an engine works between two of them is in
-simulated_engine.py.
+An event is the end of a response or of an optimizer step; simulated_engine.py describes the work of an engine between two
+events.
 
-A response is begun only while floor((N_r - 1) / B) <= i + eta: what has been begun, N_r, is at most eta batches ahead of
-the trainer's i (AReaL, arXiv 2505.24298, section 5.1). None is begun once everything is complete that the run trains on:
-engines that are far ahead then wait, and a run costs the same however many they are.
+A response is begun only while floor((N_r - 1) / B) <= i + eta, so that the responses begun, N_r, are at most eta batches
+ahead of the trainer's step i (AReaL, arXiv 2505.24298, section 5.1). None is begun once all responses that the run trains
+on are complete: engines that are far ahead then wait, and the cost of a simulation does not grow with their number.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from hybridengine.planning.costs.lengths import Lengths
 from hybridengine.planning.simulation.simulated_engine import Response, SimulatedEngine, StepSeconds
 
 TRAINER, ARRIVAL = -1, -2
-"""Owners of events that are no engine's."""
+"""Owners of events that do not belong to an engine."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A run to simulate."""
+    """Settings of a simulated run."""
 
     num_steps: int
-    """Optimizer steps (of an iteration's batch)."""
+    """Number of optimizer steps, one per batch."""
     batch_size: int
-    """Responses of a step."""
+    """Number of responses in a batch."""
     num_engines: int
     max_running: int
-    """Responses that an engine advances at once."""
+    """Largest number of responses that an engine advances at once."""
     prompt_tokens: float
     lengths: Lengths
     step_s: StepSeconds
     prefill_s: float
-    """Seconds of one prompt, which its engine spends before the response begins."""
+    """Seconds of the prefill of one prompt, before its response begins."""
     train_token_s: float
-    """Seconds of training for each token of a batch, prompts included."""
+    """Seconds of training per token of a batch, prompts included."""
     update_s: float
-    """Seconds for which an engine stops to take new weights; in a synchronous run, of the switch there and back."""
+    """Seconds for which an engine pauses to receive weights; in a synchronous run, of the switch in both directions."""
     max_staleness: float = 1.0
-    """Batches that may be begun ahead of the trainer; infinite for no bound."""
+    """Number of batches that may be begun ahead of the trainer; infinite for no bound."""
     seed: int = 0
 
 
@@ -59,12 +59,12 @@ class Outcome:
     """Figures of a simulated run."""
 
     staleness_counts: Mapping[int, int]
-    """Optimizer steps between the policy of a token and the one that trained on it -> tokens of responses."""
+    """Number of response tokens by staleness: optimizer steps from the policy of a token to the one trained on it."""
     train_busy_s: float
     generate_idle_s: float
-    """Seconds of all engines together without a response, or with new weights on their way."""
+    """Total seconds of all engines without a response or receiving weights."""
     queue: list[tuple[float, int]]
-    """(seconds, responses that are complete and wait for the trainer), whenever it changes."""
+    """(seconds, complete responses that wait for the trainer) at every change."""
     step_ends: list[float]
     num_engines: int
 
@@ -74,7 +74,7 @@ class Outcome:
 
     @property
     def tokens(self) -> int:
-        """Tokens of responses that were trained on."""
+        """Number of response tokens that were trained on."""
         return sum(self.staleness_counts.values())
 
     @property
@@ -88,7 +88,7 @@ class Outcome:
 
     @property
     def generate_idle_share(self) -> float:
-        """Share of the engines' time in which they generate nothing."""
+        """Share of the engines' time in which they do not generate."""
         return self.generate_idle_s / (self.seconds * self.num_engines)
 
     @property
@@ -114,17 +114,17 @@ def _engines(setting: Setting) -> list[SimulatedEngine]:
 
 
 def _train_s(setting: Setting, tokens: int) -> float:
-    """Return the seconds of an optimizer step on so many tokens of responses."""
+    """Return the seconds of an optimizer step on a batch with `tokens` response tokens."""
     return setting.train_token_s * (tokens + setting.batch_size * setting.prompt_tokens)
 
 
 def simulate_asynchronous(setting: Setting) -> Outcome:
-    """Simulate engines and a trainer that work at the same time; equal settings give equal outcomes."""
+    """Simulate engines and a trainer that work at the same time, deterministically."""
     return _Asynchronous(setting).run()
 
 
 def simulate_synchronous(setting: Setting) -> Outcome:
-    """Simulate engines that share out each batch, and training that begins when the last response is complete."""
+    """Simulate engines that divide each batch, and training that begins when the last response is complete."""
     lengths, now, tokens, idle, train_busy = _lengths(setting), 0.0, 0, 0.0, 0.0
     step_ends: list[float] = []
     queue: list[tuple[float, int]] = [(0.0, 0)]
@@ -151,7 +151,7 @@ def simulate_synchronous(setting: Setting) -> Outcome:
 
 
 class _Asynchronous:
-    """Engines and a trainer at the same time."""
+    """Simulation of engines and a trainer that work at the same time."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting, self._lengths = setting, _lengths(setting)
@@ -159,16 +159,16 @@ class _Asynchronous:
         self._submitted = 0
         self._ready: deque[Response] = deque()
         self._training: list[Response] = []
-        self._events: list[tuple[float, int, int]] = []  # seconds; engine, or TRAINER or ARRIVAL; stamp
+        self._events: list[tuple[float, int, int]] = []  # (seconds, owner, stamp)
         self._arrivals = itertools.count()
         self._arriving: dict[
             int, Response
-        ] = {}  # stamp -> a response that its engine ends between two events
+        ] = {}  # by stamp: responses that end between two events of their engine
         self._stamps = [0] * setting.num_engines
         self._staleness = Counter[int]()
         self._train_busy_s = 0.0
         self._queue: list[tuple[float, int]] = [(0.0, 0)]
-        self._step_ends: list[float] = []  # as many as the version of the policy
+        self._step_ends: list[float] = []  # its length is the version of the policy
 
     def run(self) -> Outcome:
         """Simulate the run to the end of its last optimizer step."""
@@ -197,7 +197,7 @@ class _Asynchronous:
         )
 
     def _take_responses(self, engine: SimulatedEngine, now: float) -> None:
-        """Let an engine work until a moment; what it completes in the step that goes beyond arrives later."""
+        """Advance an engine to a moment; responses that complete later, in its last step, become events."""
         for response in engine.advance(now):
             if engine.now_s <= now:
                 self._arrive(response, now)
@@ -211,7 +211,7 @@ class _Asynchronous:
         self._queue.append((now, len(self._ready)))
 
     def _fill(self, places: Iterable[int], now: float) -> None:
-        """Begin responses where there is room, those engines first that have the fewest; note when the next ones end."""
+        """Begin responses on engines with free slots, the emptiest first, and schedule the engines' next events."""
         engines, places = self._engines, list(places)
         for place in places:
             engines[place].wait(now)
@@ -230,7 +230,7 @@ class _Asynchronous:
                 heapq.heappush(self._events, (engines[place].next_end_s(), place, self._stamps[place]))
 
     def _may_begin(self) -> bool:
-        """Return True if the bound lets another response begin, and the run may still train on it."""
+        """Return True if the staleness bound allows another response, and the run may still need it."""
         setting, version = self._setting, len(self._step_ends)
         complete = version * setting.batch_size + len(self._training) + len(self._ready) + len(self._arriving)
         if complete >= setting.num_steps * setting.batch_size:
@@ -238,7 +238,7 @@ class _Asynchronous:
         return self._submitted // setting.batch_size <= version + setting.max_staleness
 
     def _start_step(self, now: float) -> None:
-        """Train on the oldest complete responses, where there are enough and nothing is trained on."""
+        """Start training on the oldest complete responses if there are enough and the trainer is idle."""
         setting = self._setting
         if self._training or len(self._ready) < setting.batch_size:
             return
@@ -249,7 +249,7 @@ class _Asynchronous:
         heapq.heappush(self._events, (now + train_s, TRAINER, 0))
 
     def _end_step(self, now: float) -> None:
-        """Count the tokens of the batch by their staleness, and hand out new weights."""
+        """Count the tokens of the batch by staleness, and send new weights to the engines."""
         for response in self._training:
             for version, count in response:
                 self._staleness[len(self._step_ends) - version] += count

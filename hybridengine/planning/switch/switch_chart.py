@@ -1,4 +1,4 @@
-"""Planned switches as a picture: what a rank receives over each class of links, and its weights over time."""
+"""Charts of planned switches: bytes received over each class of links, and weights in memory over time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hybridengine.topology.links import LinkClass
 GIB = 2**30
 COLOURS = {LinkClass.SAME_NODE: "#56B4E9", LinkClass.BETWEEN_NODES: "#D55E00"}
 MAX_CURVES = 6
-"""Layouts whose memory is drawn; more curves cannot be told apart."""
+"""Largest number of layouts whose memory is drawn, so that curves stay distinguishable."""
 
 
 def draw_switches(cluster: Cluster, switches: Sequence[Figures], file: Path) -> None:
-    """Draw one switch with its alternatives, or several layouts, into `file`."""
+    """Draw one switch with its variants, or several layouts, to `file`."""
     bars, first = _bars(switches), switches[0]
     title = (
         f"{first['model']} on {cluster.name}, {first['num_ranks']} ranks in {first['order']} order: bytes counted from"

@@ -1,7 +1,7 @@
-"""Costs of a switch on a whole cluster: plans of the distinct domains, and what follows from them for every rank.
+"""Costs of a switch on a whole cluster, computed from the plans of its distinct domains.
 
-Training replicas repeat each other, and tensor shards are alike, so that most domains differ in the names of their ranks
-and in where their boxes start, and in nothing that costs. One of them is compiled, and counted as often as it repeats.
+Training replicas and tensor shards repeat each other, so that most domains differ only in the numbers of their ranks and
+in the start of their boxes, which do not affect the cost. One plan is compiled for each set of equivalent domains.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from hybridengine.topology.grid import Groups
 from hybridengine.topology.links import LinkClass, NodeMap
 
 Pattern = tuple[Hashable, ...]
-"""Properties of a domain, rank by rank, that decide its plan."""
+"""Properties of a domain, rank by rank, that determine its plan."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A plan of one domain in one direction, and what follows from it."""
+    """Plan of one domain in one direction, with its costs."""
 
     plan: Plan
     nodes: NodeMap
@@ -43,7 +43,7 @@ class Way:
 
     @cached_property
     def costs(self) -> tuple[RankCost, ...]:
-        """Costs of the ranks, in the plan's order."""
+        """Costs of the ranks, in the order of the plan."""
         return tuple(rank_costs(self.plan, self.traffic, self.element_bytes).values())
 
     @cached_property
@@ -53,7 +53,7 @@ class Way:
 
 @dataclass(frozen=True)
 class DomainPlan:
-    """The plan of one domain to generation, and its way back."""
+    """Plans of one domain in both directions."""
 
     there: Way
 
@@ -63,51 +63,51 @@ class DomainPlan:
 
     @cached_property
     def problems(self) -> tuple[str, ...]:
-        """Findings of the audit of either way; empty, unless the planner has an error."""
+        """Findings of the audit of both directions; empty unless the planner has a bug."""
         return (*audit(self.there.plan), *audit_return(self.there.plan, self.back.plan))
 
     @property
     def num_moves(self) -> int:
-        """Moves there and back."""
+        """Number of moves in both directions."""
         return sum(len(bucket.moves) for way in (self.there, self.back) for bucket in way.plan.buckets)
 
 
 @dataclass(frozen=True)
 class SwitchCost:
-    """Figures of a switch to generation and back, from its plans; "max" is the rank with the most."""
+    """Figures of a switch to generation and back, from its plans; "max" is the largest value of any rank."""
 
     generation: GenerationGrid
     domains: tuple[tuple[DomainPlan, Groups], ...]
-    """The distinct domains, each with the ranks of all domains that repeat it, in the plan's order of ranks."""
+    """Distinct domains, each with the ranks of all equivalent domains, in the plan's order of ranks."""
     nodes: NodeMap
     element_bytes: int
     num_crossing_domains: int
-    """Domains with ranks on more than one node."""
+    """Number of domains with ranks on more than one node."""
     received_bytes_max: int
-    """Received on the way there."""
+    """Bytes received in the switch to generation."""
     received_bytes_max_by_link: dict[LinkClass, int]
     received_bytes_total_by_link: dict[LinkClass, int]
-    """Received by all ranks together."""
+    """Bytes received by all ranks together."""
     copied_bytes_max: int
-    """Copied inside the device on the way there; on the way back everything is."""
+    """Bytes copied within the device in the switch to generation; the way back consists of such copies only."""
     copied_back_bytes_max: int
     train_shard_bytes_max: int
     gen_shard_bytes_max: int
     bucket_bytes_max: int
-    """Destination and staging of the buckets in flight."""
+    """Bytes of destination and staging of the buckets in flight."""
     redundant_bytes_max: int
-    """Training weights that stay in memory while generating."""
+    """Bytes of training weights that stay in memory during generation."""
     extra_bytes_max: int
-    """Received beyond what nested layouts would take."""
+    """Bytes received in excess of nested layouts."""
     memory_bytes_there: tuple[int, ...]
-    """Weights and staging of the rank with the highest peak, whenever a bucket opens or closes."""
+    """Bytes of weights and staging on the rank with the highest peak, whenever a bucket opens or closes."""
     memory_bytes_back: tuple[int, ...]
 
     @classmethod
     def of(
         cls, generation: GenerationGrid, domains: tuple[tuple[DomainPlan, Groups], ...], nodes: NodeMap
     ) -> SwitchCost:
-        """Return the figures of planned domains."""
+        """Return the cost of planned domains."""
         there = [cost for domain, _ in domains for cost in domain.there.costs]
         back = [cost for domain, _ in domains for cost in domain.back.costs]
         highest = max(zip(there, back, strict=True), key=lambda pair: max(cost.peak_bytes for cost in pair))
@@ -151,21 +151,21 @@ class SwitchCost:
 
     @property
     def groups(self) -> Groups:
-        """Gather domains, the groups of ranks among which weights move, in the order of their first ranks."""
+        """Gather domains (groups of ranks among which weights move), in the order of their first ranks."""
         return tuple(sorted(ranks for _, repeats in self.domains for ranks in repeats))
 
     @property
     def num_steps(self) -> int:
-        """2 where boxes enter a node once and are passed on inside it, else 1."""
+        """2 if each box is sent to a node once and then forwarded within the node, otherwise 1."""
         return max(plan.num_steps for plan in self.plans)
 
     @property
     def peak_weight_bytes_max(self) -> int:
-        """Weights and staging at any moment of either way."""
+        """Peak bytes of weights and staging in either direction."""
         return max(*self.memory_bytes_there, *self.memory_bytes_back)
 
     def check(self) -> int:
-        """Audit the plans of the distinct domains, and return how many moves they have, there and back.
+        """Audit the plans of the distinct domains, and return the number of their moves in both directions.
 
         Raises:
             PlanError: a plan is wrong.
@@ -188,8 +188,8 @@ class SwitchCost:
         return predict_seconds(back, self._hosts_RN, cluster, self.element_bytes)
 
     def line_rate_seconds(self, cluster: Cluster) -> float:
-        """Return the seconds that the busiest link takes for its bytes on the way to generation: the least that
-        `seconds_there` can be, however bytes are bucketed."""
+        """Return the seconds of the busiest link for its bytes in the switch to generation: a lower bound of
+        `seconds_there` for any bucketing."""
         return line_rate_seconds(self._there, self._hosts_RN, cluster, self.element_bytes)
 
     @cached_property
@@ -202,14 +202,14 @@ class SwitchCost:
 
 
 MOST_PRICED = 2
-"""Costs that a pricer keeps: the plans of large models on many ranks take a hundred MB."""
+"""Number of costs that a pricer caches; the plans of large models on many ranks take a hundred MB."""
 
 
 class SwitchPricer:
-    """Prices switches of one model.
+    """Computes the costs of switches of one model.
 
     Args:
-        bucket_bytes: weights in flight at once.
+        bucket_bytes: bytes of weights in flight at once.
     """
 
     def __init__(self, shape: ModelShape, dtype: str, bucket_bytes: int) -> None:
@@ -220,10 +220,10 @@ class SwitchPricer:
         """Return the cost of switching to `generation` and back.
 
         Args:
-            two_step: let a box enter a node once, and pass it on inside the node.
+            two_step: send each box to a node once and forward it within the node.
 
         Raises:
-            PlanError: the engines cannot hold the model, or a domain lacks some of it.
+            PlanError: the engines cannot hold the model, or a domain lacks part of it.
         """
         return self._kept(generation, nodes, two_step)
 
@@ -240,7 +240,7 @@ class SwitchPricer:
 
 
 def distinct_domains(source: Layout, destination: Layout, nodes: NodeMap) -> list[Groups]:
-    """Return the domains, those together whose plans differ only in ranks and in where boxes start."""
+    """Return the domains, grouped by plans that differ only in ranks and in the start of boxes."""
     by_shards: dict[Pattern, list[tuple[int, ...]]] = {}
     for ranks in domains(source, destination):
         first_seen: dict[int, int] = {}
@@ -256,15 +256,15 @@ def distinct_domains(source: Layout, destination: Layout, nodes: NodeMap) -> lis
 
 
 def _contents(source: Layout, destination: Layout, ranks: tuple[int, ...]) -> Pattern:
-    """Return every parameter of every shard with its pieces, and which shards every rank has.
+    """Return every parameter of every distinct shard with its pieces, and the index of each rank's shards.
 
-    Boxes of each logical tensor are counted from the first among them.
+    Boxes of each logical tensor are relative to their smallest corner.
 
-    Equal contents have equal plans: which boxes overlap, how large they are and where they lie in their parameters is
-    all that the planner looks at.
+    Equal contents have equal plans, because the planner uses only the overlaps of boxes, their sizes and their places in
+    the parameters.
     """
     shards = [layout.shard(rank) for layout in (source, destination) for rank in ranks]
-    places: dict[int, int] = {}  # a shard -> its place among the distinct ones
+    places: dict[int, int] = {}  # index of each distinct shard
     for shard in shards:
         places.setdefault(id(shard), len(places))
     distinct = list({id(shard): shard for shard in shards}.values())

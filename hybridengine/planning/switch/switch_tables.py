@@ -1,4 +1,4 @@
-"""Planned switches as text: one in detail, two side by side, many in a table."""
+"""Text of planned switches: one in detail, two side by side, many in a table."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hybridengine.planning.switch.switch_cost import SwitchCost
 from hybridengine.topology.group_text import format_groups, format_ranks, named_groups
 
 Figures = Mapping[str, Any]
-"""Figures of a switch, as `--json` writes them."""
+"""Figures of a switch, as written by `--json`."""
 PREDICTED = "predicted from the cluster file's figures, not measured"
 
 
 def plan_lines(shape: ModelShape, cluster: Cluster, cost: SwitchCost, figures: Figures) -> list[str]:
-    """Return everything about one switch."""
+    """Return the lines of a detailed description of one switch."""
     num_nodes = -(-figures["num_ranks"] // cluster.devices_per_node)
     return [
         f"model: {figures['model']}, {shape.num_layers} layers, {shape.num_parameters:,} parameters,"
@@ -95,7 +95,7 @@ def _memory_lines(cluster: Cluster, figures: Figures) -> list[str]:
 
 
 def variants(figures: Figures) -> dict[str, Figures]:
-    """Return what is planned, the other rank order and the gather in one step, by name."""
+    """Return the planned switch, the other rank order and the one-step gather, by name."""
     planned, one_step = figures["order"], figures["one_step"]
     found = {
         f"{order} order{' (planned)' if order == planned else ''}": variant
@@ -105,7 +105,7 @@ def variants(figures: Figures) -> dict[str, Figures]:
 
 
 def _variant_lines(figures: Figures) -> list[str]:
-    """Return the other rank order and the gather in one step, beside what is planned."""
+    """Return the lines of a table that compares the planned switch with the other rank order and the one-step gather."""
     steps = "one step: nothing enters a node twice"
     if figures["one_step"] is not None:
         steps = "two steps: a box enters a node once and is passed on inside it"
@@ -129,7 +129,7 @@ VARIANT = {
     "bytes_total": "all ranks",
     "seconds_there": "to generation",
 }
-"""Figure of a variant -> its heading."""
+"""Heading of each figure of a variant."""
 DIFFERENCES = {
     "num_engines": "number of engines",
     "num_crossing_domains": "number of domains across nodes",
@@ -144,11 +144,11 @@ DIFFERENCES = {
     "seconds_there": "seconds there",
     "seconds_back": "seconds back",
 }
-"""Figure that `diff_lines` compares -> its name there."""
+"""Label of each figure that `diff_lines` compares."""
 
 
 def diff_lines(*switches: Figures) -> list[str]:
-    """Return two switches side by side, and the second as a share of the first."""
+    """Return the lines of a table of two switches and their ratio."""
     one, other = (
         {**each, "same_node_bytes_max": each["received_bytes_max_by_link"]["same_node"]} for each in switches
     )
@@ -170,11 +170,11 @@ SWEPT = {
     "redundant_bytes_max": "redundant",
     "left_bytes": "left for KV",
 }
-"""Figure that `sweep_lines` lists -> its heading."""
+"""Heading of each figure that `sweep_lines` lists."""
 
 
 def sweep_lines(cluster: Cluster, switches: Sequence[Figures], num_too_large: int) -> list[str]:
-    """Return a line for every layout, in the order given."""
+    """Return the lines of a table with one row per layout, in the given order."""
     device_bytes = cluster.device_memory_bytes
     rows = [
         {**figures, "left_bytes": device_bytes - figures["memory_bytes_there"][-1]} for figures in switches

@@ -1,18 +1,18 @@
-"""Predicted seconds of a switch, from what each rank moves in each bucket and what the cluster's links carry.
+"""Predicted seconds of a switch, from the bytes that each rank moves in each bucket and the links of the cluster.
 
 The model, for each bucket in turn:
 
     gather    copies into messages, at memory bandwidth (each byte is read and written)
-    transfer  in each step, links of different classes work at the same time, both directions of a link too; a rank
-              takes max(received, sent) / bandwidth + latency · messages on its busiest class; where the ranks of a node
-              share a link, the node takes the sum of its ranks over the node's bandwidth
-    spread    copies out of messages and inside the rank, at memory bandwidth
+    transfer  in each step, links of different classes, and both directions of a link, work at the same time; a rank
+              takes max(received, sent) / bandwidth + latency · messages on its busiest class; if the ranks of a node
+              share a link, the node takes the sum of its ranks' bytes divided by the node's bandwidth
+    spread    copies out of messages and within the rank, at memory bandwidth
 
 Every part ends when its slowest rank ends; all domains are in the same bucket at the same time. The spread of a bucket
-overlaps with the transfer of the next one where the plan lets both be in flight. It is a prediction from figures of the
-links, not a measurement: kernels, stragglers and other traffic are left out.
+overlaps with the transfer of the next one if the plan allows both in flight. The result is a prediction from the figures
+of the links: kernels, stragglers and other traffic are ignored.
 
-Shapes: those of `reshard.cost`, with R ranks of the distinct domains side by side, and N nodes that host different ranks.
+Shapes: those of `reshard.cost`, with R ranks of all distinct domains, and N nodes that host different ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hybridengine.topology.links import NodeMap
 
 
 def joined(domains: Sequence[Traffic]) -> Traffic:
-    """Return the traffic of several domains, which are in the same bucket at the same time."""
+    """Return the joint traffic of several domains, which are in the same bucket at the same time."""
     num_buckets = max(len(domain.overlaps_K) for domain in domains)
 
     def padded(values: np.ndarray, filler: int = 0) -> np.ndarray:
@@ -44,10 +44,10 @@ def joined(domains: Sequence[Traffic]) -> Traffic:
 
 
 def hosted_ranks(domains: Sequence[Groups], nodes: NodeMap) -> np.ndarray:
-    """Return how often each node hosts each rank of the distinct domains, without nodes that host the same (`hosts_RN`).
+    """Return how often each node hosts each rank of the distinct domains (`hosts_RN`), with equal nodes merged.
 
     Args:
-        domains: for each distinct domain, the ranks of all domains that repeat it.
+        domains: ranks of all equivalent domains, for each distinct domain.
     """
     num_nodes = len(nodes.ranks_per_node)
     hosts_RN = [
@@ -59,7 +59,7 @@ def hosted_ranks(domains: Sequence[Groups], nodes: NodeMap) -> np.ndarray:
 
 
 def predict_seconds(traffic: Traffic, hosts_RN: np.ndarray, cluster: Cluster, element_bytes: int) -> float:
-    """Return the seconds from the first bucket's start to the last one's end, by the model above."""
+    """Return the seconds from the start of the first bucket to the end of the last one."""
     moved_KLDSR = element_bytes * traffic.moved_KLDSR
     transfer_KS = np.zeros_like(moved_KLDSR[:, 0, 0, :, 0], dtype=float)
     for place, link in enumerate(REMOTE):
@@ -76,7 +76,7 @@ def predict_seconds(traffic: Traffic, hosts_RN: np.ndarray, cluster: Cluster, el
 
     gather_K = copy_s(traffic.copied_KPR[:, GATHERED])
     spread_K = copy_s(traffic.copied_KPR[:, SPREAD] + traffic.copied_KPR[:, COPIED])
-    total = pending = 0.0  # the spread of the bucket before is pending
+    total = pending = 0.0  # seconds of the previous bucket's spread
     for gather, transfer, spread, overlaps in zip(
         gather_K, transfer_KS.sum(axis=1).tolist(), spread_K, traffic.overlaps_K, strict=True
     ):
@@ -86,7 +86,7 @@ def predict_seconds(traffic: Traffic, hosts_RN: np.ndarray, cluster: Cluster, el
 
 
 def line_rate_seconds(traffic: Traffic, hosts_RN: np.ndarray, cluster: Cluster, element_bytes: int) -> float:
-    """Return the seconds that the busiest link takes for its bytes; no order of buckets is faster."""
+    """Return the seconds of the busiest link for its bytes, a lower bound for any order of buckets."""
     seconds = [0.0]
     for link, moved_DR in zip(REMOTE, element_bytes * traffic.moved_KLDSR.sum(axis=(0, 3)), strict=True):
         if moved_DR.any():
@@ -96,7 +96,7 @@ def line_rate_seconds(traffic: Traffic, hosts_RN: np.ndarray, cluster: Cluster, 
 
 
 def _slowest(bytes_R: np.ndarray, messages_R: np.ndarray, hosts_RN: np.ndarray, link: Link) -> np.ndarray:
-    """Return the seconds of the slowest rank or node over one class of links; ranks are the last axis."""
+    """Return the seconds of the slowest rank or node on one class of links; the last axis is ranks."""
     seconds = (bytes_R / link.bytes_per_s + link.latency_s * messages_R).max(axis=-1)
     if link.node_bytes_per_s is not None:
         seconds = np.maximum(seconds, (bytes_R @ hosts_RN).max(axis=-1) / link.node_bytes_per_s)

@@ -1,4 +1,4 @@
-"""The methods that are compared, each as a fair engineer would write it."""
+"""Compared methods, each implemented as efficiently as its design allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""model-parallel and full: gather whole shards among a group in buckets, and cut this rank's destination out of each."""
+"""model-parallel and full: gather whole shards bucket by bucket, and cut this rank's destination out of each bucket."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from hybridengine.weights.storage import WeightStorage
 
 @dataclass(frozen=True)
 class _Bucket:
-    """One gather, with its views; they stay valid while the buffer's memory comes and goes."""
+    """One gather with its views, which stay valid when the buffer's memory is released and reallocated."""
 
     gathered: Tensor
-    """[ranks of the group, elements of the largest contribution]."""
+    """Gathered rows, [ranks of the group, elements of the largest contribution]."""
     own: Copies = field(default_factory=Copies)
-    """Contribution of this rank."""
+    """Copies of this rank's contribution into the buffer."""
     cuts: Copies = field(default_factory=Copies)
-    """Parts that this rank's engine wants."""
+    """Copies of the parts that this rank's engine needs."""
 
     def view(self, block: RowBlock) -> Tensor:
-        """Return where a block arrives."""
+        """Return the view of the buffer that receives a block."""
         return self.gathered[block.member, block.offset : block.end].view(block.shape)
 
 
 class GatherAll(CopyingMethod):
-    """A gather of shards, bucket by bucket.
+    """Gather of shards, bucket by bucket.
 
-    Every bucket takes the same fraction of every contribution, so that all ranks contribute equally to each. The own
-    contribution is packed where the gather wants it, and everything per tensor is done once. A bucket is cut before the
-    next one is gathered, where the paper gathers all weights, a peak of M: that takes less memory and no more time.
+    Every bucket takes the same fraction of every contribution, so that all ranks contribute equally to each. This rank's
+    contribution is packed in place, and all work per tensor is done once in advance. A bucket is cut before the next one
+    is gathered, which takes less memory and no more time than gathering all weights (a peak of M) as in the paper.
     """
 
     @abstractmethod
@@ -44,7 +44,7 @@ class GatherAll(CopyingMethod):
 
     @abstractmethod
     def part(self, rank: int) -> tuple[int, int]:
-        """Return which part of its shard a rank contributes, and of how many."""
+        """Return the index of the part of its shard that a rank contributes, and the number of parts."""
 
     def make_buffers(self) -> WeightStorage:
         actor = self.actor
@@ -85,10 +85,10 @@ class GatherAll(CopyingMethod):
 
 
 class ModelParallel(GatherAll):
-    """Every rank gets all shards of its replica and keeps the part that vanilla grouping gives it.
+    """Every rank receives all shards of its replica and keeps the part that vanilla grouping assigns to it.
 
-    The training copy stays, because vanilla grouping gives some ranks weights that have nothing in common with those they
-    train.
+    The training copy stays in memory, because vanilla grouping assigns some ranks weights that do not overlap with those
+    that they train.
 
     Source: HybridFlow, arXiv 2409.19256, section 5.4 and table 2 (HybridFlow-V).
     """
@@ -103,8 +103,8 @@ class ModelParallel(GatherAll):
 class Full(GatherAll):
     """Every rank contributes 1/(p·t·d) of the weights to one gather over all ranks, as under ZeRO-3.
 
-    Replicas of a shard contribute a different part of it each. The training copy is Megatron's shard, 1/(p·t) of the
-    weights, not ZeRO's 1/(p·t·d): it stays, and counts as redundant.
+    Each replica of a shard contributes a different part of it. The training copy is Megatron's shard, 1/(p·t) of the
+    weights, not ZeRO's 1/(p·t·d); it stays in memory and counts as redundant.
 
     Source: HybridFlow, arXiv 2409.19256, section 5.4 and table 2 (DS-Chat).
     """

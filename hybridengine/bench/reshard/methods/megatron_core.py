@@ -1,4 +1,4 @@
-"""megatron-core: that library's own `megatron.core.resharding`, called as its users call it."""
+"""megatron-core: `megatron.core.resharding`, through its public interface."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hybridengine.weights.ledger import StorageLedger, SwitchReport
 
 
 class _Counting:
-    """Adds to a copy service that it tells a ledger which bytes it receives and which buffers it holds."""
+    """Mixin for a copy service that reports received bytes and staging buffers to a ledger."""
 
     send_ops: list[Any]
     recv_ops: list[Any]
@@ -36,8 +36,8 @@ class _Counting:
         self._weights = {p.untyped_storage()._cdata for model in models for p in model.parameters()}
 
     def run(self) -> None:
-        """Carry out all submitted messages; every buffer of the call is alive now but those that `run` itself makes."""
-        # The gloo service pairs a message with the tensor that it is copied to afterwards.
+        """Send all submitted messages; at this point all buffers of the call exist except those that `run` creates."""
+        # The gloo service pairs each message with the tensor to which it is copied afterwards.
         received = [
             operation if isinstance(operation, tuple) else (operation,) for operation in self.recv_ops
         ]
@@ -54,10 +54,10 @@ class _Counting:
 
 
 class MegatronCore(Method):
-    """Slices move point to point into a second, complete model of the generation sizes; both stay resident.
+    """Slices move point to point into a second, complete model with the generation sizes; both stay resident.
 
-    The target is a GPTModel of its own, as the library wants it, not vLLM's parameters: nothing is charged for
-    repacking. The library makes its plan in the first call and keeps it. On the way back nothing moves.
+    The target is a separate GPTModel, as the library requires, not vLLM's parameters, so that no repacking is
+    measured. The library makes its plan in the first call and reuses it. On the way back nothing moves.
 
     Source: megatron-core, megatron/core/resharding/refit.py.
     """
@@ -76,7 +76,7 @@ class MegatronCore(Method):
             service = GlooCopyService if is_needed() else NCCLCopyService
             self._service: Any = type("Counting", (_Counting, service), {})(self.ledger, models)
         if is_needed():
-            # It makes a group of its own, which would wait for half an hour.
+            # The service creates its own group, whose default timeout is half an hour.
             group = cast(dist.ProcessGroup, self._service.gloo_pg)
             backend = group._get_backend(torch.device("cpu"))
             backend._set_default_timeout(timedelta(seconds=self.setting.timeout_s))
@@ -94,16 +94,16 @@ class MegatronCore(Method):
 
 @contextlib.contextmanager
 def _cuda_calls() -> Iterator[None]:
-    """On a CPU, answers the few CUDA calls of a switch; on a GPU, nothing.
+    """Patch the few CUDA calls of a switch on a CPU; do nothing on a GPU.
 
-    The device shim would do, but looks at every tensor operation, and the library should not be charged for that.
+    The device shim would also work, but intercepts every tensor operation, which would slow the library down.
     """
     if not is_needed():
         yield
         return
 
     def empty(*sizes: Any, pin_memory: bool = False, **arguments: Any) -> Tensor:
-        return pageable_empty(*sizes, **arguments)  # memory is pinned for a GPU's copies
+        return pageable_empty(*sizes, **arguments)  # only a GPU's copies need pinned memory
 
     pageable_empty = torch.empty
     with contextlib.ExitStack() as stack:
@@ -123,10 +123,10 @@ _ANSWERS: dict[str, Any] = {
 
 
 def _mark(model: Actor) -> None:
-    """Give a model the marks that the library reads and that Megatron's own construction would have given it.
+    """Set attributes of a model that the library reads and that Megatron's own construction would have set.
 
-    Gate and up rows alternate rank by rank, which its initialisation of weights (left out here) says; and layers are
-    numbered over all stages, which it does for even stages only.
+    They are the alternation of gate and up rows by rank, set by Megatron's weight initialisation (skipped here), and the
+    layer numbers over all stages, which Megatron sets for even stages only.
     """
     place = model.grid.coordinate(model.rank)
     layers = model.shape.split_layers(model.grid.sizes.pp_size)[place.pp_rank]

@@ -1,4 +1,4 @@
-"""Base of every method: it brings the actor's weights into a destination layout and back, and counts what that takes."""
+"""Base classes of the methods, which move the actor's weights into a destination layout and back, and count the cost."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ TRAINING, GENERATING = "training", "generating"
 
 @dataclass(frozen=True)
 class Setting:
-    """Work of a method on one rank."""
+    """Settings of a method on one rank."""
 
     actor: Actor
     gen: GenSizes
     bucket_bytes: int
     verify: str
     timeout_s: float
-    """Longest that any wait may take."""
+    """Time limit of any wait."""
     nodes: NodeMap
 
     @property
@@ -40,10 +40,10 @@ class Setting:
 
 
 class Method(ABC):
-    """One way to get weights from training to generation and back, on one rank. Every call is collective.
+    """Method of moving weights from training to generation and back, on one rank. Calls are collective.
 
-    Bytes, peaks and redundancy come from a `StorageLedger` over the actor's weights, the destination's and the method's
-    own buffers.
+    Bytes, peaks and redundancy come from a `StorageLedger` over the weights of the actor and the destination, and the
+    method's own buffers.
     """
 
     layout: Layout
@@ -55,18 +55,18 @@ class Method(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make everything that a run would make once: groups, plans, the destination."""
+        """Create everything that a run would create once: groups, plans, the destination."""
 
     @abstractmethod
     def there(self) -> SwitchReport:
-        """Bring the actor's weights to the destination."""
+        """Move the actor's weights to the destination."""
 
     @abstractmethod
     def back(self) -> SwitchReport:
         """Make the actor ready to train again."""
 
     def check(self, name: str) -> None:
-        """Check what `there` has delivered, bit for bit.
+        """Check the weights delivered by `there`, bit for bit.
 
         Raises:
             TransferError: a parameter differs.
@@ -75,28 +75,28 @@ class Method(ABC):
 
 
 class Copies:
-    """Copies between views, which stay valid while the memory beneath them comes and goes; all are made at once."""
+    """Batch of copies between views, which stay valid when their memory is released and reallocated."""
 
     def __init__(self) -> None:
         self._sources: list[Tensor] = []
         self._targets: list[Tensor] = []
 
     def add(self, source: Tensor, target: Tensor) -> None:
-        """Add the copy of a view into another."""
+        """Add a copy from one view to another."""
         self._sources.append(source)
         self._targets.append(target)
 
     def run(self) -> None:
-        """Make the copies."""
+        """Execute all copies."""
         if self._sources:
             torch._foreach_copy_(self._targets, self._sources)
 
 
 class CopyingMethod(Method):
-    """A method that leaves the training copy where it is and fills the engine's parameters beside it.
+    """Method that keeps the training copy in memory and fills separate engine parameters.
 
-    The engine's parameters take memory before the weights come and give it up on the way back, as vLLM's do between
-    `wake_up(tags=["weights"])` and `sleep`. Nothing else happens on the way back: the training copy has stayed.
+    The engine's parameters are allocated before the weights arrive and released on the way back, as vLLM's are between
+    `wake_up(tags=["weights"])` and `sleep`. Nothing else happens on the way back.
     """
 
     def prepare(self) -> None:
@@ -116,13 +116,13 @@ class CopyingMethod(Method):
     def make_buffers(self) -> WeightStorage:
         """Return the method's own buffers.
 
-        They and the destination have memory now, for views to be made; afterwards only during `there`, and the
-        destination until `back`.
+        They and the destination have memory during this call, so that views can be made; afterwards the buffers have it
+        only during `there`, and the destination until `back`.
         """
 
     @abstractmethod
     def move(self) -> int:
-        """Fill the destination; returns the bytes that came from other ranks."""
+        """Fill the destination and return the bytes received from other ranks."""
 
     def there(self) -> SwitchReport:
         self.ledger.begin()
@@ -140,7 +140,7 @@ class CopyingMethod(Method):
 
 
 def empty_weights(actor: Actor, shapes: Mapping[str, tuple[int, ...]]) -> WeightStorage:
-    """Return plain tensors of the actor's type and device, with undefined contents."""
+    """Return uninitialised tensors of the actor's type on its device."""
     return WeightStorage(
         {name: torch.empty(shape, dtype=actor.dtype, device=actor.device) for name, shape in shapes.items()}
     )
@@ -152,5 +152,5 @@ def engine_weights(actor: Actor, layout: Layout) -> WeightStorage:
 
 
 def box_view(tensor: Tensor, box: Box) -> Tensor:
-    """Return the elements of a box of a tensor."""
+    """Return the view of a box of a tensor."""
     return tensor[tuple(slice(start, stop) for start, stop in box)]

@@ -1,4 +1,4 @@
-"""micro-dp: this project's HybridEngine. Ranks of a micro-DP group gather shards in place, under interval grouping."""
+"""micro-dp: this project's HybridEngine. Ranks of a micro-DP group gather shards in place, with interval grouping."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class _PlainEngine:
         self.weights = weights
 
     def leave_generation(self) -> None:
-        """There is no KV cache."""
+        """Do nothing: there is no KV cache."""
 
     def enter_generation(self, version: int) -> None:
-        """There is no KV cache."""
+        """Do nothing: there is no KV cache."""
 
 
 class MicroDp(Method):
-    """One copy of the weights; its storage changes owner bucket by bucket. The way back is local."""
+    """One copy of the weights, whose storage changes owner bucket by bucket. The way back is local."""
 
     def prepare(self) -> None:
         actor = self.actor

@@ -1,4 +1,4 @@
-"""per-tensor: stream every full Hugging Face tensor to all ranks, each of which copies its slice (verl and others)."""
+"""per-tensor: stream full Hugging Face tensors to all ranks, each of which copies its slice (verl and others)."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from hybridengine.weights.storage import WeightStorage
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Some parameters of one pipeline stage, with its views; they stay valid while the buffers come and go."""
+    """Parameters of one pipeline stage, with views that stay valid when buffers are released and reallocated."""
 
     root: int
     """Global rank that broadcasts this tensor-parallel rank's part over the stages."""
     gathered: Tensor
-    """[tensor-parallel ranks, elements of a part]."""
+    """Gathered parts, [tensor-parallel ranks, elements of a part]."""
     own: Copies = field(default_factory=Copies)
-    """Contribution of this rank; empty on ranks of other stages."""
+    """Copies of this rank's contribution; empty on ranks of other stages."""
     assembled: Copies = field(default_factory=Copies)
-    """Parts of `gathered` that make up full tensors."""
+    """Copies from `gathered` into full tensors."""
     loaded: Copies = field(default_factory=Copies)
-    """Slices of full tensors that this rank's engine wants."""
+    """Copies of the slices that this rank's engine needs."""
 
 
 class PerTensor(CopyingMethod):
-    """Stage by stage: broadcast the shards over the pipeline group, all-gather them over the tensor-parallel group, put
-    full Hugging Face tensors together, and let every rank copy its slice into the engine's parameters.
+    """Stream of full tensors, stage by stage.
 
-    This is how verl feeds vLLM (`per_tensor_generator`, then the engine's `load_weights`), in its order. Its bucketed
-    transfers are granted to every collective here: tensors are sent in buckets, buffers are made once, and names,
-    owners and views are known beforehand, where verl asks for them with each tensor. As with verl's defaults, the
-    training copy stays and the engine drops its weights on the way back.
+    Shards are broadcast over the pipeline group and all-gathered over the tensor-parallel group; full Hugging Face
+    tensors are assembled, and every rank copies its slice into the engine's parameters. This is how verl loads vLLM
+    (`per_tensor_generator`, then the engine's `load_weights`), in the same order. Unlike in verl, every collective is
+    bucketed, buffers are made once, and names, owners and views are known in advance. As with verl's defaults, the
+    training copy stays in memory and the engine drops its weights on the way back.
 
     Source: verl, verl/utils/megatron_utils.py (`per_tensor_generator`, `broadcast_from_megatron_pp`).
     """
@@ -68,9 +68,9 @@ class PerTensor(CopyingMethod):
         return self._tensor.received_bytes + self._pipeline.received_bytes - before
 
     def _batches(self) -> list[tuple[int, list[LocalParameter]]]:
-        """Return (stage, parameters that travel together) in model order; a tensor that two stages hold travels once.
+        """Return (stage, parameters sent together) in model order; a tensor that two stages hold is sent once.
 
-        As the first tensor-parallel rank has them; the others' are equally large and hold parts of the same tensors.
+        The parameters are those of the first tensor-parallel rank; those of the others have the same sizes and tensors.
         """
         seen: set[str] = set()
         batches: list[tuple[int, list[LocalParameter]]] = []
@@ -90,7 +90,7 @@ class PerTensor(CopyingMethod):
         return batches
 
     def _full_boxes(self, batch: list[LocalParameter]) -> dict[str, Box]:
-        """Return the full tensors that a batch makes up: name -> box."""
+        """Return the full box of each tensor of which a batch has parts."""
         tensors = self.actor.shape.tensors
         return {
             piece.tensor: full_box(tensors[piece.tensor]) for parameter in batch for piece in parameter.pieces
