@@ -1,1 +1,1 @@
-"""The roles of an RL dataflow as plain worker classes: one role each, no Ray inside."""
+"""The roles of an RL dataflow as plain worker classes, without Ray."""

@@ -46,7 +46,7 @@ class ActorWorker(TrainedWorker):
     """One rank of the actor.
 
     Args:
-        folder: checkpoint to start from.
+        folder: initial checkpoint.
         stop_token_ids: tokens that end a response.
     """
 
@@ -70,7 +70,7 @@ class ActorWorker(TrainedWorker):
                 seed=run.run.seed,
                 cuda_graphs=run.rollout.cuda_graphs,
             ),
-            # Ranks on several nodes must not share it: vLLM then talks through torch.distributed on a CPU as well.
+            # Ranks on different nodes need different names: between them, vLLM on a CPU uses torch.distributed as well.
             identity=f"hybridengine-{os.environ['MASTER_PORT']}-{context.node}",
         )
         groups = domains(self.trainer.layout, self._engine.layout)
@@ -92,7 +92,7 @@ class ActorWorker(TrainedWorker):
 
     @register(ONE_TO_ALL)
     def start_training(self) -> None:
-        """Start RL's optimizer on the present weights."""
+        """Start the RL optimizer on the current weights."""
         self.start_optimizer()
 
     @register(ONE_TO_ALL)
@@ -105,7 +105,7 @@ class ActorWorker(TrainedWorker):
 
     @register(PROTO_3D, SEQUENCE_COLUMNS)
     def update_supervised(self, batch: TensorDictBase) -> dict[str, float]:
-        """One optimizer step on demonstrations: the mean negative log-probability of their response tokens."""
+        """Take one optimizer step on demonstrations; the loss is the mean negative log-probability of response tokens."""
 
         def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
             log_probs, _ = self.log_probs_of(logits, columns, temperature=1.0)
@@ -121,21 +121,21 @@ class ActorWorker(TrainedWorker):
 
     @register(ONE_TO_ALL)
     def switch_to_generate(self) -> dict[str, str | int | float]:
-        """Give the weights to the engine; the report of this rank's switch."""
+        """Move the weights to the engine; return the report of this rank's switch."""
         return self.hybrid.to_generate().as_dict()
 
     @register(ONE_TO_ALL)
     def switch_to_train(self) -> dict[str, str | int | float]:
-        """Take the weights back; the report of this rank's switch."""
+        """Move the weights back; return the report of this rank's switch."""
         return self.hybrid.to_train().as_dict()
 
     @register(PROTO_3D_ALL_MICRO_DP, ["prompt_tokens", "prompt_lengths", ROW_NUMBERS], returns_rows=True)
     def generate_sequences(
         self, prompts: TensorDictBase, first_seed: int = 0, greedy: bool = False
     ) -> TensorDict:
-        """A response to each prompt: `tokens` [B, P + R], `response_lengths` [B], `rollout_log_probs` [B, R].
+        """Return a response to each prompt: `tokens` [B, P + R], `response_lengths` [B], `rollout_log_probs` [B, R].
 
-        Takes `prompt_tokens` [B, P] and `prompt_lengths` [B]. Every row is sampled with a seed of its own, counted from
+        Reads `prompt_tokens` [B, P] and `prompt_lengths` [B]. Every row is sampled with its own seed, counted from
         `first_seed`.
         """
         lengths = prompts["prompt_lengths"].tolist()
@@ -169,12 +169,12 @@ class ActorWorker(TrainedWorker):
 
     @register(PROTO_3D, SEQUENCE_COLUMNS, optional=["rollout_log_probs"], returns_rows=True)
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
-        """`log_probs` and `entropies` [B, R] of the response tokens under the training model.
+        """Return `log_probs` and `entropies` [B, R] of the response tokens under the training model.
 
-        Where the engine's are there, `rollout_log_probs` [B, R], they are compared.
+        The engine's `rollout_log_probs` [B, R], if present, are compared with them.
 
         Raises:
-            DriftError: they are further apart than `guards.log_prob_drift`; the rows are kept in the run's folder.
+            DriftError: their distance exceeds `guards.log_prob_drift`; the rows are saved in the run's folder.
         """
         names = ("log_probs", "entropies")
         result = self.forward_rows(
@@ -187,7 +187,7 @@ class ActorWorker(TrainedWorker):
         return result
 
     def _save_reproduction(self, rows: dict[str, Tensor], drift: float) -> Path:
-        """Tokens and both log-probs, and beside them what says which weights and which layouts they are of."""
+        """Save tokens and both log-probs with the version and layouts of the weights; return the path."""
         told = {
             "drift": drift,
             "rank": self.context.rank,
@@ -208,10 +208,10 @@ class ActorWorker(TrainedWorker):
         optional=["keep", "weights", "ref_log_probs", ROW_NUMBERS],
     )
     def update(self, batch: TensorDictBase, algorithm: Algorithm | None = None) -> dict[str, float]:
-        """The policy's update: the algorithm's loss, entropy bonus and KL loss, as the actor's section says.
+        """Update the policy with the algorithm's loss, entropy bonus and KL loss; return metrics on the last stage.
 
-        Takes a rollout with `log_probs` and `advantages` [B, R], and where they are there: rows to `keep` [B], `weights`
-        [B, R] of the rollout correction, `ref_log_probs` [B, R]. Metrics on the last stage.
+        Reads a rollout with `log_probs` and `advantages` [B, R], and optionally rows to `keep` [B], `weights` [B, R] of
+        the rollout correction, and `ref_log_probs` [B, R].
 
         Raises:
             ProtocolError: a KL loss without `ref_log_probs`, or fewer rows than mini-batches.
@@ -250,12 +250,12 @@ class ActorWorker(TrainedWorker):
     def update_preferences(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None
     ) -> dict[str, float]:
-        """The policy's update by the algorithm's loss of preferences.
+        """Update the policy with the algorithm's preference loss.
 
-        Takes rows in pairs, the better response before the worse one; equal ones say nothing.
+        Reads rows in pairs, the better response before the worse one; pairs with equal scores are ignored.
 
         Raises:
-            ProtocolError: a pair is cut across replicas, or there are fewer pairs than mini-batches.
+            ProtocolError: a pair is split across replicas, or there are fewer pairs than mini-batches.
         """
         self.check_units(len(batch), unit=2)
         algorithm = algorithm or self.run.algorithm
@@ -281,10 +281,10 @@ class ActorWorker(TrainedWorker):
 
 
 def _checked(loss: Any, path: str) -> SummedLoss:
-    """Return what a loss function of somebody's own has returned.
+    """Return the validated result of a custom loss function.
 
     Raises:
-        ConfigError: it is no `SummedLoss`, or has no gradient.
+        ConfigError: it is not a `SummedLoss`, or has no gradient.
     """
     if not isinstance(loss, SummedLoss):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Plain functions over rows where the rows are: advantages, statistics, whatever a dataflow needs between its models."""
+"""Plain functions over rows on the ranks that hold them, such as advantages and statistics between model calls."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hybridengine.weights.process_groups import process_groups
 class ComputeWorker:
     """One rank's share of the rows.
 
-    Functions are given by import path, "package.module.name". They get this rank's rows, with their numbers among all
-    rows as a column (`ROW_NUMBERS`), and an `Across`, which puts together what all ranks have. The rows are a copy: they
-    may be written to.
+    Functions are given by import path, "package.module.name". They receive this rank's rows, with the number of each
+    among all rows as a column (`ROW_NUMBERS`), and an `Across` for sums and maxima over all ranks. The rows are a copy
+    that may be modified.
     """
 
     def __init__(self, context: RankContext, run: RunConfig) -> None:
@@ -27,10 +27,10 @@ class ComputeWorker:
 
     @register(DP_PROTO, optional=[ROW_NUMBERS], returns_rows=True)
     def map(self, rows: TensorDictBase, function: str, *arguments: Any) -> TensorDict:
-        """Columns that `function(rows, across, *arguments)` makes of these rows."""
+        """Return the columns that `function(rows, across, *arguments)` computes from these rows."""
         return import_object(function)(rows.clone(), self._across, *arguments)
 
     @register(DP_PROTO, optional=[ROW_NUMBERS])
     def measure(self, rows: TensorDictBase, function: str, *arguments: Any) -> dict[str, float]:
-        """Metrics that `function(rows, across, *arguments)` makes of all rows; the same on every rank."""
+        """Return the metrics that `function(rows, across, *arguments)` computes from all rows; the same on every rank."""
         return import_object(function)(rows.clone(), self._across, *arguments)

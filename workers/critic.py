@@ -1,4 +1,4 @@
-"""The critic: estimates the value of every state of a response."""
+"""The critic, which estimates the value of every state of a response."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.model_worker import TrainedWorker
 
 
 class CriticWorker(TrainedWorker):
-    """One rank of the critic: a language model whose head is one value per token, zero at first."""
+    """One rank of the critic: a language model whose head returns one value per token, initially zero."""
 
     def __init__(self, context: RankContext, run: RunConfig, folder: str | Path) -> None:
         super().__init__(context, run, folder, score_head=True)
@@ -26,15 +26,17 @@ class CriticWorker(TrainedWorker):
 
     @register(PROTO_3D, SEQUENCE_COLUMNS, returns_rows=True)
     def compute_values(self, rollout: TensorDictBase) -> TensorDict | None:
-        """`values` [B, R]: the value of the state before each response token."""
+        """Return `values` [B, R]: the value of the state before each response token."""
         return self.forward_rows(
             rollout, lambda scores, columns: {"values": response_values(scores, columns)}
         )
 
     @register(PROTO_3D, [*SEQUENCE_COLUMNS, "values", "returns"], optional=["keep", ROW_NUMBERS])
     def update(self, batch: TensorDictBase) -> dict[str, float]:
-        """Update towards `returns`. Takes a rollout with `values` and `returns` [B, R], and rows to `keep` [B] where that
-        is there; metrics on the last stage."""
+        """Update towards `returns`; return metrics on the last stage.
+
+        Reads a rollout with `values` and `returns` [B, R], and optionally rows to `keep` [B].
+        """
         section = getattr(self.run, self.context.role)
 
         def loss(scores: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
@@ -49,7 +51,7 @@ class CriticWorker(TrainedWorker):
             count = mask.sum()
             return total.loss_sum, count.int(), (total.stats, int(count))
 
-        # Between updates, gradients and (where the configuration says so) optimizer state give their memory to others.
+        # Between updates, gradients and (if configured) optimizer state release their memory.
         self.trainer.enter_training()
         try:
             metrics = self.update_rows(batch, ["values", "returns"], loss)

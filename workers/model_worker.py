@@ -1,4 +1,4 @@
-"""Base of every worker with a Megatron model: its place, its model, and running rows through it."""
+"""Base of every worker with a Megatron model: its construction, and running rows through it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelWorker:
 
     Args:
         score_head: give the model one score per token instead of a vocabulary (a critic).
-        trains: build a trainer; otherwise the model only runs forward.
+        trains: build a trainer; otherwise the model only supports forward passes.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ModelWorker:
         self.max_tokens: int = section.micro_batch_tokens
 
     def forward_rows(self, batch: TensorDictBase, output: OutputFunction) -> TensorDict | None:
-        """Response-aligned results of `output` for all rows, [B, R] each; None on all stages but the last."""
+        """Return the response-aligned results of `output` for all rows, [B, R] each; None on all stages but the last."""
         micro = cut_rows(batch, self.max_tokens)
         results = self.model.forward([part.columns for part in micro], output)
         if not self.model.is_last_stage:
@@ -80,7 +80,7 @@ class ModelWorker:
     def log_probs_of(
         self, logits: Tensor, columns: MicroBatch, temperature: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of response tokens, [b, r] each; by default at the rollout's temperature."""
+        """Return log-probs and entropies of response tokens, [b, r] each, by default at the rollout's temperature."""
         temperature = self.run.rollout.temperature if temperature is None else temperature
         return response_log_probs(logits, columns, self.shape.vocab_size, self.model.groups.tp, temperature)
 
@@ -100,19 +100,19 @@ class TrainedWorker(ModelWorker):
         self._save: BackgroundSave | None = None
 
     def start_optimizer(self) -> None:
-        """Start RL's optimizer, with fresh state."""
+        """Start the RL optimizer with fresh state."""
         section = self.section
         steps = self.run.run.steps * section.ppo_epochs * section.mini_batches
         self.trainer.start_optimizer(section.optimizer, steps, section.offload)
 
     @register(ONE_TO_ALL)
     def begin_save(self, folder: str) -> CheckpointError | None:
-        """Copy weights, optimizer and counters to host memory, and begin to write them into an empty folder.
+        """Copy weights, optimizer and counters to host memory, and start writing them into an empty folder.
 
         Returns:
-            Why that cannot be, on all ranks: one of them cannot write there, or is still at an earlier save.
+            None, or on all ranks the error of a rank that cannot write to the folder or is still writing an earlier save.
         """
-        if self._save is not None and self._save.some_rank_writes():  # another copy would take memory as well
+        if self._save is not None and self._save.some_rank_writes():  # a second copy needs more memory
             return CheckpointError(
                 f"an earlier save of {self.context.role} is still being written; see whether the disk hangs"
             )
@@ -125,20 +125,20 @@ class TrainedWorker(ModelWorker):
 
     @register(ONE_TO_ALL)
     def end_save(self, last: bool) -> bool | CheckpointError:
-        """Return whether the folder of the save is whole, or why it will not be, as far as this rank knows.
+        """Return True if the save's folder is complete, False if not yet, or the reason why it will not be.
 
         Args:
-            last: whoever has not written by now has given up.
+            last: treat ranks that have not finished writing as failed.
         """
         assert self._save is not None, "begin_save comes first"
         return self._save.end(last)
 
     @register(ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> bool:
-        """Go on from a checkpoint; whether it has the states of this rank's random number generators.
+        """Restore a checkpoint; return True if it contains this rank's random number generator states.
 
         Raises:
-            CheckpointError: it is another model's, or damaged.
+            CheckpointError: it describes another model, or is damaged.
         """
         role = load_checkpoint(self.trainer, Path(folder))
         self._updates, self._skipped_in_a_row = (
@@ -149,16 +149,16 @@ class TrainedWorker(ModelWorker):
     def update_rows(
         self, batch: TensorDictBase, columns: list[str], loss: LossFunction, unit: int = 1
     ) -> dict[str, float]:
-        """Epochs of mini-batches over this replica's rows; metrics over all replicas, equal on the last stage.
+        """Train for several epochs over this replica's rows; return metrics over all replicas, equal on the last stage.
 
-        `loss` collects a `LossStats` and the number of tokens of each micro-batch. Rows that are not to `keep` have an
-        empty mask.
+        `loss` collects a `LossStats` and the number of tokens of each micro-batch. Rows that are not kept have an empty
+        mask.
 
         Args:
-            unit: so many rows, one behind the other, stay together.
+            unit: number of consecutive rows that stay together.
 
         Raises:
-            ProtocolError: this replica has too few rows for its mini-batches, or part of a unit.
+            ProtocolError: this replica has too few rows for its mini-batches, or an incomplete unit.
         """
         self.check_units(len(batch), unit)
         self._updates += 1
@@ -168,7 +168,7 @@ class TrainedWorker(ModelWorker):
         numbers = batch[ROW_NUMBERS] if ROW_NUMBERS in batch.keys() else torch.arange(len(batch))  # noqa: SIM118
         for epoch in range(self.section.ppo_epochs):
             seed = (self.run.run.seed * 1_000_003 + self._updates) * 1_009 + epoch
-            # As many mini-batches on every replica, though one may have a row more than another: each is a collective.
+            # Each mini-batch is a collective: all replicas have the same number, even if their numbers of rows differ.
             for rows in draw_mini_batches(numbers, self.section.mini_batches, unit, seed):
                 micro = cut_rows(batch[rows], self.max_tokens, columns, unit)
                 result = self.train_step([part.columns for part in micro], loss)
@@ -188,10 +188,10 @@ class TrainedWorker(ModelWorker):
         }
 
     def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
-        """One optimizer step, or none where the gradient is not finite.
+        """Take one optimizer step, or none if the gradient is not finite.
 
         Raises:
-            DataError: it has not been finite for too many steps on end.
+            DataError: too many consecutive gradients were not finite.
         """
         result = self.trainer.train_step(batches, loss)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
@@ -205,7 +205,7 @@ class TrainedWorker(ModelWorker):
         return result
 
     def check_units(self, num_rows: int, unit: int) -> None:
-        """Check that a replica's rows are whole units, and enough of them for its mini-batches.
+        """Check that a replica's rows are complete units, and enough of them for its mini-batches.
 
         Raises:
             ProtocolError: they are not.
@@ -223,7 +223,7 @@ class TrainedWorker(ModelWorker):
             )
 
     def reduce_stats(self, collected: list[tuple[LossStats, int]]) -> dict[str, float]:
-        """Statistics of all micro-batches of all data-parallel replicas."""
+        """Return the statistics of all micro-batches of all data-parallel replicas."""
         across = Across(self.model.groups.dp)
         stats = merge_stats([part for part, _ in collected]).over_ranks(across)
         tokens = torch.tensor(sum(count for _, count in collected), device=device())

@@ -1,4 +1,4 @@
-"""Prompts: ranks read their own rows of the data files, so that none pass through the controller."""
+"""Prompts, read from the data files by each rank, so that none pass through the controller."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class PromptWorker:
 
     @register(ONE_TO_ALL)
     def go_on_after(self, step: int, prompts_drawn: int) -> None:
-        """The next step's prompts are those that come after `prompts_drawn`, whatever size batches had before."""
+        """Start the next step after the first `prompts_drawn` prompts, whatever the batch size was before."""
         self._begin_step, self._begin_drawn = step, prompts_drawn
 
     @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
     def training_prompts(self, rows: TensorDictBase, step: int) -> TensorDict:
-        """Prompts of a step (from 1): `prompt_tokens` [B, P], `prompt_lengths` and `row_ids` [B], `answers`."""
+        """Return the prompts of a step (from 1): `prompt_tokens` [B, P], `prompt_lengths`, `row_ids` [B], `answers`."""
         batch_size = self._run.data.batch_size
         num_drawn = self._begin_drawn + (step - 1 - self._begin_step) * batch_size
         row_ids = rows_after(len(self._training), batch_size, self._run.run.seed, num_drawn)
@@ -34,7 +34,7 @@ class PromptWorker:
 
     @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
     def held_out_prompts(self, rows: TensorDictBase) -> TensorDict:
-        """The held-out prompts, in file order; the first ones again where there are more rows than prompts."""
+        """Return the held-out prompts in file order, repeated from the first if there are more rows than prompts."""
         numbers = rows[ROW_NUMBERS] % len(self._held_out)
         return self._held_out.rows(numbers.tolist())
 

@@ -1,4 +1,4 @@
-"""The reference policy: the frozen model that the KL penalty is measured against."""
+"""The reference policy: the frozen model from which the KL penalty is measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReferenceWorker(ModelWorker):
 
     @register(PROTO_3D, SEQUENCE_COLUMNS, returns_rows=True)
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
-        """`ref_log_probs` [B, R] of the response tokens."""
+        """Return `ref_log_probs` [B, R] of the response tokens."""
         return self.forward_rows(
             rollout, lambda logits, columns: {"ref_log_probs": self.log_probs_of(logits, columns)[0]}
         )

@@ -1,4 +1,4 @@
-"""Rewards and costs: functions of a response's text, in processes of their own, or the score of a model."""
+"""Rewards and costs: functions of a response's text in separate processes, or the score of a model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from workers.model_worker import ModelWorker
 
 
 class RewardFunctionWorker:
-    """Scores responses with Python functions: with the only one of a section, or with all terms that are functions.
+    """Scores responses with Python functions: the only function of a section, or all terms that are functions.
 
     Args:
-        section: of the run's configuration; by default the one that has the role's name.
+        section: section of the run's configuration; by default the role's name.
     """
 
     def __init__(self, context: RankContext, run: RunConfig, section: str | None = None) -> None:
@@ -35,17 +35,17 @@ class RewardFunctionWorker:
 
     @register(DP_PROTO, [*SEQUENCE_COLUMNS, "answers", ROW_NUMBERS], returns_rows=True)
     def compute_scores(self, rollout: TensorDictBase) -> TensorDict:
-        """`scores` [B] float32, `dropped` [B] bool, of several terms also `SECTION/NAME` [B]: `RewardFunctions.score`.
+        """Return `scores` [B] float32, `dropped` [B] bool, for several terms `SECTION/NAME` [B] (`RewardFunctions`).
 
         Raises:
-            DataError: a function failed, and the section does not say to go on without the rows.
+            DataError: a function failed, and the section does not drop rows.
         """
         texts = reward_texts(rollout, self._tokenizer, self._columns)
         return self._functions.score(texts, rollout[ROW_NUMBERS].tolist())
 
     @register(ONE_TO_ALL)
     def take_metrics(self) -> dict[str, float]:
-        """Return counts of this rank's functions since the last time: calls, failures, retries and dropped rows."""
+        """Return this rank's counters since the last call: calls, failures, retries and dropped rows."""
         return self._functions.take_metrics()
 
     def close(self) -> None:
@@ -57,8 +57,8 @@ class RewardModelWorker(ModelWorker):
     """One rank of a model that scores responses: a sequence-classification checkpoint with one label.
 
     Args:
-        section: of the run's configuration; by default the one that has the role's name.
-        term: which of the section's terms the model is; "" where it is the only scorer.
+        section: section of the run's configuration; by default the role's name.
+        term: name of the section's term; "" for the only scorer.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class RewardModelWorker(ModelWorker):
 
     @register(PROTO_3D, [*SEQUENCE_COLUMNS, ROW_NUMBERS], returns_rows=True)
     def compute_scores(self, rollout: TensorDictBase) -> TensorDict | None:
-        """The head's output at each sequence's last token, [B] float32: `SECTION/NAME` of a term; else `scores`, and
-        `dropped` [B] bool, which is false, as with functions.
+        """Return the head's output at each sequence's last token, [B] float32: `SECTION/NAME` for a term; otherwise
+        `scores`, and `dropped` [B] bool, which is always False, as with functions.
 
         Raises:
             DataError: a score is not finite.

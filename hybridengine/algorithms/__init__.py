@@ -1,11 +1,11 @@
-"""The formulas of reinforcement-learning algorithms: pure functions of tensors, one concept per file.
+"""Formulas of reinforcement-learning algorithms: pure functions of tensors, one concept per file.
 
-    masking.py       which entries of a [B, R] tensor count, and means over them
+    masking.py       valid entries of a [B, R] tensor, and means over them
     across.py        sums and maxima over all ranks that share a batch
     kl.py            per-token estimators of the KL divergence
-    correction.py    weights for tokens that another policy than the trained one has sampled
+    correction.py    weights for tokens that were sampled by a policy other than the trained one
     advantages.py    rewards per token, and advantages from them
-    losses/          the losses of actor and critic; aggregation.py says how micro-batches become one gradient
+    losses/          losses of actor and critic; aggregation.py combines micro-batches into one gradient
 
 Shape suffixes: B sequences, R response tokens (the fixed width `max_response_tokens` of a run), P groups (prompts),
 N pairs. [B, R] tensors are response-aligned: entry j belongs to response token j, so it comes from the model's output

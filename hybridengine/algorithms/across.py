@@ -1,4 +1,4 @@
-"""Statistics over all rows of a batch whose rows are shared out among ranks."""
+"""Statistics over all rows of a batch that is distributed over ranks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class Across:
-    """Sums and maxima over the ranks of a group, element by element and the same on all of them; collective.
+    """Element-wise sums and maxima over the ranks of a group; collective, with the same result on every rank.
 
-    Without a group, all rows are in this process.
+    Without a group, this process holds all rows.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

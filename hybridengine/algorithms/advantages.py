@@ -1,4 +1,4 @@
-"""Rewards per token, and advantages from them.
+"""Per-token rewards, and advantages computed from them.
 
     token_rewards                              a sequence's score at its last token, less the KL penalty
     gae                                        with a critic
@@ -7,11 +7,11 @@
     grpo, rloo                                 a response against the other responses to the same prompt
     safe_advantages                            rewards and costs together
 
-Rows of one prompt may be anywhere: on several ranks, in any order. So the estimators over groups take the number of each
-row's group (with G samples per prompt: row number // G), and all ranks take part in every call, those without rows too.
-A group of one has nothing to compare with and gives 0; a group without variance gives exactly 0, not a rounding error
-divided by epsilon. Rows whose `keep_B` is False count in no mean and give 0; their scores may be NaN. Elsewhere, a
-dropped row is a row without a valid token: `mask & keep[:, None]`.
+Rows of one prompt may be anywhere: on several ranks, in any order. The estimators over groups therefore take the number
+of each row's group (with G samples per prompt: row number // G), and all ranks take part in every call, even without
+rows. A group of one has no baseline and gives 0; a group without variance gives exactly 0, not a rounding error divided
+by epsilon. Rows whose `keep_B` is False are excluded from all means and give 0; their scores may be NaN. In functions
+without `keep_B`, a dropped row is a row without a valid token: `mask & keep[:, None]`.
 
 Shape suffixes: B sequences, R response tokens, P groups (prompts) of all ranks.
 """
@@ -25,7 +25,7 @@ from hybridengine.algorithms.across import ONE_PROCESS, Across
 from hybridengine.algorithms.masking import check_rows, check_shapes, over_tokens, whiten, zero_masked
 
 GROUP_EPSILON = 1e-6
-"""Added to a group's standard deviation."""
+"""Constant added to a group's standard deviation."""
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def token_rewards(scores_B: Tensor, kl_BR: Tensor, mask_BR: Tensor, kl_coefficie
     fixed.
 
     Shapes: scores_B [B], kl_BR and mask_BR [B, R] -> [B, R], 0 at masked entries.
-    Guarantees: an empty response has no token that could carry its score, so its row is all zeros.
+    Guarantees: an empty response has no token to carry its score, so its row is all zeros.
     Source: InstructGPT, arXiv 2203.02155, equation 2; per token as in arXiv 1909.08593, section 2.
     """
     check_shapes(kl_BR=kl_BR, mask_BR=mask_BR)
@@ -59,8 +59,8 @@ def gae(
         delta_j = r_j + gamma·V_{j+1} - V_j
         A_j     = delta_j + gamma·lam·A_{j+1}
 
-    j + 1 is the next valid token. After the last one the episode is over: V = A = 0, also where the response
-    was cut off by `max_response_tokens` before its EOS. The advantages are not whitened: see masking.whiten.
+    j + 1 is the next valid token. After the last one the episode has ended: V = A = 0, also where the response was
+    truncated by `max_response_tokens` before its EOS. The advantages are not whitened: see masking.whiten.
 
     Shapes: all [B, R], response-aligned (values_BR[:, j] is the value of the state before token j)
         -> two of [B, R], 0 at masked entries, without gradient.
@@ -99,7 +99,7 @@ def reinforce_plus_plus(
     """Return discounted returns, scaled to mean 0 and variance 1 over the valid tokens of the whole batch.
 
     The rewards carry the KL penalty (`token_rewards`). Shapes: both [B, R] -> [B, R], 0 at masked entries.
-    Guarantees: returns that are all equal (one valid token, say) give 0.
+    Guarantees: returns that are all equal (such as a single valid token) give 0.
     Source: arXiv 2501.03262, global advantage normalisation with one response per prompt.
     """
     return whiten(discounted_returns(rewards_BR, mask_BR, gamma), mask_BR, across=across)
@@ -107,10 +107,10 @@ def reinforce_plus_plus(
 
 @torch.no_grad()
 def remax(rewards_BR: Tensor, mask_BR: Tensor, baseline_scores_B: Tensor) -> Tensor:
-    """Return the rewards from each token on, less the reward of the greedy response to the same prompt.
+    """Return the sum of rewards from each token on, minus the reward of the greedy response to the same prompt.
 
     Shapes: rewards_BR and mask_BR [B, R], baseline_scores_B [B] -> [B, R], 0 at masked entries.
-    Guarantees: the baseline of a row without a valid token is not read; drop rows whose baseline has failed.
+    Guarantees: the baseline of a row without a valid token is not read; drop rows whose baseline failed.
     Source: arXiv 2310.10505, algorithm 1.
     """
     baseline_BR = over_tokens(baseline_scores_B.to(rewards_BR.dtype), mask_BR)
@@ -125,13 +125,13 @@ def grpo(
     across: Across = ONE_PROCESS,
     normalize_std: bool = True,
 ) -> Tensor:
-    """Return (r - mean)/(std + 1e-6) over the rows of each group, std with n - 1 in its divisor.
+    """Return (r - mean)/(std + 1e-6) over the rows of each group, where std divides by n - 1.
 
-    Dr.GRPO is `normalize_std=False`, r - mean: the division favours easy and hard prompts. Its loss is no mean per
-    sequence either: see `Aggregation("sequence_sum")`.
+    Dr.GRPO is `normalize_std=False`, r - mean: the division favours easy and hard prompts. Its loss does not divide by
+    the length of a sequence either: see `Aggregation("sequence_sum")`.
 
     Shapes: scores_B [B], groups_B [B] integers from 0 (numbers without rows cost a few bytes each), keep_B bool [B]
-        -> [B]. masking.over_tokens gives it to every token.
+        -> [B]. masking.over_tokens expands it to every token.
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; without the division: arXiv 2503.20783, section 3.
     """
     groups = _Groups(groups_B, keep_B, across)
@@ -146,7 +146,7 @@ def grpo(
 def rloo(
     scores_B: Tensor, groups_B: Tensor, keep_B: Tensor | None = None, across: Across = ONE_PROCESS
 ) -> Tensor:
-    """Return r less the mean of the group's other rows, which is n/(n - 1)·(r - mean). Shapes: as `grpo`.
+    """Return r minus the mean of the group's other rows, which is n/(n - 1)·(r - mean). Shapes: as `grpo`.
 
     RLOO's reward includes the KL penalty: the sum over tokens of `token_rewards`.
     Source: arXiv 2402.14740, the RLOO estimator.
@@ -160,7 +160,7 @@ def rloo(
 def safe_advantages(
     reward_advantages_BR: Tensor, cost_advantages_BR: Tensor, mask_BR: Tensor, multiplier: float
 ) -> Tensor:
-    """Return (A_r - lam·A_c)/(1 + lam): the division keeps the step size while the multiplier lam moves.
+    """Return (A_r - lam·A_c)/(1 + lam): the division keeps the step size stable as the multiplier lam changes.
 
     Shapes: all [B, R] -> [B, R], 0 at masked entries. Each has its own critic and GAE; whiten both or none.
     Source: Safe-RLHF, arXiv 2310.12773, equation 30 (the policy's update divided by 1 + lam).
@@ -172,7 +172,7 @@ def safe_advantages(
 
 
 class _Groups:
-    """Sums over the kept rows of each group on all ranks, in float64; every row gets those of its own group."""
+    """Sums over the kept rows of each group on all ranks, in float64; every row gets the sum of its own group."""
 
     def __init__(self, groups_B: Tensor, keep_B: Tensor | None, across: Across) -> None:
         keep_B = torch.ones_like(groups_B, dtype=torch.bool) if keep_B is None else keep_B
@@ -196,9 +196,9 @@ class _Groups:
         return self._across.max(maxima_P.scatter_reduce(0, self._groups_B, kept_B, "amax"))[self._groups_B]
 
     def centred(self, values_B: Tensor) -> Tensor:
-        """Return the values less the mean of their group; 0 for rows that are not kept."""
+        """Return the values minus the mean of their group; 0 for rows that are not kept."""
         check_rows(len(self._groups_B), values_B=values_B)
-        # Less the largest first: equal values then have a mean of exactly 0, whatever they are.
+        # Subtract the largest first: equal values then have a mean of exactly 0.
         shifted_B = values_B.double() - self.largest(values_B.double())
         mean_B = self.sum(shifted_B) / self.sizes_B.clamp(min=1)
         return torch.where(self._keep_B, shifted_B - mean_B, 0.0)

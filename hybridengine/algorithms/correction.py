@@ -1,21 +1,22 @@
-"""Rollout correction: weights for tokens that were sampled by something other than the policy that is trained.
+"""Rollout correction: weights for tokens that were sampled by a policy other than the trained one.
 
-The engine that generates is not the trainer: other kernels, another precision, in asynchronous runs older weights. With
-rho_t = pi_train_old/pi_rollout of a token (both known, neither has a gradient) there are
+The generation engine differs from the trainer in kernels and precision, and in asynchronous runs in the age of its
+weights. With rho_t = pi_train_old/pi_rollout of a token (both known, neither has a gradient), the methods are:
 
     token_tis           every token weighs min(rho_t, C)
     sequence_tis        every token of a row weighs min(prod rho_t, C)
     sequence_mis        every token of a row weighs prod rho_t; rows where that exceeds C are dropped
     geometric_filter    tokens weigh 1; rows are kept where low <= (prod rho_t)^(1/T) <= high, T their length
 
-Token weights are biased but tame; the product over a row is unbiased, its variance grows with the length; the geometric
-mean does not depend on the length. `weights_BR` goes into `policy_loss`. A dropped row weighs 0; to leave it out of
-the loss's mean too, as sampling that rejects does, take `mask & keep_B[:, None]` as the mask.
+Token weights are biased but have low variance; the product over a row is unbiased, but its variance grows with the
+length; the geometric mean does not depend on the length. `weights_BR` is passed to `policy_loss`. A dropped row has
+weight 0; to exclude it from the loss's mean too, as rejection sampling does, use `mask & keep_B[:, None]` as the mask.
 
-Everything is computed from sums of logarithms, bounded before exp: no product overflows. A row without a valid token
-has a product of 1: it is kept, and no statistic counts it. A NaN at a valid token stays NaN and drops nothing.
+All values are computed from sums of logarithms that are bounded before exp, so no product overflows. A row without a
+valid token has a product of 1: it is kept, and excluded from all statistics. A NaN at a valid token stays NaN and drops
+no row.
 
-Shape suffixes: B sequences, R response tokens, U units of one weight per row: R (tokens) or 1 (sequences).
+Shape suffixes: B sequences, R response tokens, U units with one weight each per row: R (tokens) or 1 (sequences).
 Source: token: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025. Sequence
 and geometric: J. Liu, Y. Li et al., "When speed kills stability: demystifying RL collapse from the training-inference
 mismatch", 2025, https://richardli.xyz/rl-collapse, parts 2 and 3.
@@ -38,7 +39,7 @@ from hybridengine.config.algorithm import CorrectionName
 
 @dataclass(frozen=True)
 class RolloutWeights:
-    """Weights and dropped rows of a correction, without gradient."""
+    """Weights and dropped rows of a correction, without gradients."""
 
     weights_BR: Tensor
     """Factor of each token's policy loss; 0 at masked entries and in dropped rows."""
@@ -49,9 +50,9 @@ class RolloutWeights:
     unit_weights_BU: Tensor
     """Weight of each unit, in float64."""
     units_BU: Tensor
-    """True where there is a unit: a valid token, or a row with one."""
+    """True for units that exist: a valid token, or a row with one."""
     capped_BU: Tensor
-    """True where the cap has lowered the weight."""
+    """True where the weight was capped."""
 
 
 @torch.no_grad()
@@ -63,12 +64,12 @@ def rollout_weights(
     high: float,
     low: float = 0.0,
 ) -> RolloutWeights:
-    """Return the weights by the correction called `name`.
+    """Return the weights computed by the correction `name`.
 
     Shapes: all [B, R].
     Args:
-        high: cap of the weights, above 0; largest mean of geometric_filter.
-        low: smallest mean of geometric_filter, at least 0; the others ignore it.
+        high: cap of the weights, above 0; the largest mean for geometric_filter.
+        low: smallest mean for geometric_filter, at least 0; ignored by the other methods.
     """
     assert name in get_args(CorrectionName), f"no rollout correction is called {name!r}"
     check_shapes(log_probs_BR=log_probs_BR, rollout_log_probs_BR=rollout_log_probs_BR, mask_BR=mask_BR)
@@ -98,11 +99,11 @@ def rollout_weights(
 
 @torch.no_grad()
 def correction_metrics(weights: RolloutWeights, across: Across = ONE_PROCESS) -> dict[str, float]:
-    """Return how far the rollout was from the training policy, over the units (tokens or sequences) of all ranks.
+    """Return metrics of the distance between rollout and training policy, over the units of all ranks.
 
     correction/ratio_mean and ratio_max (rho before the cap, clamped to e^±20), weight_mean, capped_fraction,
-    dropped_fraction, and effective_sample_share = (sum w)^2/(n·sum w^2): 1 where all weights are equal, 1/n where
-    one of n outweighs the others; all are 0 where there is no unit. Collective.
+    dropped_fraction, and effective_sample_share = (sum w)^2/(n·sum w^2): 1 if all weights are equal, 1/n if one of n
+    dominates; all are 0 if there are no units. Units are tokens or sequences. Collective.
     """
     units_BU, weights_BU = weights.units_BU, weights.unit_weights_BU
     ratios_BU = weights.log_ratios_BU.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

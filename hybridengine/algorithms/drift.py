@@ -1,7 +1,7 @@
-"""Distance of the engine's log-probs from the trainer's: the same tokens, the same weights, two layouts.
+"""Distance between the engine's and the trainer's log-probs, for the same tokens and weights in two layouts.
 
-A switch that has gone wrong shows here first, whatever its cause. The rows that show it are kept, so that somebody can
-ask both sides again.
+A faulty weight switch shows here first, whatever its cause. The affected rows are saved, so that both sides can be
+recomputed.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def check_drift(
     bound: float,
     keep: Callable[[dict[str, Tensor], float], Path],
 ) -> None:
-    """Compare the log-probs of one replica's rows.
+    """Check that the log-probs of one replica's rows agree.
 
     Args:
-        rollout: with tokens, lengths and `rollout_log_probs` [B, R].
-        bound: of the mean over response tokens of |difference|.
-        keep: writes rows down where they are beyond it; called with them and the mean.
+        rollout: rows with tokens, lengths and `rollout_log_probs` [B, R].
+        bound: largest mean of |difference| over response tokens.
+        keep: saves the rows if the bound is exceeded; called with the rows and the mean.
 
     Raises:
-        DriftError: the mean is beyond the bound, or no number.
+        DriftError: the mean exceeds the bound or is NaN.
     """
     mask = response_mask(rollout["response_lengths"], log_probs_BR.size(1))
     difference = (log_probs_BR.detach().cpu() - rollout["rollout_log_probs"].cpu()).abs()
@@ -56,7 +56,7 @@ def check_drift(
 
 
 def save_reproduction(run_folder: Path, rank: int, rows: dict[str, Tensor], told: Mapping[str, Any]) -> Path:
-    """Write rows and what belongs to them into RUN/drift; the file of the rows."""
+    """Write rows and their context into RUN/drift; return the path of the rows."""
     folder = run_folder / FOLDER
     folder.mkdir(exist_ok=True)
     file = folder / f"rank-{rank:05d}.safetensors"

@@ -6,10 +6,10 @@ With D = log pi(token) - log pi_ref(token):
     k2 = D^2 / 2             biased, low variance, never negative
     k3 = exp(-D) + D - 1     unbiased, low variance, never negative
 
-That is about their values, e.g. in a reward. As a loss their gradients matter: see losses.policy.kl_loss.
+These properties hold for the values, as in a reward. As a loss, their gradients matter: see losses.policy.kl_loss.
 
 Source: J. Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html.
-Every function is element-wise over tensors of one shape, response-aligned [B, R] where it matters.
+All functions are element-wise over tensors of equal shape, usually response-aligned [B, R].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Ratios of probabilities are followed up to e^20: far outside of any clip range, and squares still fit float32."""
+"""Largest log-ratio, beyond which ratios are clamped: far outside any clip range, with squares that fit float32."""
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Return D^2 / 2: its gradient under samples of pi is that of the true KL."""
+    """Return D^2 / 2, whose gradient under samples of pi is that of the true KL."""
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
@@ -45,4 +45,4 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-"""Estimators by the name that a run configuration gives."""
+"""Name in a run configuration -> estimator."""

@@ -1,6 +1,6 @@
-"""Response masks, and statistics over the valid tokens only.
+"""Response masks, and statistics over valid tokens.
 
-Shape suffixes: B sequences, R response tokens. Values at masked entries never matter, not even NaN.
+Shape suffixes: B sequences, R response tokens. Values at masked entries are ignored, even NaN.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from torch import Tensor
 from hybridengine.algorithms.across import ONE_PROCESS, Across
 
 WHITEN_EPSILON = 1e-8
-"""Added to the variance, so that equal values become 0 and not NaN."""
+"""Constant added to the variance, so that equal values become 0 instead of NaN."""
 
 
 def response_mask(response_lengths_B: Tensor, max_response_tokens: int) -> Tensor:
-    """Return True at the tokens that each response has: entry j of a row is valid where j < its length.
+    """Return a mask that is True at the tokens of each response: entry j of a row is valid if j < its length.
 
-    Shapes: response_lengths_B [B] integers in [0, R], the EOS token counted -> bool [B, R].
+    Shapes: response_lengths_B [B] integers in [0, R], including the EOS token -> bool [B, R].
     """
     if response_lengths_B.numel():
         shortest, longest = (int(bound) for bound in response_lengths_B.aminmax())
@@ -36,18 +36,18 @@ def zero_masked(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
 
 
 def over_tokens(values_B: Tensor, mask_BR: Tensor) -> Tensor:
-    """Return each row's value at all of its valid tokens, 0 at masked entries. Shapes: [B], [B, R] -> [B, R]."""
+    """Return each row's value at all of its valid tokens, and 0 at masked entries. Shapes: [B], [B, R] -> [B, R]."""
     check_rows(mask_BR.size(0), values_B=values_B)
     return zero_masked(values_B[:, None].expand(mask_BR.shape), mask_BR)
 
 
 def masked_sum(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """Return the sum over the valid tokens of the batch; 0 where there is none. Shapes: [B, R] -> []."""
+    """Return the sum over the valid tokens of the batch; 0 if there are none. Shapes: [B, R] -> []."""
     return zero_masked(values_BR, mask_BR).sum()
 
 
 def masked_max(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """Return the largest value at a valid token; 0 where there is none. Shapes: [B, R] -> []."""
+    """Return the largest value at a valid token; 0 if there are none. Shapes: [B, R] -> []."""
     nothing = values_BR.new_zeros(())
     if values_BR.numel() == 0:
         return nothing
@@ -57,14 +57,14 @@ def masked_max(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
 def whiten(values_BR: Tensor, mask_BR: Tensor, across: Across = ONE_PROCESS) -> Tensor:
     """Return the values scaled to variance 1 and shifted to mean 0 over the valid tokens.
 
-    The statistics are those of the whole batch: of the rows that are passed, and of all others `across` the ranks.
+    The statistics cover the whole batch: the given rows, and all rows `across` the ranks.
 
     Shapes: [B, R] -> [B, R], 0 at masked entries.
     Guarantees: the population variance is used, so a single valid token gives 0, and no valid token gives all zeros.
     Source: advantage normalisation of PPO as in OpenAI baselines, ppo2.
     """
     check_shapes(values_BR=values_BR, mask_BR=mask_BR)
-    # In float64, so that the result does not depend on how the rows are shared out.
+    # In float64, so that the result does not depend on the distribution of rows over ranks.
     exact_BR = values_BR.double()
     count = across.sum(mask_BR.sum()).clamp(min=1)
     mean = across.sum(masked_sum(exact_BR, mask_BR)) / count
@@ -74,7 +74,7 @@ def whiten(values_BR: Tensor, mask_BR: Tensor, across: Across = ONE_PROCESS) -> 
 
 
 def check_shapes(**tensors: Tensor) -> None:
-    """Assert that all tensors are [B, R] of one size: broadcasting would hide a mix-up."""
+    """Assert that all tensors are [B, R] of equal size: broadcasting would hide a mismatch."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     agree = len(set(shapes.values())) <= 1 and all(len(shape) == 2 for shape in shapes.values())
     assert agree, f"expected [B, R] tensors of one shape, got {shapes}"

@@ -1,1 +1,1 @@
-"""The engines that train and generate: Megatron-core and vLLM."""
+"""Training and generation backends: Megatron-core and vLLM."""

@@ -1,7 +1,8 @@
-"""The protocol of generation engines: requests come and go, and each token carries the weights' version that drew it.
+"""The protocol of generation engines: requests join and leave at any time, and each token records the weights' version.
 
-vLLM is one (`backends/vllm`); another would be one folder that implements `Engine`. Every rank of an engine calls the
-same methods with the same arguments in the same order, because tensor-parallel peers compute each step together.
+vLLM is one implementation (`backends/vllm`); another would be a folder that implements `Engine`. Every rank of an engine
+calls the same methods with the same arguments in the same order, because tensor-parallel peers compute each step
+together.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from hybridengine.reshard.layout import Layout
 from hybridengine.weights.hybrid_engine import GenerationSide
 
 TokenIds = tuple[int, ...]
-"""Token ids; the engine knows which ones its model has."""
+"""Token ids; the engine validates them against its model."""
 
 
 @pydantic_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class _Checked:
-    """Values whose types and ranges are checked when they are given."""
+    """Base of dataclasses whose types and ranges are validated on construction."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -56,10 +57,10 @@ def _check_temperature(value: float) -> float:
 
 @pydantic_dataclass(frozen=True)
 class SamplingSettings(_Checked):
-    """Settings with which a response is drawn.
+    """Sampling settings of a response.
 
-    Log-probs are those of the distribution that tokens are drawn from: after temperature, top_k, top_p and min_p. At
-    temperature 0 they are the model's own, of all tokens.
+    Log-probs are those of the distribution that tokens are drawn from, after temperature, top_k, top_p and min_p. At
+    temperature 0 they are the model's own, over all tokens.
 
     Raises:
         DataError: a value is out of range.
@@ -68,57 +69,57 @@ class SamplingSettings(_Checked):
     max_tokens: Annotated[int, Field(ge=1)]
     """Longest response, in tokens."""
     temperature: Annotated[float, AfterValidator(_check_temperature)] = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divisor of the logits; 0 selects the most likely token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Smallest probability mass that tokens are drawn from."""
+    """Smallest total probability of the most likely tokens to draw from."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Number of likeliest tokens to draw from; 0 for all."""
+    """Number of most likely tokens to draw from; 0 for all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Least probability of a token, relative to the likeliest one."""
+    """Minimum probability of a token relative to the most likely one."""
     stop_token_ids: TokenIds = ()
-    """Tokens that end a response, of which they are the last token; no other token ends one."""
+    """Tokens that end a response and are its last token; no other token ends a response."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a response, once its tokens, decoded with special ones, contain one; needs a tokenizer."""
+    """Texts that end a response when its tokens, decoded with special tokens, contain one; requires a tokenizer."""
 
 
 @pydantic_dataclass(frozen=True)
 class Request(_Checked):
-    """One response to draw.
+    """A request for one response.
 
     Raises:
-        DataError: a value has another type, or is out of range.
+        DataError: a value has the wrong type, or is out of range.
     """
 
     request_id: str
-    """Unique among the requests that an engine has."""
+    """Id, unique among the requests of an engine."""
     prompt_token_ids: TokenIds
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)]
-    """Decides every draw, together with the position of the token in the response and nothing else."""
+    """Seed that, with the position of the token in the response, determines every draw."""
     sampling: InstanceOf[SamplingSettings]
     first_position: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Position in the response of the first token to draw: the prompt ends with that many tokens drawn earlier."""
+    """Position in the response of the first token to draw; the prompt ends with this number of earlier tokens."""
 
 
 @dataclass
 class Response:
-    """Tokens that have been drawn for a request so far."""
+    """Tokens drawn for a request so far."""
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     """Log-probability of each token under the distribution that it was drawn from."""
     versions: list[int] = field(default_factory=list)
-    """Version of the weights that drew each token."""
+    """Version of the weights that produced each token."""
     finish_reason: str | None = None
-    """`stop` or `length`; None where the response has not ended."""
+    """`stop` or `length`; None for an unfinished response."""
 
 
 class Engine(GenerationSide, Protocol):
     """One rank's part of a generation engine.
 
-    Its weights come from a weight sync (`runtime/hybrid_engine.py`), which writes into their
-    storages. Between two calls of `advance` weights may change while requests stay: where the KV cache is released
-    (`leave_generation`), unfinished requests are computed anew when it is back.
+    Its weights come from a weight sync (`weights/hybrid_engine.py`), which writes into their storages. Weights may
+    change between two calls of `advance` while requests stay: if the KV cache is released (`leave_generation`),
+    unfinished requests are recomputed once it is reallocated.
     """
 
     @property
@@ -126,40 +127,41 @@ class Engine(GenerationSide, Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the weights that draw the next tokens."""
+        """Version of the weights that produce the next tokens."""
         ...
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests that have not ended."""
+        """Number of unfinished requests."""
         ...
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests: all of them, or none.
+        """Queue requests: either all of them or none.
 
         Raises:
-            DataError: a request's id is taken, its prompt is empty, leaves no room for the response or has tokens that
-                the model does not know, it stops at such a token, or it has stop strings and the engine has no tokenizer.
+            DataError: a request's id is taken; its prompt is empty, leaves no room for the response or has tokens
+                unknown to the model; a stop token is unknown to the model; or it has stop strings and the engine has no
+                tokenizer.
         """
         ...
 
     def advance(self, num_steps: int = 1) -> list[Response]:
-        """Take `num_steps` engine steps, fewer where nothing is left to do; return the responses that have ended.
+        """Take up to `num_steps` engine steps, while requests are unfinished; return the responses that have ended.
 
         Raises:
-            StorageError: the engine has no weights in training mode.
+            StorageError: the engine has no weights, because it is in training mode.
         """
         ...
 
     def abort(self, request_ids: Iterable[str]) -> list[Response]:
-        """Drop requests whose responses `advance` has not returned; return what has been drawn for each so far."""
+        """Drop requests whose responses `advance` has not returned; return the tokens drawn for each so far."""
         ...
 
     def weights_changed(self, version: int, keep_kv: bool) -> None:
-        """Go on with weights of `version` that were written while the engine had them.
+        """Continue with weights of `version` that were written while the engine was in generation mode.
 
         Args:
-            keep_kv: keep keys and values that older weights have computed; otherwise compute unfinished requests anew.
+            keep_kv: keep keys and values computed by older weights; otherwise recompute unfinished requests.
         """
         ...
 
@@ -170,9 +172,8 @@ def generate(
     """Return a response to each prompt (token ids), in order.
 
     Raises:
-        StorageError: the engine has no weights in training mode, or has other requests.
-        DataError: a prompt is empty, leaves no room for its response, has tokens that the model does not know, or has
-            no seed.
+        StorageError: the engine has no weights, because it is in training mode, or has other requests.
+        DataError: a prompt is empty, leaves no room for its response, has tokens unknown to the model, or has no seed.
     """
     if len(prompts) != len(seeds):
         raise DataError(
@@ -194,5 +195,5 @@ def generate(
         while engine.num_unfinished:
             ended.update((response.request_id, response) for response in engine.advance())
     finally:
-        engine.abort(ids)  # nothing is left but after a failure or an interrupt
+        engine.abort(ids)  # requests remain only after a failure or an interrupt
     return [ended[row] for row in ids]

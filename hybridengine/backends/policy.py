@@ -1,9 +1,9 @@
-"""The protocol of policies: forward and backward passes any number of times, then an optimizer step.
+"""The protocol of policies: any number of forward and backward passes, then an optimizer step.
 
-Megatron-core is one (`backends/megatron/trainer.py`). Its weights, gradients and optimizer state come and go: a weight
-sync (`runtime/hybrid_engine.py`) takes the weights for generation, and gradients that wait for their optimizer step stay.
+Megatron-core is one implementation (`backends/megatron/trainer.py`). A weight sync (`weights/hybrid_engine.py`) moves
+the weights to the engine for generation, while gradients that wait for their optimizer step are kept.
 
-Shapes: B rows, T positions, R wanted positions, W = padded vocabulary / t.
+Shapes: B rows, T positions, R requested positions, W = padded vocabulary / t.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from hybridengine.reshard.layout import Layout
 from hybridengine.weights.hybrid_engine import TrainingSide
 
 MicroBatch = dict[str, Tensor]
-"""Columns of some rows; `tokens` [B, T] goes into the model, the rest to the output function.
+"""Columns of some rows; `tokens` [B, T] is the model's input, the rest is passed to the output function.
 
-`positions` [B, R], where it is there, says at which positions the model's logits are wanted.
+`positions` [B, R], if present, selects the positions at which logits are computed.
 """
 
 OutputFunction = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
-"""(model output [B, T, W], with `positions` logits [B, R, W], micro-batch) -> tensors by name."""
+"""(model output [B, T, W], or [B, R, W] with `positions`, micro-batch) -> tensors by name."""
 
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, Any]]
-"""(model output as above, micro-batch) -> (loss summed over tokens, number of tokens, whatever the caller collects)."""
+"""(model output, micro-batch) -> (loss summed over tokens, number of tokens, additional result to collect)."""
 
 
 @dataclass(frozen=True)
@@ -38,45 +38,45 @@ class StepResult:
     """Norm over all ranks, before clipping."""
     lr: float
     skipped: bool = False
-    """The gradient was not finite on some rank: nothing has changed, and `grad_norm` is NaN."""
+    """True if the gradient was not finite on some rank: nothing has changed, and `grad_norm` is NaN."""
     collected: list[Any] = field(default_factory=list)
-    """The loss function's third result for each micro-batch; empty on all stages but the last."""
+    """Third result of the loss function for each micro-batch; empty on all stages but the last."""
 
 
 class Policy(TrainingSide, Protocol):
-    """One rank's part of a model that is trained. All ranks of its grid call the same methods in the same order."""
+    """One rank's part of a trained model. All ranks of its grid call the same methods in the same order."""
 
     @property
     def layout(self) -> Layout: ...
 
     def forward(self, batches: Sequence[MicroBatch], output: OutputFunction) -> list[dict[str, Tensor]]:
-        """Return the results of `output` for each micro-batch, in order; nothing on all stages but the last.
+        """Return the results of `output` for each micro-batch, in order; empty on all stages but the last.
 
         Raises:
-            StorageError: the generation engine has the weights.
+            StorageError: the weights are in the generation engine.
         """
         ...
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
-        """Add the gradients of some micro-batches to those that wait for the next optimizer step.
+        """Add the gradients of some micro-batches to the pending ones, for the next optimizer step.
 
-        Where a pass raises, its gradients and those that waited are given up.
+        If a pass raises, its gradients and the pending ones are discarded.
 
         Returns:
-            What `loss` gives to collect for each micro-batch; nothing on all stages but the last.
+            The third result of `loss` for each micro-batch; empty on all stages but the last.
 
         Raises:
-            DataError: no micro-batch.
-            StorageError: the generation engine has the weights, or gradients have no memory.
+            DataError: there are no micro-batches.
+            StorageError: the weights are in the generation engine, or there is no memory for gradients.
         """
         ...
 
     def optimizer_step(self) -> StepResult:
         """Take one step along the mean gradient per token, over all tokens of all replicas since the last step.
 
-        Where it is not finite, the step is skipped on all ranks: weights, moments and schedule stay as they are.
+        If it is not finite, the step is skipped on all ranks: weights, moments and schedule are unchanged.
 
         Raises:
-            StorageError: the generation engine has the weights, or no pass has left gradients.
+            StorageError: the weights are in the generation engine, or there are no pending gradients.
         """
         ...

@@ -1,1 +1,1 @@
-"""Checkpoints of runs as folders: what makes one complete, which are kept, and reading them without trusting them."""
+"""Checkpoints of runs as folders: completeness, retention, and reading without trusting their contents."""

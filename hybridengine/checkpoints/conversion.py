@@ -1,7 +1,7 @@
-"""Conversion between Hugging Face checkpoints and those of runs, a few tensors at a time.
+"""Conversion between Hugging Face checkpoints and run checkpoints, a few tensors at a time.
 
-checkpoint to Hugging Face     the weights of one role; optimizer state is left out
-Hugging Face to checkpoint     weights that a run begins from with resume=FOLDER; its optimizers are fresh
+checkpoint to Hugging Face     weights of one role, without optimizer state
+Hugging Face to checkpoint     initial weights for a run with resume=FOLDER, with fresh optimizers
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ ROLE_FILE = "role.json"
 WEIGHTS = "weights"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Told = Callable[[int, int], None]
-"""Called with the bytes that are done, and with all."""
+"""Progress callback, called with the bytes completed and the total."""
 
 
 def read_role(folder: Path) -> dict[str, Any]:
     """Return the contents of a role's role.json.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the file does not exist.
     """
     try:
         return read_object(folder / ROLE_FILE)
@@ -71,11 +71,11 @@ def export_role(
     """Write the weights of a role as a Hugging Face checkpoint.
 
     Args:
-        dtype: of the files; that of the checkpoint where left out.
+        dtype: type of the files; the checkpoint's by default.
         companions: folder with the model's configuration, tokenizer and card.
 
     Raises:
-        CheckpointError: the checkpoint has no such role, or lacks a tensor; the configuration is another model's.
+        CheckpointError: the checkpoint lacks the role or a tensor, or the configuration describes another model.
         OSError: writing failed.
     """
     folder = checkpoint.folder / role
@@ -99,7 +99,7 @@ def export_role(
 
 
 def _check_same_model(companions: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that a configuration describes these tensors, whichever head the model has."""
+    """Check that a configuration describes these tensors, with any kind of head."""
     described = dict(ModelShape.from_folder(companions).tensors)
     for name in sorted({*described, *shapes} - {LM_HEAD, SCORE_HEAD}):
         if described.get(name) != shapes.get(name):
@@ -116,14 +116,14 @@ def _check_same_model(companions: Path, shapes: Mapping[str, tuple[int, ...]]) -
 def import_model(
     source: Path, out: Path, *, dtype: str, role: str = "actor", progress: Told = lambda done, total: None
 ) -> Checkpoint:
-    """Write a Hugging Face checkpoint as one that a run can begin from.
+    """Write a Hugging Face checkpoint as a checkpoint from which a run can start.
 
     Args:
-        out: a folder that does not exist yet.
-        dtype: of the run that will read it.
+        out: folder that does not exist yet.
+        dtype: type of the weights of the run that will read the checkpoint.
 
     Raises:
-        CheckpointError: the source is incomplete, or has weights that are not finite.
+        CheckpointError: the source is incomplete, or has non-finite weights.
         OSError: writing failed.
     """
     shape = check_weights(source)
@@ -140,9 +140,7 @@ def import_model(
         }
         writer = _OneByOneWriter(str(folder))
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # that there is one process, which is what no_dist says
+            warnings.simplefilter("ignore", UserWarning)  # a single process, as no_dist implies
             try:
                 dcp.save(empty, storage_writer=writer, planner=reader, no_dist=True)
             except CheckpointException as error:
@@ -153,13 +151,13 @@ def import_model(
 
 
 def _first_cause(error: CheckpointException) -> BaseException:
-    """Return the error that torch has wrapped, after it has failed to end the file that it was in."""
+    """Return the error that torch wrapped after it failed to close the file."""
     failure, _ = next(iter(error.failures.values()))
     return failure.__context__ or failure
 
 
 class _LazyReader(DefaultSavePlanner):
-    """Reads each tensor when it is written."""
+    """Save planner that reads each tensor when it is written."""
 
     def __init__(
         self, files: SafetensorsFolder, shape: ModelShape, dtype: torch.dtype, progress: Told
@@ -170,9 +168,9 @@ class _LazyReader(DefaultSavePlanner):
         self._done = 0
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the tensor itself, in place of the empty one that was planned with."""
+        """Return the actual tensor in place of the empty one used for planning."""
         name = write_item.index.fqn.removeprefix(f"{WEIGHTS}.")
-        # A copy: what safetensors gives may be a part of a mapped file, of which torch would save the whole.
+        # A copy: safetensors may return a part of a mapped file, which torch would save as a whole.
         tensor = self._files.read(name, full_box(self._shape.tensors[name])).to(self._dtype, copy=True)
         self._done += tensor.numel() * tensor.element_size()
         self._progress(self._done, self._total)
@@ -180,10 +178,10 @@ class _LazyReader(DefaultSavePlanner):
 
 
 class _OneByOneWriter(FileSystemWriter):
-    """Writes all tensors into one file and lets go of each: torch's own writer holds them until the last is written."""
+    """Writes all tensors into one file and frees each: torch's writer holds all tensors until the last is written."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Return the places of the tensors, once they are on disk."""
+        """Return the locations of the tensors after writing them to disk."""
         name, written = "__0_0.distcp", list[WriteResult]()
         with (Path(self.path) / name).open("wb") as file:
             for item in plan.items:
@@ -201,6 +199,6 @@ class _OneByOneWriter(FileSystemWriter):
 
 
 def default_companions(checkpoint: Checkpoint) -> Path | None:
-    """Return the folder of the model's configuration and tokenizer beside a run's checkpoints; None without one."""
+    """Return the folder of the model's configuration and tokenizer next to a run's checkpoints, or None without one."""
     place = checkpoint.folder.resolve().parent.parent / COMPANIONS_FOLDER
     return place if (place / CONFIG_FILE).is_file() else None

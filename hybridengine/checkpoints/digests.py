@@ -1,4 +1,4 @@
-"""Digests of files, by which a damaged file is found."""
+"""Digests of files, used to detect damaged files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hybridengine.errors import CheckpointError
 
 THREADS = 8
-"""Files that are read at the same time: hashing lets other threads work."""
+"""Number of files hashed concurrently: hashing releases the GIL."""
 
 
 class FileDigest(NamedTuple):
@@ -30,17 +30,17 @@ class FileDigest(NamedTuple):
 
 
 def digests_of(folder: Path, files: Iterable[str]) -> dict[str, FileDigest]:
-    """Return the digest of files beneath a folder, by relative path."""
+    """Return the digests of files beneath a folder, by relative path."""
     names = sorted(files)
     with ThreadPoolExecutor(THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: FileDigest.of(folder / name), names), strict=True))
 
 
 def settled_digests(folder: Path, files: Iterable[str]) -> dict[str, FileDigest]:
-    """Return `digests_of` files that have just been written, after they and their names have come to the disk.
+    """Return `digests_of` new files after flushing them and their names to disk.
 
     Raises:
-        OSError: they could not be written there.
+        OSError: they could not be flushed.
     """
     names = list(files)
     settle(folder, names)
@@ -48,10 +48,10 @@ def settled_digests(folder: Path, files: Iterable[str]) -> dict[str, FileDigest]
 
 
 def settle(folder: Path, files: Iterable[str] = ()) -> None:
-    """Have files of a folder, and the names in it, survive a crash of the machine.
+    """Flush files of a folder, and its directory entries, to disk, so that they survive a crash of the machine.
 
     Raises:
-        OSError: they could not be written.
+        OSError: they could not be flushed.
     """
     for path in [*(folder / name for name in files), folder]:
         descriptor = os.open(path, os.O_RDONLY)
@@ -62,10 +62,10 @@ def settle(folder: Path, files: Iterable[str] = ()) -> None:
 
 
 def check_files(folder: Path, expected: Mapping[str, FileDigest]) -> None:
-    """Check that the files beneath a folder are those that were written.
+    """Check that the files beneath a folder have the expected digests.
 
     Raises:
-        CheckpointError: one is missing or a link, has another size, or other contents; the first of them.
+        CheckpointError: names the first file that is missing, a link, or of other size or contents.
     """
     for name, digest in sorted(expected.items()):
         file = folder / name

@@ -1,15 +1,15 @@
-"""The checkpoints of a run: one folder for each, which appears under its name only when everything in it is written.
+"""Checkpoints of a run: one folder each, which gets its final name only when it is completely written.
 
 RUN/checkpoints/step-00000020/
     manifest.json       size and SHA-256 of every other file
-    run.json            step, roles, numbers that the dataflow keeps, sizes, configuration, versions
+    run.json            step, roles, state of the dataflow, sizes, configuration, versions
     actor/              weights and optimizer state (PyTorch's distributed format), role.json, rng-RANK.pt,
-                        files.json: what its ranks wrote, there once all have
+                        files.json: files written by the ranks, present once all are
     critic/             the same
-RUN/checkpoints/.step-00000030-1f2e3d4c.partial/   one that is still being written, or whose writer has died; it only
-                        lacks its name where run.json and every role's files.json are there
-RUN/checkpoints/.step-00000010.deleted/            one that is being deleted
-RUN/checkpoints/step-00000040.1f2e3d4c.damaged/    one that is no longer as it was written
+RUN/checkpoints/.step-00000030-1f2e3d4c.partial/   checkpoint being written, or abandoned; if run.json and every role's
+                        files.json exist, only its name is missing
+RUN/checkpoints/.step-00000010.deleted/            checkpoint being deleted
+RUN/checkpoints/step-00000040.1f2e3d4c.damaged/    checkpoint whose files have changed since they were written
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 class _Kept(BaseModel):
-    """The contents of a JSON file of a checkpoint."""
+    """Contents of a JSON file in a checkpoint."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="constants")
 
@@ -46,44 +46,44 @@ def _beneath(name: str) -> str:
 
 
 class FileList(_Kept):
-    """Contents of manifest.json, and of files.json, by which a role is whole."""
+    """Contents of manifest.json, and of files.json, whose presence marks a role as complete."""
 
     format: Literal[1] = 1
-    """Form of the folder; readers refuse others."""
+    """Version of the folder format; readers reject others."""
     files: dict[Annotated[str, AfterValidator(_beneath)], FileDigest]
     """Path beneath the folder -> digest."""
 
 
 class Best(_Kept):
-    """The checkpoint with the highest value of the metric that decides."""
+    """Checkpoint with the highest value of the selected metric."""
 
     step: int | None = None
     value: float | None = None
     metric: str | None = None
-    """Name of that metric."""
+    """Name of the metric."""
 
 
 class DataState(_Kept):
-    """The prompts of a run so far."""
+    """Progress of a run through its prompts."""
 
     prompts_drawn: Annotated[int, Field(ge=0)] = 0
-    """Prompts of all iterations; not their number times the batch size, where a run has resumed with another one."""
+    """Prompts drawn in all iterations; not iterations times batch size if a resumed run changed the latter."""
     batch_size: int | None = None
     seed: int | None = None
     sha256: str | None = None
-    """Digest of the file of prompts; None where it is not known."""
+    """Digest of the prompt file; None if unknown."""
 
 
 class RunState(_Kept):
-    """Contents of run.json: the state of a run beside its models."""
+    """Contents of run.json: the state of a run except its models."""
 
     format: Literal[1] = 1
     step: int
-    """Iterations that are complete; 0 for a converted checkpoint, which has trained nothing."""
+    """Number of completed iterations; 0 for a converted checkpoint."""
     roles: tuple[str, ...] = ()
     """Roles with a folder; empty for a converted checkpoint."""
     state: dict[str, float] = {}
-    """Numbers that the dataflow keeps."""
+    """Numbers that the dataflow carries over between iterations."""
     best: Best = Best()
     data: DataState = DataState()
     config: dict[str, Any] = {}
@@ -91,21 +91,21 @@ class RunState(_Kept):
     versions: dict[str, str] = {}
     """Versions of the packages that the run depends on."""
     source: str | None = None
-    """Hugging Face folder that the checkpoint was converted from."""
+    """Hugging Face folder that the checkpoint was converted from, if any."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with a manifest, which may still be damaged."""
+    """A folder with a manifest, whose files may be damaged."""
 
     folder: Path
     step: int
 
     def check(self) -> None:
-        """Check every file against the manifest.
+        """Check all files against the manifest.
 
         Raises:
-            CheckpointError: why it cannot be used.
+            CheckpointError: the reason why the checkpoint cannot be used.
         """
         try:
             expected = read_kept(self.folder / MANIFEST, FileList).files
@@ -119,14 +119,14 @@ class Checkpoint:
             raise CheckpointError(f"{RUN_STATE} says step {step}: the folder has another one's name")
 
     def num_bytes(self) -> int:
-        """Return the size of all files that the manifest lists."""
+        """Return the total size of the files that the manifest lists."""
         return sum(one.num_bytes for one in read_kept(self.folder / MANIFEST, FileList).files.values())
 
     def run_state(self) -> RunState:
         """Return the contents of run.json.
 
         Raises:
-            CheckpointError: it has other contents.
+            CheckpointError: its contents are invalid.
         """
         return read_kept(self.folder / RUN_STATE, RunState)
 
@@ -135,7 +135,7 @@ def checkpoint_at(folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(
@@ -156,7 +156,7 @@ def checkpoints_in(run_folder: Path) -> list[Checkpoint]:
 
 
 def files_beneath(folder: Path) -> list[str]:
-    """Return the relative paths of all files."""
+    """Return the relative paths of all files in a folder."""
     return sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if not one.is_dir())
 
 
@@ -164,8 +164,8 @@ def read_kept(file: Path, kind: type[Kept]) -> Kept:
     """Return the contents of a JSON file of a checkpoint.
 
     Raises:
-        CheckpointError: it has other contents.
-        OSError: it cannot be read, now.
+        CheckpointError: the contents are invalid.
+        OSError: the file cannot be read at present.
     """
     try:
         return kind.model_validate_json(file.read_bytes())
@@ -178,10 +178,10 @@ def read_kept(file: Path, kind: type[Kept]) -> Kept:
 
 
 def write_kept(file: Path, value: _Kept) -> None:
-    """Write a JSON file of a checkpoint, to the disk.
+    """Write a JSON file of a checkpoint, and flush it to disk.
 
     Raises:
-        OSError: that failed.
+        OSError: writing failed.
     """
     with file.open("w") as opened:
         opened.write(value.model_dump_json(indent=1) + "\n")

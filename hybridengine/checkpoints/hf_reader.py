@@ -1,4 +1,4 @@
-"""Reads a Hugging Face checkpoint a box at a time: a folder with safetensors files."""
+"""Reading of Hugging Face checkpoints, folders with safetensors files, one box at a time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hybridengine.models.shapes import EMBEDDING, LM_HEAD, ModelShape
 from hybridengine.reshard.boxes import Box
 
 COMPARED_ROWS = 4096
-"""Rows of two tensors that are compared at a time."""
+"""Number of rows of two tensors compared at a time."""
 
 
 class SafetensorsFolder:
-    """Slices of the tensors of a Hugging Face checkpoint, read from disk when asked for."""
+    """Tensors of a Hugging Face checkpoint, read from disk box by box on request."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Find the tensors.
+        """Locate the tensors.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -32,16 +32,16 @@ class SafetensorsFolder:
         return tensor in self._files
 
     def read(self, tensor: str, box: Box) -> Tensor:
-        """Return the elements of one box of a tensor; they may be mapped from the file.
+        """Return the elements of one box of a tensor, possibly mapped from the file.
 
         Raises:
-            CheckpointError: one of them is NaN or infinite, which training would be blamed for.
+            CheckpointError: an element is NaN or infinite.
         """
         file = self._files[tensor]
-        # Opened anew: pages of the file that have been read count as memory of this process as long as it is mapped.
+        # Opened anew: pages of a file that were read count as memory of this process while it is mapped.
         with safe_open(file, framework="pt") as opened:
             found = opened.get_slice(tensor)[tuple(slice(a, b) for a, b in box)]
-        # The extremes carry a NaN along, and need no second tensor as large as the first.
+        # The extremes propagate NaN, and need no second tensor of this size.
         if found.numel() and not all(torch.isfinite(extreme) for extreme in torch.aminmax(found)):
             raise CheckpointError(
                 f"{file}: {tensor} has values that are NaN or infinite; weights must be finite: copy the file again from"
@@ -51,9 +51,9 @@ class SafetensorsFolder:
 
 
 def check_weights(folder: Path) -> ModelShape:
-    """Return the shape of a checkpoint, as `check_checkpoint` does; a tied head that is stored must be the embedding.
+    """Return the shape of a checkpoint as `check_checkpoint` does; a stored tied head must equal the embedding.
 
-    transformers 5 takes such a head as it is stored, whatever config.json says.
+    transformers 5 loads such a head as stored, whatever config.json says.
 
     Raises:
         CheckpointError: a file is missing or damaged, config.json describes other tensors, or the head differs.

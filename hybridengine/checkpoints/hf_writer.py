@@ -1,7 +1,7 @@
-"""Writer of Hugging Face checkpoints, tensor by tensor in any order: no more than one of them is in memory.
+"""Writer of Hugging Face checkpoints, tensor by tensor in any order, with at most one tensor in memory.
 
 A safetensors file is 8 bytes (little-endian length n), n bytes of JSON (name -> dtype, shape, data_offsets) and the data.
-Where each tensor lies is known once the shapes are; the library writes whole dictionaries only.
+The shapes determine the offset of each tensor; the safetensors library can only write whole dictionaries.
 Source: https://huggingface.co/docs/safetensors (format).
 """
 
@@ -26,19 +26,19 @@ from hybridengine.models.shapes import SCORE_HEAD
 from hybridengine.reading import read_object
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Types as safetensors writes them."""
+"""Names of types in safetensors files."""
 
 
 class HfWriter:
-    """A checkpoint that is being written: files of bounded size with an index.
+    """Writes a checkpoint as files of bounded size with an index.
 
-    A context manager. The folder appears under its name at the end, in place of an older one, and not at all where the
-    block raises.
+    A context manager: the folder gets its final name at the end, replacing an older one; if the block raises, it is
+    discarded.
 
     Args:
-        shapes: of all tensors, in the order that they have in the files.
-        dtype: of the files.
-        max_file_bytes: a larger tensor has a file for itself.
+        shapes: shapes of all tensors, in file order.
+        dtype: type of the tensors in the files.
+        max_file_bytes: size limit of a file; a larger tensor has its own file.
         companions: folder whose configuration, tokenizer and model card are copied.
     """
 
@@ -61,12 +61,12 @@ class HfWriter:
         self.written_bytes = 0
 
     def __enter__(self) -> HfWriter:
-        """Write what is known without the tensors.
+        """Write headers and companions, which do not depend on the tensors.
 
         Raises:
             OSError: the folder cannot be written.
         """
-        shutil.rmtree(self._partial, ignore_errors=True)  # of an attempt that was killed
+        shutil.rmtree(self._partial, ignore_errors=True)  # left by an attempt that was killed
         self._partial.mkdir(parents=True)
         with gone_on_failure(self._partial):
             self._write_headers()
@@ -85,7 +85,7 @@ class HfWriter:
             (self._partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor into its place; each once.
+        """Write a tensor to its place; once per tensor.
 
         Raises:
             OSError: it cannot be written.
@@ -123,19 +123,19 @@ class HfWriter:
 
 @contextmanager
 def gone_on_failure(folder: Path) -> Iterator[None]:
-    """Delete a folder that is being written where that fails."""
+    """Delete a folder that is being written if the block raises."""
     try:
         yield
-    except BaseException:  # Ctrl-C included; raised again
+    except BaseException:  # Ctrl-C included; re-raised
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
 def _fit(file: Path, dtype: torch.dtype, score: tuple[int, ...] | None) -> None:
-    """Change a configuration so that it describes the weights beside it.
+    """Adapt a configuration to the weights next to it.
 
     Args:
-        score: shape of the head that gives scores in place of tokens; None where there is none.
+        score: shape of a score head that replaces the vocabulary; None without one.
     """
     config = read_object(file)
     fitted = dict(config)
@@ -165,7 +165,7 @@ def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
         entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8, so that they can be mapped into memory
+    text += b" " * (-len(text) % 8)  # align tensors to 8 bytes, so that they can be memory-mapped
     return struct.pack("<Q", len(text)) + text
 
 

@@ -1,4 +1,4 @@
-"""The life of a checkpoint: begun, written by ranks, named, pruned; and the repair of a folder after a crash."""
+"""Life cycle of a checkpoint: creation, writing by ranks, naming, pruning, and repair of a folder after a crash."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from hybridengine.checkpoints.folders import (
 from hybridengine.errors import CheckpointError
 
 PARTIAL, DELETED, DAMAGED = ".partial", ".deleted", ".damaged"
-"""Ends of the names of folders that are no checkpoints yet, or no longer."""
+"""Name suffixes of folders that are not complete checkpoints, or no longer."""
 
 
 def begin_checkpoint(run_folder: Path, state: RunState) -> Path:
-    """Return a folder to write a checkpoint into, with one for each role, beside the complete ones.
+    """Return a new folder for writing a checkpoint, with one folder per role.
 
-    No attempt has the name of another: ranks of a node that was thought to be lost may still be writing.
+    Every attempt has a unique name: ranks of a node that is considered lost may still be writing.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     name = f".{_folder_name(state.step)}-{secrets.token_hex(4)}{PARTIAL}"
     partial = run_folder / CHECKPOINTS_FOLDER / name
@@ -50,10 +50,10 @@ def begin_checkpoint(run_folder: Path, state: RunState) -> Path:
 
 
 def end_role(folder: Path, digests: Mapping[str, FileDigest]) -> None:
-    """Say that all ranks have written a role, and which files; from now on it is whole.
+    """Record the files of a role that all ranks have written, which marks the role as complete.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the record cannot be written.
     """
     unfinished = folder / f".{ROLE_FILES}"
     write_kept(unfinished, FileList(files=dict(digests)))
@@ -62,13 +62,13 @@ def end_role(folder: Path, digests: Mapping[str, FileDigest]) -> None:
 
 
 def complete_checkpoint(partial: Path, named: Path | None = None) -> Checkpoint:
-    """Write the manifest of a folder that has everything else, and give it its name.
+    """Write the manifest of a folder that has all other files, and rename it.
 
     Args:
-        named: that name; the one of its step where left out.
+        named: final path; by default that of its step.
 
     Raises:
-        CheckpointError: it lacks something.
+        CheckpointError: a file is missing.
         OSError: writing failed; the folder keeps its temporary name.
     """
     state = read_kept(partial / RUN_STATE, RunState)
@@ -87,19 +87,19 @@ def complete_checkpoint(partial: Path, named: Path | None = None) -> Checkpoint:
     for folder in [*(one for one in partial.rglob("*") if one.is_dir()), partial]:
         settle(folder)
     named = named or partial.parent / _folder_name(state.step)
-    if named.exists():  # of an attempt that was damaged later
+    if named.exists():  # an earlier attempt that was damaged later
         discard(named)
     partial.rename(named)
-    with contextlib.suppress(OSError):  # whoever finds it without its name gives it once more
+    with contextlib.suppress(OSError):  # the next reader renames it
         settle(named.parent)
     return Checkpoint(named, state.step)
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder that is no checkpoint, or no longer.
+    """Delete a folder that is not a complete checkpoint, or no longer.
 
-    First its name goes: what is half deleted is never taken for a whole one, and late ranks write no more into it. What
-    cannot lose its name stays.
+    It is renamed first, so that a partly deleted folder is never taken for a complete one, and late ranks stop writing
+    into it. A folder that cannot be renamed is kept.
     """
     gone = folder.with_name(f".{folder.name.removesuffix(PARTIAL).lstrip('.')}{DELETED}")
     with contextlib.suppress(OSError):
@@ -108,15 +108,15 @@ def discard(folder: Path) -> None:
 
 
 def settle_checkpoints(run_folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """Return the checkpoint that a run resumes from, None where there is none; what was never completed is deleted.
+    """Return the checkpoint from which a run resumes, or None; delete checkpoints that were never completed.
 
-    Those that only lack their name get it: all ranks had written them when their run, or its ranks, ended.
+    Checkpoints that only lack their final name are renamed: all ranks had written them when the run or its ranks ended.
 
     Args:
-        say: told of those, and of each one that is left out, and why.
+        say: called with a message for each renamed or ignored checkpoint.
 
     Raises:
-        CheckpointError: there is a file where the folder of checkpoints should be.
+        CheckpointError: the path of the checkpoints folder is a file.
     """
     for partial in _unfinished(run_folder, PARTIAL):
         if not _is_written(partial):
@@ -132,15 +132,15 @@ def settle_checkpoints(run_folder: Path, say: Callable[[str], None]) -> Checkpoi
 
 
 def newest_complete(run_folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest checkpoint whose files are all as they were written; None where there is none.
+    """Return the newest checkpoint whose files are all intact, or None.
 
-    A damaged one loses its name, so that it takes no place among those that are kept, and is written again.
+    A damaged one is renamed, so that it does not count towards the checkpoints to keep, and is written again.
 
     Args:
-        warn: told of each one that is left out, and why.
+        warn: called with a message for each ignored checkpoint.
 
     Raises:
-        CheckpointError: there is a file where the folder of checkpoints should be.
+        CheckpointError: the path of the checkpoints folder is a file.
     """
     folder = run_folder / CHECKPOINTS_FOLDER
     if folder.is_file():
@@ -152,16 +152,16 @@ def newest_complete(run_folder: Path, warn: Callable[[str], None]) -> Checkpoint
         except CheckpointError as error:
             name = checkpoint.folder.name
             warn(f"checkpoint {name} is damaged ({error}); left out")
-            with contextlib.suppress(OSError):  # of a disk that changes nothing, and deletes nothing either
+            with contextlib.suppress(OSError):  # a read-only disk deletes nothing either
                 checkpoint.folder.rename(folder / f"{name}.{secrets.token_hex(4)}{DAMAGED}")
     return None
 
 
 def name_written(run_folder: Path, say: Callable[[str], None]) -> None:
-    """Give their names to checkpoints that lack nothing else; those of whose step there is one are deleted.
+    """Rename checkpoints that only lack their final name; delete those whose step already has a checkpoint.
 
     Args:
-        say: told of each, and of each one that cannot have it, which stays as it is.
+        say: called with a message for each renamed one, and for each that cannot be renamed and is kept.
     """
     for partial in filter(_is_written, _unfinished(run_folder, PARTIAL)):
         try:
@@ -185,13 +185,13 @@ def name_written(run_folder: Path, say: Callable[[str], None]) -> None:
 
 
 def _is_written(partial: Path) -> bool:
-    """Return True if all ranks have written all roles."""
+    """True if all ranks have written all roles."""
     roles = [one for one in partial.iterdir() if one.is_dir()]
     return bool(roles) and all((role / ROLE_FILES).is_file() for role in roles)
 
 
 def prune(run_folder: Path, keep: int, best_step: int | None) -> list[int]:
-    """Delete checkpoints beyond the newest `keep` and the best one; return the steps of those that are gone."""
+    """Delete checkpoints other than the newest `keep` and the best one; return the steps of the deleted ones."""
     deleted = [one for one in checkpoints_in(run_folder)[keep:] if one.step != best_step]
     for checkpoint in deleted:
         discard(checkpoint.folder)
@@ -199,7 +199,7 @@ def prune(run_folder: Path, keep: int, best_step: int | None) -> list[int]:
 
 
 def _unfinished(run_folder: Path, ending: str) -> list[Path]:
-    """Return the folders of checkpoints that have no name yet, or no longer one."""
+    """Return the folders of checkpoints with a temporary name."""
     found = (run_folder / CHECKPOINTS_FOLDER).glob(f".step-*{ending}")
     return sorted(one for one in found if one.is_dir())
 

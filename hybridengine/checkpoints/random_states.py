@@ -1,4 +1,4 @@
-"""The states of a process's random number generators, in a file that no code needs to run to read."""
+"""Random number generator states of a process, stored in a file that can be read without executing code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def random_states(more: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the states of torch (CPU and the present GPU), NumPy and Python, and `more` by name, for `torch.save`."""
+    """Return the states of torch (CPU and current GPU), NumPy and Python, and `more` by name, for `torch.save`."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
@@ -25,7 +25,7 @@ def random_states(more: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def load_random_states(file: Path) -> dict[str, Tensor]:
-    """Set the generators to the states in a file, and return those of `more`."""
+    """Set the generators to the states in a file, and return its additional states."""
     states = torch.load(file, map_location="cpu", weights_only=True)
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_available():

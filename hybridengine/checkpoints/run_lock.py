@@ -1,4 +1,4 @@
-"""One process at a time carries out a run: a lock on its folder."""
+"""A lock on the folder of a run, so that only one process at a time executes the run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hybridengine.errors import ConfigError
 
 LOCK_FILE = "run.lock"
 NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
-"""Errors of file systems without locks."""
+"""Errors of file systems without support for locks."""
 
 
 @contextlib.contextmanager
 def run_lock(run_folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
-    """Keep other processes, on every machine that sees the folder, from carrying out the same run.
+    """Prevent other processes, on every machine that sees the folder, from executing the same run.
 
     Args:
-        warn: told where the file system has no locks, and nobody else would be refused.
+        warn: called if the file system does not support locks, so that other processes would not be rejected.
 
     Raises:
-        ConfigError: one does, or the folder cannot be written to.
+        ConfigError: another process holds the lock, or the folder is not writable.
     """
     with contextlib.ExitStack() as ends:
         try:

@@ -1,8 +1,7 @@
-"""The tensors of a checkpoint, by name and box, read without trusting what the files say.
+"""Tensors of a checkpoint by name and box, read without trusting the contents of the files.
 
-In PyTorch's distributed format, `.metadata` is a pickle. Here it may only name the
-classes that describe tensors; anything else in it is an error before it is called. The tensors themselves are read as
-data (`weights_only`).
+In PyTorch's distributed format, `.metadata` is a pickle. Here it may only refer to classes that describe tensors; any
+other reference is an error before it is called. The tensors are read as data (`weights_only`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from hybridengine.reshard.boxes import Box, extents, intersect, moved, starts
 
 METADATA_FILE = ".metadata"
 COMMON_STATE = "common_state/"
-"""Begins the name of what Megatron-core 0.19 keeps for all ranks: a pickle, which is never read."""
+"""Name prefix of data that Megatron-core 0.19 keeps for all ranks: a pickle, which is never read."""
 ALLOWED_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -40,11 +39,11 @@ ALLOWED_CLASSES = {
     "pathlib": {"Path", "PosixPath"},
     "collections": {"OrderedDict"},
 }
-"""Module -> names in `.metadata` that describe tensors."""
+"""Module -> names that `.metadata` may refer to."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes nothing but descriptions of tensors."""
+    """Unpickler restricted to descriptions of tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in ALLOWED_CLASSES.get(module, ()):
@@ -59,7 +58,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Return the description of the tensors in a folder.
 
     Raises:
-        CheckpointError: it cannot be read, names anything but descriptions of tensors, or has other things in it.
+        CheckpointError: the metadata cannot be read, or has contents other than descriptions of tensors.
     """
     file = folder / METADATA_FILE
     try:
@@ -82,20 +81,20 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class TensorFolder:
-    """Tensors in a folder of PyTorch's distributed format, read from disk when asked for."""
+    """Tensors in a folder of PyTorch's distributed format, read from disk on request."""
 
     def __init__(self, folder: Path) -> None:
         """Read the description of the tensors.
 
         Raises:
-            CheckpointError: as for `read_metadata`.
+            CheckpointError: see `read_metadata`.
         """
         self.folder, metadata = folder, read_metadata(folder)
         described = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
         self.shapes = {name: tuple(one.size) for name, one in described.items()}
         """Name -> shape of the whole tensor."""
         self.dtypes = {name: one.properties.dtype for name, one in described.items()}
-        """Name -> type."""
+        """Name -> type of the tensor."""
         boxes = {
             (name, tuple(chunk.offsets)): tuple(
                 (start, start + extent) for start, extent in zip(chunk.offsets, chunk.sizes, strict=True)
@@ -104,7 +103,7 @@ class TensorFolder:
             for chunk in one.chunks
         }
         self._chunks: dict[str, list[tuple[Box, Any]]] = {name: [] for name in described}
-        """Name -> boxes, and where each lies."""
+        """Name -> boxes, with the location of each."""
         for index, place in (metadata.storage_data or {}).items():
             if (box := boxes.get((index.fqn, tuple(index.offset or ())))) is not None:
                 self._chunks[index.fqn].append((box, place))
@@ -113,7 +112,7 @@ class TensorFolder:
         """Return the elements of one box of a tensor.
 
         Raises:
-            CheckpointError: there is no such tensor, parts of the box are missing, or other things are in its place.
+            CheckpointError: there is no such tensor, parts of the box are missing, or the stored data is invalid.
         """
         if name not in self.shapes:
             raise CheckpointError(f"{self.folder} has no tensor {name}; use a complete checkpoint")
@@ -135,7 +134,7 @@ class TensorFolder:
         return result
 
     def _stored(self, place: Any) -> Tensor:
-        """Return a chunk as it was written."""
+        """Return a chunk as stored."""
         file = self.folder / place.relative_path
         if file.resolve().parent != self.folder.resolve():
             raise CheckpointError(
@@ -146,8 +145,8 @@ class TensorFolder:
                 opened.seek(place.offset)
                 content = io.BytesIO(opened.read(place.length))
             return torch.load(content, map_location="cpu", weights_only=True)
-        except Exception as error:  # what is no tensor fails in any way
-            # Without torch's text, which proposes to trust the file.
+        except Exception as error:  # invalid data may fail in any way
+            # Without torch's message, which suggests trusting the file.
             raise CheckpointError(
                 f"{file} has no tensor at byte {place.offset} ({type(error).__name__}); use a complete checkpoint"
             ) from None

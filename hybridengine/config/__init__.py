@@ -1,4 +1,4 @@
-"""Configuration of a run: one YAML file plus `key=value` overrides, typed, frozen, checked as a whole."""
+"""Configuration of a run: one YAML file plus `key=value` overrides, typed, frozen and validated as a whole."""
 
 from hybridengine.config.algorithm import Role
 from hybridengine.config.checks import check_run, rows_for_every_rank

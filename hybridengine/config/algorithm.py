@@ -1,8 +1,8 @@
-"""An RL algorithm as one object: its roles, its options with their checks, its step and its loss.
+"""Base class of RL algorithms: roles, options and their checks, step and loss.
 
-`config.algorithm` is an instance of the class that `algorithm.name` names; the other keys of that section are the
-class's fields. Everybody who needs to know something about the algorithm asks this object: the configuration its roles
-and rules, the launcher its roles, the planner its calls (by tracing `step`), the ranks its loss.
+`config.algorithm` is an instance of the class that `algorithm.name` names; the other keys of the section are the class's
+fields. All code that depends on the algorithm reads this object: the configuration its roles and rules, the launcher its
+roles, the planner its calls (by tracing `step`), the ranks its loss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridengine.errors import ConfigError
 from hybridengine.importing import import_object
 
 Role = Literal["actor", "critic", "cost_critic", "reference", "reward", "cost"]
-"""A model of a dataflow."""
+"""A model of a dataflow, by name."""
 
 ALGORITHMS = {
     "ppo": "hybridengine.drivers.ppo:Ppo",
@@ -35,12 +35,12 @@ ALGORITHMS = {
     "safe_rlhf": "hybridengine.drivers.safe_rlhf:SafeRlhf",
     "online_dpo": "hybridengine.drivers.online_dpo:OnlineDpo",
 }
-"""Name -> class by import path: this floor imports none before a configuration names it."""
+"""Name -> import path of the class; classes are imported only when a configuration names them."""
 DEFAULT = next(iter(ALGORITHMS))
 
 
 class Conflict(NamedTuple):
-    """A rule that a configuration breaks."""
+    """A violated rule between values of a configuration."""
 
     message: str
     keys: tuple[str, ...]
@@ -50,79 +50,79 @@ CorrectionName = Literal["token_tis", "sequence_tis", "sequence_mis", "geometric
 
 
 class CorrectionSection(Section):
-    """Correction of differences between the engine's and the trainer's log-probs: weights rho = pi_train / pi_rollout."""
+    """Correction of differences between engine and trainer log-probs: weights rho = pi_train / pi_rollout."""
 
     name: CorrectionName = "token_tis"
-    """token_tis and sequence_tis cut weights off at `high`, sequence_mis drops sequences beyond it; geometric_filter
-    drops those whose geometric mean of rho is not in low to high."""
+    """Correction method: token_tis and sequence_tis cap weights at `high`, sequence_mis drops sequences above it, and
+    geometric_filter drops sequences whose geometric mean of rho is not between `low` and `high`."""
     high: Positive = 2.0
-    """Largest weight."""
+    """Largest weight, or largest mean for geometric_filter."""
     low: NonNegative = 0.0
-    """Smallest mean, of geometric_filter."""
+    """Smallest mean for geometric_filter."""
 
 
 class Algorithm(Section):
-    """Base class of all algorithms. Options are fields, checked like every section of the configuration.
+    """Base class of all algorithms. Options are fields, validated like every section of the configuration.
 
-    Guarantees: modules of this project's algorithms import neither torch nor Ray, so that planning needs neither. What
-    runs on ranks is named by import path.
+    Guarantees: modules of built-in algorithms import neither torch nor Ray, so that planning needs neither. Functions
+    that run on ranks are given by import path.
     """
 
     roles: ClassVar[tuple[Role, ...]] = ()
     """Models of the dataflow."""
     min_samples: ClassVar[int] = 1
-    """Fewest responses to a prompt: 2 where responses to the same prompt are compared."""
+    """Minimum number of responses per prompt: 2 where responses to the same prompt are compared."""
     rows_per_unit: ClassVar[int] = 1
-    """Rows that the actor's update keeps in one micro-batch: 2 for a preference."""
+    """Number of rows that the actor's update keeps in one micro-batch: 2 for a preference."""
     uncorrected: ClassVar[str | None] = None
-    """Reason why the algorithm reads no rollout correction; None if it reads one."""
+    """Reason why the algorithm does not use a rollout correction; None if it does."""
 
     advantage_parameters: ClassVar[tuple[str, ...]] = ("rows", "across", "algorithm", "samples")
-    """Arguments that the function of the option `advantages` is called with, where there is that option."""
+    """Parameters of the function given by the option `advantages`, for algorithms with that option."""
 
     name: str = ""
-    """One of this project's algorithms, or the import path of a class of your own, package.module:Class."""
+    """Name of a built-in algorithm, or import path of a custom class, package.module:Class."""
     loss: ImportPath = "hybridengine.algorithms.losses.policy:clipped_loss"
-    """Loss of the actor's update: a function (log_probs, columns, algorithm, actor, aggregation)."""
+    """Loss function of the actor's update, called as function(log_probs, columns, algorithm, actor, aggregation)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL divergence from the reference."""
+    """Estimator of the KL divergence from the reference policy."""
     correction: CorrectionSection | None = None
-    """Rollout correction; left out, there is none."""
+    """Rollout correction; none by default."""
 
     @model_validator(mode="before")
     @classmethod
     def _named(cls, values: Any) -> Any:
-        """An object that is made without a name has that of its class."""
+        """Set the name of an object that is constructed without one to that of its class."""
         path = f"{cls.__module__}:{cls.__qualname__}"
         name = next((name for name, known in ALGORITHMS.items() if known == path), path)
         return {"name": name, **values} if isinstance(values, dict) else values
 
     @abstractmethod
     def step(self, roles: Any, sampling: Any, state: dict[str, float]) -> dict[str, float]:
-        """Carry out one iteration over the run's worker groups; return its metrics.
+        """Run one iteration over the worker groups; return its metrics.
 
-        The planner traces this function with stand-ins for the groups (`planning.dataflows`).
+        The planner traces this method with stand-ins for the groups (`planning.dataflows`).
 
         Args:
             roles: `drivers.roles.Roles`.
             sampling: `drivers.roles.Sampling`.
-            state: numbers that are kept until the next iteration, and in checkpoints.
+            state: numbers that are carried over to the next iteration and saved in checkpoints.
         """
 
     def scored_rows(self, num_prompts: int, num_rows: int) -> int:
-        """Return the rows of the smallest call that scores responses."""
+        """Return the number of rows of the smallest call that scores responses."""
         return num_rows
 
     def conflicts(self, config: Any) -> Iterator[Conflict]:
-        """Yield the rules between the algorithm and other sections of its `RunConfig` that are broken."""
+        """Yield the violated rules between the algorithm and other sections of its `RunConfig`."""
         yield from ()
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """Return the class of an algorithm's name or import path.
+    """Return the class with an algorithm's name or import path.
 
     Raises:
-        ValueError: there is no such class, or it is no algorithm.
+        ValueError: there is no such class, or it is not an algorithm.
     """
     if name not in ALGORITHMS and not re.fullmatch(IMPORT_PATH, name, re.ASCII):
         near = difflib.get_close_matches(name, ALGORITHMS, n=1)
@@ -155,7 +155,7 @@ def algorithm_class(name: str) -> type[Algorithm]:
 
 
 def import_named(path: str, kind: str) -> Any:
-    """Return the object at an import path that a configuration gives.
+    """Return the object at an import path from a configuration.
 
     Raises:
         ValueError: it cannot be imported, whatever its module raises.
@@ -171,7 +171,7 @@ def import_named(path: str, kind: str) -> Any:
 
 
 def _chosen(value: Any) -> Any:
-    """The section `algorithm`, as an object of the class that it names."""
+    """Return the section `algorithm` as an object of the class that it names."""
     if not isinstance(value, dict):
         return value
     name = value.get("name", DEFAULT)

@@ -1,7 +1,7 @@
-"""Rules between the values of a configuration: keys that need one another, ranks, rows, schedules and files.
+"""Rules between configuration values: dependent and exclusive keys, ranks, rows, schedules and files.
 
-Every rule gives its message and the keys that it concerns, so that a rule is left out where one of its keys is
-already in question.
+Each rule yields its message and the keys that it concerns, so that it can be skipped where one of the keys is already
+reported.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hybridengine.models.presets import find_preset
 from hybridengine.topology.sizes import TrainSizes
 
 PLACEMENT_KEYS = ("cluster.ranks_per_node", "cluster.pools", "rollout.kv_cache_bytes")
-"""Beside the sizes of models and engines."""
+"""Keys of the placement, in addition to sizes of models and engines."""
 
 
 def check_run(config: RunConfig, *, dry_run: bool = False) -> list[str]:
-    """Return every rule between values that `config` breaks, as value, rule and remedy."""
+    """Return every violated rule between values of `config`, as value, rule and remedy."""
     return [conflict.message for conflict in find_conflicts(config, dry_run=dry_run)]
 
 
@@ -31,7 +31,7 @@ def find_conflicts(config: RunConfig, *, dry_run: bool = False, placed: bool = T
     """Return the messages of `check_run`, each with the keys that it concerns.
 
     Args:
-        placed: whether the ranks, pools and sizes of `config` count; without them, rules that concern them are left out.
+        placed: include rules about the ranks, pools and sizes of `config`.
     """
     found = [*_sources(config), *_algorithm(config), *_scorers(config), *_pools(config)]
     for holder in model_holders(config):
@@ -44,12 +44,12 @@ def find_conflicts(config: RunConfig, *, dry_run: bool = False, placed: bool = T
 
 
 def _is_placement(key: str) -> bool:
-    """Return True if a key says where a model is, or with which sizes, or how much memory remains."""
+    """True if a key sets the placement or sizes of a model, or the size of the KV cache."""
     return key.endswith((".parallel", ".generate")) or key.startswith(PLACEMENT_KEYS)
 
 
 def _sources(config: RunConfig) -> Iterator[Conflict]:
-    """Keys that exclude, and keys that need one another."""
+    """Yield keys that exclude or require one another."""
     model, data = config.model, config.data
     yield from _exactly_one("model", {"path": model.path, "gguf": model.gguf, "build": model.build})
     yield from _exactly_one("data", {"train_file": data.train_file, "task": data.task})
@@ -92,7 +92,7 @@ def _exactly_one(section: str, values: dict[str, object]) -> Iterator[Conflict]:
 
 
 def _algorithm(config: RunConfig) -> Iterator[Conflict]:
-    """Keys that need one another, and keys that nobody reads."""
+    """Yield keys that require one another, and unused keys."""
     algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
     named = f"algorithm.name={algorithm.name}"
     if samples < algorithm.min_samples:
@@ -115,7 +115,7 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
         )
     try:
         found = [Conflict(*conflict) for conflict in algorithm.conflicts(config)]
-    except Exception as error:  # a class of the user's own may raise or yield anything
+    except Exception as error:  # custom classes may raise or yield anything
         yield Conflict(
             f"the method conflicts of {named} failed ({type(error).__name__}: {error}); it must raise nothing, and yield"
             " hybridengine.Conflict(message, (key, ...))",
@@ -126,7 +126,7 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _scorers(config: RunConfig) -> Iterator[Conflict]:
-    """Keys that need one another, and keys that nobody reads."""
+    """Yield keys that require one another, and unused keys."""
     for name, section in reward_sections(config).items():
         for term, scorer in section.scorers.items():
             yield from _scorer(scorer_key(name, term), scorer, is_reward=not term and name == "reward")
@@ -135,7 +135,7 @@ def _scorers(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _scorer(key: str, scorer: ScorerSection, *, is_reward: bool) -> Iterator[Conflict]:
-    """Keys that a scorer needs; a single reward without a function has the demo's, which no cost and no term can mean."""
+    """Yield missing keys of a scorer; a single reward defaults to the demo's function, which costs and terms do not."""
     if scorer.kind == "model" and scorer.path is None:
         yield Conflict(
             f"{key}.kind=model needs a checkpoint; give {key}.path, or {key}.kind=function",
@@ -172,7 +172,7 @@ def _terms(config: RunConfig, name: str, section: RewardSection) -> Iterator[Con
 
 
 def _failures(config: RunConfig, name: Role, section: RewardSection) -> Iterator[Conflict]:
-    """The time of failed calls against the time that a call of the group may take."""
+    """Yield conflicts between the time limit of reward functions and that of the group's calls."""
     calls, parts = 1 + section.num_retries, 1
     if section.on_failure == "drop" and (pool := config.pools.get(config.pool_of(name))):
         rows = math.ceil(config.rows_per_step / pool.num_ranks)
@@ -193,7 +193,7 @@ def _failures(config: RunConfig, name: Role, section: RewardSection) -> Iterator
 
 
 def _pools(config: RunConfig) -> Iterator[Conflict]:
-    """Roles of pools that are on two, or that the algorithm does not use."""
+    """Yield roles that are in two pools, or that the algorithm does not use."""
     used, taken = config.algorithm.roles, dict[Role, str]()
     for name, pool in config.cluster.pools.items():
         key = f"cluster.pools.{name}.roles"
@@ -214,10 +214,10 @@ def _pools(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _sizes(config: RunConfig, role: Role, sizes: TrainSizes, key: str) -> Iterator[Conflict]:
-    """p·t·d of a model against the ranks of its role's pool.
+    """Yield a conflict between p·t·d of a model and the ranks of its role's pool.
 
     Args:
-        key: where the sizes come from.
+        key: key that the sizes come from.
     """
     name = config.pool_of(role)
     pool = config.pools[name]
@@ -238,10 +238,10 @@ def _sizes(config: RunConfig, role: Role, sizes: TrainSizes, key: str) -> Iterat
 
 
 def _rows(config: RunConfig) -> Iterator[Conflict]:
-    """Rows of an iteration against the replicas that share them, one row against a micro-batch.
+    """Yield conflicts between the rows of an iteration and replicas, and between one row and a micro-batch.
 
-    Optimizer steps need as many rows on every replica, since their losses are means over rows of replicas. Engines and
-    models that only compute need not.
+    Optimizer steps need the same number of rows on every replica, since their losses are means over rows of replicas.
+    Engines and models that only run forward do not.
     """
     rows, row_keys = config.rows_per_step, ("data.batch_size", "rollout.samples_per_prompt")
     rows_text = (
@@ -285,7 +285,7 @@ def _rows(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _rows_for_every_rank(config: RunConfig) -> Iterator[Conflict]:
-    """Ranks that score or compute by themselves: each needs a row, or it would miss its peers."""
+    """Yield groups whose ranks work on rows individually and have fewer rows than ranks: every rank needs a row."""
     row_keys = ("data.batch_size", "rollout.samples_per_prompt")
     for role, num_rows in rows_for_every_rank(config).items():
         name = config.pool_of(role)
@@ -302,7 +302,7 @@ def _rows_for_every_rank(config: RunConfig) -> Iterator[Conflict]:
 
 
 def rows_for_every_rank(config: RunConfig) -> dict[Role, int]:
-    """Return, by role, the rows of a call that all ranks of the role's pool share out, each at least one."""
+    """Return, by role, the number of rows of a call that is split over all ranks of the role's pool."""
     needs: dict[Role, int] = {"actor": config.rows_per_step}
     for role, section in reward_sections(config).items():
         if section.functions:
@@ -311,7 +311,7 @@ def rows_for_every_rank(config: RunConfig) -> dict[Role, int]:
 
 
 def _schedules(config: RunConfig) -> Iterator[Conflict]:
-    """Learning-rate schedules against the length of the run."""
+    """Yield conflicts between learning-rate schedules and the length of the run."""
     for role in (role for role in TRAINED if role in config.model_roles):
         section = getattr(config, role)
         optimizer, prefix = section.optimizer, f"{role}.optimizer"
@@ -330,7 +330,7 @@ def _schedules(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _files(config: RunConfig) -> Iterator[Conflict]:
-    """Files that must be there before anything starts."""
+    """Yield files that are required at the start and missing."""
     for key, path in (
         ("data.train_file", config.data.train_file),
         ("data.eval_file", config.data.eval_file),

@@ -1,8 +1,8 @@
-"""A `RunConfig` from a YAML file and `key=value` overrides, with every problem in one error.
+"""Loading of a `RunConfig` from a YAML file and `key=value` overrides, with all problems reported in one error.
 
-Problems come in three kinds, and the later ones are found even where there are earlier ones: an override without a
-value, a key or value that the sections do not allow, and values that do not fit together. A rule between values is
-left out only where one of these values is itself in question.
+There are three kinds of problems: an override without a value, a key or value that a section does not allow, and values
+that conflict. Later kinds are found even in the presence of earlier ones; a rule between values is skipped only where one
+of the values is itself reported.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from hybridengine.reading import read_text
 from hybridengine.redaction import remember_secrets
 
 MAX_NESTING = 100
-"""Dots in the key of an override."""
+"""Largest number of dots in the key of an override."""
 Problem = tuple[str, str]
-"""Dotted key in question, message."""
+"""(dotted key, message)."""
 
 
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False, placed: bool = True
 ) -> RunConfig:
-    """Return the configuration that a file and `key=value` overrides describe; the last of equal keys counts.
+    """Return the configuration described by a file and `key=value` overrides; the last of equal keys wins.
 
-    A file with the key `base` says what is different from that other file, which is named from its own folder.
+    A file with the key `base` overrides that other file, whose path is relative to its own folder.
 
     Args:
-        dry_run: accept that the checkpoint and the data are not on this machine, as long as `model.hf_config` gives
+        dry_run: accept that the checkpoint and the data are not on this machine, provided `model.hf_config` gives
             the shapes.
-        placed: whether ranks, pools and sizes count; without them, rules that concern them are left out.
+        placed: include rules about ranks, pools and sizes.
 
     Raises:
-        ConfigError: everything that is wrong, in one list.
+        ConfigError: lists every problem.
     """
     tree = _read_tree(Path(path))
     names = [text.partition("=")[2] for text in overrides if text.startswith("algorithm.name=")]
@@ -63,7 +63,7 @@ def load_config(
     values = {str(key): value for key, value in values.items()}
     remember_secrets(values)
     for name, field in RunConfig.model_fields.items():
-        # A section with nothing beneath has its defaults.
+        # An empty section has its defaults.
         if values.get(name, ...) is None and not isinstance(field.default, str | None):
             del values[name]
     run = values.setdefault("run", {})
@@ -71,7 +71,7 @@ def load_config(
         run.setdefault("name", Path(path).stem)
     try:
         json.dumps(values, default=str, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # bytes of a file name or of an argument
+    except UnicodeEncodeError as error:  # undecodable bytes of a file name or argument
         text = error.object[max(0, error.start - 20) : error.end + 20]
         raise ConfigError(
             f"{text!a} is not UTF-8 text; write other characters (run.name is the name of the file where it is left out)"
@@ -89,7 +89,7 @@ def load_config(
 
 
 def _read_tree(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
-    """Return a file upon its base, and that upon its own."""
+    """Return a file merged over its base, recursively."""
     tree = _read_yaml(path)
     if path.resolve() in above:
         chain = " -> ".join(str(file.name) for file in (*above, path))
@@ -117,7 +117,7 @@ def _named_algorithm(tree: DictConfig) -> Any:
 
 
 def _change_algorithm(tree: DictConfig, name: Any) -> None:
-    """Drop the options of the algorithm of `tree` that another one, which a file or override upon it names, lacks."""
+    """Drop options of the current algorithm that `name`, set by a file or override on top, does not have."""
     section = tree.get("algorithm")
     if name is None or not isinstance(section, DictConfig):
         return
@@ -145,7 +145,7 @@ def _read_yaml(path: Path) -> DictConfig:
 
 
 def _apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> Iterator[Problem]:
-    """Write each `key=value` into the tree."""
+    """Write each `key=value` into the tree; yield the problems."""
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not all(key.split(".")) or key != key.strip():
@@ -172,13 +172,13 @@ def _apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> Iterator[Pro
 
 
 def _unresolved(path: str | Path, error: OmegaConfBaseException) -> str:
-    """Return the message for a `???` or a `${...}` that has no value."""
+    """Return the message for a `???` or a `${...}` without a value."""
     key = f" at {error.full_key}" if error.full_key else ""
     return f"{path}{key}: {first_line(error)}; write the value itself"
 
 
 def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
-    """Return the configuration without the entries that are wrong, and the problems with them."""
+    """Return the configuration without its invalid entries, and their problems."""
     problems: list[Problem] = []
     while True:
         section = values.get("algorithm")
@@ -191,11 +191,11 @@ def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
             items, earlier = error.errors(), [key for key, _ in problems]
             for item in items:
                 if any(_is_beneath(other["loc"], item["loc"]) for other in items):
-                    continue  # a list without its wrong entries may be too short, which is no problem of its own
+                    continue  # a list without its invalid entries may be too short, which is not a problem of its own
                 location, problem = _describe(item, kind)
-                if not _touches(_dotted(location), earlier):  # else it is missing since it was removed
+                if not _touches(_dotted(location), earlier):  # else it is missing because it was removed
                     problems += problem
-                # Nobody can say which options an unknown algorithm reads.
+                # The options of an unknown algorithm are unknown.
                 removed |= _remove(values, location[:1] if location == ["algorithm", "name"] else location)
             if not removed:
                 return None, problems
@@ -206,7 +206,7 @@ def _is_beneath(location: tuple[str | int, ...], other: tuple[str | int, ...]) -
 
 
 def _class_or_base(name: Any) -> type[Algorithm]:
-    """Return the class of the algorithm called `name`; the base class where there is none."""
+    """Return the class of the algorithm called `name`, or the base class if there is none."""
     try:
         return algorithm_class(name)
     except (TypeError, ValueError):
@@ -214,7 +214,7 @@ def _class_or_base(name: Any) -> type[Algorithm]:
 
 
 def _describe(item: Any, algorithm: type[Algorithm]) -> tuple[list[str | int], list[Problem]]:
-    """Return the location of a pydantic error and its problems: its key first, then the key that was probably meant.
+    """Return the location of a pydantic error and its problems, as pairs of the key (with suggestions) and the message.
 
     Args:
         algorithm: class of the section `algorithm`.
@@ -249,7 +249,7 @@ def _describe(item: Any, algorithm: type[Algorithm]) -> tuple[list[str | int], l
 
 
 def _remedy(field: FieldInfo) -> str:
-    """Return the way back to the default, and the meaning of the key."""
+    """Return how to restore the default, and the meaning of the key."""
     meaning = f" (it is: {_begun_small(field.description.rstrip('.'))})" if field.description else ""
     if field.is_required():
         return f"give it a value{meaning}"
@@ -258,12 +258,12 @@ def _remedy(field: FieldInfo) -> str:
 
 
 def _begun_small(text: str) -> str:
-    """Return `text` with a small first letter, unless it begins with an abbreviation."""
+    """Return `text` with a lower-case first letter, unless it begins with an abbreviation."""
     return text if text[1:2].isupper() else text[0].lower() + text[1:]
 
 
 def _remove(values: Any, location: Sequence[str | int]) -> bool:
-    """Take the entry at `location`, or the list that holds it, out of `values`; return True if there was one."""
+    """Remove the entry at `location`, or the list that holds it, from `values`; return True if it existed."""
     for index, part in enumerate(location):
         if not isinstance(values, dict) or part not in values:
             return False
@@ -276,7 +276,7 @@ def _remove(values: Any, location: Sequence[str | int]) -> bool:
 
 
 def _suggestions(location: Sequence[str | int], there: list[str], known: Iterable[str]) -> list[str]:
-    """Return dotted keys close to an unknown one: of those beside it, or else those of the same name elsewhere."""
+    """Return dotted keys similar to an unknown one: siblings, or else keys of the same name elsewhere."""
     name = str(location[-1])
     if near := difflib.get_close_matches(name, there, n=1, cutoff=0.7):
         return [_dotted([*location[:-1], near[0]])]
@@ -288,10 +288,10 @@ def _suggestions(location: Sequence[str | int], there: list[str], known: Iterabl
 def known_fields(
     algorithm: type[Algorithm] | None = None, model: type[BaseModel] = RunConfig, prefix: str = ""
 ) -> dict[str, FieldInfo]:
-    """Return every section and field that a configuration may have, by dotted key; NAME is a name of one's own.
+    """Return every section and field of a configuration by dotted key, with NAME for user-defined names.
 
     Args:
-        algorithm: the class of the section `algorithm`; without one, the options of all algorithms are returned.
+        algorithm: class of the section `algorithm`; None for the options of all algorithms.
     """
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
@@ -306,7 +306,7 @@ def known_fields(
 
 
 def _key_in_table(location: Iterable[str | int], known: Iterable[str]) -> str:
-    """Return the key of `known_fields` at a location, or of the value that has it: a list, a mapping of plain values."""
+    """Return the key of `known_fields` at a location, or of the list or mapping that contains it."""
     keys, found = [f"{key}." for key in known], ""
     for part in takewhile(lambda part: isinstance(part, str), location):
         ways = (f"{found}NAME.", f"{found}{part}.")
@@ -318,7 +318,7 @@ def _key_in_table(location: Iterable[str | int], known: Iterable[str]) -> str:
 
 
 def _touches(key: str, others: Iterable[str]) -> bool:
-    """Return True if `key` is one of `others`, lies beneath one, or holds one."""
+    """True if `key` is one of `others`, lies beneath one, or contains one."""
     return any(
         key == other or key.startswith(other + ".") or other.startswith((key + ".", key + "["))
         for other in others
@@ -327,7 +327,7 @@ def _touches(key: str, others: Iterable[str]) -> bool:
 
 
 def _dotted(location: Iterable[str | int]) -> str:
-    """Return a location as a key: run.name, cluster.ranks_per_node[0]."""
+    """Return a location as a dotted key: run.name, cluster.ranks_per_node[0]."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(
         "."
     )

@@ -1,4 +1,4 @@
-"""Rules of models: checkpoints and descriptions, sizes against shapes, widths against positions and the KV cache."""
+"""Rules of models: checkpoints and descriptions, sizes against shapes, row widths against positions and KV cache."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ WIDTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
 
 
 def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
-    """Yield the broken rules of every model."""
+    """Yield the violated rules of all models."""
     yield from _checkpoints(config, dry_run)
     actor = None
     for holder in model_holders(config):
-        with suppress(ConfigError, CheckpointError):  # no shape to check, which `_checkpoints` reports
+        with suppress(ConfigError, CheckpointError):  # `_checkpoints` reports the missing shape
             shape = holder_shape(config, holder)
             actor = shape if holder.role == "actor" else actor
             yield from _sharding(holder, shape)
@@ -34,7 +34,7 @@ def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
 
 
 def model_shape(config: RunConfig) -> ModelShape:
-    """Return the shape of the actor's model: of its checkpoint, of the model to build, or of `model.hf_config`.
+    """Return the shape of the actor's model, from its checkpoint, `model.build` or `model.hf_config`.
 
     Raises:
         ConfigError, CheckpointError: the model is not described, or cannot be used.
@@ -47,7 +47,7 @@ def model_shape(config: RunConfig) -> ModelShape:
 
 
 def holder_shape(config: RunConfig, holder: ModelHolder) -> ModelShape:
-    """Return the shape of a holder's model, with a score head where it has one.
+    """Return the shape of a holder's model, including any score head.
 
     Raises:
         ConfigError, CheckpointError: the model is not described, or cannot be used.
@@ -57,7 +57,7 @@ def holder_shape(config: RunConfig, holder: ModelHolder) -> ModelShape:
 
 
 def _shape_at(path: str | None, hf_config: str | None) -> ModelShape:
-    """Return the shape of the checkpoint at `path`, which `hf_config` describes where it is elsewhere."""
+    """Return the shape of the checkpoint at `path`, or of `hf_config` if the checkpoint is elsewhere."""
     if hf_config is not None and not (path and (Path(path) / "config.json").exists()):
         return resolve_model(hf_config)
     assert path is not None, "one of the two is given"
@@ -65,7 +65,7 @@ def _shape_at(path: str | None, hf_config: str | None) -> ModelShape:
 
 
 def _checkpoints(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
-    """Every checkpoint, and every description of a model, that the configuration names."""
+    """Yield the problems of all checkpoints and model descriptions in the configuration."""
     model = config.model
     yield from _checkpoint("model", model.path, model.hf_config, dry_run)
     try:
@@ -93,10 +93,10 @@ def _checkpoints(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
 def _checkpoint(
     section: str, path: str | None, hf_config: str | None, dry_run: bool, *, scores: bool = False
 ) -> Iterator[Conflict]:
-    """Problems of a description and of a checkpoint; where nothing is started, the first stands for the second.
+    """Yield the problems of a description and of a checkpoint; in a dry run, the description may replace the checkpoint.
 
     Args:
-        scores: it is a reward model's.
+        scores: True for a reward model.
     """
     described, key = None, f"{section}.path"
     try:
@@ -130,14 +130,14 @@ def _checkpoint(
 
 
 def _sharding(holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
-    """Tensor-parallel size against heads and MLP width, pipeline size against layers."""
+    """Yield conflicts of the tensor-parallel size with heads and MLP width, and of the pipeline size with layers."""
     key, sizes, keys = holder.sizes_key, holder.sizes, (holder.sizes_key, "model", f"{holder.key}.path")
     for problem in shape.tp_problems(sizes.tp_size) + shape.pp_problems(sizes.pp_size):
         yield Conflict(f"{key}={sizes}: {problem}", keys)
 
 
 def _positions(config: RunConfig, holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
-    """The longest row against what a model has positions for; without a checkpoint of its own, it is the actor's."""
+    """Yield a conflict between the longest row and the positions of a model, by default the actor's."""
     rollout, width = config.rollout, config.max_tokens
     if width > shape.max_positions and (holder.path or holder.role == "actor"):
         whose = f"those of {holder.key}.path={holder.path}," if holder.path else "the model's"
@@ -150,7 +150,7 @@ def _positions(config: RunConfig, holder: ModelHolder, shape: ModelShape) -> Ite
 
 
 def _engines(config: RunConfig, shape: ModelShape | None) -> Iterator[Conflict]:
-    """Sizes (p_g, t_g) against the ranks and the model."""
+    """Yield conflicts of the sizes (p_g, t_g) with the ranks and the model."""
     gen, train = config.actor.gen_sizes, config.actor.train_sizes
     for problem in gen.problems_over(train):
         yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "actor.parallel"))
@@ -163,7 +163,7 @@ def _engines(config: RunConfig, shape: ModelShape | None) -> Iterator[Conflict]:
 
 
 def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
-    """One sequence against the KV cache."""
+    """Yield a conflict between one sequence and the KV cache."""
     rollout, width = config.rollout, config.max_tokens
     gen, train = config.actor.gen_sizes, config.actor.train_sizes
     stages = (

@@ -1,4 +1,4 @@
-"""The configuration of one run, and the values that follow from it."""
+"""The configuration of one run, and values derived from it."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ ROLES: tuple[Role, ...] = get_args(Role)
 TRAINED: tuple[Role, ...] = ("actor", "critic", "cost_critic")
 """Roles whose weights are updated."""
 SCORERS: tuple[Role, ...] = ("reward", "cost")
-"""Roles that score responses, with functions, models or both."""
+"""Roles that score responses with functions, models or both."""
 PATH_KEYS = ("folder", "path", "tokenizer", "train_file", "eval_file")
-"""Keys, in any section, with paths that ranks read or write."""
+"""Keys of any section that hold paths which ranks read or write."""
 
 
 def ranks_key(pool: str) -> str:
-    """Return the dotted key of a pool's ranks."""
+    """Return the dotted key of the ranks of a pool."""
     return "cluster.ranks_per_node" if pool == MAIN_POOL else f"cluster.pools.{pool}.ranks_per_node"
 
 
 class RunConfig(Section):
-    """One run. Made by `load_config`, never changed afterwards."""
+    """Configuration of one run, created by `load_config` and immutable."""
 
     run: RunSection = RunSection()
-    """Name, place and length of the run."""
+    """Name, location and length of the run."""
     cluster: ClusterSection = ClusterSection()
-    """The ranks, and on what they run."""
+    """Ranks and the hardware they run on."""
     model: ModelSection = ModelSection()
-    """The actor's starting point."""
+    """The actor's initial model."""
     actor: ActorSection = ActorSection()
     """The policy."""
     critic: CriticSection = CriticSection()
@@ -63,7 +63,7 @@ class RunConfig(Section):
     cost_critic: CriticSection = CriticSection()
     """The value model of costs."""
     reference: ReferenceSection = ReferenceSection()
-    """The frozen copy of the actor's starting point."""
+    """The frozen copy of the actor's initial model."""
     reward: RewardSection = RewardSection()
     """Scores of responses."""
     cost: RewardSection = RewardSection(function=None)
@@ -75,49 +75,49 @@ class RunConfig(Section):
     algorithm: ChosenAlgorithm = Field(default_factory=dict, validate_default=True)  # pyright: ignore
     """The RL algorithm: its name, and the options of that algorithm."""
     warmup: WarmupSection | None = None
-    """Supervised steps before RL; left out, there are none."""
+    """Supervised steps before RL; none by default."""
     timeouts: TimeoutSection = TimeoutSection()
-    """Limits of waiting."""
+    """Time limits."""
     checkpoint: CheckpointSection = CheckpointSection()
     """Saved states, from which the run can be resumed."""
     faults: FaultSection = FaultSection()
-    """Restarts after ranks have failed."""
+    """Restarts after rank failures."""
     guards: GuardSection = GuardSection()
-    """Limits that end the run before it trains on nonsense."""
+    """Limits that stop a run before it trains on invalid data."""
     resume: PathText = "never"
-    """`auto` resumes from the newest whole checkpoint of the run's folder, or begins there; `never` begins in a folder of
-    its own; the folder of a checkpoint begins from that one."""
+    """Checkpoint to start from: `auto` resumes from the newest complete checkpoint in the run's folder, if any; `never`
+    starts in a new folder; a checkpoint folder starts from that checkpoint."""
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
-        """Keep secrets out of the output of every process that a configuration is sent to, as ranks are."""
+        """Restore a configuration, and redact its secrets from the output of the receiving process, such as a rank."""
         super().__setstate__(state)
         remember_secrets(self.model_dump(mode="json"))
 
     def described(self) -> dict[str, Any]:
-        """Return the configuration as plain values to write and to send, without its secrets."""
+        """Return the configuration as plain values without secrets, for writing and sending."""
         return redacted(self.model_dump(mode="json"))
 
     @property
     def pools(self) -> dict[str, PoolSection]:
-        """Every pool by name, the actor's first."""
+        """Pools by name, the actor's first."""
         elsewhere = {role for pool in self.cluster.pools.values() for role in pool.roles}
         roles: tuple[Role, ...] = tuple(role for role in self.algorithm.roles if role not in elsewhere)
         main = PoolSection.model_construct(roles=roles, ranks_per_node=self.cluster.ranks_per_node)
         return {MAIN_POOL: main, **self.cluster.pools}
 
     def pool_of(self, role: Role) -> str:
-        """Return the name of the pool that a role runs on."""
+        """Return the name of the pool of a role."""
         found = (name for name, pool in self.cluster.pools.items() if role in pool.roles)
         return next(found, MAIN_POOL)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all pools."""
+        """Number of ranks in all pools."""
         return sum(pool.num_ranks for pool in self.pools.values())
 
     @property
     def model_roles(self) -> tuple[Role, ...]:
-        """Roles of the dataflow that hold weights on the ranks: a function holds none."""
+        """Roles of the dataflow with weights on the ranks; excludes roles scored only by functions."""
         used = self.algorithm.roles
         return tuple(
             role
@@ -126,7 +126,7 @@ class RunConfig(Section):
         )
 
     def grid(self, role: Role) -> Grid:
-        """Return the training grid of a role, in the cluster's rank order; the actor's where the role has no sizes."""
+        """Return the training grid of a role in the cluster's rank order; the actor's if the role has no sizes."""
         sizes = TrainSizes.parse(getattr(self, role).parallel or self.actor.parallel)
         return Grid(sizes, self.cluster.order)
 
@@ -142,32 +142,32 @@ class RunConfig(Section):
 
     @property
     def rows_per_step(self) -> int:
-        """Sequences of one iteration: prompts times responses per prompt."""
+        """Number of sequences per iteration: prompts times responses per prompt."""
         return self.data.batch_size * self.rollout.samples_per_prompt
 
     @property
     def run_folder(self) -> Path:
-        """Folder of everything that this run writes."""
+        """Folder of everything that the run writes."""
         return Path(self.run.folder) / self.run.name
 
     @property
     def model_folder(self) -> Path:
-        """Hugging Face checkpoint that the run starts from; a converted or built one is written here."""
+        """Hugging Face checkpoint that the run starts from, or path at which a converted or built one is written."""
         return Path(self.model.path) if self.model.path else self.run_folder / "model"
 
     @property
     def start_folder(self) -> Path:
-        """Hugging Face checkpoint that actor and reference enter RL with: after the warm-up where there is one."""
+        """Hugging Face checkpoint of actor and reference at the start of RL, after any warm-up."""
         return self.run_folder / "warmup" if self.warmup else self.model_folder
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Folder of the tokenizer."""
+        """Tokenizer folder."""
         return Path(self.model.tokenizer) if self.model.tokenizer else self.model_folder
 
     @property
     def paths_to_read(self) -> dict[str, Path]:
-        """Key -> file or folder that must be there, on every node, before the run begins."""
+        """Key -> file or folder that must exist on every node before the run starts."""
         return {
             key: Path(value).resolve()
             for key, value in flat(self.model_dump(mode="json"))
@@ -176,56 +176,56 @@ class RunConfig(Section):
 
     @property
     def companions_folder(self) -> Path:
-        """Folder of the configuration, tokenizer and card of every model that the run writes."""
+        """Folder with the configuration, tokenizer and card for every model that the run writes."""
         return self.run_folder / COMPANIONS_FOLDER
 
     @property
     def data_folder(self) -> Path:
-        """Folder that a task writes its files to."""
+        """Folder of a task's generated files."""
         return self.run_folder / "data"
 
     @property
     def train_file(self) -> Path:
-        """Prompts to train on; for a task, where they are written."""
+        """Training prompts; for a task, the path at which they are written."""
         return Path(self.data.train_file) if self.data.train_file else self.data_folder / "train.jsonl"
 
     @property
     def eval_file(self) -> Path | None:
-        """Held-out prompts; for a task, where they are written."""
+        """Held-out prompts, if any; for a task, the path at which they are written."""
         if self.data.eval_file:
             return Path(self.data.eval_file)
         return self.data_folder / "held_out.jsonl" if self.data.task else None
 
     @property
     def demonstrations_file(self) -> Path | None:
-        """Rows with a response for the warm-up; None without a warm-up."""
+        """Demonstrations for the warm-up; None without a warm-up."""
         if self.warmup is None:
             return None
         return Path(self.warmup.file) if self.warmup.file else self.data_folder / "demonstrations.jsonl"
 
 
 class ModelHolder(NamedTuple):
-    """Something with weights on the ranks: a role, or a model among the terms of a reward."""
+    """A set of weights on the ranks: a role, or a model among the terms of a reward."""
 
     role: Role
     key: str
-    """Dotted key of its section."""
+    """Dotted key of the section."""
     section: Any
-    """Any of those with `parallel` and `micro_batch_tokens`."""
+    """Section with `parallel` and `micro_batch_tokens`."""
     grid: Grid
     sizes_key: str
-    """Dotted key of its sizes."""
+    """Dotted key of the sizes."""
     folder: Path
-    """Hugging Face checkpoint that it enters RL with."""
+    """Hugging Face checkpoint at the start of RL."""
 
     @property
     def name(self) -> str:
-        """Name of its group of workers: "reward", or "reward_NAME" for a term."""
+        """Name of the worker group: "reward", or "reward_NAME" for a term."""
         return self.key.replace(".terms.", "_")
 
     @property
     def term(self) -> str:
-        """Name of its term; "" for a role."""
+        """Name of the term; "" for a role."""
         return self.key.partition(".terms.")[2]
 
     @property
@@ -235,27 +235,27 @@ class ModelHolder(NamedTuple):
 
     @property
     def path(self) -> str | None:
-        """Checkpoint of its own."""
+        """Path of its own checkpoint, if any."""
         return getattr(self.section, "path", None)
 
     @property
     def hf_config(self) -> str | None:
-        """Description of that checkpoint, where it is elsewhere."""
+        """Description of that checkpoint for when it is elsewhere."""
         return getattr(self.section, "hf_config", None)
 
     @property
     def has_score_head(self) -> bool:
-        """True if it gives scores or values in place of log-probs."""
+        """True if the model returns scores or values instead of log-probs."""
         return self.role not in ("actor", "reference")
 
 
 def reward_sections(config: RunConfig) -> dict[Role, RewardSection]:
-    """Return every section that scores responses in the run's dataflow, by name."""
+    """Return the sections that score responses in the run's dataflow, by name."""
     return {role: getattr(config, role) for role in SCORERS if role in config.algorithm.roles}
 
 
 def model_holders(config: RunConfig) -> list[ModelHolder]:
-    """Return all of them, the roles first; functions have no weights."""
+    """Return all model holders of a run, roles first."""
     holders = [_holder(config, role, role, getattr(config, role)) for role in config.model_roles]
     for role, section in reward_sections(config).items():
         models = section.models.items()

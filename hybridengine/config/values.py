@@ -19,11 +19,11 @@ from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 MAX_BYTES = 2**60
-"""An exbibyte: far beyond every memory, and exact in 64 bits."""
+"""An exbibyte: far beyond any memory, and exact in 64 bits."""
 
 
 class Section(BaseModel):
-    """A part of the run configuration: typed, frozen, no key beyond those that are declared."""
+    """A section of the run configuration: typed, frozen, and without undeclared keys."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -36,7 +36,7 @@ class Section(BaseModel):
 
 
 def _parse_bytes(value: Any) -> Any:
-    """Return bytes that are written as an integer or with a unit: "64MiB"."""
+    """Return the number of bytes of an integer or of a text with a unit: "64MiB"."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(B|KiB|MiB|GiB)", value.strip())
@@ -58,7 +58,7 @@ def _sizes(parse: Callable[[str], Any]) -> AfterValidator:
 
 
 def like(pattern: str, rule: str) -> AfterValidator:
-    """Return a check that a text, or every key of a mapping, has a pattern; `rule` follows the text in the message."""
+    """Return a validator that matches a text, or every key of a mapping; `rule` follows the text in the message."""
 
     def check(value: Any) -> Any:
         for text in (value,) if isinstance(value, str) else value:
@@ -75,17 +75,17 @@ IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 Count = Annotated[int, Field(ge=1)]
 """A positive integer."""
 CountOrZero = Annotated[int, Field(ge=0)]
-"""An integer from 0 on."""
+"""A non-negative integer."""
 Positive = Annotated[float, Field(gt=0)]
-"""A number above 0."""
+"""A positive number."""
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
-"""A limit of a wait, up to 11 days: the operating system counts such waits in 31 bits of milliseconds."""
+"""A time limit of up to 11 days: the operating system counts waits in 31 bits of milliseconds."""
 NonNegative = Annotated[float, Field(ge=0)]
-"""A number from 0 on."""
+"""A non-negative number."""
 Share = Annotated[float, Field(ge=0, le=1)]
 """A number from 0 to 1."""
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=1, le=MAX_BYTES)]
-"""Bytes: an integer, or with a unit such as 64MiB."""
+"""Number of bytes: an integer, or a text with a unit such as 64MiB."""
 TrainSizesText = Annotated[str, _sizes(TrainSizes.parse)]
 """p-t-d, e.g. "2-2-1"."""
 GenSizesText = Annotated[str, _sizes(GenSizes.parse)]
@@ -97,7 +97,7 @@ FolderName = Annotated[
         "cannot be the name of a folder; use up to 200 letters, digits, '.', '_' and '-', a letter or digit first",
     ),
 ]
-"""A name that is safe as one folder."""
+"""A name that is safe as a folder name."""
 ImportPath = Annotated[
     str, like(IMPORT_PATH, "is not a function's import path; write package.module:function")
 ]
@@ -105,11 +105,11 @@ ImportPath = Annotated[
 PathText = Annotated[
     str, like(r"(?s).*\S.*", "is an empty path; name a file or folder, or leave the key out")
 ]
-"""A path; a relative one starts at the folder in which the command is run."""
+"""A path; relative paths start at the working directory of the command."""
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of every entry of a configuration's plain values."""
+    """Yield the dotted key and the value of every entry of a nested mapping."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from flat(value, f"{above}{key}.")

@@ -1,4 +1,4 @@
-"""Messages of pydantic and PyYAML in this project's words."""
+"""Rewording of pydantic's and PyYAML's messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import yaml
 
 
 def rule(message: str) -> str:
-    """Return pydantic's message as the end of a sentence that begins "value must be"."""
+    """Return pydantic's message as the rest of a sentence that begins "value must be"."""
     text = message.removeprefix("Input should be ").replace("a valid ", "a ")
     for theirs, ours in (
         ("greater than or equal to", "at least"),
@@ -22,12 +22,12 @@ def rule(message: str) -> str:
 
 
 def yaml_fault(error: BaseException) -> str:
-    """Return the fault of a YAML text, with line and column where they are known."""
+    """Return the error of a YAML text, with line and column if they are known."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     if "max_yaml_expanded_nodes" in str(error):  # OmegaConf's limit
         return "its anchors and aliases stand for too many values"
-    if type(error) is ValueError:  # of int(), and nothing else
+    if type(error) is ValueError:  # raised by int() only
         return "a number has thousands of digits"
     if isinstance(error, yaml.MarkedYAMLError) and error.problem:
         mark = error.problem_mark or error.context_mark
@@ -36,6 +36,6 @@ def yaml_fault(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; the name of its class where it has none."""
+    """Return the first line of an error's message, or the name of its class if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""A call of a worker's method: what one rank gets, what it took, and the calls of all pools that are under way."""
+"""Calls of worker methods: the call of one rank, records of ended calls, and the unfinished calls of all pools."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def map_arguments(arguments: Arguments, function: Callable[[Any], Any]) -> Arguments:
-    """Return what `function` makes of each argument."""
+    """Return the arguments with `function` applied to each."""
     args, kwargs = arguments
     return tuple(map(function, args)), {name: function(value) for name, value in kwargs.items()}
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a role's method on one rank."""
+    """Call of a role's method on one rank."""
 
     role: str
     method: str
@@ -30,70 +30,70 @@ class Call:
     is_source: bool
     """True if the protocol collects this rank's result."""
     num_rows: int | None = None
-    """Rows that the method must return on source ranks; None where it returns none."""
+    """Number of rows that source ranks must return; None if the method returns no rows."""
 
     def __str__(self) -> str:
         return f"{self.role}.{self.method}"
 
 
 class InputFailedError(WorkerError):
-    """Rows that a call was given do not exist, because the call that should have produced them failed."""
+    """Input rows of the call do not exist, because the call that should have produced them failed."""
 
 
 @dataclass(frozen=True)
 class CallRecord:
-    """Times and bytes of a call that has ended."""
+    """Times and bytes of an ended call."""
 
     role: str
     method: str
     spans: dict[int, tuple[float, float]]
-    """Rank -> when it began and ended, in seconds since the epoch."""
+    """Rank -> start and end, in seconds since the epoch."""
     fetch_seconds: dict[int, float]
-    """Rank -> how long it took, from the beginning, until its rows were there."""
+    """Rank -> seconds from the start of the call until its input rows were available."""
     transferred: Counter[str]
-    """Bytes of rows that other processes had produced, all ranks together, by the call that had."""
+    """Bytes of rows read from other processes, over all ranks, by producing call."""
     held_bytes: dict[int, dict[str, int]]
-    """Rank -> memory that its process held when the call had ended, by name."""
+    """Rank -> name -> bytes of memory held by its process at the end of the call."""
     pool: str = ""
-    """Name of the ranks' pool, where a run has several."""
+    """Name of the ranks' pool, if the run has several."""
 
     def __str__(self) -> str:
         return f"{self.role}.{self.method}"
 
     @property
     def seconds(self) -> float:
-        """Time on the slowest rank."""
+        """Duration on the slowest rank."""
         return max(end - begin for begin, end in self.spans.values())
 
 
 class CallObserver(Protocol):
-    """Receives events of calls that are under way; its methods return at once and raise nothing."""
+    """Receives events of calls in progress; its methods return immediately and never raise."""
 
     def call_made(
         self, number: int, role: str, method: str, pool: str, num_ranks: int, inputs: Sequence[int]
     ) -> None:
-        """All ranks of a pool have got a call; `inputs` are numbers of the calls whose rows it reads."""
+        """Called when all ranks of a pool have received a call; `inputs` are numbers of the calls whose rows it reads."""
 
     def rank_ended(self, number: int, pool: str, rank: int) -> None:
-        """A rank has ended a call, well or not; comes from a thread of Ray's, in any order."""
+        """Called when a rank has ended a call, successfully or not; runs in a thread of Ray's, in any order."""
 
 
 class CallLog:
-    """Calls of this process, on all its pools: rows go from ranks of any to ranks of any."""
+    """Calls of this process on all of its pools, which may exchange rows."""
 
     def __init__(self) -> None:
         self.payload_bytes = 0
-        """Bytes of rows that have passed through the controller: sent, fetched, or inside results and arguments."""
+        """Bytes of rows transferred through the controller: sent, fetched, or inside results and arguments."""
         self.records: list[CallRecord] = []
-        """Records of calls that have ended well, in that order, since they were last taken."""
+        """Records of calls that succeeded since the last `take_records`, in the order in which they ended."""
         self.unfinished: list[Any] = []
-        """Calls (`Future`) in the order in which they were made, without those that are known to have ended well, or
-        whose failure was raised and which all ranks have ended."""
+        """Calls (`Future`) in order of submission, without those known to have succeeded and those that all ranks have
+        ended and whose failure was raised."""
         self.observer: CallObserver | None = None
-        """Receiver of events."""
+        """Receiver of events, if any."""
 
     def take_records(self) -> list[CallRecord]:
-        """Return the records so far; the next ones begin a new list."""
+        """Return the records so far, and start a new list."""
         records, self.records = self.records, []
         return records
 

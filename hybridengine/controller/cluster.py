@@ -1,4 +1,4 @@
-"""The Ray cluster: starting one on this machine, its nodes in order, and nodes for pools."""
+"""The Ray cluster: local start, ordered nodes, and reservation of nodes for pools."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from hybridengine.errors import ConfigError, WorkerError
 QUIET_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the behaviour of later versions; silences a warning per process
-    "RAY_prestart_worker_first_driver": "0",  # idle processes that no rank, each with its own environment, can use
+    "RAY_prestart_worker_first_driver": "0",  # prestarted processes are useless: each rank has its own environment
     "RAY_enable_worker_prestart": "0",
 }
-"""Set before Ray starts here; values of the caller's environment win."""
+"""Environment variables set before Ray starts; values already in the environment take precedence."""
 
 
 START_ATTEMPTS = 3
-"""Attempts to start Ray on this machine."""
+"""Number of attempts to start Ray on this machine."""
 CONNECT_LIMIT_S = 10.0
-"""Until the port of a cluster answers."""
+"""Time limit for a cluster's port to answer."""
 RESERVE_TIMEOUT_S, RESERVE_POLL_S = 60.0, 0.2
-"""Wait for nodes that another job or a pool closed just now still holds, and time between two looks at what is free."""
+"""Time limit for nodes still held by another job or a recently closed pool, and polling interval."""
 PIN_TIMEOUT_S = 5.0
-"""Wait for nodes that seemed free."""
+"""Time limit for reserving nodes that appeared free."""
 NODE_LABEL = "ray.io/node-id"
 
 
 @dataclass(frozen=True)
 class NodeOffer:
-    """Resources of one node of the cluster."""
+    """Resources of one cluster node."""
 
     address: str
     num_cpus: int
     num_gpus: int
     node_id: str = ""
-    """Ray's."""
+    """Ray's node id."""
 
     def num_ranks(self, cpus_per_rank: int, use_gpus: bool) -> int:
-        """Ranks that fit on the node."""
+        """Return the number of ranks that fit on the node."""
         by_cpus = self.num_cpus // cpus_per_rank if cpus_per_rank else self.num_gpus
         return min(by_cpus, self.num_gpus) if use_gpus else by_cpus
 
@@ -60,11 +60,11 @@ class NodeOffer:
 
 
 def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
-    """Connect to the cluster that RAY_ADDRESS names, or else start a quiet one on this machine; once per process.
+    """Connect to the cluster named by RAY_ADDRESS, or else start a local one with little output; once per process.
 
-    `num_cpus` are logical: that many ranks can run, also on fewer cores. Ray's zero-copy tensors
-    (RAY_ENABLE_ZERO_COPY_TORCH_TENSORS) are left off: they are memory that all readers of a node share, and a worker's
-    in-place operation would change it for all. Where this machine's own cluster has lost its node, it is started again.
+    `num_cpus` is logical: that many ranks can run, even on fewer cores. Ray's zero-copy tensors
+    (RAY_ENABLE_ZERO_COPY_TORCH_TENSORS) stay disabled: their memory is shared by all readers on a node, and a worker's
+    in-place operation would change it for all. If the node of this machine's cluster was lost, the cluster is restarted.
     """
     if ray.is_initialized():
         if os.environ.get("RAY_ADDRESS") or _live_nodes():
@@ -80,7 +80,7 @@ def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
 
 
 def _start_local(num_cpus: int | None, num_gpus: int | None) -> None:
-    """Ray gives its own processes 30 s, which a busy machine may not keep: try again."""
+    """Start Ray on this machine, with retries: its processes have 30 s to start, too short on a busy machine."""
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             with _at_loopback():
@@ -103,8 +103,8 @@ def _start_local(num_cpus: int | None, num_gpus: int | None) -> None:
 
 @contextlib.contextmanager
 def _at_loopback() -> Iterator[None]:
-    """Have Ray listen at 127.0.0.1, as it does on macOS: else this machine's cluster, its autoscaler's metrics included,
-    would listen on all interfaces. Ray reads the environment variable for this when it is imported."""
+    """Make Ray listen on 127.0.0.1, as on macOS: otherwise the local cluster, including its autoscaler's metrics,
+    listens on all interfaces. Ray reads the environment variable when it is imported."""
     from ray._private import ray_constants
 
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
@@ -116,7 +116,7 @@ def _at_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _termination_kept() -> Iterator[None]:
-    """Keep the program's own handler of SIGTERM: Ray puts one in its place that aborts, and leaves what is open open."""
+    """Keep the program's SIGTERM handler, which Ray replaces by one that aborts without cleanup."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -126,14 +126,14 @@ def _termination_kept() -> Iterator[None]:
 
 
 def _connect(address: str) -> None:
-    """Join a cluster.
+    """Connect to a cluster.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no cluster at the address.
     """
     host, _, port = address.rpartition(":")
     try:
-        if port.isdigit() and "/" not in host:  # Ray itself tries for minutes
+        if port.isdigit() and "/" not in host:  # Ray itself retries for minutes
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT_S).close()
         ray.init(address=address, logging_level=logging.WARNING)
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
@@ -144,7 +144,7 @@ def _connect(address: str) -> None:
 
 
 def node_offers(*, free: bool = False) -> list[NodeOffer]:
-    """Return what the live nodes of the connected cluster have, or have free now, in node order."""
+    """Return the total or free resources of the live nodes of the connected cluster, in node order."""
     available = available_resources_per_node() if free else {}
     offers = []
     for node in sorted(_live_nodes(), key=lambda node: node_key(node["NodeManagerAddress"], node["NodeID"])):
@@ -155,9 +155,9 @@ def node_offers(*, free: bool = False) -> list[NodeOffer]:
 
 
 def reserve(ranks_per_node: Sequence[int], cpus_per_rank: int, use_gpus: bool) -> PlacementGroup:
-    """Hold a node for each number of ranks: the first ones in node order that have room, bundle by bundle.
+    """Reserve one node for each number of ranks, bundle by bundle: the first nodes in node order with enough room.
 
-    Ray's own choice among nodes may be another one each time.
+    Ray's own choice of nodes may differ each time.
 
     Raises:
         ConfigError: the nodes stay occupied.
@@ -177,7 +177,7 @@ def reserve(ranks_per_node: Sequence[int], cpus_per_rank: int, use_gpus: bool) -
             )
             if placement.wait(timeout_seconds=PIN_TIMEOUT_S):
                 return placement
-            remove_placement_group(placement)  # somebody else was faster
+            remove_placement_group(placement)  # another job was faster
         if time.monotonic() >= deadline:
             raise ConfigError(
                 f"ranks_per_node={list(ranks_per_node)} fits in the cluster, but was not free within"
@@ -190,7 +190,7 @@ def reserve(ranks_per_node: Sequence[int], cpus_per_rank: int, use_gpus: bool) -
 def capacity_problems(
     ranks_per_node: Sequence[int], cpus_per_rank: int, use_gpus: bool, offers: Sequence[NodeOffer]
 ) -> list[str]:
-    """Why the ranks do not fit on distinct nodes of the cluster; empty where they do."""
+    """Return the reasons why the ranks do not fit on distinct nodes of the cluster; empty if they do."""
     fitting = sorted((offer.num_ranks(cpus_per_rank, use_gpus) for offer in offers), reverse=True)
     wanted = sorted(ranks_per_node, reverse=True)
     if len(wanted) <= len(fitting) and all(need <= room for need, room in zip(wanted, fitting, strict=False)):
@@ -205,7 +205,7 @@ def capacity_problems(
 
 
 def node_key(address: str, node_id: str) -> tuple[Any, ...]:
-    """Sort key of a node: addresses as numbers (10.0.0.9 before 10.0.0.10), then names, then Ray's node id."""
+    """Return the sort key of a node: addresses as numbers (10.0.0.9 before 10.0.0.10), then names, then Ray's node id."""
     try:
         number = ipaddress.ip_address(address)
     except ValueError:
@@ -214,10 +214,10 @@ def node_key(address: str, node_id: str) -> tuple[Any, ...]:
 
 
 def choose_nodes(ranks_per_node: Sequence[int], rooms: Sequence[int]) -> list[int] | None:
-    """A node of its own for each position of `ranks_per_node`, the earliest that has room; None where they do not fit.
+    """Return a distinct node for each entry of `ranks_per_node`, the earliest with enough room; None if they do not fit.
 
-    `rooms[n]` is how many ranks node n can take, nodes in node order. The largest choose first, so that they are not
-    left without a node that was large enough; equal ones take nodes in ascending order.
+    `rooms[n]` is the number of ranks that fit on node n, in node order. The largest entries choose first, so that they
+    find a large enough node; equal ones take nodes in ascending order.
     """
     chosen = dict[int, int]()
     for position in sorted(range(len(ranks_per_node)), key=lambda index: -ranks_per_node[index]):
@@ -230,10 +230,10 @@ def choose_nodes(ranks_per_node: Sequence[int], rooms: Sequence[int]) -> list[in
 
 
 def order_pools(pools: Sequence[Sequence[int]], rooms: Sequence[int]) -> list[int]:
-    """In which order pools, given as their ranks per node, should choose among nodes with `rooms`.
+    """Return the order in which pools, given as ranks per node, should choose among nodes with `rooms`.
 
-    As they are, where all find room that way; else those with the most ranks on one node first, which have the least
-    choice.
+    The given order if all pools find room in it; otherwise the pools with the most ranks on one node first, since they
+    have the least choice.
     """
     as_given = list(range(len(pools)))
     largest_first = sorted(as_given, key=lambda pool: -max(pools[pool]))

@@ -1,4 +1,4 @@
-"""Failures of ranks as they reach the controller: as data, so that no class needs to unpickle to be reported.
+"""Rank failures as reported to the controller, as plain data that needs no class of the rank to be unpickled.
 
 Every call of a rank process ends in an `Outcome`; an exception becomes the `RankFailure` inside it. The controller
 turns failures into a `RankFailedError` (one rank, with its traceback) and hangs into a `WorkerTimeoutError`.
@@ -20,43 +20,43 @@ from hybridengine.errors import HybridEngineError, StorageError, TransferError, 
 from hybridengine.redaction import without_secrets
 
 PASSING = (StorageError, TransferError, WorkerError)
-"""Errors of this project that say something of the moment, not of what was asked for."""
+"""Errors of this project that may be transient, as opposed to errors of the input."""
 _NUMBER = re.compile(r"(0x)?[0-9a-f]*\d[0-9a-f]*", re.IGNORECASE)
-"""Decimal or hexadecimal, also where a unit or a name goes on with it."""
+"""Decimal or hexadecimal number, including a directly following unit or name."""
 MAX_END = 50_000
-"""Characters kept at each end of an exception's text: some print tensors, and secrets are looked for in all of it."""
+"""Characters kept at each end of an exception's text: some print tensors, and all of the text is searched for secrets."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why one rank could not do what it was asked."""
+    """Failure of one rank in a call."""
 
     rank: int
     error: str
-    """Class name and message of the exception, or how the process died."""
+    """Class name and message of the exception, or the way in which the process died."""
     traceback: str = ""
-    """Traceback on the rank; empty where the process died."""
+    """Traceback on the rank; empty if the process died."""
     pickled: bytes | None = None
-    """The exception itself, where it can be pickled."""
+    """The pickled exception, if it can be pickled."""
     died: bool = False
-    """The process is gone, and every role in it."""
+    """True if the process, with every role in it, is gone."""
     lacks_input: bool = False
-    """Rows that the call was given were never produced: the echo of another call's failure."""
+    """True if input rows of the call were never produced: a consequence of another call's failure."""
     in_collective: bool = False
-    """Raised inside torch.distributed: usually the echo of another rank's failure."""
+    """True if raised inside torch.distributed: usually a consequence of another rank's failure."""
     role: str = ""
     method: str = ""
     place: str = ""
-    """Coordinate and node, e.g. "pp=0 dp=0 tp=1, node 10.0.0.4"."""
+    """Coordinate and node, such as "pp=0 dp=0 tp=1, node 10.0.0.4"."""
 
     @property
     def original(self) -> BaseException | None:
-        """The exception raised on the rank; None where it cannot cross processes."""
+        """Exception raised on the rank, or None if it could not be transferred."""
         if self.pickled is None:
             return None
         try:
             return pickle.loads(self.pickled)
-        except Exception:  # the class is unknown here, or its constructor wants other arguments
+        except Exception:  # the class is unknown here, or its constructor takes other arguments
             return None
 
     @property
@@ -66,32 +66,32 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of one call on one rank."""
+    """Result of one call on one rank, apart from its return value."""
 
     rank: int
     begin: float
-    """Time when the rank took the call up, in seconds since the epoch."""
+    """Time at which the rank started the call, in seconds since the epoch."""
     end: float
     failure: RankFailure | None = None
     fetch_seconds: float = 0.0
-    """Part of the time between them until the call's rows were there."""
+    """Seconds from the start until the call's input rows were available."""
     transferred: dict[str, int] = field(default_factory=dict)
-    """Bytes of rows that other processes had produced, by the call that had."""
+    """Bytes of rows read from other processes, by producing call."""
     inline_bytes: int = 0
-    """Bytes of rows inside the call's arguments and result, which Ray carries through the controller."""
+    """Bytes of rows inside the call's arguments and result, transferred by Ray through the controller."""
     held_bytes: dict[str, int] = field(default_factory=dict)
-    """Memory that the rank's process held at the end (`runtime.host_memory.held_bytes`)."""
+    """Memory held by the rank's process at the end of the call, by name (`host_memory.held_bytes`)."""
 
     @property
     def seconds(self) -> float:
-        """From the beginning to the end."""
+        """Duration of the call."""
         return self.end - self.begin
 
 
 class RankFailedError(WorkerError):
-    """A rank raised or died; the message has its traceback.
+    """A rank raised or died; the message contains its traceback.
 
-    The exception that the rank raised is the ``__cause__``, where it could travel.
+    The exception raised on the rank is the ``__cause__``, if it could be transferred.
     """
 
     def __init__(self, message: str, failure: RankFailure) -> None:
@@ -103,11 +103,11 @@ class RankFailedError(WorkerError):
 
 
 def failure_of(rank: int, error: BaseException) -> RankFailure:
-    """Describe an exception on the rank that raised it."""
+    """Return the description of an exception on the rank that raised it."""
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
-    except Exception:  # an exception that cannot travel is reported as text
+    except Exception:  # an exception that cannot be pickled is reported as text
         pickled = None
     return RankFailure(
         rank=rank,
@@ -120,7 +120,7 @@ def failure_of(rank: int, error: BaseException) -> RankFailure:
 
 
 def rank_failed(failure: RankFailure, others: list[RankFailure]) -> RankFailedError:
-    """The error for a failed rank; `others` are ranks that failed in the same call and are only counted."""
+    """Return the error for a failed rank; `others` are ranks that failed in the same call and are only counted."""
     verb = "died" if failure.died else "failed"
     message = f"{failure.operation} {verb} on rank {failure.rank} ({failure.place}): {failure.error}"
     if others:
@@ -141,16 +141,16 @@ def _text_of(error: BaseException) -> str:
 
 
 def _told(text: str) -> str:
-    """Return `text` without secrets, and of a very long one only both ends."""
+    """Return `text` without secrets; only both ends of a very long text."""
     if len(text) > 2 * MAX_END:
-        begin, _, _ = text[:MAX_END].rpartition(" ")  # between words: no secret is cut in two
+        begin, _, _ = text[:MAX_END].rpartition(" ")  # cut between words, so that no secret is split
         _, _, end = text[-MAX_END:].partition(" ")
         text = f"{begin} ... ({len(text)} characters) ... {end}"
     return without_secrets(text)
 
 
 def root_cause(failures: list[RankFailure]) -> tuple[RankFailure, list[RankFailure]]:
-    """The failure to report and the others: a dead rank before an exception before the echo of one."""
+    """Return the failure to report, and the others: dead ranks take precedence over exceptions, and these over echoes."""
     ordered = sorted(
         failures,
         key=lambda failure: (not failure.died, failure.lacks_input, failure.in_collective, failure.rank),
@@ -159,7 +159,7 @@ def root_cause(failures: list[RankFailure]) -> tuple[RankFailure, list[RankFailu
 
 
 def is_passing(error: BaseException) -> bool:
-    """Return whether a failure may be gone when the ranks start again: a process, a link or an engine failed, no rule."""
+    """True if a failure may not recur after a restart of the ranks: one of a process, link or engine, not of a rule."""
     if isinstance(error, RankFailedError):
         if error.failure.died or error.failure.in_collective:
             return True
@@ -169,7 +169,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def failure_signature(error: BaseException) -> str:
-    """Return what repeated failures have in common: their text without numbers of processes, ports and bytes."""
+    """Return the common part of repeated failures: their text without numbers such as pids, ports and bytes."""
     if isinstance(error, RankFailedError):
         what, text = error.failure.operation, error.failure.error
     else:
@@ -178,7 +178,7 @@ def failure_signature(error: BaseException) -> str:
 
 
 def _lost_a_peer(error: BaseException | None) -> bool:
-    """Return True if the exception, or one that it was raised from, comes from a collective."""
+    """True if the exception, or one that it was raised from, comes from a collective."""
     while error is not None:
         if _is_of_a_collective(error):
             return True
@@ -187,7 +187,7 @@ def _lost_a_peer(error: BaseException | None) -> bool:
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
-    """Return True for an error that names torch.distributed or gloo, or whose innermost frame is in torch.distributed."""
+    """True for an error that names torch.distributed or gloo, or whose innermost frame is in torch.distributed."""
     if type(error).__module__.startswith("torch.distributed") or "/gloo/" in _text_of(error):
         return True
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,6 +1,6 @@
-"""Calls on the ranks of a pool whose results may not exist yet, and waiting for them.
+"""Futures of calls on the ranks of a pool, and waiting for them.
 
-The first failure ends a wait, and no wait is without an end.
+The first failure ends a wait, and every wait is limited in time.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hybridengine.controller.whereabouts import report_lines, words_of
 from hybridengine.errors import WorkerError, WorkerTimeoutError, WrongArgumentsError
 
 ECHO_GRACE_S = 5.0
-"""Time to look for the call and the rank that failed first before blaming those that only saw it."""
+"""Time to wait for the first failure before reporting one that may be its consequence."""
 
 
 class Named(Protocol):
-    """A pool of ranks."""
+    """An object with a name, such as a pool of ranks."""
 
     @property
     def name(self) -> str: ...
 
 
 class Future:
-    """A group call and its results, a list by source rank; can be passed, as it is, to calls of other groups."""
+    """A group call and its results, a list by source rank; can be passed unchanged to calls of other groups."""
 
     _numbers = itertools.count()
 
@@ -51,13 +51,13 @@ class Future:
         results: Mapping[int, ObjectRef] | None = None,
         inputs: Sequence[Future] = (),
     ) -> None:
-        """Wrap a call that all ranks of a pool have got.
+        """Wrap a call that all ranks of a pool have received.
 
         Args:
             outcomes: rank -> reference to its `Outcome`.
-            places: text for each rank: coordinate, node.
+            places: rank -> text with its coordinate and node.
             results: source rank -> reference to its result, in row order.
-            inputs: calls whose rows this one reads.
+            inputs: calls whose rows this call reads.
         """
         self.number = next(self._numbers)
         self.pool, self.role, self.method, self.timeout_s = pool, role, method, timeout_s
@@ -69,7 +69,7 @@ class Future:
         self._inputs = list(dict.fromkeys(call for one in inputs for call in (one, *one._inputs)))
         self._error: WorkerError | None = None
         self._values: list[Any] | None = None
-        """The results, once they are here."""
+        """The results, once fetched."""
 
     def __str__(self) -> str:
         return f"{self.role}.{self.method}"
@@ -81,12 +81,12 @@ class Future:
 
     @property
     def seconds(self) -> float:
-        """Time inside the method on the slowest rank; complete once `wait` or `get` has returned."""
+        """Seconds inside the method on the slowest rank; final once `wait` or `get` has returned."""
         return max((outcome.seconds for outcome in self._outcomes.values()), default=0.0)
 
     @property
     def reported(self) -> bool:
-        """True if the call's failure has been raised, or that of a call whose rows it wants."""
+        """True if the failure of this call, or of a call whose rows it reads, has been raised."""
         return self._error is not None or any(call.failures and call.reported for call in self._inputs)
 
     @property
@@ -95,7 +95,7 @@ class Future:
         return list(self._results.values())
 
     def observe(self, observer: CallObserver) -> None:
-        """Send the observer this call now, and each rank when it ends: Ray says so, nobody asks or waits."""
+        """Send this call to the observer now, and each rank when it ends, by a notification of Ray's without polling."""
         inputs = [call.number for call in self._inputs]
         observer.call_made(self.number, self.role, self.method, self.pool.name, len(self._pending), inputs)
         for rank, outcome in self._pending.items():
@@ -104,7 +104,7 @@ class Future:
             )
 
     def poll(self) -> bool:
-        """Take what has arrived, and return whether all ranks have answered; a call that has ended well is recorded."""
+        """Process arrived outcomes, and return True if all ranks have answered; a call that succeeded is recorded."""
         if not self._pending:
             return True
         ranks = {ref: rank for rank, ref in self._pending.items()}
@@ -143,19 +143,19 @@ class Future:
         )
 
     def done(self) -> bool:
-        """Return whether every rank has answered or one has failed; `get` then returns or raises at once."""
+        """Return True if every rank has answered or one has failed, so that `get` returns or raises immediately."""
         return self.poll() or bool(self.failures)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until every rank has ended the call; the result stays where it is.
+        """Wait until every rank has ended the call, without fetching the result.
 
-        A failure of a call that comes first is seen at once, however long others take. By default each call that comes
-        first may take the timeout of its group, from when it is the oldest that has not ended, and then this one;
-        `timeout_s` is for all of them together.
+        The failure of an earlier call is detected immediately, however long others take. By default each earlier call
+        may take the timeout of its group, counted from when it is the oldest unfinished one, and then this call;
+        `timeout_s` limits all of them together.
 
         Raises:
-            RankFailedError: a rank raised or died, in this call or in one that comes first.
-            WorkerTimeoutError: ranks have not answered in time.
+            RankFailedError: a rank raised or died, in this call or an earlier one.
+            WorkerTimeoutError: ranks did not answer in time.
         """
         if self._error is not None:
             raise self._error
@@ -169,7 +169,7 @@ class Future:
             if any(call.failures for call in calls):
                 cause = _first_failed(calls)
                 cause._error = cause._error or rank_failed(*root_cause(cause.failures))
-                if self.failures:  # else it may still end, and can be waited for again
+                if self.failures:  # otherwise it may still end, and can be waited for again
                     self._error = cause._error
                 raise cause._error
             if pending[0] is not oldest:
@@ -183,7 +183,7 @@ class Future:
     def _ahead(self) -> list[Future]:
         """Return the unfinished calls that must end before this one can, oldest first.
 
-        These are earlier calls on the same ranks, calls that make rows for this one, and so on for each of them.
+        These are earlier calls on the same ranks and calls that produce this call's rows, recursively.
         """
         ahead, pools, inputs = list[Future](), [self.pool], [*self._inputs]
         known: set[Future] = {*call_log().unfinished, *inputs}
@@ -197,14 +197,14 @@ class Future:
         return ahead[::-1]
 
     def _hang(self, timeout_s: float | None = None) -> WorkerTimeoutError:
-        """Return the error of ranks that have not answered within `timeout_s`, or else within the call's own limit."""
+        """Return the error for ranks that did not answer within `timeout_s`, by default the call's own limit."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         places = dict[int, str]()
         for rank in self.missing:
             calls = (call for call in call_log().unfinished if call.pool is self.pool)
             earlier = next((call for call in calls if rank in call.missing), self)
             places[rank] = self._places[rank] + (f", still in {earlier}" if earlier is not self else "")
-        # Before the call's own limit, ranks have said nothing yet.
+        # Ranks report nothing before the call's own limit.
         words = words_of(self._pending) if limit_s >= self.timeout_s else {}
         return WorkerTimeoutError(
             f"{self} did not end within {limit_s:g} s: {len(places)} of {len(places) + len(self._outcomes)}"
@@ -217,7 +217,7 @@ class Future:
 
         Raises:
             RankFailedError: a rank raised or died.
-            WorkerTimeoutError: ranks have not answered in time; limits as for `wait`.
+            WorkerTimeoutError: ranks did not answer in time; for limits, see `wait`.
         """
         self.wait(timeout_s)
         if self._values is None:
@@ -248,7 +248,7 @@ class Future:
 
 
 def _first_failed(calls: Sequence[Future]) -> Future:
-    """Return the call whose failure caused those of the others; it may still be on its way."""
+    """Return the call whose failure caused those of the others; its outcome may not have arrived yet."""
     deadline = time.monotonic() + ECHO_GRACE_S
     while True:
         failed = [call for call in calls if call.failures]
@@ -262,10 +262,10 @@ def _first_failed(calls: Sequence[Future]) -> Future:
 
 
 def _expected_causes(calls: Sequence[Future], failed: Sequence[Future]) -> list[ObjectRef]:
-    """Return the outcomes that have not arrived and may say what caused the failures so far."""
+    """Return the pending outcomes that may reveal the cause of the failures so far."""
     if all(_is_echo(failure) for call in failed for failure in call.failures):
         return [ref for call in calls for ref in call._pending.values()]
-    # A rank ends its calls in order: what it died in is the first that it has not ended.
+    # A rank ends its calls in order: it died in the first one that it has not ended.
     died = {(id(call.pool), failure.rank) for call in failed for failure in call.failures if failure.died}
     return [
         ref
@@ -283,7 +283,7 @@ def _is_echo(failure: RankFailure) -> bool:
 def _outcome_of(rank: int, ref: ObjectRef) -> Outcome:
     try:
         return ray.get(ref)
-    except RayError as error:  # the process died, or Ray could not carry arguments or result
+    except RayError as error:  # the process died, or Ray could not transfer arguments or result
         died = isinstance(error, RayActorError)
         text = " ".join(str(error).split())
         now = time.time()

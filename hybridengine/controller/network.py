@@ -1,7 +1,7 @@
-"""Network place of a rank: its node's interface, and the store in which the ranks of a pool meet.
+"""Network setup of a rank: its node's interface, and the store in which the ranks of a pool meet.
 
-All connections of a run use the addresses that Ray knows its nodes by. What a host name resolves to says nothing of
-what other hosts reach: on Debian it is 127.0.1.1.
+All connections of a run use the node addresses known to Ray. A host name may resolve to an address that other hosts
+cannot reach: on Debian it is 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import psutil
 
 from hybridengine.errors import WorkerError
 
-if TYPE_CHECKING:  # a rank imports torch when it has a seat
+if TYPE_CHECKING:  # a rank imports torch when it takes its seat
     from torch.distributed import TCPStore
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SOURCE_PLACE = re.compile(r"\[[^]]*\.\w+:\d+\] ?|\$\d+$")
-"""File and line in gloo's own messages."""
+"""File and line in gloo's messages."""
 CONNECT_LIMIT_S = 30.0
-"""Wait for a connection to rank 0's store, which listens before other ranks are told where."""
+"""Time limit for connecting to rank 0's store, which listens before the other ranks learn its address."""
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that carries an address of this node; None where none does.
+    """Return the network interface that carries an address of this node, or None.
 
     The loopback interface carries all of 127.0.0.0/8.
     """
@@ -46,21 +46,21 @@ def interface_of(address: str) -> str | None:
 
 
 def socket_environment(address: str) -> dict[str, str]:
-    """Return the environment variables by which gloo, NCCL and vLLM listen at the node's address.
+    """Return the environment variables that make gloo, NCCL and vLLM listen on the node's address.
 
-    Empty where no interface carries it: a node behind a translated address is left to its own host name.
+    Empty if no interface carries it: a node behind a translated address uses its host name.
     """
     interface = interface_of(address)
     if interface is None:
         return {}
-    # NCCL takes every interface whose name begins so, unless there is an equals sign.
+    # NCCL matches interfaces by prefix unless there is an equals sign.
     return dict(zip(INTERFACE_VARIABLES, (interface, f"={interface}"), strict=True)) | {
         "VLLM_HOST_IP": address
     }
 
 
 def open_store(address: str, timeout: timedelta) -> TCPStore:
-    """Return a store that listens at a port of `address`, and at no other address of the node.
+    """Return a store that listens on a port of `address`, and on no other address of the node.
 
     Raises:
         WorkerError: the node does not have this address.
@@ -69,7 +69,7 @@ def open_store(address: str, timeout: timedelta) -> TCPStore:
 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        # Port 0: the system picks a free one, and the store takes the socket over, so that nobody else gets it.
+        # Port 0: the system picks a free port, and the store takes over the socket, so that no other process gets it.
         listener = socket.create_server((address, 0), family=family, backlog=4096)
     except OSError as error:
         raise WorkerError(
@@ -88,10 +88,10 @@ def open_store(address: str, timeout: timedelta) -> TCPStore:
 
 
 def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
-    """Return a client of rank 0's store, which waits so long for keys.
+    """Return a client of rank 0's store that waits up to `timeout` for keys.
 
     Raises:
-        RuntimeError: it cannot be reached.
+        RuntimeError: the store cannot be reached.
     """
     from torch.distributed import TCPStore
 
@@ -101,7 +101,7 @@ def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
 
 
 def not_met(rank: int, node: str, error: Exception) -> WorkerError:
-    """Return the error of a rank that did not find the others through torch.distributed."""
+    """Return the error for a rank that did not reach the others through torch.distributed."""
     reason = SOURCE_PLACE.sub("", str(error).strip().split("\n")[0]).rstrip(".")
     named = {name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ}
     interfaces = ", ".join(f"{name}={value!r}" for name, value in named.items()) or "no interface set"

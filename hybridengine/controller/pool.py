@@ -1,4 +1,4 @@
-"""A pool of ranks: reserved nodes, one process per rank, one torch.distributed world over all of them."""
+"""A pool of ranks: reserved nodes, one process per rank, and one torch.distributed world over all of them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from hybridengine.errors import ConfigError, WorkerError, raise_all
 logger = logging.getLogger(__name__)
 
 MEETING_SHARE = 0.5
-"""Share of the time to start after which ranks report whom they have not met, while the pool still listens."""
+"""Fraction of the start timeout after which ranks report the ranks they have not met, while the pool still listens."""
 LEAVE_TIMEOUT_S = 10.0
-"""Wait for ranks to leave the world before they are ended."""
+"""Time limit for ranks to leave the world before they are terminated."""
 
 
 class ResourcePool:
-    """Ranks on the nodes of a Ray cluster, shared by the worker groups that are made on it.
+    """Ranks on the nodes of a Ray cluster, shared by the worker groups created on it.
 
-    Nothing starts before the first worker group is made on the pool, or `start`. Ranks are numbered by (node, GPU):
-    nodes by address as a number, never in Ray's order of bundles. As a context manager, the pool waits on a normal
-    exit for calls whose result nobody fetched, and ends its processes in any case.
+    Nothing starts before `start` or the creation of the first worker group. Ranks are numbered by (node, GPU), with
+    nodes ordered by numeric address, not in Ray's order of bundles. As a context manager, the pool waits on normal exit
+    for calls whose results were not fetched, and always terminates its processes.
 
         with ResourcePool(gpus_per_node=[8, 8]) as pool:
             actor = WorkerGroup(pool, ActorWorker, parallel="1-4-4", generate="1-2")
@@ -53,9 +53,9 @@ class ResourcePool:
     ) -> None:
         """Describe a pool.
 
-        `name` tells the pool from others in records. `gpus_per_node` is short for as many ranks with `use_gpus`. `env`
-        are environment variables that every process has from its start. `timeout_s` bounds group calls;
-        torch.distributed's collectives give up later, so that the call's end names the ranks that are missing.
+        `name` identifies the pool in records. `gpus_per_node` is short for as many ranks with `use_gpus`. `env` are
+        environment variables that every process has from its start. `timeout_s` limits group calls; torch.distributed's
+        collectives time out later, so that the error of the call names the missing ranks.
 
         Raises:
             ConfigError: none or both of ranks_per_node and gpus_per_node are given, or a number is not positive.
@@ -94,7 +94,7 @@ class ResourcePool:
         return bool(self._identities)
 
     def reserve(self) -> None:
-        """Take nodes for the ranks, in node order; once.
+        """Reserve nodes for the ranks, in node order; only once.
 
         Raises:
             ConfigError: the cluster is too small, or its nodes stay occupied.
@@ -110,11 +110,11 @@ class ResourcePool:
         self._placement = cluster.reserve(self.ranks_per_node, self.cpus_per_rank, self.use_gpus)
 
     def start(self) -> None:
-        """Reserve the nodes, start the rank processes and join them to one torch.distributed world; once.
+        """Reserve the nodes, start the rank processes and join them in one torch.distributed world; only once.
 
         Raises:
             ConfigError: the cluster is too small, or its nodes stay occupied.
-            WorkerError: a process failed while starting, or ranks did not arrive in time.
+            WorkerError: a process failed while starting, or ranks did not join in time.
         """
         if self._closed:
             raise WorkerError("the pool is closed, and its processes have ended; make a new ResourcePool")
@@ -139,10 +139,10 @@ class ResourcePool:
         places: Sequence[str],
         inputs: Sequence[Future] = (),
     ) -> Future:
-        """Make one call on every rank: `calls(rank, process)` returns references to its outcome and its result.
+        """Submit one call to every rank: `calls(rank, process)` returns references to its outcome and its result.
 
         Raises:
-            RankFailedError: an earlier call whose result nobody fetched has failed.
+            RankFailedError: an earlier call whose result was not fetched has failed.
         """
         self.raise_failures()
         references = [calls(rank, process) for rank, process in enumerate(self._processes)]
@@ -163,10 +163,10 @@ class ResourcePool:
         return future
 
     def raise_failures(self) -> None:
-        """Raise the failure of a call whose result nobody has fetched; waits for nothing.
+        """Raise the failure of a call whose result was not fetched, without waiting.
 
         Raises:
-            RankFailedError: there is one.
+            RankFailedError: there is such a failure.
         """
         for call in self._unfinished():
             if call.done() and not call.reported:
@@ -175,11 +175,11 @@ class ResourcePool:
                 self._forget(call)
 
     def wait(self) -> None:
-        """Wait for every call made so far.
+        """Wait for all calls submitted so far.
 
         Raises:
-            RankFailedError: one of them failed.
-            WorkerTimeoutError: one of them did not end in time.
+            RankFailedError: a call failed.
+            WorkerTimeoutError: a call did not end in time.
         """
         for call in self._unfinished():
             if not call.reported:
@@ -187,11 +187,11 @@ class ResourcePool:
         self._forget(*self._unfinished())
 
     def settle(self) -> None:
-        """Record the calls that have ended by now; waits for none, and raises nothing of theirs."""
+        """Record the calls that have ended, without waiting and without raising their failures."""
         self._unfinished()
 
     def _unfinished(self) -> list[Future]:
-        """Return the pool's calls that ranks have not ended, or that have failed, oldest first."""
+        """Return the pool's calls that are unfinished or have failed, oldest first."""
         calls: list[Future] = [call for call in call_log().unfinished if call.pool is self]
         return [call for call in calls if not call.poll() or call.failures]
 
@@ -200,10 +200,10 @@ class ResourcePool:
         log.unfinished = [call for call in log.unfinished if call not in calls]
 
     def add_role_name(self, role: str) -> None:
-        """Take a role's name for a worker group.
+        """Reserve a role's name for a worker group.
 
         Raises:
-            ConfigError: another group of the pool has it.
+            ConfigError: another group of the pool has this name.
         """
         if role in self._roles:
             raise ConfigError(
@@ -212,7 +212,7 @@ class ResourcePool:
         self._roles.add(role)
 
     def close(self) -> None:
-        """End all processes and give the nodes back; idle ranks leave the world first."""
+        """Terminate all processes and release the nodes; idle ranks leave the world first."""
         if self._closed:
             return
         self._closed = True
@@ -248,7 +248,7 @@ class ResourcePool:
         """Start the processes, bundle by bundle in node order, and number them."""
         assert self._placement is not None, "reserve comes first"
         process_class = ray.remote(RankProcess)
-        # Without GPUs, the n-th process becomes rank n; with GPUs, that waits for the GPU that Ray gives it.
+        # Without GPUs, the n-th process becomes rank n; with GPUs, the rank depends on the GPU that Ray assigns.
         label = "process" if self.use_gpus else "rank"
         for bundle, num_ranks in enumerate(self.ranks_per_node):
             for _ in range(num_ranks):
@@ -284,7 +284,7 @@ class ResourcePool:
                 ),
                 timeout_s,
             )
-        except RankFailedError as error:  # a traceback says nothing of hosts and addresses
+        except RankFailedError as error:  # a traceback does not name hosts and addresses
             raise (error.__cause__ if isinstance(error.__cause__, WorkerError) else error) from None
 
     def _on_all(
@@ -294,7 +294,7 @@ class ResourcePool:
         timeout_s: float,
         processes: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Return the results of a method of `RankProcess` on all ranks, or on the processes of the first ones."""
+        """Return the results of a `RankProcess` method on all ranks, or on the first processes."""
         places = [f"node {node}" for node in self.nodes] or ["not started"] * self.num_ranks
         references: list[Any] = [
             call(rank, process) for rank, process in enumerate(processes or self._processes)
@@ -309,7 +309,7 @@ class ResourcePool:
 def _number(
     processes: Sequence[Any], seats: Sequence[Seat], ranks_per_node: Sequence[int]
 ) -> tuple[list[Any], list[RankIdentity]]:
-    """Processes in rank order and their identities: node by node, on each by GPU."""
+    """Return processes in rank order and their identities: by node, then by GPU."""
     ordered: list[Any] = []
     identities: list[RankIdentity] = []
     begin = 0

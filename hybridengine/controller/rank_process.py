@@ -1,7 +1,7 @@
-"""The process of one rank: it hosts several roles, which take turns in the process's main thread.
+"""The process of one rank, which hosts several roles that take turns in its main thread.
 
-The pool turns `RankProcess` into a Ray actor with one thread, so that calls run in the order in which the controller
-made them, the same on every rank, and in the main thread, which signal handlers want.
+The pool turns `RankProcess` into a Ray actor with one thread, so that calls run in the order of submission, the same on
+every rank, and in the main thread, as signal handlers require.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from hybridengine.rows.protocols import RankContext
 
 @dataclass(frozen=True)
 class Seat:
-    """Place of a process before it has a rank."""
+    """Location of a process before it has a rank."""
 
     node: str
     gpu: int | None
-    """Index of the GPU that Ray gave to the process; None on a CPU pool."""
+    """Index of the GPU that Ray assigned to the process; None on a CPU pool."""
 
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """A rank of the pool's world, as torch.distributed and launchers' environment variables have it."""
+    """Rank in the pool's world, as torch.distributed and launchers' environment variables define it."""
 
     rank: int
     world_size: int
@@ -46,7 +46,7 @@ class RankIdentity:
     local_world_size: int
     node: str
     node_gpus: tuple[int, ...]
-    """GPUs of the pool on this node, ascending; `local_rank` indexes them. Empty on a CPU pool."""
+    """The pool's GPUs on this node, ascending, indexed by `local_rank`; empty on a CPU pool."""
 
     def environment(self, master_addr: str, master_port: int) -> dict[str, str]:
         return {
@@ -60,22 +60,22 @@ class RankIdentity:
 
 
 class RankProcess:
-    """One rank of a pool. Every method returns an `Outcome` and a result, and never raises."""
+    """One rank of a pool. All methods return an `Outcome` and a result, and never raise."""
 
     def __init__(self, label: str) -> None:
-        """`label` goes before every line that the process prints."""
+        """Create a process that prefixes every printed line with `label`."""
         self._label = label
         self._identity: RankIdentity | None = None
         self._store: Any = None
         self._timeout_s = 0.0
         self._workers: dict[str, Any] = {}
 
-    def __repr__(self) -> str:  # Ray asks once, before the process has a rank
+    def __repr__(self) -> str:  # Ray calls this once, before the process has a rank
         return self._label
 
     @ray.method(num_returns=2)
     def take_seat(self, seat: int) -> tuple[Outcome, Seat]:
-        """Import torch, the slow part of starting, and say where the process runs; `seat` stands in for a rank."""
+        """Import torch, the slow part of starting, and return the location of the process; `seat` replaces its rank."""
 
         def look() -> Seat:
             with nothing_collected():
@@ -99,13 +99,13 @@ class RankProcess:
     def join_world(
         self, identity: RankIdentity, master_addr: str, master_port: int, meeting_s: float, timeout_s: float
     ) -> tuple[Outcome, None]:
-        """Become a rank: initialise torch.distributed (gloo, and NCCL for tensors on GPUs), and get ready for rows.
+        """Become a rank: initialise torch.distributed (gloo, and NCCL for GPU tensors), and prepare to exchange rows.
 
-        The visible GPUs are the pool's on this node, in one order for all its processes.
+        The visible GPUs are the pool's on this node, in the same order for all its processes.
 
         Args:
-            meeting_s: until the ranks have met.
-            timeout_s: of every collective after that.
+            meeting_s: time limit for the ranks to meet.
+            timeout_s: time limit of every later collective.
         """
 
         def join() -> None:
@@ -144,7 +144,7 @@ class RankProcess:
 
     @ray.method(num_returns=2)
     def add_role(self, context: RankContext, worker: str | bytes, config: bytes) -> tuple[Outcome, None]:
-        """Make the worker of a role; `worker` is an import path or a pickled class, `config` pickled kwargs."""
+        """Create the worker of a role; `worker` is an import path or a pickled class, `config` pickled kwargs."""
 
         def make() -> None:
             if context.role in self._workers:
@@ -159,13 +159,13 @@ class RankProcess:
 
     @ray.method(num_returns=2)
     def call(self, call: Call, arguments: Arguments, *batches: Any) -> tuple[Outcome, Any]:
-        """Run a method of a role's worker; returns its result, or the description of its rows, on source ranks.
+        """Run a method of a role's worker; return its result, or the description of its rows, on source ranks.
 
-        A method that runs almost as long as its timeout prints the stack of every thread to the process's log, and says
-        where it is.
+        A method that runs for almost its whole timeout prints the stack of every thread to the process's log, and
+        reports its position.
 
         Args:
-            batches: `StoredRows` that the requests among the arguments refer to; None where they were not produced.
+            batches: `StoredRows` that the requests among the arguments refer to; None for rows that were not produced.
         """
         from hybridengine.controller.row_requests import fetch_arguments
         from hybridengine.controller.stored_rows import Owner, keep_rows
@@ -214,16 +214,16 @@ class RankProcess:
         begin, failure, result = time.time(), None, None
         try:
             result = task()
-        except (Exception, SystemExit) as error:  # carried to the controller as data, with rank and traceback
+        except (Exception, SystemExit) as error:  # sent to the controller as data, with rank and traceback
             failure = failure_of(rank, error)
         return Outcome(rank, begin, time.time(), failure, held_bytes=held_bytes()), result
 
 
 def process_environment(use_gpus: bool, extra: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that a rank process must have before it imports anything; `extra` wins."""
-    # The guard of a reward function outlives its rank, to end the function and to tidy up.
+    """Return the environment variables that a rank process needs before any import; `extra` takes precedence."""
+    # The guard of a reward function outlives its rank to end the function and clean up.
     always = {"RAY_kill_child_processes_on_worker_exit": "0"}
     if use_gpus:
-        # Every process sees all GPUs of the pool on its node, as under torchrun; join_world narrows them.
+        # Every process sees all of the pool's GPUs on its node, as under torchrun; join_world restricts them.
         return always | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} | dict(extra)
     return always | {"OMP_NUM_THREADS": "1"} | dict(extra)

@@ -1,4 +1,4 @@
-"""Arguments of a group call, cut for each rank: requests for its rows in place of batches."""
+"""Arguments of a group call split by rank, with requests for rows in place of batches."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from hybridengine.rows.protocols import GroupTopology, Registration
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Arguments of some ranks."""
+    """Arguments of one or more ranks."""
 
     arguments: Arguments
     batches: list[ObjectRef]
-    """References to the `StoredRows` that requests among the arguments refer to."""
+    """References to the `StoredRows` that requests in the arguments refer to."""
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of rows that come from the controller."""
+        """Bytes of rows sent by the controller."""
         return traffic_bytes(self.arguments)
 
 
@@ -37,11 +37,11 @@ class Requests:
     """A group call's arguments, rank by rank."""
 
     parts: list[Part]
-    """Part of each rank; ranks with the same arguments share one."""
+    """Part of each rank; ranks with equal arguments share one."""
     ranges: tuple[range, ...] | None
-    """Rows of each rank; None where the call was given none."""
+    """Rows of each rank; None if the call has no rows."""
     inputs: list[Future]
-    """Calls whose rows these are, and which must end before this one can."""
+    """Calls that produce the rows, and which must end before this call can."""
 
 
 def split_requests(
@@ -51,13 +51,13 @@ def split_requests(
     kwargs: Mapping[str, Any],
     operation: str,
 ) -> Requests:
-    """Cut a call's arguments for the ranks of a group.
+    """Split a call's arguments for the ranks of a group.
 
-    Rows are split as the protocol says; futures are waited for; all other values go to every rank unchanged. Protocols
-    that take items give each rank its item of every argument.
+    Rows are split by the protocol; futures are awaited; all other values go to every rank unchanged. Protocols that take
+    items give each rank its item of every argument.
 
     Raises:
-        ProtocolError: rows differ in number, or cannot be split over the group.
+        ProtocolError: batches differ in their number of rows, or cannot be split over the group.
         WorkerError: the call behind a future failed or did not end.
     """
     protocol = registration.protocol
@@ -104,7 +104,7 @@ def split_requests(
 
 
 def _plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    """Futures replaced by their results, batches by references to them."""
+    """Return the arguments with futures replaced by their results, and batches by references to them."""
 
     def value(argument: Any) -> Any:
         if isinstance(argument, Future):

@@ -1,4 +1,4 @@
-"""Requests that a rank gets in place of rows: the place of each column, the rank's rows of it, and how they are read."""
+"""Requests sent to a rank in place of rows: the location of each column, the rank's rows of it, and reading them."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from hybridengine.rows.protocols import ROW_NUMBERS
 
 @dataclass(frozen=True)
 class ColumnRows:
-    """Rows of a column that a call has produced."""
+    """Rows of a column produced by a call."""
 
     producer: str
-    """The call, "role.method"."""
+    """Producing call, "role.method"."""
     name: str
     blocks: Sequence[tuple[int, StoredRows]]
-    """(first row, batch) of each batch that has some of the rows, ascending."""
+    """(first row, batch) of each batch with some of the rows, ascending."""
     rows: np.ndarray
-    """int64, rows of the call in the order in which they are wanted; some may be named more than once."""
+    """int64, row numbers in the call, in the requested order, with possible repetitions."""
 
     @property
     def columns(self) -> list[StoredColumn]:
-        """The column in each block.
+        """Column of each block.
 
         Raises:
-            TransferError: a block does not have it, or of another type or shape.
+            TransferError: a block lacks the column, or has it with another type or shape.
         """
         found = [stored.columns.get(self.name) for _, stored in self.blocks]
         like = found[0]
@@ -58,22 +58,22 @@ class ColumnRows:
 
 @dataclass
 class Received:
-    """Columns that were read, and the bytes that this moved."""
+    """Columns read, and the bytes transferred to read them."""
 
     columns: dict[str, Tensor | NonTensorStack] = field(default_factory=dict)
-    """Inference tensors to be read only: they may be memory that others read too."""
+    """Read-only inference tensors, whose memory may be shared with other readers."""
     transferred: Counter[str] = field(default_factory=Counter)
-    """Bytes of rows that other processes have produced, by the call that has."""
+    """Bytes of rows produced by other processes, by producing call."""
     object_bytes: int = 0
-    """Bytes of rows that were taken from objects; others came inside descriptions."""
+    """Bytes of rows read from objects; other rows came inside descriptions."""
 
 
 def read_columns(wanted: Mapping[str, ColumnRows], timeout_s: float, reader: Owner | None = None) -> Received:
-    """Return the columns, by the names that they are wanted by.
+    """Return the requested columns, by requested name.
 
     Args:
-        timeout_s: longest wait for objects.
-        reader: this process; None for one that produces no rows.
+        timeout_s: time limit of the wait for objects.
+        reader: this process; None if it produces no rows.
 
     Raises:
         TransferError: an object is lost or does not arrive, or blocks differ in type or shape.
@@ -99,7 +99,7 @@ def read_columns(wanted: Mapping[str, ColumnRows], timeout_s: float, reader: Own
 def _objects(
     wanted: Mapping[str, ColumnRows], stored: Mapping[str, Sequence[StoredColumn]], timeout_s: float
 ) -> dict[ObjectRef, Content]:
-    """Return every object that is needed, by its reference; all are asked for at once, to arrive side by side."""
+    """Return every required object by its reference; all are requested at once, to arrive concurrently."""
     sources = {
         kept.content: (column, batch.owner)
         for name, column in wanted.items()
@@ -113,7 +113,7 @@ def _objects(
         )
     except RayError as error:
         missing = [(reference, why) for reference in references if (why := _why_missing(reference))]
-        # An object that is on its way is not lost: it only has not arrived in no time.
+        # An object in transfer is not lost: it only did not arrive within a zero timeout.
         lost = [one for one in missing if not isinstance(one[1], GetTimeoutError)]
         late = missing if isinstance(error, GetTimeoutError) else []
         reference, why = [*lost, *late, (references[0], error)][0]
@@ -138,9 +138,9 @@ def _why_missing(reference: ObjectRef) -> RayError | None:
 def _assembled(
     like: StoredColumn, num_rows: int, parts: Sequence[tuple[np.ndarray, np.ndarray, Content]]
 ) -> Tensor | NonTensorStack:
-    """Return the rows of all parts, each of which is (places, rows of the part's content, content).
+    """Return the rows of all parts, each of which is (positions, rows of the part's content, content).
 
-    Rows in a row of one object are a view of it; others are put together in new memory.
+    Consecutive rows of one object are returned as a view; others are copied into new memory.
     """
     if like.dtype is None:
         values: list[Any] = [None] * num_rows
@@ -168,8 +168,8 @@ def _assembled(
 def _view(content: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return bytes as a tensor on the same memory.
 
-    Ray maps its store so that a write goes through, to everybody who reads the object. With an inference tensor torch's
-    in-place operations and a backward pass raise; writes through `numpy()` or `data`, or in inference mode, do not.
+    Ray maps its store so that a write is visible to all readers of the object. Inference tensors make torch's in-place
+    operations and backward passes raise; writes through `numpy()` or `data`, or in inference mode, do not raise.
     """
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -188,34 +188,33 @@ def _is_run(numbers: np.ndarray) -> bool:
 
 @dataclass(frozen=True)
 class RowsOrigin:
-    """Some columns of the rows that one call has produced."""
+    """Some columns of the rows produced by one call."""
 
     producer: str
-    """The call, "role.method"."""
+    """Producing call, "role.method"."""
     blocks: tuple[tuple[int, int], ...]
-    """(first row, place among the batches that come with the request) of each batch that has some of the rows,
-    ascending."""
+    """(first row, index among the batches that accompany the request) of each batch with some of the rows, ascending."""
     rows: np.ndarray
-    """Rows of the call, one for each row that is asked for."""
+    """Row numbers in the call, one per requested row."""
     names: Mapping[str, str] | None
-    """Columns that count, by the names that they shall have -> those that they are kept by; None for all."""
+    """Selected columns: requested name -> stored name; None for all."""
 
 
 @dataclass(frozen=True)
 class RowsRequest:
-    """Rows for one rank: the columns of several origins side by side, a later one before an earlier one."""
+    """Request for a rank's rows: the columns of several origins, where later origins override earlier ones."""
 
     first: int
     """Number of the first row among those of the call."""
     num_rows: int
     origins: tuple[RowsOrigin | TensorDict, ...]
-    """Rows that are kept elsewhere, or rows themselves, which then come through the controller."""
+    """Rows stored elsewhere, or the rows themselves, which are then sent through the controller."""
     columns: tuple[str, ...] | None = None
     """Names of the required columns; None for all."""
     optional: tuple[str, ...] = ()
     """Names of columns that are included if they exist."""
     not_sent: tuple[str, ...] = ()
-    """Names of further columns in the controller, for the error that lists the existing ones."""
+    """Names of other columns in the controller, for the error that lists the existing ones."""
 
     def fetch(
         self,
@@ -223,14 +222,14 @@ class RowsRequest:
         timeout_s: float,
         reader: Owner | None = None,
     ) -> tuple[TensorDict, Received]:
-        """Return the rows, to be read only, and what reading them moved.
+        """Return the rows, read-only, and the cost of reading them.
 
         Args:
-            batches: what the origins' blocks refer to.
-            timeout_s, reader: as for `read_columns`.
+            batches: batches that the origins' blocks refer to.
+            timeout_s, reader: see `read_columns`.
 
         Raises:
-            ProtocolError: nobody has produced a column.
+            ProtocolError: a required column was never produced.
             TransferError: rows cannot be fetched.
         """
         found: dict[str, TensorDict | ColumnRows] = {}
@@ -262,7 +261,7 @@ class RowsRequest:
 
 
 def _columns(origin: RowsOrigin, batches: Sequence[StoredRows]) -> dict[str, ColumnRows]:
-    """Return the columns that an origin has, by the names that they shall have."""
+    """Return the columns of an origin, by requested name."""
     blocks = [(first, batches[place]) for first, place in origin.blocks]
     kept = dict.fromkeys(name for _, batch in blocks for name in batch.columns)
     names = {name: name for name in kept} if origin.names is None else origin.names
@@ -276,11 +275,11 @@ def _columns(origin: RowsOrigin, batches: Sequence[StoredRows]) -> dict[str, Col
 def fetch_arguments(
     call: Call, arguments: Arguments, batches: Sequence[StoredRows | None], timeout_s: float, reader: Owner
 ) -> tuple[Arguments, dict[str, Any]]:
-    """Return a call's arguments, with rows in place of requests, and the cost of reading them (fields of `Outcome`).
+    """Return a call's arguments with rows in place of requests, and the cost of reading them (fields of `Outcome`).
 
     Raises:
         InputFailedError: a call that should have produced rows failed.
-        ProtocolError: nobody has produced a column that the method reads.
+        ProtocolError: a column that the method reads was never produced.
         TransferError: rows cannot be fetched.
     """
     found = [batch for batch in batches if batch is not None]
@@ -303,7 +302,7 @@ def fetch_arguments(
 
 
 def traffic_bytes(value: Any) -> int:
-    """Return the bytes of the batches in a value, in its items, or in a request; other values count nothing."""
+    """Return the bytes of the batches in a value, in its items, or in a request; 0 for other values."""
     if isinstance(value, TensorDictBase):
         return payload_bytes(value)
     if isinstance(value, RowsRequest):

@@ -1,8 +1,8 @@
-"""References to rows that live on the ranks that have produced them.
+"""References to rows that live on the ranks that produced them.
 
-A `Rows` knows how many rows there are and which call has produced which columns, never their contents. Taking columns,
-rows and orders of it moves nothing; a group that gets it fetches, rank by rank, its own rows of the columns that its
-method reads, straight from the ranks that have them.
+A `Rows` knows the number of rows and the calls that produced its columns, never their contents. Selecting and reordering
+columns and rows moves no data; each rank of a group that receives it fetches its own rows of the columns that the method
+reads directly from the producing ranks.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from hybridengine.errors import ProtocolError, WorkerError, WrongArgumentsError
 from hybridengine.rows.batch import columns_of, num_rows
 
 READ_TIMEOUT_S = 300.0
-"""Longest wait for rows that the controller itself wants."""
+"""Time limit for reading rows in the controller."""
 
 Index = slice | Sequence[int] | np.ndarray | torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Produced:
-    """The rows of one call: batches of its source ranks, one behind the other."""
+    """Rows of one call: the batches of its source ranks, concatenated."""
 
     future: Future
-    """Its results are the batches' `StoredRows`: Ray keeps their objects as long as somebody has references to these."""
+    """Future of the batches' `StoredRows`: Ray keeps their objects while references to these exist."""
     first_rows: tuple[int, ...]
     """First row of each batch."""
     num_rows: int
 
 
 Batches = dict[ObjectRef, int]
-"""References to the `StoredRows` that a reader needs -> their places among those that are sent along."""
+"""References to `StoredRows` that a reader needs -> their indices among those sent along."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Columns of `Rows`: some rows of a call, or of a batch that the controller has."""
+    """Columns of `Rows`: rows of a call, or of a batch in the controller."""
 
     origin: Produced | TensorDict
     rows: np.ndarray | None = None
-    """Rows of the origin, in the order of the reference; None for all of them."""
+    """Rows of the origin, in the order of the reference; None for all."""
     names: Mapping[str, str] | None = None
-    """Columns that count, by the names that they have here -> those that they were produced with; None for all."""
+    """Selected columns: name in this reference -> name at the origin; None for all."""
 
     @property
     def here(self) -> dict[str, str]:
-        """Columns of a batch that the controller has, as `names`; of a call nobody knows them yet."""
+        """Columns of a batch in the controller, as `names`; empty for a call, whose columns are not known yet."""
         if isinstance(self.origin, Produced):
             return {}
         there = columns_of(self.origin)
@@ -71,7 +71,7 @@ class Source:
 class Rows:
     """A reference to distributed rows.
 
-    Its columns may come from several calls; where two have a column, the later one counts.
+    Its columns may come from several calls; of columns with the same name, the later one is used.
     """
 
     def __init__(self, sources: Sequence[Source], num_rows: int) -> None:
@@ -79,14 +79,14 @@ class Rows:
 
     @classmethod
     def of(cls, batch: TensorDictBase) -> Rows:
-        """Return rows that the controller has: a group that gets them receives them from there."""
+        """Return rows for a batch in the controller, which sends it to the groups that receive it."""
         return cls(
             [Source(batch if isinstance(batch, TensorDict) else batch.to_tensordict())], num_rows(batch)
         )
 
     @classmethod
     def numbered(cls, num_rows: int) -> Rows:
-        """Return rows without columns, for methods that need no more than the rows' numbers (`ROW_NUMBERS`)."""
+        """Return rows without columns, for methods that only need the row numbers (`ROW_NUMBERS`)."""
         return cls([], num_rows)
 
     def __len__(self) -> int:
@@ -102,11 +102,11 @@ class Rows:
         return [source.origin.future for source in self._sources if isinstance(source.origin, Produced)]
 
     def select(self, *names: str) -> Rows:
-        """Return the rows with only these columns. One that nobody has produced is an error where it is needed."""
+        """Return the rows with only these columns. Missing columns raise an error when they are read."""
         return self.select_as(**{name: name for name in names})
 
     def select_as(self, **names: str) -> Rows:
-        """Return the rows with only these columns, by other names: `rows.select_as(cost_values="values")`."""
+        """Return the rows with only these columns under new names: `rows.select_as(cost_values="values")`."""
 
         def chosen(source: Source) -> Source:
             if source.names is None:
@@ -117,10 +117,10 @@ class Rows:
         return Rows([chosen(source) for source in self._sources], len(self))
 
     def union(self, *others: Rows | TensorDictBase) -> Rows:
-        """Return these rows with the columns of others beside them; a later column replaces an earlier one of its name.
+        """Return these rows with the columns of the others added; later columns replace earlier ones of the same name.
 
         Raises:
-            ProtocolError: they have another number of rows.
+            ProtocolError: the numbers of rows differ.
         """
         sources = list(self._sources)
         for other in others:
@@ -133,20 +133,20 @@ class Rows:
         return Rows(sources, len(self))
 
     def __getitem__(self, index: Index) -> Rows:
-        """Return some rows, in any order, also several times: a slice, row numbers, or one truth value per row.
+        """Return some rows, in any order and with repetitions: a slice, row numbers, or one boolean per row.
 
         Raises:
-            ProtocolError: a row that is not there.
+            ProtocolError: a row number is out of range.
         """
         rows = _row_numbers(index, len(self))
         return Rows([source.take(rows) for source in self._sources], len(rows))
 
     def repeat(self, times: int) -> Rows:
-        """Return every row `times` times, one behind the other: n samples per prompt."""
+        """Return every row `times` times in succession, for n samples per prompt."""
         return self[np.repeat(np.arange(len(self)), times)]
 
     def pad_to_multiple(self, size: int) -> Rows:
-        """Return these rows and, behind them, the first ones again until their number is a multiple of `size`."""
+        """Return these rows followed by the first ones again, up to a multiple of `size`."""
         return self[np.arange(-(-len(self) // size) * size) % max(1, len(self))]
 
     def request(
@@ -156,12 +156,12 @@ class Rows:
         batches: Batches,
         optional: Sequence[str] = (),
     ) -> RowsRequest:
-        """Return what a rank is sent in place of a range of these rows.
+        """Return the request that is sent to a rank for a range of these rows.
 
         Args:
-            columns: what it reads; None for all.
-            optional: what it reads besides, where somebody has produced it.
-            batches: gets those that must come with the request.
+            columns: columns that the rank reads; None for all.
+            optional: additional columns that it reads if they exist.
+            batches: receives the batches that must accompany the request.
         """
         names = None if columns is None else {*columns, *optional}
         origins = tuple(_origin(source, wanted, names, batches) for source in self._sources)
@@ -176,21 +176,21 @@ class Rows:
         )
 
     def wait(self) -> Rows:
-        """Wait until the calls that produce the rows have ended; returns these rows.
+        """Wait until the calls that produce the rows have ended; return these rows.
 
         Raises:
-            WorkerError: one of them failed, or did not end in time.
+            WorkerError: a call failed, or did not end in time.
         """
         for call in self.calls:
             call.wait()
         return self
 
     def get(self, *names: str) -> TensorDict:
-        """Return a copy of the rows, here in the controller: of these columns, or of all.
+        """Return a copy in the controller of the rows, with these columns or all.
 
         Raises:
             WorkerError: a call that should have produced them failed, or did not end in time.
-            ProtocolError: nobody has produced a column.
+            ProtocolError: a column was never produced.
             TransferError: rows cannot be fetched.
         """
         self.wait()
@@ -222,7 +222,7 @@ class Rows:
 
 def _row_numbers(index: Index, count: int) -> np.ndarray:
     if isinstance(index, slice):
-        return np.arange(count)[index].copy()  # torch knows no negative strides
+        return np.arange(count)[index].copy()  # torch does not support negative strides
     rows = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
     if rows.dtype == np.bool_ and rows.shape == (count,):
         return np.flatnonzero(rows)
@@ -247,7 +247,7 @@ def _origin(
     )
     origin = source.origin
     if isinstance(origin, Produced):
-        # Of no rows, the first batch knows the columns.
+        # Without rows, the first batch defines the columns.
         numbers = np.unique(np.searchsorted(origin.first_rows, rows, side="right") - 1) if len(rows) else [0]
         references = origin.future.references
         blocks = tuple(
@@ -256,6 +256,6 @@ def _origin(
         )
         return RowsOrigin(str(origin.future), blocks, rows, source.names)
     wanted_names = {new: old for new, old in source.here.items() if columns is None or new in columns}
-    # In storage of its own: a view would send the whole batch.
+    # Copied to its own storage: a view would send the whole batch.
     chosen = origin.select(*set(wanted_names.values()))[torch.from_numpy(rows)]
     return TensorDict({new: chosen.get(old) for new, old in wanted_names.items()}, batch_size=[len(rows)])

@@ -1,4 +1,4 @@
-"""Rows as their producer describes them to others: small columns themselves, references to large ones in Ray's store."""
+"""Descriptions of rows by their producer: small columns inline, and references to large ones in Ray's object store."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from hybridengine.errors import ProtocolError, StorageError
 from hybridengine.rows.batch import columns_of, is_tensor_column
 
 INLINE_BYTES = 2**16
-"""Most bytes of columns inside one description. With it, a description stays below the 100 KiB up to which Ray carries
-a result inside its messages."""
+"""Maximum column bytes inside one description, which then stays below the 100 KiB up to which Ray carries results in its
+messages."""
 
 Content = np.ndarray | Sequence[bytes]
-"""A column of tensors as uint8 [rows, bytes of an entry]; of other values, the pickled value of each row."""
+"""Content of a column: uint8 [rows, bytes per entry] for tensors; else the pickled value of each row."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that has produced rows and owns their objects, which are lost when it ends."""
+    """The process that produced rows and owns their objects, which are lost when it ends."""
 
     node: str
     pid: int
@@ -43,11 +43,11 @@ class StoredColumn:
     """A column of some rows."""
 
     content: Any
-    """`Content`, or a reference to an object that is one."""
+    """`Content`, or a reference to an object that contains it."""
     is_inline: bool
     """True if `content` is the column itself."""
     dtype: torch.dtype | None = None
-    """None for values that are not tensors."""
+    """Type of the tensor; None for values that are not tensors."""
     entry_shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class StoredColumn:
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """Rows of one process. Their objects are kept as long as somebody has this description."""
+    """Rows of one process. Their objects are kept as long as this description is referenced."""
 
     owner: Owner
     num_rows: int
@@ -64,7 +64,7 @@ class StoredRows:
 
     @property
     def inline_bytes(self) -> int:
-        """Bytes of the columns that travel inside the description."""
+        """Bytes of the columns inside the description."""
         return sum(size_of(column.content) for column in self.columns.values() if column.is_inline)
 
 
@@ -72,7 +72,7 @@ def keep_rows(call: Call, result: Any, owner: Owner) -> StoredRows:
     """Store the rows that a call has returned, and return their description.
 
     Raises:
-        ProtocolError: it has returned something else, or another number of rows.
+        ProtocolError: the call returned something else, or another number of rows.
         StorageError: Ray's object store has no room for them.
     """
     if not isinstance(result, TensorDictBase) or not result.batch_dims:
@@ -93,7 +93,7 @@ def keep_rows(call: Call, result: Any, owner: Owner) -> StoredRows:
 
 
 def store_rows(batch: TensorDictBase, owner: Owner) -> StoredRows:
-    """Store a batch's columns; return their description, of which the smallest, up to `INLINE_BYTES` together, are part.
+    """Store a batch's columns; return their description, with the smallest ones inline up to `INLINE_BYTES` in total.
 
     Raises:
         StorageError: Ray's object store has no room for the others.
@@ -110,14 +110,14 @@ def store_rows(batch: TensorDictBase, owner: Owner) -> StoredRows:
 
 
 def size_of(content: Content) -> int:
-    """Bytes of a column."""
+    """Return the number of bytes of a column."""
     return content.nbytes if isinstance(content, np.ndarray) else sum(map(len, content))
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """View a contiguous tensor on the CPU as uint8 [rows, bytes of an entry]."""
+    """Return a uint8 view [rows, bytes per entry] of a contiguous CPU tensor."""
     entry = math.prod(tensor.shape[1:])
-    # Where a dimension has size 1, a contiguous tensor may have any stride, and cannot be viewed as bytes.
+    # With a dimension of size 1, a contiguous tensor may have any stride, and cannot be viewed as bytes.
     return tensor.as_strided((len(tensor), entry), (entry, 1)).view(torch.uint8).numpy()
 
 

@@ -1,7 +1,7 @@
-"""Whereabouts of the ranks of a call that does not end: each says them itself, shortly before the call's limit.
+"""Positions of ranks in a call that does not end, reported by each rank shortly before the call's limit.
 
-They leave it in Ray's key-value store, which belongs to the cluster and to no rank. In a hang most ranks only wait for
-one; that one is elsewhere, or says nothing at all.
+They are stored in Ray's key-value store, which belongs to the cluster rather than to a rank. In a hang, most ranks only
+wait for one, which is somewhere else or does not report.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
 WORD_SHARE = 0.9
-"""Share of a call's limit after which a rank says where it is, so that the controller can read it at the limit."""
+"""Fraction of a call's limit after which a rank reports its position, so that the controller can read it at the limit."""
 MOST_LINES = 16
-"""Ranks that a report lists one by one."""
+"""Largest number of ranks listed individually in a report."""
 SILENT = "says nothing: its process is stopped, or in native code that lets no other thread run"
 _COLLECTIVES = "torch/distributed/"
 _PATH_PARTS = 3
@@ -31,17 +31,16 @@ _PATH_PARTS = 3
 
 @contextlib.contextmanager
 def telling(timeout_s: float) -> Iterator[None]:
-    """On a rank, in the thread of its calls: say where it is if the block takes almost as long as `timeout_s`.
+    """Report the position of this rank's calling thread if the block takes almost `timeout_s`.
 
-    The stack of every thread goes to the process's log as well. Native code that lets no other thread run keeps both from
-    happening.
+    The stack of every thread is also written to the process's log. Native code that holds the GIL prevents both.
     """
     key, thread = _key(ray.get_runtime_context().get_actor_id() or ""), threading.get_ident()
     said = False
 
     def say() -> None:
         nonlocal said
-        # Not by faulthandler's own timer, which reads the frames of threads that run meanwhile: ranks have died of it.
+        # Not by faulthandler's own timer, which reads frames of running threads and has crashed ranks.
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
         frame = sys._current_frames().get(thread)
         if frame is not None:
@@ -56,34 +55,34 @@ def telling(timeout_s: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        timer.join()  # it may be about to speak
+        timer.join()  # the report may be in progress
         if said:
             with contextlib.suppress(RayError, RuntimeError):
                 internal_kv._internal_kv_del(key)
 
 
 def words_of(pending: Mapping[int, ObjectRef]) -> dict[int, str]:
-    """Rank -> where it says that it is, or that it says nothing; empty where no rank says anything.
+    """Return rank -> reported position, or a note that it reported none; empty if no rank reported any.
 
     Args:
-        pending: rank -> reference to what its call will return.
+        pending: rank -> reference to the future result of its call.
     """
     words = dict[int, str]()
     try:
         for rank, reference in pending.items():
             found = internal_kv._internal_kv_get(_key(reference.task_id().actor_id().hex()))
             words[rank] = f"in {found.decode()}" if found else SILENT
-    except (RayError, RuntimeError):  # the cluster cannot be asked
+    except (RayError, RuntimeError):  # the cluster cannot be reached
         return {}
     return words if any(word != SILENT for word in words.values()) else {}
 
 
 def report_lines(places: Mapping[int, str], words: Mapping[int, str]) -> list[str]:
-    """A line per rank: first those that say nothing, then those in no collective, where few others are.
+    """Return a line per rank: first ranks without a report, then those outside collectives, at rare positions first.
 
     Args:
-        places: rank -> what is known of it anyway: coordinate, node.
-        words: as from `words_of`.
+        places: rank -> its coordinate and node.
+        words: reports as returned by `words_of`.
     """
     count = Counter(words.values())
 

@@ -1,4 +1,4 @@
-"""Worker groups: every registered method of a worker class, called on all ranks of a pool as one call."""
+"""Worker groups: every registered method of a worker class can be called on all ranks of a pool as one call."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 INLINE_BYTES = 2**16
-"""Arguments with more rows than this are put into Ray's object store once, not sent to every rank."""
+"""Size limit of rows inside arguments; larger arguments are put into Ray's object store once."""
 
 
 class WorkerGroup:
-    """One role on the ranks of a pool; its registered methods are attributes that read like calls.
+    """One role on the ranks of a pool; its registered methods are called like local ones.
 
         critic = WorkerGroup(pool, CriticWorker, parallel="1-2-2", config={"lr": 1e-5})
-        values = critic.compute_values(rollout)     # rows that stay on the critic's ranks, at once
-        critic.update(rollout.union(values))        # a Future of what the ranks return
-        values.get("values")                        # the rows themselves, here
+        values = critic.compute_values(rollout)     # returns at once; the rows stay on the critic's ranks
+        critic.update(rollout.union(values))        # returns a Future of the ranks' results
+        values.get("values")                        # fetches the rows to the controller
 
-    Rows among the arguments are split by the method's protocol, and each rank fetches its own, of the columns that the
-    method declares, from the ranks that have them; a TensorDict is sent from here. Other values go to every rank as they
-    are.
+    Rows in the arguments are split by the method's protocol, and each rank fetches its own rows of the columns that the
+    method declares from the ranks that hold them; a TensorDict is sent from the controller. Other values go to every
+    rank unchanged.
 
-    Calls run on every rank in the order in which they were made, also those of other groups on the same pool. A call
-    whose result nobody fetches is not forgotten: its failure is raised by the next call on the pool.
+    Calls run on every rank in order of submission, including those of other groups on the same pool. If the result of a
+    call is not fetched, its failure is raised by the next call on the pool.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class WorkerGroup:
         config: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Make the worker ``worker(context, **config)`` on every rank of the pool, and start the pool if need be.
+        """Create the worker ``worker(context, **config)`` on every rank of the pool, and start the pool if necessary.
 
-        `worker` is a class, or its import path "package.module.Name". `role` is by default the class's name without
-        "Worker". `timeout_s` bounds each call, the making of the workers included; by default the pool's.
+        `worker` is a class, or its import path "package.module.Name". `role` defaults to the class's name without
+        "Worker". `timeout_s` limits each call, including the creation of the workers; it defaults to the pool's.
 
         Raises:
-            ConfigError, TopologyError, ProtocolError: before anything starts: sizes that do not multiply to the ranks
-                of the pool or do not nest, a role that exists, a class without registered methods.
+            ConfigError, TopologyError, ProtocolError: raised before anything starts: sizes do not multiply to the pool's
+                ranks or do not nest, the role exists, or the class has no registered methods.
             RankFailedError: a worker's constructor failed.
         """
         cls = import_object(worker) if isinstance(worker, str) else worker
@@ -142,7 +142,7 @@ class WorkerGroup:
             part = requests.parts[rank]
             try:
                 return process.call.remote(one, arguments[part], *part.batches)
-            except TypeError as error:  # Ray's, of what cannot be sent: with all arguments in its text
+            except TypeError as error:  # Ray's, for unpicklable arguments, which its text lists
                 if isinstance(error.__cause__, WrongArgumentsError):
                     raise error.__cause__ from None
                 raise

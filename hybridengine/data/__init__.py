@@ -1,1 +1,1 @@
-"""Prompt files, tokenizers, supervised demonstrations, and the verifiable task of the demo with its reward."""
+"""Prompt files, tokenizers, supervised demonstrations, and the demo's verifiable task with its reward."""

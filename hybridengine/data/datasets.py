@@ -18,16 +18,16 @@ from hybridengine.data.tokenizer import token_id
 
 TOKENIZED_AT_ONCE = 4096
 MAX_CHARACTERS_PER_TOKEN = 256
-"""Twice the longest tokens of known vocabularies, runs of spaces: a longer text on average has too many tokens."""
+"""Twice the longest tokens of known vocabularies, runs of spaces: a text with more characters per token is too long."""
 
 
 def rows_after(num_rows: int, batch_size: int, seed: int, num_drawn: int) -> list[int]:
-    """Return the row numbers of the batch that follows `num_drawn` rows; a resume needs no other state.
+    """Return the row numbers of the batch that follows `num_drawn` rows; resuming needs no other state.
 
-    The rows form one endless stream of epochs, each a permutation of its own; batches are cut from the stream,
-    so one may span two epochs.
+    The rows form an endless stream of epochs, each a separate permutation; batches are cut from the stream, so one may
+    span two epochs.
 
-    Guarantees: every epoch holds each row exactly once, and the result depends on nothing but the arguments.
+    Guarantees: every epoch contains each row exactly once, and the result depends only on the arguments.
     """
     assert num_rows > 0 and batch_size > 0 and num_drawn >= 0, f"{num_rows=} {batch_size=} {num_drawn=}"
     rows: list[int] = []
@@ -43,7 +43,7 @@ def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class PromptDataset:
-    """Tokenised prompts and what the reward needs for each.
+    """Tokenised prompts, and the data that rewards need for each.
 
     Shapes: a batch holds `prompt_tokens` [B, P] int64 right-padded, `prompt_lengths` [B] int64, `answers` [B] texts
     and `row_ids` [B] int64 (the row's number in the file from 0); P = max_prompt_tokens.
@@ -53,7 +53,7 @@ class PromptDataset:
         """Read and tokenise the rows of `path` (JSONL or parquet, keys prompt and answer).
 
         Raises:
-            DataError: an unusable file, malformed rows, or prompts longer than `max_prompt_tokens` (all at once).
+            DataError: an unusable file, malformed rows, or prompts longer than `max_prompt_tokens` (lists all of them).
         """
         rows = read_rows(path)
         self.max_prompt_tokens = max_prompt_tokens
@@ -67,7 +67,7 @@ class PromptDataset:
         return len(self.tokens)
 
     def rows(self, row_ids: Sequence[int]) -> TensorDict:
-        """Return the named prompts, in the order given (repetitions allowed)."""
+        """Return the prompts with these row numbers, in the given order (repetitions allowed)."""
         chosen = [self.tokens[row] for row in row_ids]
         return TensorDict(
             {
@@ -81,11 +81,11 @@ class PromptDataset:
 
 
 class DemonstrationDataset:
-    """Supervised rows for the warm-up: tokenised prompts, each followed by its response and the end-of-sequence token.
+    """Demonstrations for the warm-up: tokenised prompts, each followed by its response and the end-of-sequence token.
 
     Shapes: a batch holds `tokens` [B, P + R] int64 right-padded, `prompt_lengths`, `response_lengths` (with the
     end-of-sequence token) and `row_ids`, all [B] int64; P = max_prompt_tokens, R = max_response_tokens. These are the
-    columns of a finished rollout, so that log-probs and their mask are computed alike.
+    columns of a finished rollout, so that log-probs and their mask are computed the same way.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class DemonstrationDataset:
         """Read and tokenise the rows of `path` (JSONL or parquet, keys prompt, answer and response).
 
         Raises:
-            DataError: an unusable file, malformed rows, or prompts or responses over their limit (all at once).
+            DataError: an unusable file, malformed rows, or prompts or responses over their limit (lists all of them).
         """
         rows = read_rows(path, needs_response=True)
         self.width = max_prompt_tokens + max_response_tokens
@@ -115,11 +115,11 @@ class DemonstrationDataset:
         return len(self.prompts)
 
     def batch(self, step: int, batch_size: int) -> TensorDict:
-        """Return the demonstrations of step `step` (from 0) of the endless shuffled stream."""
+        """Return the demonstrations of step `step` (from 0) in the endless shuffled stream."""
         return self.rows(rows_after(len(self), batch_size, self.seed, step * batch_size))
 
     def rows(self, row_ids: Sequence[int]) -> TensorDict:
-        """Return the named demonstrations, in the order given."""
+        """Return the demonstrations with these row numbers, in the given order."""
         prompts = [self.prompts[row] for row in row_ids]
         responses = [self.responses[row] for row in row_ids]
         whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
@@ -135,11 +135,11 @@ class DemonstrationDataset:
 
 
 def _prompt_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return each row's prompt through the chat template, with the start of the assistant's turn.
+    """Return each row's prompt formatted by the chat template, with the start of the assistant's turn.
 
     Raises:
-        DataError: the template fails; it is a program of whoever made the tokenizer, which jinja's sandbox keeps from
-            this machine.
+        DataError: the template fails. Templates are programs by the tokenizer's author, which jinja's sandbox isolates
+            from this machine.
     """
     texts, problems = list[str](), list[str]()
     for row in rows:
@@ -166,10 +166,10 @@ def _tokenized(
     max_tokens: int,
     end: Sequence[int] = (),
 ) -> list[list[int]]:
-    """Return the tokens of each row's text under `key`, followed by those of `end`.
+    """Return the tokens of each row's text under `key`, followed by `end`.
 
     Raises:
-        DataError: texts that are too long, or have characters that the tokenizer replaces by its unknown token.
+        DataError: texts are too long, or have characters that the tokenizer replaces by its unknown token.
     """
     limit = f"max_{key}_tokens={max_tokens}"
     remedy = f"raise the limit or shorten the {key}"
@@ -202,7 +202,7 @@ def _tokenized(
 
 
 def _right_padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> torch.Tensor:
-    """Return token rows as one tensor.
+    """Return token rows as one padded tensor.
 
     Shapes: the result is [len(rows), width] int64.
     """

@@ -1,12 +1,12 @@
-"""Processes beside a rank for a reward function: the function's own, and above it a guard that ends it.
+"""Processes of a reward function on a rank: the function's own process, and a guard above it that ends it.
 
     rank  -- lifeline -->  guard  -- fork -->  function, in a process group of its own
 
-The guard ends the function and everything in its group when the lifeline is cut, by the rank's choice or by its death,
-and when the function's process ends by itself. It needs nothing of the function for that, which may be deep in C code.
-Both work in a temporary folder that the rank has made and the guard removes. Rank and function exchange lines of JSON,
-which run nothing when they are read. Only the standard library is imported, so that a start takes
-little more than the function's own imports.
+The guard ends the function and its process group when the lifeline is cut, by the rank or by the rank's death, and when
+the function's process ends by itself. It needs no cooperation of the function, which may be deep in C code. Both work in
+a temporary folder that the rank creates and the guard removes. Rank and function exchange lines of JSON, so that reading
+them executes no code. Only the standard library is imported, so that a start takes little more than the function's own
+imports.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ from hybridengine import importing
 from hybridengine.errors import ConfigError, DataError
 
 LARGEST_SCORE = 3.4028234663852886e38
-"""Scores are kept as float32."""
+"""Largest score: scores are stored as float32."""
 MAX_TEXT = 6000
-"""Characters of a traceback that are sent: its beginning and its end."""
+"""Characters of a traceback that are sent, from its beginning and end."""
 SIGNAL_EXIT_CODE = 128
-"""The guard's exit code is the function's; for a signal n, this + n, as a shell has it."""
+"""The guard's exit code is the function's; for a signal n it is this + n, as in a shell."""
 
 LEADING_FILES = (__file__, importing.__file__, importlib.__file__, "<frozen importlib")
-"""Files whose frames lead to a function or its module."""
+"""Files with the frames between this module and the function or its module."""
 
 Columns = Mapping[str, Sequence[Any]]
 Reply = tuple[str, str, int | None, str]
-""" "raised" or "wrong", what happened, row of the call, traceback."""
+""" "raised" or "wrong", error text, row of the call, traceback."""
 
 
 class WrongScores(Exception):
-    """The result of a function is not one number per row."""
+    """The function did not return one number per row."""
 
 
 def main(channel: int) -> None:
-    """Run as a guard with a function beneath; never returns.
+    """Run as a guard with a function as its child; never returns.
 
     Args:
         channel: socket for requests and replies.
     """
     os.set_inheritable(channel, False)
     folder = os.getcwd()
-    # Where the parent ignores it, so does this process, and the function's exit code would be lost.
+    # If the parent ignores it, this process does too, and the function's exit code would be lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    pid = os.fork()  # before there is any thread
+    pid = os.fork()  # before any thread starts
     if pid == 0:
         _run(channel)
     os.close(channel)
@@ -73,8 +73,8 @@ def main(channel: int) -> None:
 
 
 def _guard(pid: int) -> int:
-    """Return the exit code of the process `pid`, which is ended, with its group, when the lifeline is cut."""
-    with contextlib.suppress(OSError):  # the process does it as well: whoever comes first
+    """Return the exit code of the process `pid`, which is ended with its group when the lifeline is cut."""
+    with contextlib.suppress(OSError):  # the process does it as well: the first one wins
         os.setpgid(pid, pid)
 
     def end() -> None:
@@ -87,14 +87,14 @@ def _guard(pid: int) -> int:
 
     threading.Thread(target=await_cut, daemon=True).start()
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    end()  # what the function has started; the process is not reaped yet, so that its number is still its own
+    end()  # end what the function has started; the process is not reaped yet, so its pid is not reused
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else SIGNAL_EXIT_CODE - code
 
 
 def _run(channel: int) -> NoReturn:
-    """Run the function's process: out of the guard's group, without its lifeline, the first to end if memory is short."""
+    """Run the function's process: outside the guard's group, without its lifeline, first to be killed on low memory."""
     try:
         os.setpgid(0, 0)
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -110,19 +110,19 @@ def _run(channel: int) -> NoReturn:
 
 
 def serve(channel: socket.socket) -> None:
-    """Load a function and answer calls until the other side closes the channel.
+    """Load a function and answer calls until the peer closes the channel.
 
     Requests: ["load", key, path, offered columns, memory_bytes or null, deadline], then ["call", columns, deadline].
-    At the deadline, on the clock that all processes share, the stacks of all threads are written to stderr; the other
-    side ends the process.
-    Replies: ["loaded", columns that the function wants], ["scores", numbers], or a `Reply`.
+    At the deadline, on the system-wide monotonic clock, the stacks of all threads are written to stderr; the peer ends
+    the process.
+    Replies: ["loaded", columns that the function takes], ["scores", numbers], or a `Reply`.
     """
     requests = channel.makefile("rb")
     function, extra = None, []
     while True:
         try:
             line = requests.readline()
-        except ConnectionError:  # the other process has ended
+        except ConnectionError:  # the peer has ended
             return
         if not line.endswith(b"\n"):  # closed
             return
@@ -134,13 +134,13 @@ def serve(channel: socket.socket) -> None:
             assert function is not None, "load comes first"
             reply = call_function(function, content[0], extra)
         faulthandler.cancel_dump_traceback_later()
-        with contextlib.suppress(Exception):  # the function may have put anything in its place
+        with contextlib.suppress(Exception):  # the function may have replaced it
             sys.stdout.flush()
         channel.sendall(json.dumps(reply).encode() + b"\n")
 
 
 def load_reward_function(path: str, key: str = "reward.function") -> Callable[..., Any]:
-    """Return the function at "package.module:function"; `key` names the origin of the path in messages.
+    """Return the function at "package.module:function"; messages refer to the path as `key`.
 
     Raises:
         DataError: there is no such module or function.
@@ -160,11 +160,11 @@ def load_reward_function(path: str, key: str = "reward.function") -> Callable[..
 def wanted_columns(function: Callable[..., Any], offered: Sequence[str], name: str) -> list[str]:
     """Return the offered columns that `function(responses, answers, **columns)` takes.
 
-    They are parameters by their names; a function with **columns takes all. One whose parameters Python cannot list
-    takes none.
+    Columns are matched by parameter names; a function with **columns takes all. A function whose signature Python cannot
+    inspect takes none.
 
     Raises:
-        DataError: the function cannot be called so; `name` names it in the message.
+        DataError: the function cannot be called with these columns; `name` names it in the message.
     """
     try:
         signature = inspect.signature(function)
@@ -191,16 +191,16 @@ def wanted_columns(function: Callable[..., Any], offered: Sequence[str], name: s
 
 
 def call_function(function: Callable[..., Any], columns: Columns, extra: Iterable[str]) -> tuple:
-    """Call a function; return ("scores", one float per row), or a `Reply` with the failure and, if known, its row.
+    """Call a function; return ("scores", one float per row), or a `Reply` with the failure and its row, if known.
 
-    Columns are responses, answers and the extra ones. Results may be any iterable of numbers, or a coroutine of one.
+    Columns are responses, answers and the extra ones. The result may be an iterable of numbers, or a coroutine of one.
     """
     scores: list[float] = []
     row_is_known = False
     try:
         result = function(columns["responses"], columns["answers"], **{name: columns[name] for name in extra})
         if inspect.iscoroutine(result):
-            import asyncio  # half of a start's time, and seldom needed
+            import asyncio  # takes half of the start time, and is seldom needed
 
             result = asyncio.run(result)
         values = _iterator(result)
@@ -216,7 +216,7 @@ def call_function(function: Callable[..., Any], columns: Columns, extra: Iterabl
             raise WrongScores(f"returned {len(scores)} scores for {num_rows} responses; return one for each")
     except WrongScores as error:
         return "wrong", str(error), len(scores) if row_is_known else None, ""
-    except BaseException as error:  # also SystemExit: the function's process goes on
+    except BaseException as error:  # also SystemExit: the function's process stays alive
         row = len(scores) if row_is_known else _row_at_hand(error, columns)
         return _raised(error, row)
     return "scores", scores
@@ -225,7 +225,7 @@ def call_function(function: Callable[..., Any], columns: Columns, extra: Iterabl
 def _load(
     key: str, path: str, offered: Sequence[str], memory_bytes: int | None
 ) -> tuple[tuple, Callable[..., Any] | None, list[str]]:
-    """Load a function; return the reply, the function and the columns that it wants."""
+    """Load a function; return the reply, the function and the columns that it takes."""
     try:
         if memory_bytes is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -236,7 +236,7 @@ def _load(
         extra = wanted_columns(function, offered, f"{key}={path}")
     except DataError as error:
         return ("wrong", str(error), None, _trace(error.__cause__, even_without_frames=False)), None, []
-    except BaseException as error:  # whatever a module does when it is imported
+    except BaseException as error:  # a module may raise anything when imported
         return _raised(error, None), None, []
     return ("loaded", extra), function, extra
 
@@ -251,7 +251,7 @@ def _iterator(result: Any) -> Iterable[Any]:
 
 
 def _number(value: Any) -> float:
-    with contextlib.suppress(Exception):  # arrays and tensors of several numbers, integers beyond floats
+    with contextlib.suppress(Exception):  # arrays and tensors of several numbers, oversized integers
         if hasattr(type(value), "__float__") and abs(number := float(value)) <= LARGEST_SCORE:
             return number
     kind = type(value).__name__
@@ -260,13 +260,13 @@ def _number(value: Any) -> float:
 
 def _raised(error: BaseException, row: int | None) -> Reply:
     if isinstance(error, MemoryError):
-        traceback.clear_frames(error.__traceback__)  # what they hold is needed now
+        traceback.clear_frames(error.__traceback__)  # the memory that they hold is needed now
     reason = traceback.format_exception_only(error)[-1].strip()
     return "raised", f"raised {_shortened(reason, 1000)}", row, _trace(error)
 
 
 def _trace(error: BaseException | None, even_without_frames: bool = True) -> str:
-    """Return the traceback from the function or its module on, without the frames that lead there."""
+    """Return the traceback starting at the function or its module, without the frames before."""
     frames = error.__traceback__ if error else None
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(LEADING_FILES):
         frames = frames.tb_next
@@ -276,14 +276,14 @@ def _trace(error: BaseException | None, even_without_frames: bool = True) -> str
 
 
 def _row_at_hand(error: BaseException, columns: Columns) -> int | None:
-    """Return the row whose text the innermost frame with any row's text has in a variable.
+    """Return the row whose text is in a variable of the innermost frame that has any row's text.
 
-    None if there is no such frame, or it has several rows. From Python 3.12 on a comprehension has no frame of its own.
+    Returns None if there is no such frame, or it has several rows. Since Python 3.12, comprehensions have no frame.
     """
     rows: dict[int, set[int]] = {}
     for column in columns.values():
         for row, value in enumerate(column):
-            if isinstance(value, str) and len(value) > 1:  # Python has each character once
+            if isinstance(value, str) and len(value) > 1:  # single characters are shared by all strings
                 rows.setdefault(id(value), set()).add(row)
     frames: list[FrameType] = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames[1:]):
@@ -295,7 +295,7 @@ def _row_at_hand(error: BaseException, columns: Columns) -> int | None:
 
 
 def shown(value: Any) -> str:
-    """Return a value in few characters of one line."""
+    """Return a value as short text on one line."""
     return _shortened(reprlib.repr(value).replace("\n", " "), 80)
 
 

@@ -1,8 +1,8 @@
-"""A reward function in a process of its own: bounded in time, restarted when it hangs or dies, gone with this process.
+"""A reward function in a separate process: limited in time, restarted after a hang or crash, and ended with this process.
 
-What the function inherits: the environment, without what makes a process a rank of this world, a Ray worker or a user
-of a GPU; and the places where Python looks for modules. Its working directory is a temporary folder. What it prints goes
-where this process's stderr goes. No torch, no Ray and no Megatron is in it unless the function imports them.
+The function inherits the environment, without the variables that make a process a rank of this world, a Ray worker or a
+GPU user, and the module search path. Its working directory is a temporary folder. Its output goes to this process's
+stderr. Torch, Ray and Megatron are not loaded unless the function imports them.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 STACKS_S = 1.0
-"""Time after its limit in which a function that does not return writes its stacks to stderr."""
+"""Time after the limit during which a function that does not return writes its stacks to stderr."""
 ENDING_S = 5.0
-"""Time limit for a process to end after it has closed its connection."""
+"""Time limit for a process to end after closing its connection."""
 END_TIMEOUT_S = 10.0
 """Time limit for the guard to end the function."""
 REPLY_BYTES = 2**20
-"""The longest reply: texts, which the function's process shortens to less."""
+"""Longest reply apart from scores; the function's process shortens its texts to less."""
 SCORE_BYTES = 32
-"""More that a reply may have for each row: a number as JSON."""
+"""Additional bytes of a reply per row: one number as JSON."""
 
 
 class RewardTimeoutError(DataError):
-    """A call of a function did not return in time."""
+    """A call of a function exceeded its time limit."""
 
 
 class RewardProcess:
     """One function in one process, called as function(responses, answers, **columns); a context manager.
 
-    The process starts with the first call or with `start`, and again after a call that it did not survive. Its own
-    children end with it, unless they have left its session. It ends when this process does, in whatever way.
+    The process starts with the first call or with `start`, and restarts after a call that ended it. Its children end
+    with it, unless they leave its session. It ends when this process ends, even abruptly.
 
     Args:
         path: "package.module:function".
-        key: where the path comes from, for messages: "reward.function".
-        offered: columns that callers can give besides responses and answers.
-        timeout_s: of one call.
-        start_timeout_s: of starting, the imports of the function's module included.
-        memory_bytes: most memory of the process; None for no limit.
+        key: source of the path, for messages: "reward.function".
+        offered: columns that callers can give in addition to responses and answers.
+        timeout_s: time limit of one call.
+        start_timeout_s: time limit of a start, including the imports of the function's module.
+        memory_bytes: memory limit of the process; None for no limit.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class RewardProcess:
         self._columns: tuple[str, ...] = ()
 
     def start(self) -> tuple[str, ...]:
-        """Start the process and load the function, unless that is done; return the columns that each call must give.
+        """Start the process and load the function if necessary; return the columns that each call must give.
 
         Raises:
-            DataError: the function cannot be loaded in time, or cannot be called as it should.
+            DataError: the function cannot be loaded in time, or has an unsuitable signature.
         """
         if self._process is not None:
             return self._columns
@@ -105,12 +105,12 @@ class RewardProcess:
         """Return the function's scores: a finite number for each response.
 
         Args:
-            columns: at least those that `start` returns, each with one value per row.
-            rows: numbers of the rows, for messages; from 0 if left out.
+            columns: at least the columns that `start` returns, each with one value per row.
+            rows: row numbers for messages; counted from 0 by default.
 
         Raises:
             RewardTimeoutError: the function did not return in time.
-            DataError: it raised, ended its process, or returned something else.
+            DataError: the function raised, ended its process, or returned invalid scores.
         """
         wanted = {name: list(columns[name]) for name in self.start()}
         rows = range(len(wanted["responses"])) if rows is None else rows
@@ -134,7 +134,7 @@ class RewardProcess:
         raise failure(_with_trace(message, trace))
 
     def close(self) -> None:
-        """End the process and everything that it has started; a later call starts another."""
+        """End the process and its descendants; a later call starts a new one."""
         if self._process is not None:
             self._end()
 
@@ -164,7 +164,7 @@ class RewardProcess:
     def _exchange(
         self, request: tuple, timeout_s: float, offered: Sequence[str] = (), num_rows: int = 0
     ) -> Sequence[Any]:
-        """Send a request and return the checked reply; if there is none, end the process."""
+        """Send a request and return the validated reply; without one, end the process."""
         limit = time.monotonic() + timeout_s
         deadline = limit + STACKS_S
         try:
@@ -176,7 +176,7 @@ class RewardProcess:
             self._end()
             raise _NoReply(f"its process sent what is no reply ({error})") from None
         except (TimeoutError, EOFError, ConnectionError):
-            # After the limit it may also end while it writes its stacks, which other threads change meanwhile.
+            # After the limit, it may also crash while writing its stacks, which other threads change meanwhile.
             if time.monotonic() >= limit:
                 self._end()
                 text = (
@@ -186,12 +186,12 @@ class RewardProcess:
             ended, code = self._has_ended(), self._end()
             text = f"ended, {_exit_text(code)}" if ended else "closed its connections"
             raise _NoReply(f"its process {text}") from None
-        except BaseException:  # KeyboardInterrupt: the reply, whenever it comes, is nobody's any more
+        except BaseException:  # KeyboardInterrupt: a late reply would be read as that of the next call
             self._end()
             raise
 
     def _receive(self, most_bytes: int, deadline: float) -> bytearray:
-        """Receive one line; raises ValueError if it is longer than `most_bytes`."""
+        """Return one received line; raises ValueError if it is longer than `most_bytes`."""
         received = bytearray()
         while not received.endswith(b"\n"):
             self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
@@ -215,7 +215,7 @@ class RewardProcess:
         process, self._process = self._process, None
         assert process is not None and process.stdin is not None, "called with a process"
         with contextlib.suppress(BrokenPipeError):
-            # A byte, since closing cuts nothing while a fork of this process holds the other end.
+            # A byte, since closing has no effect while a fork of this process holds the other end.
             os.write(process.stdin.fileno(), b".")
         process.stdin.close()
         try:
@@ -228,14 +228,14 @@ class RewardProcess:
 
 
 def checked_reply(line: bytes | bytearray, offered: Sequence[str], num_rows: int) -> Sequence[Any]:
-    """Return a reply of `reward_child.serve`, whose process may have been told anything by the function.
+    """Return a validated reply of `reward_child.serve`, which the function may have tampered with.
 
     Args:
-        offered: columns that a function may want.
-        num_rows: scores that it must return.
+        offered: columns that a function may take.
+        num_rows: number of scores that it must return.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the reply is invalid.
     """
     try:
         reply = json.loads(line)
@@ -258,7 +258,7 @@ def _is_score(value: object) -> bool:
 
 
 class _NoReply(Exception):
-    """There is no reply, for the reason in `text`."""
+    """No reply arrived, for the reason in `text`."""
 
     def __init__(self, text: str, timed_out: bool = False) -> None:
         super().__init__(text, timed_out)
@@ -266,7 +266,7 @@ class _NoReply(Exception):
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a function's process: that of a plain process, which sees no GPU."""
+    """Return the environment of a function's process, without GPUs, rank and Ray variables."""
     kept = {
         name: value
         for name, value in environment.items()

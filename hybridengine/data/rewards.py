@@ -1,7 +1,7 @@
-"""Rewards that are Python functions: called in processes of their own, in parts, and put together from several terms.
+"""Rewards computed by Python functions: called in separate processes, in parts, and combined from several terms.
 
 A function is called as function(responses, answers, **columns) with lists of equal length and returns one finite number
-for each row. Further columns are those of `EXTRA_COLUMNS` that its parameters name.
+per row. The additional columns are those of `EXTRA_COLUMNS` that its parameters name.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from hybridengine.data.reward_process import RewardProcess, RewardTimeoutError
 from hybridengine.errors import DataError, raise_all
 
 EXTRA_COLUMNS = ("prompts", "prompt_lengths", "response_lengths")
-"""Columns that a function can have besides responses and answers: the prompts as the model saw them, special tokens
-included, and numbers of tokens."""
+"""Columns available to a function in addition to responses and answers: prompts as seen by the model, including special
+tokens, and numbers of tokens."""
 
 DROPPED = float("nan")
 
 COUNTS = ("calls", "failures", "timeouts", "retries", "dropped_rows", "call_s")
-"""Metrics of a section, from `RewardFunctions.take_metrics`."""
+"""Metrics of a section returned by `RewardFunctions.take_metrics`."""
 
 _logger = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that turns tokens into texts."""
+    """The part of a tokenizer that decodes tokens."""
 
     def batch_decode(self, sequences: Any, *, skip_special_tokens: bool) -> list[str]: ...
 
 
 class RewardFunctions:
-    """The functions of a reward's (or a cost's) section, ready to score any number of rows; a context manager.
+    """The functions of a reward or cost section, ready to score any number of rows; a context manager.
 
     Args:
-        name: of the section, for keys in messages and metrics: "reward".
+        name: name of the section, for messages and metrics: "reward".
         start_timeout_s: time limit for loading a function.
     """
 
@@ -58,10 +58,10 @@ class RewardFunctions:
         assert self._terms, f"{name} has models only, which have workers of their own"
 
     def start(self) -> tuple[str, ...]:
-        """Start every process; return the columns that the functions want.
+        """Start all processes; return the columns that the functions take.
 
         Raises:
-            DataError: functions that cannot be loaded, all of them.
+            DataError: lists all functions that cannot be loaded.
         """
         columns, problems = dict[str, None](), []
         for function in self._terms.values():
@@ -75,15 +75,15 @@ class RewardFunctions:
     def score(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int] | None = None) -> TensorDict:
         """Return `scores` [B] float32, `dropped` [B] bool, and each of several terms' own scores as `SECTION/NAME`.
 
-        A row is dropped if its call failed, for a term that has a weight, and the section drops rows on a failure. Its
-        scores are NaN, which must reach no loss, mean or variance: a dataflow masks the row.
+        A row is dropped if the call of a term with a weight failed and the section drops rows on failure. Its scores are
+        NaN and must not enter any loss, mean or variance: dataflows mask the row.
 
         Args:
-            columns: at least those that `start` returns, as lists of equal length.
-            rows: numbers of the rows, for messages; from 0 if left out.
+            columns: at least the columns that `start` returns, as lists of equal length.
+            rows: row numbers for messages; counted from 0 by default.
 
         Raises:
-            DataError: a function failed, and the rows are not to be dropped.
+            DataError: a function failed, and the section does not drop rows.
         """
         num_rows = len(columns["responses"])
         numbers = range(num_rows) if rows is None else rows
@@ -101,10 +101,10 @@ class RewardFunctions:
         return result
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the counts since the last call, e.g. `reward/failures`: calls, failed ones (and one that ended `score`),
-        those of them that did not return in time, repeated ones, rows without a score, and the seconds of all calls.
+        """Return the counts since the last call, such as `reward/failures`: calls, failures (including one that ended
+        `score`), timeouts among them, retries, rows without a score, and the seconds of all calls.
 
-        A row that several terms could not score counts for each.
+        A row that several terms could not score is counted once for each.
         """
         counts = Counter[str]()
         for function in self._terms.values():
@@ -169,7 +169,7 @@ class _Function:
             calls = [executor.submit(score, part) for part in parts]
             wait(calls, return_when=FIRST_EXCEPTION)
             executor.shutdown(cancel_futures=True)
-        # A failed one comes before those that have not begun.
+        # The error of a failed call is raised before that of cancelled ones.
         return [value for call in calls for value in call.result()]
 
     def take_counts(self) -> Counter[str]:
@@ -205,14 +205,14 @@ class _Function:
 
     def _count(self, **numbers: float) -> None:
         with self._lock:
-            self._counts.update(numbers)  # type: ignore[arg-type]  # seconds are no int
+            self._counts.update(numbers)  # type: ignore[arg-type]  # seconds are not int
 
 
 def check_reward_functions(name: str, section: RewardSection, timeout_s: float = 60.0) -> None:
-    """Load every function of a section as a run will, and end its processes again.
+    """Load every function of a section as a run does, and end its processes.
 
     Raises:
-        DataError: functions that cannot be loaded, or cannot be called with the columns that there are.
+        DataError: a function cannot be loaded, or cannot be called with the available columns.
     """
     one_each = section.model_copy(update={"num_processes": 1})
     with RewardFunctions(name, one_each, timeout_s) as functions:
@@ -220,18 +220,18 @@ def check_reward_functions(name: str, section: RewardSection, timeout_s: float =
 
 
 def score_column(section: str, term: str) -> str:
-    """Return the column of a term's own scores, e.g. `reward/style`; `scores` for the only scorer, whose name is ""."""
+    """Return the column of a term's scores, such as `reward/style`; `scores` for the only scorer, whose name is ""."""
     return f"{section}/{term}" if term else "scores"
 
 
 def combine_scores(rows: TensorDictBase, across: object, weights: Mapping[str, float]) -> TensorDict:
-    """Return `scores` [B] float32, the weighted sum of terms' columns, and `dropped` [B], true if one of them is NaN.
+    """Return `scores` [B] float32, the weighted sum of the terms' columns, and `dropped` [B], True if one of them is NaN.
 
-    A term of weight 0 is a metric: it neither counts nor drops. `across` is an argument of every function of a
-    compute group, and not used: rows are summed one by one.
+    A term of weight 0 is only a metric: it is not summed and drops no row. `across`, an argument of all functions of a
+    compute group, is unused: rows are summed one by one.
 
     Args:
-        weights: by column.
+        weights: column -> weight.
     """
     total = torch.zeros(rows.batch_size, dtype=torch.float64)
     for column, weight in weights.items():
@@ -241,7 +241,7 @@ def combine_scores(rows: TensorDictBase, across: object, weights: Mapping[str, f
 
 
 def reward_texts(rollout: TensorDictBase, tokenizer: Decoder, columns: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the columns that functions want; responses are without special tokens."""
+    """Return the columns that functions take; responses are decoded without special tokens."""
     prompts, responses = rollout["prompt_lengths"].tolist(), rollout["response_lengths"].tolist()
     rows = list(zip(rollout["tokens"].tolist(), prompts, responses, strict=True))
     found: dict[str, list[Any]] = {"prompt_lengths": prompts, "response_lengths": responses}

@@ -1,4 +1,4 @@
-"""Rows of a JSONL or parquet file, checked: every malformed row is reported with its number."""
+"""Validated rows of a JSONL or parquet file: every malformed row is reported with its number."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hybridengine.errors import DataError, UnreadableError, raise_all, shown
 from hybridengine.reading import check_regular
 
 MAX_LISTED_PROBLEMS = 10
-"""Malformed rows listed in one error; the rest are counted."""
+"""Largest number of malformed rows listed in one error; the rest are counted."""
 MAX_LINE_BYTES = 64 * 2**20
-"""Longest line of a JSONL file; a longer one is refused before it is read into memory."""
+"""Longest line of a JSONL file; a longer one is rejected before it is read into memory."""
 
 
 class Message(TypedDict):
-    """A chat message; further keys are kept for the chat template."""
+    """A chat message; additional keys are passed to the chat template."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
     role: str
@@ -69,29 +69,29 @@ class DemonstrationRow(PromptRow):
 
 @dataclass(frozen=True)
 class Row:
-    """One checked row of a data file."""
+    """One validated row of a data file."""
 
     place: str
-    """Place in the file, for messages: "train.jsonl, line 3"."""
+    """Location in the file, for messages: "train.jsonl, line 3"."""
     prompt: str | list[Message]
     answer: str
     """Answer for the reward: the row's string, or the JSON text of any other value."""
     response: str | None = None
-    """A demonstration's response; None where the file need not have one."""
+    """Response of a demonstration; None if the file need not have one."""
 
     @property
     def messages(self) -> list[Message]:
-        """Return the prompt as chat messages: a plain text is one message of the user."""
+        """Prompt as chat messages: plain text is one user message."""
         return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
 
 
 def read_rows(path: str | Path, needs_response: bool = False) -> list[Row]:
     """Return all rows of a JSONL or parquet file with the keys prompt, answer and, for demonstrations, response.
 
-    Blank lines of a JSONL file are skipped. Further keys are ignored.
+    Blank lines of a JSONL file are skipped. Other keys are ignored.
 
     Raises:
-        DataError: the file is missing, empty, of another kind, or has malformed rows (all of them, up to ten).
+        DataError: the file is missing, empty, of another format, or has malformed rows (lists up to ten).
     """
     path = Path(path)
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
@@ -134,7 +134,7 @@ def read_rows(path: str | Path, needs_response: bool = False) -> list[Row]:
 
 
 def raise_listed(problems: Sequence[str]) -> None:
-    """Raise one DataError with the first problems and the number of the others; do nothing if there is none."""
+    """Raise one DataError with the first problems and the number of the others; do nothing without problems."""
     listed = list(problems[:MAX_LISTED_PROBLEMS])
     if len(problems) > MAX_LISTED_PROBLEMS:
         listed.append(f"and {len(problems) - MAX_LISTED_PROBLEMS} more malformed rows; correct them alike")
@@ -142,7 +142,7 @@ def raise_listed(problems: Sequence[str]) -> None:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield place and text of each line; of one that is too long, one byte more than is allowed."""
+    """Yield location and text of each line; for a line that is too long, one byte more than the limit."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -163,7 +163,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _problem(fault: ErrorDetails, content: object, model: type[PromptRow]) -> str:
-    """Return the message of one fault of a row."""
+    """Return the message for one validation error of a row."""
     name = ".".join(str(part) for part in fault["loc"] if part not in ("text", "messages"))
     if isinstance(content, bytes) and fault["type"] == "json_invalid":
         text, reason = content.decode(errors="replace"), fault["msg"].removeprefix("Invalid JSON: ")

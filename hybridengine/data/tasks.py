@@ -1,4 +1,4 @@
-"""The verifiable task of the demo: chains of sums from reasoning-gym, their files and their reward."""
+"""The demo's verifiable task: chains of sums from reasoning-gym, with data files and reward."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 
 from hybridengine.errors import DataError
 
-if TYPE_CHECKING:  # the reward needs none of pydantic
+if TYPE_CHECKING:  # the reward does not need pydantic
     from hybridengine.config.sections import TaskSection
 
 TRAIN_FILE, HELD_OUT_FILE, DEMONSTRATIONS_FILE = "train.jsonl", "held_out.jsonl", "demonstrations.jsonl"
 
 SEED_STRIDE = 1_000_003
-"""reasoning-gym draws entry i from the seed s + i, so that neighbouring seeds would share their problems."""
+"""Distance between seeds: reasoning-gym draws entry i from seed s + i, so neighbouring seeds would share problems."""
 
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
 DRAWS_PER_PROBLEM = 50
-"""Draws per wanted problem after which the task is taken to have too few distinct ones."""
+"""Draws per requested problem after which the task is considered to have too few distinct ones."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One sum and its result."""
+    """A sum and its result."""
 
     expression: str
     """ "3 + 8 - 5": numbers and operators between single spaces."""
@@ -36,7 +36,7 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """Message of the user."""
+        """User message."""
         return f"{self.expression} ="
 
     @property
@@ -89,13 +89,13 @@ def write_arithmetic_files(folder: str | Path, task: TaskSection) -> dict[str, P
 
 
 def demonstrated_response(problem: Problem, is_sloppy: bool) -> str:
-    """Return the teacher's running totals: "11 6" for 3 + 8 - 5, or only "11" when it forgets the last term."""
+    """Return the demonstrated running totals: "11 6" for 3 + 8 - 5, or "11" if the last term is omitted."""
     totals = problem.running_totals
     return " ".join(totals[:-1] if is_sloppy else totals)
 
 
 def final_answer(response: str) -> str:
-    """Return the last number in the response, as written there; empty if there is none."""
+    """Return the last number in the response, as written; empty if there is none."""
     numbers = NUMBER.findall(response)
     return numbers[-1] if numbers else ""
 
@@ -108,9 +108,9 @@ def length_cost(
 
 
 def arithmetic_reward(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Return 1.0 for each response whose final answer is fully right for reasoning-gym ("+06" for "6"), else 0.0.
+    """Return 1.0 for each response whose final answer reasoning-gym scores as fully correct ("+06" for "6"), else 0.0.
 
-    The scorer's partial credit for texts that contain the answer is not used: a policy learns to collect it.
+    Partial credit for texts that contain the answer is not used, because policies learn to exploit it.
     """
     scorer = _chain_sum(size=1)
     return [
@@ -143,7 +143,7 @@ def _distinct_problems(task: TaskSection) -> list[Problem]:
 
 
 def _chain_sum(**settings: int):
-    """Return reasoning-gym's procedural data set `chain_sum`."""
+    """Return reasoning-gym's procedural dataset `chain_sum`."""
     try:
         import reasoning_gym
     except ModuleNotFoundError:

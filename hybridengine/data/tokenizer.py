@@ -1,4 +1,4 @@
-"""Tokenizers: loading one with the checks that training needs, and building the demo's own."""
+"""Loading of tokenizers with the checks that training needs, and construction of the demo's tokenizer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hybridengine.reading import read_object
 PAD, UNKNOWN, TURN_START, TURN_END = "<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>"
 
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Names of the class whose behaviour is all in tokenizer.json; transformers 5 and earlier."""
+"""Names of the generic class, defined entirely by tokenizer.json, in transformers 5 and earlier."""
 
 ROLES = ("system", "user", "assistant")
-"""One token each, so that a short problem stays a short prompt."""
+"""Roles with one token each, so that a short problem remains a short prompt."""
 
 CHARACTERS = string.digits + string.ascii_lowercase + " \n+-*/=().,?!:"
 
@@ -30,23 +30,23 @@ CHAT_TEMPLATE = (
     + TURN_START
     + "assistant{% endif %}"
 )
-"""ChatML without its line breaks, which would only lengthen the sequences."""
+"""ChatML without line breaks, which would only lengthen the sequences."""
 
 
 def load_tokenizer(folder: str | Path, pad_with_eos: bool = False) -> PreTrainedTokenizerBase:
     """Return the Hugging Face tokenizer of a local folder, with end-of-sequence and padding token and chat template.
 
-    `pad_with_eos` uses the end-of-sequence token for padding where the folder names no padding token. It is harmless
-    here, because sequence lengths decide what is padding; it must be asked for, because other programs read the token.
+    `pad_with_eos` pads with the end-of-sequence token if the folder defines no padding token. This is safe here, because
+    sequence lengths determine the padding, but must be requested, because other programs read the token.
 
     Raises:
-        DataError: no such folder, no loadable tokenizer in it, or missing tokens or template (all of them).
+        DataError: the folder does not exist or has no loadable tokenizer, or tokens or template are missing (lists all).
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"tokenizer folder {folder} does not exist; name a folder with tokenizer.json")
     try:
-        # False, not left out: transformers would ask on the terminal whether to run code of the folder.
+        # Explicitly False: otherwise transformers asks on the terminal whether to run code of the folder.
         tokenizer = _loader(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise a dozen types, among them bare Exception
         if "trust_remote_code" in str(error):
@@ -65,10 +65,10 @@ def load_tokenizer(folder: str | Path, pad_with_eos: bool = False) -> PreTrained
 
 
 def _loader(folder: Path) -> type[AutoTokenizer] | type[PreTrainedTokenizerFast]:
-    """Return AutoTokenizer, or the generic class where the folder names that one.
+    """Return AutoTokenizer, or the generic class if the folder names it.
 
-    Beside a model's config.json, AutoTokenizer prefers the model family's own tokenizer class to a generic one, and
-    that class brings its own rules for splitting text in place of those in tokenizer.json.
+    Next to a model's config.json, AutoTokenizer prefers the model family's tokenizer class to a generic one, and
+    replaces the pre-tokenization rules of tokenizer.json with those of that class.
     """
     settings = folder / "tokenizer_config.json"
     named = read_object(settings).get("tokenizer_class") if settings.exists() else None
@@ -76,7 +76,7 @@ def _loader(folder: Path) -> type[AutoTokenizer] | type[PreTrainedTokenizerFast]
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raise one DataError that lists what `tokenizer` lacks for training and generating."""
+    """Raise one DataError that lists the features for training and generation that `tokenizer` lacks."""
     settings = f"tokenizer_config.json of {name}"
     problems = []
     if tokenizer.eos_token_id is None:
@@ -97,18 +97,18 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
-    """Return the number of the special token `name` ("eos", "pad"), which `check_tokenizer` has found to be there."""
+    """Return the number of the special token `name` ("eos", "pad"), whose presence `check_tokenizer` has verified."""
     number = getattr(tokenizer, f"{name}_token_id")
     assert isinstance(number, int), f"{name}_token_id={number!r}; load tokenizers with load_tokenizer"
     return number
 
 
 def build_arithmetic_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the demo's tokenizer: one token per character, role and special token; 57 tokens, an odd number on purpose.
+    """Return the demo's tokenizer, with one token per character, role and special token: 57 tokens, an odd number.
 
-    Byte-level BPE without merges, so that the tokenizer class of the Qwen family, which AutoTokenizer picks beside a
-    Qwen model, reads it alike. An odd vocabulary makes every even tensor-parallel degree pad it, as with real models.
-    `save_pretrained` writes it as a Hugging Face tokenizer folder.
+    It is a byte-level BPE without merges, so that the Qwen family's tokenizer class, which AutoTokenizer selects next to
+    a Qwen model, gives the same result. The odd vocabulary is padded at every even tensor-parallel degree, as with real
+    models. `save_pretrained` writes it as a Hugging Face tokenizer folder.
     """
     # The byte-level alphabet writes a space as Ġ and a line break as Ċ.
     characters = [{" ": "Ġ", "\n": "Ċ"}.get(character, character) for character in CHARACTERS]

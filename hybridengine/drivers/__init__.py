@@ -1,1 +1,1 @@
-"""RL dataflows as plain Python over worker groups: one file each."""
+"""RL dataflows in plain Python over worker groups, one file each."""

@@ -1,8 +1,8 @@
-"""Functions of a batch that dataflows run on the ranks where its rows are: advantages, and metrics of the batch.
+"""Functions that dataflows run on the ranks that hold a batch's rows: advantages, and metrics of the batch.
 
-An advantage function has rows of one rank with the columns `drivers.dataflow.COLUMNS`, their numbers among all rows
-(`ROW_NUMBERS`), and `across`, which puts together what all ranks have. It returns `advantages` [B, R] and what else the
-updates read.
+An advantage function receives the rows of one rank with the columns `drivers.dataflow.COLUMNS`, their numbers among all
+rows (`ROW_NUMBERS`), and `across`, for sums and maxima over all ranks. It returns `advantages` [B, R] and any other
+columns that the updates read.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from hybridengine.rows.protocols import ROW_NUMBERS
 
 @dataclass(frozen=True)
 class Counted:
-    """Rows of a batch, without what must count nowhere."""
+    """Rows of a batch after exclusion of dropped rows and invalid tokens."""
 
     keep_B: Tensor
-    """Rows that have a score, and whose rollout is close enough to the training policy."""
+    """True for rows that have a score and whose rollout is close enough to the training policy."""
     mask_BR: Tensor
-    """Valid tokens of the rows that are kept."""
+    """True at valid tokens of kept rows."""
     scores_B: Tensor
-    """0 where a row is not kept."""
+    """Scores; 0 for rows that are not kept."""
     kl_BR: Tensor
-    """KL divergence from the reference, 0 where masked."""
+    """KL divergence from the reference; 0 at masked entries."""
     weights_BR: Tensor | None
-    """Weights of the rollout correction."""
+    """Weights of the rollout correction, if any."""
 
     def columns(self, **estimates: Tensor) -> TensorDict:
-        """Return `estimates` and what the updates read besides: `keep`, and `weights` where there is a correction."""
+        """Return `estimates` and the other columns that updates read: `keep`, and any `weights` of the correction."""
         found = {**estimates, "keep": self.keep_B}
         if self.weights_BR is not None:
             found["weights"] = self.weights_BR
@@ -64,7 +64,7 @@ class Counted:
 
 
 def correction_weights(rows: TensorDictBase, mask_BR: Tensor, algorithm: Algorithm) -> RolloutWeights | None:
-    """Return the weights of the run's rollout correction; None where it has none."""
+    """Return the weights of the run's rollout correction; None without one."""
     correction = algorithm.correction
     if correction is None:
         return None
@@ -73,7 +73,7 @@ def correction_weights(rows: TensorDictBase, mask_BR: Tensor, algorithm: Algorit
 
 
 def counted_rows(rows: TensorDictBase, algorithm: Algorithm) -> Counted:
-    """Return the parts of `rows` (`drivers.dataflow.COLUMNS`) that count, after drops and rollout correction."""
+    """Return the valid parts of `rows` (`drivers.dataflow.COLUMNS`), after drops and rollout correction."""
     mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
     keep, weights = ~rows["dropped"], None
     if (found := correction_weights(rows, mask & keep[:, None], algorithm)) is not None:
@@ -85,7 +85,7 @@ def counted_rows(rows: TensorDictBase, algorithm: Algorithm) -> Counted:
 
 
 def ppo(rows: TensorDictBase, across: Across, algorithm: Ppo, samples: int) -> TensorDict:
-    """Return `advantages` and `returns` [B, R], from the critic's `values`."""
+    """Return `advantages` and `returns` [B, R], computed from the critic's `values`."""
     counted = counted_rows(rows, algorithm)
     mask = counted.mask_BR
     rewards = token_rewards(counted.scores_B, counted.kl_BR, mask, algorithm.kl_coef)
@@ -96,7 +96,7 @@ def ppo(rows: TensorDictBase, across: Across, algorithm: Ppo, samples: int) -> T
 
 
 def grpo(rows: TensorDictBase, across: Across, algorithm: Grpo, samples: int) -> TensorDict:
-    """Return `advantages` [B, R]: one for each response, at all of its tokens."""
+    """Return `advantages` [B, R]: one value per response, repeated at all of its tokens."""
     counted = counted_rows(rows, algorithm)
     groups = rows[ROW_NUMBERS] // samples
     estimates = estimators.grpo(counted.scores_B, groups, counted.keep_B, across, algorithm.normalize_std)
@@ -104,7 +104,7 @@ def grpo(rows: TensorDictBase, across: Across, algorithm: Grpo, samples: int) ->
 
 
 def rloo(rows: TensorDictBase, across: Across, algorithm: Rloo, samples: int) -> TensorDict:
-    """Return `advantages` [B, R]: one for each response, at all of its tokens."""
+    """Return `advantages` [B, R]: one value per response, repeated at all of its tokens."""
     counted = counted_rows(rows, algorithm)
     mask = counted.mask_BR
     rewards = token_rewards(counted.scores_B, counted.kl_BR, mask, algorithm.kl_coef).sum(1)
@@ -124,7 +124,7 @@ def reinforce_plus_plus(
 
 
 def remax(rows: TensorDictBase, across: Across, algorithm: Remax, samples: int) -> TensorDict:
-    """Return `advantages` [B, R]; a row whose baseline has no score counts as little as one without its own score."""
+    """Return `advantages` [B, R]; a row whose baseline has no score is excluded like a row without its own score."""
     rows["dropped"] = rows["dropped"] | rows["baseline_dropped"]
     counted = counted_rows(rows, algorithm)
     rewards = token_rewards(counted.scores_B, counted.kl_BR, counted.mask_BR, algorithm.kl_coef)
@@ -150,10 +150,10 @@ def safe_rlhf(
 
 
 def mean_cost(rows: TensorDictBase, across: Across) -> dict[str, float]:
-    """Return `cost/mean` of the responses that have a cost.
+    """Return `cost/mean` over the responses that have a cost.
 
     Raises:
-        DataError: none has.
+        DataError: no response has a cost.
     """
     keep = ~rows["cost_dropped"]
     total, count = across.sum(rows["cost_scores"][keep].double().sum()), across.sum(keep.sum())
@@ -165,8 +165,8 @@ def mean_cost(rows: TensorDictBase, across: Across) -> dict[str, float]:
 def rollout_metrics(
     rows: TensorDictBase, across: Across, algorithm: Algorithm, term_columns: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Return means of rewards, of each term's own scores, of the KL divergence and of lengths; if the training model has
-    computed log-probs, its entropy, their distance from the engine's, and the statistics of the rollout correction.
+    """Return means of rewards, of each term's scores, of the KL divergence and of lengths; if the training model has
+    computed log-probs, also its entropy, their distance from the engine's, and statistics of the rollout correction.
 
     Raises:
         DataError: no response has a score.
@@ -212,7 +212,7 @@ def rollout_metrics(
 
 
 def _length_quantiles(rows: TensorDictBase, across: Across) -> dict[str, float]:
-    """Return the lengths of the shortest and longest response of all ranks, and quantiles between, for the planner."""
+    """Return the shortest and longest response length of all ranks, and quantiles between them, for the planner."""
     counts = torch.bincount(rows["response_lengths"], minlength=rows["log_probs"].size(1) + 1)
     running = across.sum(counts.double()).cumsum(0)
     total = running[-1].item()

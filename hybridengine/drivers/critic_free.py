@@ -1,4 +1,4 @@
-"""The dataflow without a critic that GRPO, RLOO and REINFORCE++ share: they differ in their advantages only."""
+"""The critic-free dataflow shared by GRPO, RLOO and REINFORCE++, which differ only in their advantages."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hybridengine.drivers.roles import Roles, Sampling, State
 
 
 class CriticFree(Algorithm):
-    """An algorithm whose advantages come from the scores of a batch alone."""
+    """Base of algorithms whose advantages are computed from a batch's scores alone."""
 
     roles = ("actor", "reference", "reward")
     from_engine: ClassVar[bool] = False
-    """True if the engine's log-probs stand for those of the old policy, which then are not computed."""
+    """True if the engine's log-probs replace those of the old policy, which are then not computed."""
 
     advantages: ImportPath
-    """Advantages of a batch's responses: a function (rows, across, algorithm, samples)."""
+    """Function that computes the advantages of a batch, called as function(rows, across, algorithm, samples)."""
 
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
-        """Carry out one iteration; return its metrics."""
+        """Run one iteration; return its metrics."""
         actor, samples = roles.actor, sampling.samples_per_prompt
 
         prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step).repeat(samples)

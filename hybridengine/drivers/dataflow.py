@@ -1,6 +1,6 @@
-"""Parts of an iteration that the dataflows share, and the check of the functions that they run on ranks.
+"""Parts of an iteration shared by the dataflows, and validation of the functions that they run on ranks.
 
-Nothing here imports torch or Ray: the planner traces the steps of algorithms.
+Nothing here imports torch or Ray, because the planner traces the steps of algorithms.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from hybridengine.errors import ConfigError
 from hybridengine.report import keys
 
 COLUMNS = ("response_lengths", "rollout_log_probs", "log_probs", "ref_log_probs", "scores", "dropped")
-"""Columns that every advantage function gets."""
+"""Columns passed to every advantage function."""
 STATISTICS = ("prompt_lengths", *COLUMNS)
-"""Columns that `rollout_metrics` reads, besides `entropies`."""
+"""Columns that `rollout_metrics` reads, in addition to `entropies`."""
 ROLLOUT_METRICS = "hybridengine.drivers.advantages:rollout_metrics"
 LOSS_PARAMETERS = ("log_probs", "columns", "algorithm", "actor", "aggregation")
-"""Arguments that a loss is called with."""
+"""Parameters of a loss function."""
 
 
 def with_advantages(
     roles: Roles, batch: Any, algorithm: Any, samples: int, *more: Any, columns: Sequence[str] = ()
 ) -> Any:
-    """Return the batch with the columns that `algorithm.advantages` makes of it, on the ranks where its rows are.
+    """Return the batch with the columns computed by `algorithm.advantages` on the ranks that hold its rows.
 
     Args:
         samples: responses per prompt.
         more: arguments of the function after `samples`.
-        columns: what it reads besides `COLUMNS`.
+        columns: columns that it reads in addition to `COLUMNS`.
     """
     inputs = batch.select(*COLUMNS, *columns)
     return batch.union(roles.compute.map(inputs, algorithm.advantages, algorithm, samples, *more))
 
 
 def measure_rollout(roles: Roles, batch: Any, algorithm: Algorithm, *, from_engine: bool = False) -> Any:
-    """Return the future of `rollout_metrics` of a batch, the same on every rank.
+    """Return the future of a batch's `rollout_metrics`, which are the same on every rank.
 
     Args:
-        from_engine: the batch's log-probs are the engine's, and it has no entropies.
+        from_engine: True if the batch's log-probs are the engine's, and it has no entropies.
     """
     columns = [*STATISTICS, *roles.term_columns, *([] if from_engine else ["entropies"])]
     return roles.compute.measure(batch.select(*columns), ROLLOUT_METRICS, algorithm, roles.term_columns)
@@ -50,7 +50,7 @@ def measure_rollout(roles: Roles, batch: Any, algorithm: Algorithm, *, from_engi
 def switch_metrics(
     to_generate: Sequence[Mapping[str, Any]], to_train: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
-    """Return the bytes of the switches there and back: of each, those of the rank with the most."""
+    """Return the bytes of the switches in both directions, each for the rank with the most."""
     reports = [*to_generate, *to_train]
     return {
         keys.RECEIVED_BYTES: max(report["received_bytes"] for report in to_generate),
@@ -61,10 +61,10 @@ def switch_metrics(
 
 
 def check_functions(algorithm: Algorithm) -> None:
-    """Import the functions of one's own that the algorithm runs on ranks, before any rank starts.
+    """Import the custom functions that the algorithm runs on ranks, before any rank starts.
 
     Raises:
-        ConfigError: one of them is not there, or cannot be called as it will be.
+        ConfigError: a function does not exist, or has an unsuitable signature.
     """
     parameters = {"loss": LOSS_PARAMETERS, "advantages": algorithm.advantage_parameters}
     for option, arguments in parameters.items():
@@ -77,7 +77,7 @@ def check_functions(algorithm: Algorithm) -> None:
             raise ConfigError(f"algorithm.{option}: {error}") from error
         try:
             inspect.signature(function).bind(*arguments)
-        except (TypeError, ValueError) as error:  # ValueError: of built-in functions without a signature
+        except (TypeError, ValueError) as error:  # ValueError: built-in functions without a signature
             raise ConfigError(
                 f"algorithm.{option}={path} cannot be called as {form} ({error}); change its parameters"
             ) from None

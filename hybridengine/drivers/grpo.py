@@ -1,4 +1,4 @@
-"""GRPO, and Dr.GRPO: a response is compared with the others to the same prompt.
+"""GRPO, and Dr.GRPO: each response is compared with the others to the same prompt.
 
 Source: DeepSeekMath, arXiv 2402.03300, section 4.1; Dr.GRPO, arXiv 2503.20783, section 3
 (`algorithm.normalize_std=false`, `actor.loss_aggregation=sequence_sum`, as in `configs/dr-grpo.yaml`).
@@ -11,21 +11,21 @@ from hybridengine.drivers.critic_free import CriticFree
 
 
 class Grpo(CriticFree):
-    """Advantages are scores less their group's mean."""
+    """Advantages are scores minus the mean of their group."""
 
     min_samples = 2
 
     advantages: ImportPath = "hybridengine.drivers.advantages:grpo"
-    """Advantages of a batch's responses: a function (rows, across, algorithm, samples)."""
+    """Function that computes the advantages of a batch, called as function(rows, across, algorithm, samples)."""
     normalize_std: bool = True
-    """Advantages are divided by their group's standard deviation; without it, Dr.GRPO."""
+    """Divide advantages by their group's standard deviation; False for Dr.GRPO."""
 
 
 class GrpoFromEngine(Grpo):
-    """GRPO without a pass for the old policy's log-probs: it takes those with which the engine drew the tokens.
+    """GRPO with the engine's log-probs in place of a forward pass for those of the old policy.
 
-    For one optimizer step per iteration, where the old policy is the present one and the ratio only says how far the
-    engine's arithmetic is from the trainer's (`actor/ratio_max`). Saves one forward pass of four to five.
+    For one optimizer step per iteration, where the old policy is the current one and the ratio only measures the
+    numerical difference between engine and trainer (`actor/ratio_max`). Saves one forward pass of four to five.
     """
 
     from_engine = True

@@ -1,4 +1,4 @@
-"""Online DPO: of the responses to a prompt, the best and the worst by the judge are a preference.
+"""Online DPO: the best and the worst response to a prompt, as scored by the reward, form a preference.
 
 Source: arXiv 2402.04792, algorithm 1 (the judge is the run's reward); loss of arXiv 2305.18290, equation 7.
 """
@@ -17,7 +17,7 @@ from hybridengine.drivers.roles import Roles, Sampling, State
 
 
 class OnlineDpo(Algorithm):
-    """There are no advantages: the better response of each pair becomes likelier than the worse one."""
+    """Increases the likelihood of the better response of each pair over the worse one, without advantages."""
 
     roles = ("actor", "reference", "reward")
     min_samples = 2
@@ -25,14 +25,14 @@ class OnlineDpo(Algorithm):
     uncorrected = "which weighs no tokens"
 
     loss: ImportPath = "hybridengine.algorithms.losses.dpo:preference_loss"
-    """Loss of pairs of rows: a function (log_probs, columns, algorithm, actor, aggregation)."""
+    """Loss of pairs of rows, called as function(log_probs, columns, algorithm, actor, aggregation)."""
     beta: Positive = 0.1
-    """Strength of the pull to the reference."""
+    """Strength of the regularisation towards the reference."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the preferences that are taken to be wrong."""
+    """Assumed fraction of wrong preferences."""
 
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
-        """Carry out one iteration; return its metrics."""
+        """Run one iteration; return its metrics."""
         actor, samples = roles.actor, sampling.samples_per_prompt
 
         prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step).repeat(samples)
@@ -53,7 +53,7 @@ class OnlineDpo(Algorithm):
         return measured.get()[0] | switch_metrics(to_generate.get(), to_train.get()) | update.get()[0]
 
     def conflicts(self, config: Any) -> Iterator[Conflict]:
-        """Yield that the pairs do not split evenly."""
+        """Yield a conflict if the pairs do not split evenly."""
         replicas, mini_batches = config.actor.train_sizes.dp_size, config.actor.mini_batches
         if config.data.batch_size % (replicas * mini_batches):
             yield Conflict(
@@ -65,9 +65,9 @@ class OnlineDpo(Algorithm):
 
 
 def preferences(scores: Sequence[float], dropped: Sequence[bool], samples: int) -> list[int]:
-    """Row numbers of the best and the worst response to each prompt, one behind the other; of equal ones the first.
+    """Return the row numbers of the best and the worst response to each prompt, in turn; of equal ones the first.
 
-    A response without a score is neither, as long as there are others.
+    A response without a score is only chosen if there are no others.
     """
     pairs = []
     for first in range(0, len(scores), samples):

@@ -1,4 +1,4 @@
-"""PPO: one iteration on one screen.
+"""PPO as a dataflow.
 
 Source: HybridFlow, arXiv 2409.19256, figure 6; algorithm of arXiv 1707.06347 with a KL penalty per token.
 """
@@ -12,23 +12,23 @@ from hybridengine.drivers.roles import Roles, Sampling, State
 
 
 class Ppo(Algorithm):
-    """Advantages are estimated with a critic's values."""
+    """Advantages are estimated from a critic's values."""
 
     roles = ("actor", "critic", "reference", "reward")
 
     advantages: ImportPath = "hybridengine.drivers.advantages:ppo"
-    """Advantages and returns of a batch's responses: a function (rows, across, algorithm, samples)."""
+    """Function that computes advantages and returns of a batch, called as function(rows, across, algorithm, samples)."""
     gamma: Share = 1.0
-    """Discount of later rewards."""
+    """Discount factor of later rewards."""
     lam: Share = 0.95
     """Lambda of generalised advantage estimation."""
     kl_coef: NonNegative = 0.05
     """Weight of the KL penalty on each token's reward."""
     whiten_advantages: bool = True
-    """Advantages get mean 0 and variance 1 over the valid tokens."""
+    """Normalise advantages to mean 0 and variance 1 over the valid tokens."""
 
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
-        """Carry out one iteration; return its metrics."""
+        """Run one iteration; return its metrics."""
         actor, critic, samples = roles.actor, roles.critic, sampling.samples_per_prompt
 
         prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step).repeat(samples)

@@ -1,4 +1,4 @@
-"""REINFORCE++: no critic and no groups, returns are whitened over the whole batch.
+"""REINFORCE++: returns whitened over the whole batch, without critic or groups.
 
 Source: arXiv 2501.03262.
 """
@@ -13,8 +13,8 @@ class ReinforcePlusPlus(CriticFree):
     """Advantages are whitened returns."""
 
     advantages: ImportPath = "hybridengine.drivers.advantages:reinforce_plus_plus"
-    """Advantages of a batch's responses: a function (rows, across, algorithm, samples)."""
+    """Function that computes the advantages of a batch, called as function(rows, across, algorithm, samples)."""
     gamma: Share = 1.0
-    """Discount of later rewards."""
+    """Discount factor of later rewards."""
     kl_coef: NonNegative = 0.05
     """Weight of the KL penalty on each token's reward."""

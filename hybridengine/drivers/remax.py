@@ -1,4 +1,4 @@
-"""ReMax: the baseline of a response is the reward of the greedy one to the same prompt.
+"""ReMax: the baseline of a response is the reward of the greedy response to the same prompt.
 
 Source: arXiv 2310.10505, algorithm 1; with a KL penalty per token as in PPO.
 """
@@ -14,17 +14,17 @@ BASELINE = {"baseline_scores": "scores", "baseline_dropped": "dropped"}
 
 
 class Remax(Algorithm):
-    """Advantages are returns less the greedy response's reward."""
+    """Advantages are returns minus the greedy response's reward."""
 
     roles = ("actor", "reference", "reward")
 
     advantages: ImportPath = "hybridengine.drivers.advantages:remax"
-    """Advantages of a batch's responses: a function (rows, across, algorithm, samples)."""
+    """Function that computes the advantages of a batch, called as function(rows, across, algorithm, samples)."""
     kl_coef: NonNegative = 0.05
     """Weight of the KL penalty on each token's reward."""
 
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
-        """Carry out one iteration; return its metrics."""
+        """Run one iteration; return its metrics."""
         actor, reward, samples = roles.actor, roles.reward, sampling.samples_per_prompt
 
         asked = roles.prompts.training_prompts(sampling.prompts, sampling.step)
@@ -47,5 +47,5 @@ class Remax(Algorithm):
         return measured.get()[0] | switch_metrics(to_generate.get(), to_train.get()) | update.get()[0]
 
     def scored_rows(self, num_prompts: int, num_rows: int) -> int:
-        """Return the rows of the smallest call that scores: the greedy responses, one for each prompt."""
+        """Return the rows of the smallest call that scores responses: one greedy response per prompt."""
         return num_prompts

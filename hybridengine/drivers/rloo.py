@@ -10,11 +10,11 @@ from hybridengine.drivers.critic_free import CriticFree
 
 
 class Rloo(CriticFree):
-    """Advantages are returns less the mean of the group's other returns."""
+    """Advantages are returns minus the mean of the group's other returns."""
 
     min_samples = 2
 
     advantages: ImportPath = "hybridengine.drivers.advantages:rloo"
-    """Advantages of a batch's responses: a function (rows, across, algorithm, samples)."""
+    """Function that computes the advantages of a batch, called as function(rows, across, algorithm, samples)."""
     kl_coef: NonNegative = 0.05
     """Weight of the KL penalty on each token's reward."""

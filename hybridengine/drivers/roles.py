@@ -1,4 +1,4 @@
-"""The arguments of a dataflow: worker groups by role, the samples of an iteration, and the numbers that it keeps."""
+"""Arguments of a dataflow: worker groups by role, and the prompts, seeds and state of an iteration."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ if TYPE_CHECKING:  # algorithms import this file, and load neither torch nor Ray
     from hybridengine.controller.worker_group import WorkerGroup
 
 State = dict[str, float]
-"""Numbers that a dataflow keeps from one iteration to the next, e.g. a Lagrange multiplier; empty at first."""
+"""Numbers that a dataflow carries over between iterations, such as a Lagrange multiplier; initially empty."""
 
 
 @dataclass(frozen=True)
 class Scorers:
-    """The groups that score responses: one for all functions, one for each model."""
+    """Groups that score responses: one for all functions, and one for each model."""
 
     groups: Sequence[WorkerGroup]
     compute: WorkerGroup
     weights: Mapping[str, float]
-    """Weight of each term's column, where a term is a model; else empty: the functions' ranks add their terms up."""
+    """Weight of each term's column, if a term is a model; otherwise empty, as the functions' ranks sum their terms."""
     term_columns: Sequence[str] = ()
-    """Columns of the scores of several scorers, e.g. `cost/length`; a single one has none."""
+    """Columns of the terms' scores, such as `cost/length`; empty for a single scorer."""
 
     @property
     def has_full_score(self) -> bool:
-        """True if 1 is a full score: of a function alone, not of a model or a weighted sum."""
+        """True if 1 is the maximum score, as for a single function, but not for a model or a weighted sum."""
         return not self.term_columns and hasattr(self.groups[0], "take_metrics")
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the largest of the groups."""
+        """Number of ranks in the largest group."""
         return max(group.num_ranks for group in self.groups)
 
     def compute_scores(self, rollout: Rows) -> Rows:
-        """Return `scores` and `dropped`; of several terms also their own columns."""
+        """Return `scores` and `dropped`, and the terms' own columns if there are several."""
         parts = [group.compute_scores(rollout) for group in self.groups]
         rows = parts[0].union(*parts[1:])
         if not self.weights:
@@ -51,7 +51,7 @@ class Scorers:
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the counters of the functions since the last call, of all ranks, e.g. `reward/retries`."""
+        """Return the functions' counters since the last call, over all ranks, such as `reward/retries`."""
         total = Counter[str]()
         for group in self.groups:
             if hasattr(group, "take_metrics"):
@@ -61,13 +61,12 @@ class Scorers:
 
 
 class Roles:
-    """The groups of a run as attributes: its dataflow's roles, and beside them
+    """Worker groups of a run as attributes: the dataflow's roles, and in addition
 
         prompts     reads the data files
-        compute     runs plain functions over rows where the rows are
+        compute     runs plain functions over rows on the ranks that hold them
 
-    A dataflow that uses a role that the run does not have gets an UnknownNameError that names it; `hasattr` asks
-    whether there is one.
+    Access to a role that the run does not have raises an UnknownNameError; use `hasattr` to check for a role.
     """
 
     actor: WorkerGroup
@@ -84,11 +83,11 @@ class Roles:
 
     @property
     def term_columns(self) -> tuple[str, ...]:
-        """All `Scorers.term_columns` of rewards and costs."""
+        """Term columns of rewards and costs (`Scorers.term_columns`)."""
         return tuple(column for one in self._scorers for column in one.term_columns)
 
     def take_scorer_metrics(self) -> dict[str, float]:
-        """Return `Scorers.take_metrics` of rewards and costs."""
+        """Return the counters of rewards and costs (`Scorers.take_metrics`)."""
         return {key: value for one in self._scorers for key, value in one.take_metrics().items()}
 
     @property
@@ -116,7 +115,7 @@ class Sampling:
 
     @property
     def prompts(self) -> Rows:
-        """Rows of the prompts, still empty."""
+        """Row references of the prompts, without columns yet."""
         from hybridengine.controller.rows import Rows
 
         return Rows.numbered(self.num_prompts)

@@ -1,4 +1,4 @@
-"""Safe-RLHF (PPO-Lagrangian): rewards are raised while the mean cost stays under a limit.
+"""Safe-RLHF (PPO-Lagrangian): maximises rewards while keeping the mean cost below a limit.
 
 Maximise J_r subject to J_c <= d, through min over the policy, max over lam >= 0, of -J_r + lam·(J_c - d).
 
@@ -21,22 +21,23 @@ MEAN_COST = "hybridengine.drivers.advantages:mean_cost"
 
 
 class SafeRlhf(Ppo):
-    """PPO with a critic for costs, whose advantages count by a Lagrange multiplier."""
+    """PPO with a cost critic, whose advantages are weighted by a Lagrange multiplier."""
 
     roles = ("actor", "critic", "cost_critic", "reference", "reward", "cost")
     advantage_parameters = (*Ppo.advantage_parameters, "multiplier")
 
     advantages: ImportPath = "hybridengine.drivers.advantages:safe_rlhf"
-    """Advantages, returns and cost returns: a function (rows, across, algorithm, samples, multiplier)."""
+    """Function that computes advantages, returns and cost returns of a batch, called as function(rows, across,
+    algorithm, samples, multiplier)."""
     cost_limit: float = 0.0
     """Largest mean cost of a response."""
     multiplier_lr: Positive = 0.1
     """Learning rate of the logarithm of the Lagrange multiplier."""
     max_log_multiplier: NonNegative = 5.0
-    """The multiplier stays below e to this: a limit that cannot be kept must not silence the reward for good."""
+    """Upper bound of the multiplier's logarithm, so that an unreachable cost limit does not suppress the reward."""
 
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
-        """Carry out one iteration; return its metrics. `state` keeps the logarithm of the Lagrange multiplier."""
+        """Run one iteration; return its metrics. `state` holds the logarithm of the Lagrange multiplier."""
         actor, critic, cost_critic = roles.actor, roles.critic, roles.cost_critic
         samples = sampling.samples_per_prompt
 
@@ -73,13 +74,13 @@ class SafeRlhf(Ppo):
         return metrics | updates[0].get()[0] | updates[1].get()[0] | updates[2].get()[0]
 
     def updated_log_multiplier(self, log_multiplier: float, mean_cost: float) -> float:
-        """Return log lam after one SGD step on -(J_c - d)·lam, whose derivative by log lam is itself.
+        """Return log lam after one SGD step on -(J_c - d)·lam, whose derivative with respect to log lam is itself.
 
         Args:
-            mean_cost: J_c, the mean over the batch's responses of all ranks.
+            mean_cost: J_c, the mean over the batch's responses on all ranks.
         Raises:
-            DataError: the cost is not a finite number.
-        Source: arXiv 2310.12773, equation 31 (with J_c there counted from the limit).
+            DataError: the cost is not finite.
+        Source: arXiv 2310.12773, equation 31 (where J_c is measured from the limit).
         """
         if not math.isfinite(mean_cost):
             raise DataError(

@@ -1,1 +1,1 @@
-"""Model families: one file for each, and `registry`, which lists them."""
+"""Model families, one file each, listed in `registry`."""

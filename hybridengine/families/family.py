@@ -19,32 +19,32 @@ _NORMS = {
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """All that one model family is: configuration, logical tensors, both backends' tables, and what it refuses."""
+    """Definition of a model family: configuration, logical tensors, tables of both backends, and unsupported features."""
 
     name: str
     """`model_type` in config.json."""
     hf_prefix: str
-    """Prefix of the names of its classes in transformers."""
+    """Prefix of the family's class names in transformers."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values that transformers assumes where config.json lacks the key."""
+    """Values that transformers uses for keys missing from config.json."""
     built_config: Mapping[str, Any] = field(default_factory=dict)
-    """Further entries of the config.json of a model that is built from sizes."""
+    """Additional config.json entries of a model that is built from sizes."""
     has_window: bool = False
-    """`sliding_window` alone gives all layers a window of attention, which is refused."""
+    """True if setting `sliding_window` alone enables windowed attention in all layers, which is unsupported."""
     rope_types: tuple[str, ...] = ("default", "llama3")
-    """Kinds of rotary embeddings."""
+    """Supported kinds of rotary embeddings."""
     qkv_bias: bool = False
-    """A bias on q, k and v."""
+    """True if q, k and v have a bias."""
     qk_norm: bool = False
-    """RMS norm over each query and key head."""
+    """True if each query and key head has an RMS norm."""
 
     @property
     def architectures(self) -> tuple[str, str]:
-        """(language model, model with a score head) as `architectures` in config.json names them."""
+        """(language model, model with a score head): class names for `architectures` in config.json."""
         return f"{self.hf_prefix}ForCausalLM", f"{self.hf_prefix}ForSequenceClassification"
 
     def refusals(self, config: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the features of a config.json, with `defaults` filled in, that the tables do not cover."""
+        """Yield the features of a config.json, with `defaults` filled in, that the tables do not support."""
         kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
         if kinds:
             yield f"layer_types={kinds} are not supported; use a model with full attention"
@@ -66,7 +66,7 @@ class Family:
             yield f"hidden_act={config['hidden_act']!r} is not supported; it must be 'silu'"
 
     def layer_tensors(self, sizes: DecoderSizes) -> dict[str, tuple[int, ...]]:
-        """Logical tensors of a decoder layer as they are on disk: name -> shape, in the model's own order."""
+        """Return the logical tensors of a decoder layer as stored on disk: name -> shape, in the model's order."""
         hidden, ffn = sizes.hidden_size, sizes.ffn_hidden_size
         tensors: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
         for part, rows in (("q", sizes.q_size), ("k", sizes.kv_size), ("v", sizes.kv_size)):
@@ -91,12 +91,12 @@ class Family:
         )
 
     def gate_up_rows(self, sizes: DecoderSizes) -> tuple[Rows, ...]:
-        """Return the rows that hold the weights of the gate and of the up projection."""
+        """Return the rows that hold the weights of the gate and up projections."""
         ffn = sizes.ffn_hidden_size
         return tuple(Rows(f"mlp.{half}_proj.weight", 0, ffn, ffn) for half in ("gate", "up"))
 
     def megatron_layer(self, sizes: DecoderSizes, names: NameSet) -> tuple[Entry, ...]:
-        """Parameters of a layer of Megatron-core's GPTModel; its QKV has the heads of each KV group together."""
+        """Return the parameters of a Megatron-core GPTModel layer; its QKV keeps the heads of each KV group together."""
         input_norm, mlp_norm = _NORMS[names]
         attention = "self_attention."
         entries: list[Entry] = [
@@ -119,7 +119,7 @@ class Family:
         )
 
     def megatron_config(self) -> dict[str, Any]:
-        """Settings of Megatron-core's TransformerConfig besides sizes; `activation_func` by its name in torch."""
+        """Return Megatron-core's TransformerConfig settings other than sizes; `activation_func` is a name in torch."""
         return {
             "normalization": "RMSNorm",
             "gated_linear_unit": True,
@@ -130,7 +130,7 @@ class Family:
         }
 
     def vllm_layer(self, sizes: DecoderSizes) -> tuple[Entry, ...]:
-        """Parameters of a layer of vLLM's model."""
+        """Return the parameters of a layer of vLLM's model."""
         entries: list[Entry] = [
             Stack(f"self_attn.qkv_proj.{kind}", self.qkv_rows(sizes, kind)) for kind in self._qkv_kinds
         ]
@@ -146,7 +146,7 @@ class Family:
         )
 
     def vllm_problems(self, sizes: DecoderSizes) -> list[str]:
-        """Return the reasons why vLLM's model of this family cannot have these sizes, at any degree of parallelism."""
+        """Return the reasons why vLLM's model of this family rejects these sizes, at any degree of parallelism."""
         return []
 
     @property
@@ -155,5 +155,5 @@ class Family:
 
 
 def _same(kind: type[Whole] | type[Columns], name: str) -> Entry:
-    """An entry whose parameter has the logical tensor's name."""
+    """Return an entry whose parameter has the logical tensor's name."""
     return kind(name, name)

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: the plainest dense decoder."""
+"""Llama 2 and 3: a dense decoder without special features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral 7B (from v0.2), Nemo and Small: Llama's layers, and a window of attention unless config.json rules it out."""
+"""Mistral 7B (from v0.2), Nemo and Small: Llama's layers, with windowed attention unless config.json disables it."""
 
 from __future__ import annotations
 

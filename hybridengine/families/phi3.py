@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (14B): on disk q, k and v are one tensor, and so are gate and up."""
+"""Phi-3 and Phi-4 (14B): q, k and v are stored as one tensor, and so are gate and up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 
 
 class Phi3(Family):
-    """The family, with its fused tensors."""
+    """Phi-3 with its fused tensors."""
 
     def layer_tensors(self, sizes: DecoderSizes) -> dict[str, tuple[int, ...]]:
         hidden, ffn = sizes.hidden_size, sizes.ffn_hidden_size
@@ -39,7 +39,7 @@ PHI3 = Phi3(
     name="phi3",
     hf_prefix="Phi3",
     defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-    built_config={"pad_token_id": None},  # transformers takes 32000, which a small vocabulary lacks
+    built_config={"pad_token_id": None},  # transformers defaults to 32000, which a small vocabulary lacks
     has_window=True,
     rope_types=("default",),
 )

@@ -7,7 +7,7 @@ from hybridengine.families.tables import DecoderSizes
 
 
 class Qwen2(Family):
-    """The family, with the limit of vLLM's model."""
+    """Qwen2 with the restrictions of vLLM's model."""
 
     def vllm_problems(self, sizes: DecoderSizes) -> list[str]:
         if sizes.q_size == sizes.hidden_size:

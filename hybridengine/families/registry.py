@@ -1,4 +1,4 @@
-"""The families that the engine knows: one line each."""
+"""Registry of the supported model families, one line each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A model's sizes, and table entries: a backend's parameter as rows and columns of logical tensors.
+"""A model's sizes, and table entries that describe a backend's parameter as rows and columns of logical tensors.
 
-A logical tensor is a tensor of the Hugging Face checkpoint, by its name and whole shape. Entries describe one decoder
-layer; their names have no layer prefix. `hybridengine.reshard.tables` turns an entry into the parameter of one rank.
+A logical tensor is a tensor of the Hugging Face checkpoint, identified by its name and unsharded shape. Entries describe
+one decoder layer, without the layer prefix. `hybridengine.reshard.tables` turns an entry into the parameter of one rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """Sizes of one model: all that a family needs to know of it to write its tables."""
+    """Sizes of one model that a family needs to write its tables."""
 
     family: str
     """Name in the registry of families."""
@@ -39,32 +39,32 @@ class DecoderSizes:
 
     @property
     def kv_size(self) -> int:
-        """Rows of the key (and of the value) projection."""
+        """Rows of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
 
 class NameSet(str, Enum):
-    """The layer spec that named Megatron's parameters."""
+    """Layer spec that determines the names of Megatron's parameters."""
 
     LOCAL = "local"
     TRANSFORMER_ENGINE = "transformer_engine"
-    """The norms before QKV and before the MLP are fused into the linear layers that follow them."""
+    """The norms before QKV and before the MLP are fused into the following linear layers."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows [start, stop) of a logical tensor, shared out in whole units: heads, or single rows of an MLP."""
+    """Rows [start, stop) of a logical tensor, divided in whole units: heads, or single rows of an MLP."""
 
     tensor: str
     start: int
     stop: int
     units: int
-    """Equal units that the rows consist of. Where tensor ranks outnumber them, consecutive ranks hold the same unit."""
+    """Number of equal units. Where there are more tensor ranks than units, consecutive ranks hold the same unit."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A parameter that is a logical tensor, the same on every tensor rank."""
+    """A parameter that is a whole logical tensor, the same on every tensor rank."""
 
     name: str
     tensor: str
@@ -80,12 +80,12 @@ class Columns:
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter that is a share of the rows of each section, one section below the other."""
+    """A parameter that stacks a share of the rows of each section, in order."""
 
     name: str
     sections: tuple[Rows, ...]
     groups: int | None = None
-    """Each rank stacks once for each of its groups, as Megatron's QKV does for each key head; None: once."""
+    """Number of groups stacked one after another, as Megatron's QKV does per key head; None for a single stack."""
 
 
 Entry = Whole | Columns | Stack

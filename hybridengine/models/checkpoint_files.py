@@ -1,4 +1,4 @@
-"""Files of a Hugging Face checkpoint, checked from their headers: `config.json` must describe the stored tensors."""
+"""Validation of Hugging Face checkpoints from their headers: `config.json` must describe the stored tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL_COMPANIONS = (
     "LICENSE.txt",
     "LICENSE.md",
 )
-"""Files beside the weights that say what they are; README.md is the model card."""
+"""Files next to the weights that describe them; README.md is the model card."""
 TOKENIZER_COMPANIONS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -36,15 +36,15 @@ TOKENIZER_COMPANIONS = (
     "merges.txt",
 )
 COMPANIONS = (*MODEL_COMPANIONS, *TOKENIZER_COMPANIONS)
-"""Files beside the weights that make a checkpoint folder complete."""
+"""Files next to the weights that complete a checkpoint folder."""
 COMPANIONS_FOLDER = "companions"
-"""Folder, in a run's, of such files for all models that it writes."""
+"""Folder within the run's folder that holds the companions of every model the run writes."""
 
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
-"""Weight types that can be loaded."""
+"""Supported weight types."""
 
 MAX_LISTED = 4
-"""Tensors named in one message."""
+"""Largest number of tensors named in one message."""
 
 
 class StoredTensor(NamedTuple):
@@ -58,17 +58,17 @@ class StoredTensor(NamedTuple):
 
 
 def check_checkpoint(folder: str | Path) -> ModelShape:
-    """Return the shape of the checkpoint in `folder`, whose files are complete and agree with its `config.json`.
+    """Return the shape of the checkpoint in `folder` after checking that its files are complete and match `config.json`.
 
     Raises:
-        CheckpointError: everything that is wrong with it, in one list.
+        CheckpointError: lists every problem of the checkpoint.
     """
     raise_all(checkpoint_problems(folder), CheckpointError)
     return ModelShape.from_folder(folder)
 
 
 def checkpoint_problems(folder: str | Path) -> list[str]:
-    """Return the problems of the checkpoint in `folder`, as value, rule and remedy."""
+    """Return the problems of the checkpoint in `folder`, each as value, rule and remedy."""
     folder = Path(folder)
     problems: list[str] = []
     shape = None
@@ -87,7 +87,7 @@ def checkpoint_problems(folder: str | Path) -> list[str]:
 
 
 def tensors_of(folder: str | Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a complete checkpoint folder by name: where all that read weights find them.
+    """Return every tensor of a complete checkpoint folder by name.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -102,7 +102,7 @@ def read_header(file: Path) -> list[StoredTensor]:
     """Return the entries of a safetensors file.
 
     Raises:
-        CheckpointError: the file is missing, truncated, or no safetensors file.
+        CheckpointError: the file is missing, truncated, or not a safetensors file.
     """
     try:
         check_regular(file)
@@ -116,7 +116,7 @@ def read_header(file: Path) -> list[StoredTensor]:
 
 
 def _stored(files: list[Path]) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the tensors of all files by name, and the problems of the files."""
+    """Return the tensors of all files by name, and the problems found in the files."""
     tensors: dict[str, StoredTensor] = {}
     problems: list[str] = []
     for file in files:
@@ -135,9 +135,9 @@ def _stored(files: list[Path]) -> tuple[dict[str, StoredTensor], list[str]]:
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the safetensors files of a checkpoint, and the problems of their list.
+    """Return the safetensors files of a checkpoint, and the problems found in its index.
 
-    As in transformers, an index beside a single file is ignored.
+    As in transformers, an index is ignored if there is a single file.
     """
     index = folder / INDEX_FILE
     if (folder / SINGLE_FILE).is_file():
@@ -167,10 +167,10 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _disagreements(folder: Path, shape: ModelShape, tensors: dict[str, StoredTensor]) -> list[str]:
-    """Return the differences of the stored tensors from those that `config.json` describes."""
+    """Return the differences between the stored tensors and those that `config.json` describes."""
     expected = dict(shape.tensors)
     if LM_HEAD in tensors and shape.tied_embeddings:
-        expected[LM_HEAD] = expected[EMBEDDING]  # some exporters store a tied head as well
+        expected[LM_HEAD] = expected[EMBEDDING]  # some exporters also store a tied head
     config, remedy = (
         folder / "config.json",
         "config.json and weights must be of one model: restore the original pair",
@@ -200,7 +200,7 @@ def _disagreements(folder: Path, shape: ModelShape, tensors: dict[str, StoredTen
 
 
 def _listed(names: list[str]) -> str:
-    """Return "3 tensors (a, b, c)", which a participle follows in the caller's sentence."""
+    """Return "3 tensors (a, b, c)", to be followed by a participle."""
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({_joined(names)})"
 
 
@@ -210,7 +210,7 @@ def _joined(parts: list[str], separator: str = ", ") -> str:
 
 
 def copy_companions(model: Path, tokenizer: Path, out: Path) -> None:
-    """Copy the companions of a model's weights, and a tokenizer, into a folder, in place of an older one.
+    """Copy the companions of a model's weights and of a tokenizer into a folder, replacing older ones.
 
     Raises:
         OSError: a file cannot be read or written.

@@ -1,6 +1,6 @@
-"""Rules for the `config.json` of a dense decoder: kinds and bounds of values, features that no layout covers.
+"""Rules for the `config.json` of a dense decoder: types and bounds of values, and unsupported features.
 
-A value that is null counts as left out, as in transformers, where null has no meaning of its own.
+A null value counts as missing, as in transformers, unless null has a meaning for its key.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from hybridengine.errors import ConfigError, shown
 from hybridengine.families.family import Family
 
 ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Numbers of Llama 3's frequency scaling."""
+"""Keys of Llama 3's frequency scaling."""
 
 MAX_SIZE = 2**24
-"""Largest dimension or count: beyond every vocabulary and every context."""
+"""Largest dimension or count: beyond any vocabulary or context length."""
 MAX_PARAMETERS = 10**13
-"""Parameters of a model; sums of bytes over the ranks of a node then stay within 64 bits."""
+"""Largest number of parameters; byte totals over the ranks of a node then fit 64 bits."""
 _REQUIRED_SIZES = {
     "num_hidden_layers": 1_000,
     "hidden_size": MAX_SIZE,
@@ -32,7 +32,7 @@ _OPTIONAL_SIZES = {
     "max_position_embeddings": MAX_SIZE,
     "num_labels": MAX_SIZE,
 }
-"""Key of a size -> its largest value, several times that of any model: large ones take long to plan."""
+"""Key of a size -> its largest value, several times that of any known model: large values take long to plan."""
 MAX_NUMBER = 1e18
 
 _KINDS: dict[str, tuple[type, str]] = {
@@ -44,13 +44,13 @@ _KINDS: dict[str, tuple[type, str]] = {
     "tie_word_embeddings": (bool, "true or false"),
 }
 _MEANINGFUL_NULLS = ("num_key_value_heads", "sliding_window")
-"""Keys for which null is a value: one key head for every query head, no window."""
+"""Keys for which null has a meaning: one key head per query head, no window."""
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _RESTORE = "restore the model's original config.json"
 
 
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `config` without the nulls in it and in the objects in it, but for those that have a meaning."""
+    """Return `config` without nulls, at the top level and in nested objects, except those that have a meaning."""
     return {
         key: without_nulls(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -59,10 +59,10 @@ def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:
-    """Check that values are of the kind that their key stands for; nulls have been left out.
+    """Check that each value has the type that its key requires; nulls have been removed.
 
     Raises:
-        ConfigError: a list, object or truth value that is something else.
+        ConfigError: a list, object or boolean where another type is required.
     """
     for key, (kind, name) in _KINDS.items():
         if key in config and not isinstance(config[key], kind):
@@ -70,16 +70,16 @@ def check_kinds(config: Mapping[str, Any]) -> None:
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:
-    """Check that all sizes are there, positive and plausible.
+    """Check that all sizes are present, positive and plausible.
 
     Raises:
-        ConfigError: sizes that are not.
+        ConfigError: lists the sizes that are not.
     """
     optional = {key: limit for key, limit in _OPTIONAL_SIZES.items() if config.get(key) is not None}
     wrong = [
         f"{key}={shown(config.get(key))} (at most {limit})"
         for key, limit in (_REQUIRED_SIZES | optional).items()
-        if type(config.get(key)) is not int or not 0 < config[key] <= limit  # True is an int, and no size
+        if type(config.get(key)) is not int or not 0 < config[key] <= limit  # bool is a subclass of int
     ]
     if wrong:
         raise ConfigError(f"{', '.join(wrong)} must be positive integers (null: missing); {_RESTORE}")
@@ -89,7 +89,7 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
     """Check that all values are positive and finite.
 
     Raises:
-        ConfigError: a value that is not.
+        ConfigError: lists the values that are not.
     """
     for key, value in numbers.items():
         if not is_number(value) or not 0 < value <= MAX_NUMBER:
@@ -97,10 +97,10 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
 
 
 def check_features(config: Mapping[str, Any], architecture: str, family: Family) -> None:
-    """Check that the model is a dense one of `family`, without what no layout covers.
+    """Check that the model is a dense one of `family`, without unsupported features.
 
     Raises:
-        ConfigError: the first feature that is not supported.
+        ConfigError: names the first unsupported feature.
     """
     for problem in chain(_unsupported(config, architecture, family.name), family.refusals(config)):
         raise ConfigError(problem)
@@ -121,5 +121,5 @@ def _unsupported(config: Mapping[str, Any], architecture: str, family: str) -> I
 
 
 def is_number(value: object) -> bool:
-    """Return True if `value` is an integer or a float, and no truth value."""
+    """True if `value` is an integer or a float, and not a boolean."""
     return type(value) in (int, float)

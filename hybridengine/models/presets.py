@@ -1,8 +1,8 @@
-"""Shapes of well-known models by name, and of any other model by its `config.json`.
+"""Shapes of well-known models by name, and of other models by their `config.json`.
 
-A preset is the part of the public `config.json` of a Hugging Face repository that decides the model's tensors. Where a
-base model and its instruction-tuned sibling differ (positions, norm epsilon), the preset is the one of the repository
-that it names.
+A preset is the part of the `config.json` of a public Hugging Face repository that determines the model's tensors. Where a
+base model and its instruction-tuned version differ (positions, norm epsilon), the preset matches the repository that it
+names.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hybridengine.models.shapes import ModelShape
 
 @dataclass(frozen=True)
 class Preset:
-    """A model that can be named instead of pointing at its files."""
+    """A model that can be given by name instead of by its files."""
 
     name: str
     repository: str
-    """Hugging Face repository that the values were read in."""
+    """Hugging Face repository that the values come from."""
     config: Mapping[str, Any]
-    """The values of its `config.json` that a shape needs."""
+    """Values of its `config.json` that determine the shape."""
 
     def shape(self) -> ModelShape:
         return ModelShape.from_hf_config(self.config)
@@ -47,7 +47,7 @@ _COLUMNS = (
 
 
 def _preset(name: str, repository: str, architecture: str, *values: float, **others: object) -> Preset:
-    """Return a preset of the `values` of `_COLUMNS`, in their order, and of `others`."""
+    """Return a preset with the `values` of `_COLUMNS`, in order, and `others`."""
     config = {"architectures": [architecture], **dict(zip(_COLUMNS, values, strict=True)), **others}
     return Preset(name, repository, MappingProxyType(config))
 
@@ -95,11 +95,11 @@ _PRESETS = (
 # fmt: on
 
 PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _PRESETS})
-"""Preset name -> preset. Llama 2 and CodeLlama are the sizes of the paper's tables (7B, 13B, 34B, 70B)."""
+"""Preset name -> preset. The Llama 2 and CodeLlama sizes are those of the paper's tables (7B, 13B, 34B, 70B)."""
 
 
 def find_preset(text: str) -> Preset | None:
-    """Return the preset of a name or a repository, in any capitals and hyphens; None where there is none."""
+    """Return the preset with a name or repository, ignoring case and hyphens; None if there is none."""
     wanted = _plain(text)
     for preset in PRESETS.values():
         if wanted in map(_plain, (preset.name, preset.repository, Path(preset.repository).name)):
@@ -108,12 +108,12 @@ def find_preset(text: str) -> Preset | None:
 
 
 def resolve_model(text: str) -> ModelShape:
-    """Return the shape of a preset, or of the `config.json` (or of the folder with one) that `text` names.
+    """Return the shape of the preset, `config.json` or folder with a `config.json` that `text` names.
 
-    A preset's name wins over a folder of the same name; write ./NAME for the folder.
+    A preset takes precedence over a folder of the same name; write ./NAME for the folder.
 
     Raises:
-        ConfigError: no preset, no such file, or a file that describes no model that can be sharded here.
+        ConfigError: no such preset or file, or a file that describes an unsupported model.
     """
     preset = find_preset(text)
     if preset is not None:
@@ -132,5 +132,5 @@ def resolve_model(text: str) -> ModelShape:
 
 
 def _plain(text: str) -> str:
-    """Return a text without capitals, hyphens, underscores and spaces."""
+    """Return a text in lower case, without hyphens, underscores and spaces."""
     return re.sub(r"[\s_-]", "", text.lower())

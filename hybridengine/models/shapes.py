@@ -1,7 +1,7 @@
-"""A model's shape: its sizes, the tensors that they make, and how it can be sharded.
+"""A model's shape: its sizes, the tensors that follow from them, and how it can be sharded.
 
-A *logical tensor* is a tensor of the Hugging Face model, by its name and global shape. It is the common language
-of every layout. Nothing here imports torch or transformers.
+A *logical tensor* is a tensor of the Hugging Face model, identified by its name and global shape. All layouts are defined
+in terms of logical tensors. Nothing here imports torch or transformers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LM_HEAD = "lm_head.weight"
 SCORE_HEAD = "score.weight"
 
 VOCAB_MULTIPLE = 64
-"""vLLM pads vocabularies to this multiple; Megatron's padding follows, so that shards nest."""
+"""Multiple to which vLLM pads vocabularies; Megatron's padding uses it too, so that shards nest."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -46,21 +46,21 @@ def layer_prefix(layer: int) -> str:
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Rows of the padded vocabulary: the least multiple of 64 and of `tp_size` that holds `vocab_size`."""
+    """Return the rows of the padded vocabulary: the least multiple of 64 and of `tp_size` that holds `vocab_size`."""
     multiple = math.lcm(VOCAB_MULTIPLE, tp_size)
     return -(-vocab_size // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class ModelShape(DecoderSizes):
-    """Everything about a model that decides which tensors it has and how large they are."""
+    """Sizes of a model and the tensors that follow from them."""
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Shape described by the contents of a Hugging Face `config.json`.
+        """Return the shape described by the contents of a Hugging Face `config.json`.
 
         Raises:
-            ConfigError: an unsupported architecture, a missing key, or a feature that no layout covers.
+            ConfigError: an unsupported architecture or feature, or a missing key.
         """
         config = without_nulls(config)
         check_kinds(config)
@@ -115,7 +115,7 @@ class ModelShape(DecoderSizes):
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelShape:
-        """Shape of the Hugging Face checkpoint in `folder` (or of the `config.json` that is named itself)."""
+        """Return the shape of the Hugging Face checkpoint in `folder`, which may also be the path of a `config.json`."""
         path = Path(folder)
         path = path if path.suffix == ".json" else path / "config.json"
         try:
@@ -127,7 +127,7 @@ class ModelShape(DecoderSizes):
         return cls.from_hf_config(config)
 
     def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Logical tensors of one decoder layer: name -> shape, in the model's own order."""
+        """Return the logical tensors of one decoder layer: name -> shape, in the model's order."""
         tensors = FAMILIES[self.family].layer_tensors(self)
         return {layer_prefix(layer) + name: shape for name, shape in tensors.items()}
 
@@ -146,18 +146,18 @@ class ModelShape(DecoderSizes):
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all logical tensors."""
+        """Number of elements of all logical tensors."""
         return sum(math.prod(shape) for shape in self.tensors.values())
 
     def weight_bytes(self, dtype: str) -> int:
-        """M of the paper's table 2: bytes of all weights, each stored once."""
+        """Return M of the paper's table 2: bytes of all weights, each counted once."""
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     def split_layers(self, pp_size: int) -> tuple[range, ...]:
-        """Layers of each pipeline stage: consecutive, the first stages one longer where `pp_size` does not divide.
+        """Return the consecutive layers of each pipeline stage; any remainder goes to the first stages, one layer each.
 
         Raises:
-            ConfigError: more stages than layers.
+            ConfigError: there are more stages than layers.
         """
         raise_all(self.pp_problems(pp_size))
         each, longer = divmod(self.num_layers, pp_size)
@@ -169,12 +169,12 @@ class ModelShape(DecoderSizes):
         return tuple(stages)
 
     def gen_stage_layers(self, train_pp_size: int, gen_pp_size: int) -> tuple[range, ...]:
-        """Layers of each generation stage: the union of p/p_g consecutive training stages, so that stages nest.
+        """Return the layers of each generation stage: a union of p/p_g consecutive training stages, so that stages nest.
 
-        Where p_g does not divide p they cannot nest, and the stages are as even as training's are.
+        Where p_g does not divide p, stages cannot nest and are divided as evenly as training stages.
 
         Raises:
-            ConfigError: more stages than layers.
+            ConfigError: there are more stages than layers.
         """
         if train_pp_size % gen_pp_size:
             return self.split_layers(gen_pp_size)
@@ -185,7 +185,7 @@ class ModelShape(DecoderSizes):
         )
 
     def tp_problems(self, tp_size: int, name: str = "t") -> list[str]:
-        """Return the reasons why `tp_size` cannot shard this model."""
+        """Return the reasons why the model cannot be sharded over `tp_size` tensor ranks."""
         sizes = {key: getattr(self, key) for key in ("num_heads", "num_kv_heads", "ffn_hidden_size")}
         broken = [
             f"{name}={tp_size} does not divide {key}={size}" for key, size in sizes.items() if size % tp_size
@@ -196,7 +196,7 @@ class ModelShape(DecoderSizes):
         return [f"{rule}; choose {_one_of(choices)}" for rule in broken]
 
     def pp_problems(self, pp_size: int, name: str = "p") -> list[str]:
-        """Return the reasons why `pp_size` pipeline stages cannot hold this model."""
+        """Return the reasons why the model cannot be split into `pp_size` pipeline stages."""
         if pp_size <= self.num_layers:
             return []
         return [
@@ -205,14 +205,14 @@ class ModelShape(DecoderSizes):
         ]
 
     def gen_pp_problems(self, pp_size: int) -> list[str]:
-        """Return the reasons why p_g = `pp_size` cannot hold this model."""
+        """Return the reasons why the model cannot be generated with p_g = `pp_size`."""
         return self.pp_problems(pp_size, "p_g")
 
     def gen_tp_problems(self, tp_size: int, train_tp_size: int) -> list[str]:
-        """Return the reasons why vLLM cannot hold this model at t_g = `tp_size` where it trains at t = `train_tp_size`.
+        """Return the reasons why vLLM cannot hold the model at t_g = `tp_size` when it trains at t = `train_tp_size`.
 
-        vLLM shares out KV heads where t_g divides their number, and gives t_g / num_kv_heads ranks
-        a copy of the same head where their number divides t_g.
+        vLLM divides the KV heads where t_g divides their number; where their number divides t_g, it replicates each on
+        t_g / num_kv_heads ranks.
         """
         problems = FAMILIES[self.family].vllm_problems(self)
         if problems:
@@ -223,7 +223,7 @@ class ModelShape(DecoderSizes):
         return [f"{fault}; choose t_g from {_one_of(choices)}" for fault in faults]
 
     def _gen_tp_faults(self, tp_size: int, train_tp_size: int) -> list[str]:
-        """Return the rules that t_g breaks."""
+        """Return the rules that t_g violates."""
         faults = [
             f"t_g={tp_size} does not divide {field}={getattr(self, field)}"
             for field in ("num_heads", "ffn_hidden_size")
@@ -238,7 +238,7 @@ class ModelShape(DecoderSizes):
         if rows % tp_size:
             faults.append(f"t_g={tp_size} does not divide {text}")
         elif tp_size > 1 and train_tp_size % tp_size == 0 and rows != train_rows:
-            # The ranks that gather for one generation shard then lack some of its rows.
+            # The ranks that gather one generation shard would lack some of its rows.
             faults.append(
                 f"t={train_tp_size} does not divide {text}, so that the vocabulary's training shards do not nest in those"
                 f" of t_g={tp_size}"
@@ -252,7 +252,7 @@ def _one_of(choices: list[int]) -> str:
 
 
 def _rotary(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Rotary settings of either config style: transformers 5 nests them, earlier versions do not."""
+    """Return the rotary settings of either config style: transformers 5 nests them, earlier versions do not."""
     nested: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         style = {

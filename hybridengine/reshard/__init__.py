@@ -1,1 +1,1 @@
-"""Layouts of a model over ranks, and plans that turn one layout into another. No torch, no GPU."""
+"""Layouts of a model over ranks, and plans that convert one layout into another. No torch, no GPU."""

@@ -1,7 +1,7 @@
-"""Proves a plan from its two layouts alone, without the planner's code: every destination element is written exactly
-once, out of memory that holds it at that time, by messages on which sender and receivers agree, and nothing is lost.
+"""Verifies a plan from its two layouts alone, without the planner's code: every destination element is written exactly
+once, from memory that holds it at that time, by messages on which sender and receivers agree, and nothing is lost.
 
-It counts boxes and volumes, never elements.
+The audit counts boxes and volumes, never single elements.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hybridengine.reshard.layout import Layout, LocalParameter, Piece, Shard, Sh
 from hybridengine.reshard.plan import Bucket, Move, Pack, Place, Plan
 
 BucketOf = dict[tuple[int, str], int]
-"""(rank, parameter) -> index of the bucket that fills it, or gives it up."""
+"""(rank, parameter) -> index of the bucket that fills or releases it."""
 
 
 def audit(plan: Plan) -> list[str]:
-    """Return the problems of a plan from one layout to another; empty where it is right.
+    """Return the problems of a plan from one layout to another; empty if it is correct.
 
-    Guarantees: where nothing is found, every rank of the domain ends with its destination shard, whole and exact; no
-    source is read after it was given up; a rank gives up what its destination shard holds, and keeps all else.
+    Guarantees: if no problem is found, every rank of the domain ends with its complete and exact destination shard, no
+    source is read after its release, and a rank releases what its destination shard holds and keeps the rest.
     """
     problems = list(_layout_problems(plan))
     if problems:
@@ -40,10 +40,10 @@ def audit(plan: Plan) -> list[str]:
 
 
 def audit_return(plan: Plan, back: Plan) -> list[str]:
-    """Return the problems of `back` as the local way back from `plan`; empty where it is right.
+    """Return the problems of `back` as the local inverse of `plan`; empty if it is correct.
 
-    Guarantees: where nothing is found, `back` restores, bucket by bucket from the last to the first, exactly the sources
-    that `plan` gives up, and nothing moves between ranks.
+    Guarantees: if no problem is found, `back` restores, bucket by bucket from the last to the first, exactly the sources
+    that `plan` releases, and nothing moves between ranks.
     """
     if (back.source, back.destination, back.ranks) != (plan.destination, plan.source, plan.ranks):
         return ["the way back is between other layouts or ranks"]
@@ -61,14 +61,14 @@ def audit_return(plan: Plan, back: Plan) -> list[str]:
 
 
 def union_elements(boxes: Iterable[Box], dim: int = 0) -> int:
-    """Return the number of elements that lie in at least one of `boxes`, counted along the dimensions from `dim` on."""
+    """Return the number of elements in at least one of `boxes`, counted along the dimensions from `dim` on."""
     ordered = sorted(boxes, key=lambda box: box[dim:])
     if len(ordered) < 2 or dim == len(ordered[0]):
         return sum(num_elements(box[dim:]) for box in ordered[:1])
     total, last = 0, len(ordered)
     first = 0
     while first < last:
-        # boxes that overlap along `dim`, in a chain, and no other box overlaps any of them
+        # a chain of boxes that overlap along `dim`; no other box overlaps any of them
         stop, end = first + 1, ordered[first][dim][1]
         while stop < last and ordered[stop][dim][0] < end:
             end = max(end, ordered[stop][dim][1])
@@ -83,7 +83,7 @@ def union_elements(boxes: Iterable[Box], dim: int = 0) -> int:
 
 
 def _layout_problems(plan: Plan) -> Iterator[str]:
-    """Yield what is wrong with the layouts themselves; nothing can be said about moves between those."""
+    """Yield the problems of the layouts themselves; moves between invalid layouts cannot be audited."""
     if plan.source.shape != plan.destination.shape:
         yield f"{plan.source.kind} and {plan.destination.kind} describe different models"
         return
@@ -94,7 +94,7 @@ def _layout_problems(plan: Plan) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def _shard_problems(layout: Layout, key: ShardKey) -> tuple[str, ...]:
-    """Return pieces that overlap or leave their parameter or their tensor; looked up, as domains share shards."""
+    """Return pieces that overlap or exceed their parameter or tensor; cached, as domains share shards."""
     problems = []
     tensors = layout.shape.tensors
     for parameter in layout.shards[key].parameters:
@@ -111,7 +111,7 @@ def _shard_problems(layout: Layout, key: ShardKey) -> tuple[str, ...]:
 
 
 def _ownership(plan: Plan) -> tuple[BucketOf, BucketOf, list[str]]:
-    """Return (which bucket fills what, which gives up what, problems of these tables)."""
+    """Return (filled parameters by bucket, released parameters by bucket, problems of these tables)."""
     problems: list[str] = []
     bucket_of: dict[str, int] = {}
     filled: BucketOf = {}
@@ -139,12 +139,12 @@ def _ownership(plan: Plan) -> tuple[BucketOf, BucketOf, list[str]]:
 
 
 class _MoveAudit:
-    """Follows every move: what it reads is there, and all together they write each filled parameter exactly once."""
+    """Checks that every move reads data that is present, and that the moves write each filled parameter exactly once."""
 
     def __init__(self, plan: Plan, filled: BucketOf, given_up: BucketOf) -> None:
         self._plan, self._filled, self._given_up = plan, filled, given_up
         self._written: dict[tuple[int, str, tuple[int, ...]], list[Box]] = {}
-        """(rank, parameter, offset of a piece) -> boxes of the piece's tensor that moves write there."""
+        """(rank, parameter, offset of a piece) -> boxes of the piece's tensor that moves write to it."""
 
     def problems(self) -> list[str]:
         found: list[str] = []
@@ -189,7 +189,7 @@ class _MoveAudit:
         self._written.setdefault((rank, name, piece.offset), []).append(move.box)
 
     def _coverage(self) -> Iterator[str]:
-        """Yield filled parameters of which not every element is written exactly once."""
+        """Yield filled parameters that have elements not written exactly once."""
         for rank, name in self._filled:
             parameter = _parameter(self._plan.destination, rank, name)
             for piece in parameter.pieces if parameter else ():
@@ -206,7 +206,7 @@ class _MoveAudit:
 
 
 def _message_problems(plan: Plan, bucket: Bucket) -> Iterator[str]:
-    """Check messages against moves: each move between ranks in one message, with one meaning for sender and receivers."""
+    """Yield moves between ranks that are not in exactly one message, or that sender and receivers read differently."""
     carried: Counter[Move] = Counter()
     for pack in bucket.packs:
         where = f"message of step {pack.step}, rank {pack.source_rank} to ranks {list(pack.receivers)},"
@@ -227,7 +227,7 @@ def _message_problems(plan: Plan, bucket: Bucket) -> Iterator[str]:
 
 
 def _list_faults(pack: Pack, receiver: int, moves: Sequence[Move]) -> Iterator[str]:
-    """Yield what a receiver expects against what is sent."""
+    """Yield differences between what a receiver expects and what is sent."""
     ends = {(move.source.rank, move.destination.rank, move.step) for move in moves}
     if ends != {(pack.source_rank, receiver, pack.step)}:
         yield f"has, for rank {receiver}, no moves or those of other ranks or of another step"
@@ -238,7 +238,7 @@ def _list_faults(pack: Pack, receiver: int, moves: Sequence[Move]) -> Iterator[s
 
 
 def _in_place_faults(plan: Plan, pack: Pack) -> Iterator[str]:
-    """Yield ends without staging that are not one run of memory."""
+    """Yield unstaged ends of messages that are not contiguous in memory."""
     runs = [(plan.destination if pack.step else plan.source, [move.source for move in pack.moves[0]])]
     flags = [pack.sent_in_place]
     for moves, in_place in zip(pack.moves, pack.received_in_place, strict=True):
@@ -252,7 +252,7 @@ def _in_place_faults(plan: Plan, pack: Pack) -> Iterator[str]:
 
 
 def _is_one_run(layout: Layout, place: Place, move: Move) -> bool:
-    """True if no other element lies between a box's first and its last in memory."""
+    """True if a box is contiguous in memory."""
     parameter = _parameter(layout, place.rank, place.parameter)
     if parameter is None:
         return False
@@ -264,7 +264,7 @@ def _is_one_run(layout: Layout, place: Place, move: Move) -> bool:
 
 
 def _release_problems(plan: Plan, given_up: BucketOf) -> Iterator[str]:
-    """Check that a rank gives up all that its destination shard holds, and nothing else."""
+    """Yield ranks that do not release exactly what their destination shard holds."""
 
     @cache
     def returning(source_key: ShardKey, destination_key: ShardKey) -> frozenset[str]:
@@ -293,7 +293,7 @@ def _release_problems(plan: Plan, given_up: BucketOf) -> Iterator[str]:
 
 
 def _holds(shard: Shard, parameter: LocalParameter) -> bool:
-    """True if every element of a parameter is somewhere in a shard."""
+    """True if a shard contains every element of a parameter."""
     for piece in parameter.pieces:
         parts = [intersect(piece.box, other.box) for _, other in shard.pieces.get(piece.tensor, ())]
         if union_elements(part for part in parts if part) < num_elements(piece.box):
@@ -302,11 +302,11 @@ def _holds(shard: Shard, parameter: LocalParameter) -> bool:
 
 
 def _piece_at(layout: Layout, place: Place, move: Move) -> Piece | None:
-    """Return the piece of a layout that has the move's box at exactly that place."""
+    """Return the piece of a layout that has the move's box at exactly this place."""
     parameter = _parameter(layout, place.rank, place.parameter)
     for piece in parameter.pieces if parameter else ():
         if piece.tensor == move.tensor and _is_inside(move.box, piece.box):
-            leading = len(piece.offset) - len(piece.box)  # the parameter's dims that the tensor lacks
+            leading = len(piece.offset) - len(piece.box)  # dims that the tensor lacks
             within = [0] * leading + [a - b for (a, _), (b, _) in zip(move.box, piece.box, strict=True)]
             if [a - b for a, b in zip(place.offset, piece.offset, strict=True)] == within:
                 return piece
@@ -314,7 +314,7 @@ def _piece_at(layout: Layout, place: Place, move: Move) -> Piece | None:
 
 
 def _is_inside(box: Box, other: Box) -> bool:
-    """True if a box of at least one element is part of another."""
+    """True if a non-empty box is part of another."""
     return len(box) == len(other) and all(a <= b < c <= d for (b, c), (a, d) in zip(box, other, strict=True))
 
 

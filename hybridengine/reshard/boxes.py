@@ -33,7 +33,7 @@ def starts(box: Box) -> tuple[int, ...]:
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """Return the elements in both boxes; None where there are none."""
+    """Return the intersection of two boxes, or None if it is empty."""
     common = []
     for (a, b), (c, d) in zip(one, other, strict=True):
         start, stop = a if a > c else c, b if b < d else d
@@ -44,7 +44,7 @@ def intersect(one: Box, other: Box) -> Box | None:
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
-    """Return disjoint boxes that cover the elements of `box` outside of `hole`."""
+    """Return disjoint boxes that cover the elements of `box` outside `hole`."""
     common = intersect(box, hole)
     if common is None:
         return [box]
@@ -58,7 +58,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def cover(box: Box, held: Iterable[tuple[Holder, Box]]) -> tuple[list[tuple[Holder, Box]], list[Box]]:
-    """Return (holder, part of `box`), each element from the first holder that has it, and the boxes that none has."""
+    """Return (holder, part of `box`), each element from its first holder, and the boxes that no holder has."""
     found: list[tuple[Holder, Box]] = []
     missing = [box]
     for holder, other in held:
@@ -76,9 +76,9 @@ def cover(box: Box, held: Iterable[tuple[Holder, Box]]) -> tuple[list[tuple[Hold
 
 
 def view_index(offset: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int | slice, ...]:
-    """Return the index that cuts the box of `sizes` which starts at `offset` out of an array or a tensor.
+    """Return the index that selects the box of `sizes` starting at `offset` from an array or tensor.
 
-    The box fills the last dims; of those before, each is fixed, and missing in the view.
+    The box spans the last dims; the dims before are fixed at one index and dropped from the view.
     """
     leading = len(offset) - len(sizes)
     spans = [slice(start, start + size) for start, size in zip(offset[leading:], sizes, strict=True)]
@@ -86,7 +86,7 @@ def view_index(offset: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int | s
 
 
 def moved(box: Box, origin: tuple[int, ...], target: tuple[int, ...]) -> Box:
-    """Return `box` in coordinates where the point `origin` has become the point `target`."""
+    """Return `box` translated so that the point `origin` moves to `target`."""
     return tuple(
         (start - o + t, stop - o + t) for (start, stop), o, t in zip(box, origin, target, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Connected components."""
+"""Connected components of a graph."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Element = TypeVar("Element", bound=Hashable)
 
 
 def components(links: Iterable[Iterable[Element]]) -> list[tuple[Element, ...]]:
-    """Return the elements that links connect, directly or through others; each link names one element or more.
+    """Return groups of elements connected by links, directly or indirectly; each link names one element or more.
 
-    Components, and the elements of each, are in the order in which the links first name them.
+    The groups, and the elements of each, are in order of first appearance.
     """
     leader: dict[Element, Element] = {}
 

@@ -1,9 +1,9 @@
-"""Costs of a plan, counted from the plan itself: bytes received and sent, peak and redundant bytes of every rank.
+"""Costs of a plan, computed from the plan itself: bytes received and sent, peak and redundant bytes of every rank.
 
-The formulas of the paper's table 2 (HybridFlow, arXiv 2409.19256) are tests of this file, not a part of it.
+The formulas of the paper's table 2 (HybridFlow, arXiv 2409.19256) are used only in the tests.
 
-Shapes: K buckets, L link classes (`REMOTE`), D directions (received, sent), S steps, P copies (gathered into messages,
-spread out of them, copied inside a rank), R ranks in the plan's order.
+Shapes: K buckets, L link classes (`REMOTE`), D directions (received, sent), S steps, P copies (packed into messages,
+unpacked from them, copied within a rank), R ranks in the plan's order.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from hybridengine.topology.links import LinkClass, NodeMap
 
 REMOTE = (LinkClass.SAME_NODE, LinkClass.BETWEEN_NODES)
 NUM_STEPS = 2
-"""Out of the source layout, and passed on inside a node."""
+"""Steps of a plan: transfer from the source layout, and forwarding within a node."""
 GATHERED, SPREAD, COPIED = range(3)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Elements that each rank of a plan moves, and the messages that it sends and receives."""
+    """Elements that each rank of a plan moves, and messages that it sends and receives."""
 
     moved_KLDSR: np.ndarray
     messages_KLSR: np.ndarray
     copied_KPR: np.ndarray
     overlaps_K: np.ndarray
-    """True where a bucket's messages may leave while the one before it is spread."""
+    """True where a bucket's messages may be sent while the previous bucket is unpacked."""
 
 
 @dataclass(frozen=True)
 class RankCost:
-    """Bytes of one rank over one execution of a plan."""
+    """Bytes of one rank during one execution of a plan."""
 
     received_by_link: dict[LinkClass, int]
     sent_by_link: dict[LinkClass, int]
     copied_bytes: int
-    """Copied inside the rank, from one shard to the other."""
+    """Bytes copied within the rank from one shard to the other."""
     source_bytes: int
-    """Storage of the shard before, padding included."""
+    """Storage of the source shard, padding included."""
     destination_bytes: int
-    """Storage of the shard after, padding included."""
+    """Storage of the destination shard, padding included."""
     redundant_bytes: int
-    """Held twice: source parameters that the plan retains, because the rank could not cut them out of its destination
-    shard; on the way back, the destination parameters that were retained on the way there."""
+    """Bytes held twice: source parameters that the plan retains because they cannot be cut out of the destination
+    shard; for the inverse plan, the destination parameters that the forward plan retained."""
     extra_bytes: int
-    """Received beyond what the rank would receive if its source shard were part of its destination shard."""
+    """Bytes received beyond those needed if the rank's source shard were part of its destination shard."""
     one_copy_bytes: int
-    """Sum over all buckets of the larger of their two forms: the larger shard, where one form is the larger in all
-    buckets; of a rank that only serves others, its shard."""
+    """Sum over all buckets of the larger of source and destination form: the size of the larger shard, if the same form
+    is larger in all buckets; for a rank that only serves others, the size of its shard."""
     bucket_bytes: int
-    """Most destination and staging bytes of the buckets in flight at one time."""
+    """Peak destination and staging bytes of the buckets in flight."""
     memory_bytes: tuple[int, ...]
-    """Weights and staging held before the first bucket, then whenever a bucket opens or closes."""
+    """Weight and staging bytes before the first bucket, and after each opening or closing of a bucket."""
 
     @property
     def received_bytes(self) -> int:
@@ -69,26 +69,26 @@ class RankCost:
 
     @property
     def peak_bytes(self) -> int:
-        """Most weight and staging bytes at any moment."""
+        """Peak weight and staging bytes."""
         return max(self.memory_bytes)
 
     @property
     def peak_bound_bytes(self) -> int:
-        """Bound of the peak: one copy of the weights, what is held twice, and the buckets in flight."""
+        """Upper bound of the peak: one copy of the weights, bytes held twice, and the buckets in flight."""
         return self.one_copy_bytes + self.redundant_bytes + self.bucket_bytes
 
 
 def plan_costs(plan: Plan, element_bytes: int, nodes: NodeMap | None = None) -> dict[int, RankCost]:
-    """Return the cost of `plan` for each of its ranks, for weights of `element_bytes` each.
+    """Return the cost of `plan` for each of its ranks, at `element_bytes` per weight.
 
     Args:
-        nodes: which ranks share a node; None where all do.
+        nodes: assignment of ranks to nodes; None if all share one.
     """
     return rank_costs(plan, plan_traffic(plan, nodes), element_bytes)
 
 
 def rank_costs(plan: Plan, traffic: Traffic, element_bytes: int) -> dict[int, RankCost]:
-    """Return the cost of `plan` for each of its ranks, from its traffic."""
+    """Return the cost of `plan` for each of its ranks, given its traffic."""
     moved_LDR, copied_R = traffic.moved_KLDSR.sum(axis=(0, 3)), traffic.copied_KPR[:, COPIED].sum(axis=0)
     return {
         rank: _rank_cost(plan, rank, moved_LDR[:, :, place].tolist(), int(copied_R[place]), element_bytes)
@@ -97,10 +97,10 @@ def rank_costs(plan: Plan, traffic: Traffic, element_bytes: int) -> dict[int, Ra
 
 
 def plan_traffic(plan: Plan, nodes: NodeMap | None = None) -> Traffic:
-    """Return what each rank moves in each bucket and step.
+    """Return the elements that each rank moves in each bucket and step.
 
     Args:
-        nodes: which ranks share a node; None where all do.
+        nodes: assignment of ranks to nodes; None if all share one.
     """
     place_of = {rank: place for place, rank in enumerate(plan.ranks)}
     moved, copied = [], []
@@ -167,19 +167,19 @@ def _rank_cost(plan: Plan, rank: int, moved_LD: list[list[int]], copied: int, el
 
 
 def _memory(plan: Plan, rank: int, forms: list[tuple[int, int]], held: int) -> tuple[list[int], int]:
-    """Return (elements held at each event, most elements of the buckets in flight), as the executor holds them.
+    """Return (elements held after each event, most elements of the buckets in flight), following the executor's order.
 
-    A bucket opens: its staging and its destination appear, and the one before it closes unless they overlap; it closes:
-    staging and source go.
+    Opening a bucket allocates its staging and destination, and closes the previous bucket unless they overlap; closing
+    it frees staging and source.
 
     Args:
-        forms: for each bucket, elements that `rank` gives up and fills.
-        held: elements that are there from the start.
+        forms: for each bucket, the elements that `rank` releases and fills.
+        held: elements held at the start.
     """
     memory, largest = [held], 0
     opened: list[
         tuple[int, int]
-    ] = []  # of the buckets in flight: elements that they take, and that their end frees
+    ] = []  # for each bucket in flight: elements that it takes, and that its end frees
     for bucket, (vanishes, appears) in zip(plan.buckets, forms, strict=True):
         while opened and not (bucket.overlaps and len(opened) == 1):
             memory.append(memory[-1] - opened.pop(0)[1])
@@ -193,11 +193,11 @@ def _memory(plan: Plan, rank: int, forms: list[tuple[int, int]], held: int) -> t
 
 
 def _sizes(layout: Layout, rank: int) -> dict[str, int]:
-    """Return parameter -> elements of its storage; empty for a rank outside of the layout."""
+    """Return parameter -> elements of its storage; empty for a rank outside the layout."""
     return {parameter.name: parameter.num_elements for parameter in layout.held(rank).parameters}
 
 
 def _num_logical(layout: Layout, rank: int) -> int:
-    """Return the elements of logical tensors that a rank holds, each piece once."""
+    """Return the number of elements of logical tensors that a rank holds, each piece counted once."""
     boxes = {(tensor, piece.box) for tensor, held in layout.held(rank).pieces.items() for _, piece in held}
     return sum(num_elements(box) for _, box in boxes)

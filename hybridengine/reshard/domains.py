@@ -1,8 +1,8 @@
-"""Domains: the ranks among which weights move when one layout is turned into another.
+"""Domains: groups of ranks among which weights move when one layout is converted into another.
 
-Where training replicas repeat a shard, every rank is served by its own replica. A rank is linked with each rank that
-holds something which it needs and lacks; a domain is what such links connect. It follows from the two layouts, whatever
-axes they have: no link leaves it, and ranks that exchange nothing are domains of their own.
+Where training replicas repeat a shard, every rank is served by its own replica. A rank is linked to each rank that holds
+something it needs and lacks, and a domain is a connected component of these links. It follows from the two layouts alone,
+whatever axes they have; ranks that exchange nothing are separate domains.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hybridengine.reshard.layout import Layout, ShardKey
 from hybridengine.topology.grid import Groups
 
 Place = tuple[ShardKey | None, ShardKey | None]
-"""Shards of a rank before and after; None where it has none."""
+"""Source and destination shard of a rank; None where it has none."""
 
 
 @lru_cache(maxsize=4)
 def domains(source: Layout, destination: Layout) -> Groups:
-    """Return the domains of all ranks of two layouts of one model, each ascending, in the order of their first ranks."""
+    """Return the domains of all ranks of two layouts of one model, each ascending, ordered by their first ranks."""
     choices = {key: _choices(source, destination, key) for key in set(destination.keys.values())}
 
     @cache
@@ -36,7 +36,7 @@ def domains(source: Layout, destination: Layout) -> Groups:
 
 
 def _replicas(source: Layout, destination: Layout) -> Iterable[list[int]]:
-    """Return the ranks in as many parts as hold a whole model: the first ranks of every shard, the second, and so on.
+    """Return the ranks divided into as many parts as there are full models: the first ranks of every shard, and so on.
 
     Ranks without a source shard are distributed over the parts.
     """
@@ -66,17 +66,17 @@ def _links(
 
 
 def _servers(held: ShardKey | None, choices: set[frozenset[ShardKey]]) -> set[ShardKey]:
-    """Return shards that a rank with the shard `held` reads from to have one of each of `choices`."""
+    """Return shards from which a rank with the shard `held` reads, one of each of `choices`."""
     lacking = [keys for keys in choices if held not in keys]
     servers = {key for keys in lacking if len(keys) == 1 for key in keys}
     for keys in sorted(map(sorted, lacking)):
-        if servers.isdisjoint(keys):  # of several that hold it, the one with most in common with its own
+        if servers.isdisjoint(keys):  # prefer the holder with most in common with the rank's shard
             servers.add(min(keys, key=lambda key: sum(a != b for a, b in zip(key, held or key, strict=True))))
     return servers
 
 
 def _choices(source: Layout, destination: Layout, key: ShardKey) -> set[frozenset[ShardKey]]:
-    """Return, for every part of a destination shard, the source shards that hold it."""
+    """Return, for every part of a destination shard, the keys of the source shards that hold it."""
     held = _held(source)
     needed = {
         (held[tensor], piece.box)
@@ -92,7 +92,7 @@ _Holders = tuple[tuple[ShardKey, Box], ...]
 
 @lru_cache(maxsize=4)
 def _held(source: Layout) -> dict[str, _Holders]:
-    """Return logical tensor -> shards that hold a part of it, with the part; tensors held alike share one object."""
+    """Return logical tensor -> shards that hold a part of it, with the part; equal holdings share one object."""
     alike: dict[_Holders, _Holders] = {}
     found = {}
     for tensor, pieces in source.holders.items():
@@ -102,7 +102,7 @@ def _held(source: Layout) -> dict[str, _Holders]:
 
 
 def _cut(box: Box, holders: _Holders) -> set[frozenset[ShardKey]]:
-    """Cut a box along the boxes of its holders, and return the keys of each part's holders."""
+    """Return the holders' keys of each part of a box, cut along the boxes of its holders."""
     parts: list[tuple[Box, frozenset[ShardKey]]] = [(box, frozenset())]
     for key, held in holders:
         cut = []

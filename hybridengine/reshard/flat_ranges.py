@@ -1,7 +1,7 @@
-"""Ranges of a parameter's elements, counted row by row, as boxes.
+"""Conversion of ranges of a parameter's elements, counted row by row, to boxes.
 
 A distributed optimizer gives every replica a range [start, stop) of each parameter's elements. Such a range consists of
-a few boxes: part of a row, whole rows, part of a row, and the same in each further dimension.
+a few boxes: part of a row, whole rows, part of a row, and likewise in each further dimension.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hybridengine.reshard.layout import LocalParameter
 
 @dataclass(frozen=True)
 class RangePiece:
-    """A box of a logical tensor, and where it lies in a range of a local parameter's elements."""
+    """A box of a logical tensor, and its position in a range of a local parameter's elements."""
 
     tensor: str
     box: Box
     offset: int
     """Index of the box's first element in the range."""
     strides: tuple[int, ...]
-    """Elements between neighbours in each dimension, in the range as in the whole parameter."""
+    """Elements between neighbours in each dimension, both in the range and in the whole parameter."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ def boxes_in_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def pieces_in_range(parameter: LocalParameter, start: int, stop: int) -> Iterator[RangePiece]:
-    """Yield the pieces of logical tensors in the elements [start, stop) of a local parameter, without padding."""
+    """Yield the pieces of logical tensors in elements [start, stop) of a local parameter, without padding."""
     strides = row_strides(parameter.shape)
     for inside in boxes_in_range(parameter.shape, start, stop):
         for piece in parameter.pieces:
@@ -67,5 +67,5 @@ def pieces_in_range(parameter: LocalParameter, start: int, stop: int) -> Iterato
 
 
 def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the elements between neighbours in each dimension of a contiguous tensor."""
+    """Return the number of elements between neighbours in each dimension of a contiguous tensor."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,9 +1,9 @@
-"""Moves of each box, from a sender to receivers.
+"""Moves of each box from a sender to its receivers.
 
-A box that a rank holds itself is never fetched. Any other comes from an owner inside the domain: one on the same node
-where there is one, among those the one that has sent least so far. A box that no rank of a node holds enters the node
-once, through the rank through which least has come so far, and is passed on inside the node in a second step: with
-stages on different nodes that is the gather across pipeline stages first, then across tensor shards.
+A rank never fetches a box that it holds. Other boxes come from an owner in the domain, preferably on the same node,
+and among equals from the owner that has sent least so far. A box that no rank of a node holds is sent to the node once,
+to the rank that has received least so far, and then forwarded to the other ranks of that node in a second step. With
+stages on different nodes, this is a gather across pipeline stages followed by one across tensor shards.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class _Holding(NamedTuple):
 
 
 class Gather:
-    """Makes the moves of one logical tensor after the other; what came before decides who has sent least.
+    """Computes the moves of logical tensors, one after another; senders are balanced over all tensors so far.
 
     Args:
-        ranks: the domain.
-        nodes: which ranks share a node; None where all do.
-        two_step: pass boxes on inside a node; otherwise each rank fetches from an owner itself.
+        ranks: ranks of the domain.
+        nodes: assignment of ranks to nodes; None if all share one.
+        two_step: forward boxes within a node; otherwise each rank fetches from an owner itself.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class Gather:
         self._two_step = two_step
         self._sent = dict.fromkeys(ranks, 0)
         self._entered = dict.fromkeys(ranks, 0)
-        # Layers are alike: what is cut for one of them is cut for all.
+        # Cuts are cached, because all layers are alike.
         self._cuts: dict[tuple[int, Box], _Parts] = {}
         self._owner_sets: dict[tuple[Box, ...], int] = {}
 
     def moves(self, tensor: str) -> list[Move]:
-        """Return the moves that fill every piece of `tensor` in the destination layout.
+        """Return the moves that fill all pieces of `tensor` in the destination layout.
 
         Raises:
-            PlanError: a box that no rank of the domain holds.
+            PlanError: no rank of the domain holds a box.
         """
         owners: dict[Box, list[_Holding]] = {}
         own: dict[int, list[_Holding]] = {}
@@ -88,7 +88,7 @@ class Gather:
         return moves
 
     def _cut(self, tensor: str, need: _Holding, wanted: Box, owners: Iterable[Box]) -> _Parts:
-        """Return a box that a rank must fetch, cut so that each part lies in one held box: (part, held box)."""
+        """Return (part, held box) of a box that a rank must fetch, cut so that each part lies in one held box."""
         parts, missing = [], [wanted]
         while missing:
             box = missing.pop()
@@ -131,7 +131,7 @@ class Gather:
 
 
 def _holdings(layout: Layout, ranks: tuple[int, ...]) -> dict[str, list[_Holding]]:
-    """Return logical tensor -> its pieces and their holders, rank by rank."""
+    """Return logical tensor -> its pieces with their holders, in rank order."""
     found: dict[str, list[_Holding]] = {}
     for rank in ranks:
         for tensor, held in layout.held(rank).pieces.items():

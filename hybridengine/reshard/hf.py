@@ -1,4 +1,4 @@
-"""The layout of a Hugging Face checkpoint: every logical tensor, whole, at the ranks that hold the files."""
+"""The layout of a Hugging Face checkpoint: all logical tensors, unsharded, on the ranks that hold the files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A layout says which parameters each rank has, and which boxes of which logical tensors they hold.
+"""Layouts: the parameters of each rank, and the boxes of logical tensors that they hold.
 
 Layouts are data: fused projections, replicated heads, padded vocabularies, tied embeddings and uneven pipeline stages
-are rows of these tables. `hf`, `megatron` and `vllm` beside this file write the tables; everything that moves weights
-reads them.
+are rows of these tables. The modules `hf`, `megatron` and `vllm` write the tables; all code that moves weights reads
+them.
 """
 
 from __future__ import annotations
@@ -19,56 +19,56 @@ from hybridengine.reshard.boxes import Box, extents, full_box, moved, num_elemen
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a logical tensor, and where it lies in a local parameter."""
+    """A box of a logical tensor, and its position in a local parameter."""
 
     tensor: str
     box: Box
     offset: tuple[int, ...]
-    """Index in the local parameter of the box's first element.
+    """Index of the box's first element in the local parameter.
 
-    A parameter of more dims than the tensor, such as a stack of experts, has the box at one index of its first dims."""
+    A parameter with more dims than the tensor, such as a stack of experts, has the box at one index of its first dims."""
 
     @property
     def local_box(self) -> Box:
-        """Box of the local parameter that holds the piece."""
+        """Box of the local parameter that the piece occupies."""
         return self.in_parameter(self.box)
 
     @property
     def index(self) -> tuple[int | slice, ...]:
-        """Index that gives a view of the local parameter, an array or a tensor, with the box's shape."""
+        """Index of the view of the local parameter, an array or a tensor, that has the box's shape."""
         return view_index(self.offset, extents(self.box))
 
     def start_in_parameter(self, part: Box) -> tuple[int, ...]:
-        """Return the index in the local parameter of the first element of `part`, a box inside the piece."""
+        """Return the index of the first element of `part`, a box inside the piece, in the local parameter."""
         offset, leading = self.offset, len(self.offset) - len(part)
         inside = zip(part, self.box, offset[leading:], strict=True)
-        # Plans ask for every part of every move: a list is made faster than a generator.
+        # Called for every part of every move: a list is built faster than a generator.
         return offset[:leading] + tuple([start - first + index for (start, _), (first, _), index in inside])
 
     def in_parameter(self, part: Box) -> Box:
-        """Return `part`, a box inside the piece, in indices of the local parameter."""
+        """Return `part`, a box inside the piece, in coordinates of the local parameter."""
         sizes = (1,) * (len(self.offset) - len(part)) + extents(part)
         return tuple((i, i + size) for i, size in zip(self.start_in_parameter(part), sizes, strict=True))
 
     def in_tensor(self, local: Box) -> Box:
-        """Return `local`, a box of the local parameter inside the piece, in indices of the logical tensor."""
+        """Return `local`, a box of the local parameter inside the piece, in coordinates of the logical tensor."""
         leading = len(self.offset) - len(self.box)
         return moved(local[leading:], self.offset[leading:], starts(self.box))
 
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter as one rank stores it; elements that no piece covers are padding and stay zero."""
+    """A parameter as stored by one rank; elements not covered by a piece are padding and stay zero."""
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     padding_of: str = ""
-    """The logical tensor that a parameter without pieces, all padding, belongs to."""
+    """Logical tensor to which an all-padding parameter, without pieces, belongs."""
 
     @property
     def tensor(self) -> str:
-        """Logical tensor of the first piece; decides with which bucket the parameter comes and goes."""
+        """Logical tensor of the first piece, which determines the parameter's bucket."""
         return self.pieces[0].tensor if self.pieces else self.padding_of
 
     @cached_property
@@ -82,7 +82,7 @@ class LocalParameter:
 
 @dataclass(frozen=True)
 class Shard:
-    """All parameters of one place in a layout."""
+    """All parameters at one place of a layout."""
 
     parameters: tuple[LocalParameter, ...]
 
@@ -97,7 +97,7 @@ class Shard:
 
     @cached_property
     def by_tensor(self) -> dict[str, list[LocalParameter]]:
-        """Logical tensor -> parameters that come and go with it."""
+        """Logical tensor -> parameters in the same bucket."""
         found: dict[str, list[LocalParameter]] = {}
         for parameter in self.parameters:
             found.setdefault(parameter.tensor, []).append(parameter)
@@ -105,7 +105,7 @@ class Shard:
 
     @cached_property
     def pieces(self) -> dict[str, list[tuple[str, Piece]]]:
-        """Logical tensor -> (parameter name, piece) for everything that this shard holds."""
+        """Logical tensor -> (parameter name, piece) for all pieces of this shard."""
         found: dict[str, list[tuple[str, Piece]]] = {}
         for parameter in self.parameters:
             for piece in parameter.pieces:
@@ -114,14 +114,14 @@ class Shard:
 
 
 ShardKey = tuple[int, ...]
-"""Coordinates that decide what a rank holds, e.g. (pp rank, tp rank)."""
+"""Coordinates that determine a rank's shard, such as (pp rank, tp rank)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Shards of a model over ranks. Ranks with the same key hold the same shard.
 
-    Functions that make layouts return the same object for the same arguments: plans are looked up by it.
+    Functions that build layouts return the same object for the same arguments, as plans are cached by layout.
     """
 
     shape: ModelShape
@@ -133,7 +133,7 @@ class Layout:
 
     @cached_property
     def holders(self) -> dict[str, list[tuple[ShardKey, Piece]]]:
-        """Logical tensor -> (key of a shard, piece) for everything that holds a part of it, in the order of the keys."""
+        """Logical tensor -> (key of a shard, piece) for all pieces of the tensor, in the order of the keys."""
         found: dict[str, list[tuple[ShardKey, Piece]]] = {}
         for key, shard in sorted(self.shards.items()):
             for tensor, pieces in shard.pieces.items():
@@ -144,7 +144,7 @@ class Layout:
         """Return the shard of `rank`.
 
         Raises:
-            PlanError: the layout has no such rank.
+            PlanError: the rank is not in the layout.
         """
         if rank not in self.keys:
             raise PlanError(
@@ -153,7 +153,7 @@ class Layout:
         return self.shards[self.keys[rank]]
 
     def held(self, rank: int) -> Shard:
-        """Return the shard of `rank`; an empty one for a rank outside of the layout."""
+        """Return the shard of `rank`, or an empty one for a rank outside the layout."""
         return self.shards[self.keys[rank]] if rank in self.keys else _EMPTY
 
 
@@ -161,7 +161,7 @@ _EMPTY = Shard(())
 
 
 def whole(name: str, tensor: str, shape: tuple[int, ...]) -> LocalParameter:
-    """Return a parameter that is a logical tensor, unsharded."""
+    """Return a parameter that is an unsharded logical tensor."""
     return LocalParameter(name, shape, (Piece(tensor, full_box(shape), (0,) * len(shape)),))
 
 
@@ -177,9 +177,9 @@ def sharded(
 
 
 def row_stack(name: str, parts: list[tuple[str, tuple[int, ...], tuple[int, int]]]) -> LocalParameter:
-    """Return a parameter made of row ranges of logical tensors, one below the other.
+    """Return a parameter that stacks row ranges of logical tensors.
 
-    Each part is (logical tensor, its shape, (first row, last row + 1)); empty ranges are left out.
+    Each part is (logical tensor, its shape, (first row, last row + 1)); empty ranges are omitted.
     """
     pieces, row = [], 0
     columns: tuple[int, ...] = ()
@@ -192,7 +192,7 @@ def row_stack(name: str, parts: list[tuple[str, tuple[int, ...], tuple[int, int]
 
 
 def stacked(name: str, parameters: Sequence[LocalParameter]) -> LocalParameter:
-    """Return parameters of one shape stacked along a new first dim, as engines keep the weights of experts."""
+    """Return parameters of equal shape stacked along a new first dim, as engines store the weights of experts."""
     pieces = tuple(
         Piece(piece.tensor, piece.box, (index, *piece.offset))
         for index, parameter in enumerate(parameters)

@@ -1,7 +1,7 @@
-"""The layout of Megatron-core's GPTModel under (p, t, d), in both of its parameter name sets.
+"""The layout of Megatron-core's GPTModel under (p, t, d), in both of its parameter naming schemes.
 
-A family says what a layer holds. `word_embeddings` and `output_layer` are an equal share of the vocabulary, padded to a
-multiple of 64 and of t.
+The family defines a layer's contents. `word_embeddings` and `output_layer` are equal shares of the vocabulary, padded
+to a multiple of 64 and of t.
 With tied embeddings and more than one pipeline stage, the last stage holds a copy of the embedding as `output_layer`.
 """
 
@@ -32,7 +32,7 @@ def megatron_layout(shape: ModelShape, grid: Grid, names: NameSet = NameSet.LOCA
     """Return the layout of a GPTModel over the ranks of `grid`.
 
     Raises:
-        PlanError: t does not shard the model.
+        PlanError: the model cannot be sharded over t ranks.
     """
     raise_all(shape.tp_problems(grid.sizes.tp_size), PlanError)
     keys = {rank: place.along(MODEL_AXES) for rank, place in enumerate(grid.coordinates())}

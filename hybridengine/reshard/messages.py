@@ -1,4 +1,4 @@
-"""Messages of a plan: boxes that travel together, and boxes that are sent and received where they lie."""
+"""Messages of a plan: boxes that travel together, and boxes that are sent and received in place."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hybridengine.reshard.plan import Move, Pack, Place
 
 
 def packed(moves: Iterable[Move], source: Layout, destination: Layout, direct_elements: int) -> list[Pack]:
-    """Return a message per box that moves between ranks; a box goes to all its receivers as one message.
+    """Return one message per box that moves between ranks, sent to all of its receivers.
 
-    A rank that keeps a box in two parameters receives it twice.
+    A rank that needs a box in two parameters receives it twice.
 
     Args:
-        direct_elements: least size of a box that is sent and received in place where it is contiguous on that side.
+        direct_elements: minimum size of a box that is sent and received in place where it is contiguous.
     """
     copies: dict[tuple[int, str, Box, Place], list[dict[int, Move]]] = {}
     for move in moves:
@@ -48,7 +48,7 @@ def packed(moves: Iterable[Move], source: Layout, destination: Layout, direct_el
 
 
 def joined(packs: Sequence[Pack]) -> tuple[Pack, ...]:
-    """Return the same messages, those that are staged on both sides joined to one per sender and set of receivers."""
+    """Return the messages, with those that are staged on both sides joined per sender and set of receivers."""
     result: list[Pack] = []
     staged: dict[tuple[int, int, tuple[int, ...]], list[Pack]] = {}
     for pack in packs:
@@ -75,10 +75,10 @@ def joined(packs: Sequence[Pack]) -> tuple[Pack, ...]:
 
 
 def _is_contiguous(layout: Layout, place: Place, box: Box) -> bool:
-    """True if a box is one run of its parameter's memory."""
+    """True if a box is contiguous in its parameter's memory."""
     shape = layout.shards[layout.keys[place.rank]].by_name[place.parameter].shape
     whole_so_far = True
-    # A parameter may have more dims than the box, which has one index of them.
+    # A parameter may have more dims than the box, which is at one index of them.
     for extent, size in zip(reversed(extents(box)), reversed(shape), strict=False):
         if not whole_so_far and extent != 1:
             return False

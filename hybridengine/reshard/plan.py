@@ -1,7 +1,7 @@
-"""A plan: the moves that turn one layout into another, in ordered buckets of bounded size.
+"""A plan: the moves that convert one layout into another, in ordered buckets of bounded size.
 
-A plan is frozen, deterministic and printable: every rank compiles the same plan from the same layouts, and nobody sends
-it around. `planner` makes plans; `audit` proves them; `cost` prices them; `runtime.executor` carries them out.
+A plan is immutable, deterministic and printable: every rank compiles the same plan from the same layouts, so plans are
+never sent. `planner` compiles plans, `audit` verifies them, `cost` computes their cost, `weights.executor` executes them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridengine.reshard.layout import Layout
 
 
 class Place(NamedTuple):
-    """The first element of a box: rank, parameter, and index in it."""
+    """Position of the first element of a box: rank, parameter, and index in it."""
 
     rank: int
     parameter: str
@@ -25,15 +25,15 @@ class Place(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Copy one box of a logical tensor from a place of one rank to a place of the destination layout."""
+    """Copy of one box of a logical tensor from a place on one rank to a place in the destination layout."""
 
     tensor: str
     box: Box
     source: Place
     destination: Place
     step: int = 0
-    """0: out of the source layout. 1: passed on by a rank that step 0 has brought the box to, out of its destination
-    parameter."""
+    """0 for a transfer out of the source layout; 1 for forwarding by a rank that received the box in step 0, out of its
+    destination parameter."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,24 +45,24 @@ class Move(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """The element stays on its rank: a copy in memory, nothing on the network."""
+        """True if the box stays on its rank: a copy in memory, without network traffic."""
         return self.source.rank == self.destination.rank
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Boxes of one rank that go, as one message, to each of the same receivers."""
+    """Boxes of one rank that are sent as one message to the same receivers."""
 
     step: int
     source_rank: int
     receivers: tuple[int, ...]
     moves: tuple[tuple[Move, ...], ...]
-    """For each receiver the moves of the message, in the message's order; their sources are the same for all."""
+    """Moves of the message for each receiver, in message order; all receivers have the same sources."""
     num_elements: int
     sent_in_place: bool
-    """The message is one contiguous region of the sender's parameter, and is sent from there."""
+    """True if the message is one contiguous region of the sender's parameter, and is sent from it without staging."""
     received_in_place: tuple[bool, ...]
-    """For each receiver: the message is one contiguous region of its parameter, and is received there."""
+    """For each receiver, True if the message is one contiguous region of its parameter, and is received into it."""
 
     def moves_to(self, receiver: int) -> tuple[Move, ...]:
         return self.moves[self.receivers.index(receiver)]
@@ -70,23 +70,23 @@ class Pack:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Moves that happen together, and the parameters that they fill and use up."""
+    """Moves that are executed together, and the parameters that they fill and release."""
 
     tensors: tuple[str, ...]
-    """Logical tensors of the bucket; no tensor is in two buckets."""
+    """Logical tensors of the bucket; each tensor is in exactly one bucket."""
     moves: tuple[Move, ...]
     packs: tuple[Pack, ...]
-    """The moves between ranks as messages: a box is packed once, however many ranks receive it."""
+    """Messages for the moves between ranks; a box is packed once for all of its receivers."""
     sources: dict[int, tuple[str, ...]]
-    """Rank -> source parameters that are given up once the bucket has arrived."""
+    """Rank -> source parameters that are released once the bucket has arrived."""
     destinations: dict[int, tuple[str, ...]]
     """Rank -> destination parameters that the bucket fills completely."""
     overlaps: bool = False
-    """Its messages may leave while the bucket before it is still being unpacked."""
+    """True if the bucket's messages may be sent while the previous bucket is being unpacked."""
 
     @property
     def num_steps(self) -> int:
-        """2 where boxes are passed on, else 1."""
+        """2 if boxes are forwarded, else 1."""
         return 1 + max((pack.step for pack in self.packs), default=0)
 
     def sends(self, rank: int) -> list[Pack]:
@@ -103,7 +103,7 @@ class Bucket:
 
     @cached_property
     def staging(self) -> dict[int, int]:
-        """Rank -> elements of messages that are gathered before they leave, or spread after they have come."""
+        """Rank -> elements of messages that are packed before sending or unpacked after receipt."""
         staged: dict[int, int] = {}
         for pack in self.packs:
             if not pack.sent_in_place:
@@ -121,7 +121,7 @@ class Plan:
     source: Layout
     destination: Layout
     ranks: tuple[int, ...]
-    """The domain: no move leaves it."""
+    """Ranks of the domain; all moves stay within it."""
     buckets: tuple[Bucket, ...]
 
     @property
@@ -130,13 +130,13 @@ class Plan:
 
     @property
     def num_steps(self) -> int:
-        """2 where some box enters a node once and is passed on inside it."""
+        """2 if any box is sent to a node once and forwarded within it, else 1."""
         return max((bucket.num_steps for bucket in self.buckets), default=1)
 
     def retained(self, rank: int) -> tuple[str, ...]:
-        """Return the source parameters that `rank` keeps, because its destination shard does not hold all of them.
+        """Return the source parameters that `rank` keeps because its destination shard does not contain all of them.
 
-        Empty for layouts that nest; what is named here is held twice, in whole or in part, while the destination is.
+        Empty for layouts that nest; retained parameters are held twice, in whole or in part, along with the destination.
         """
         released = {name for bucket in self.buckets for name in bucket.sources.get(rank, ())}
         names = (parameter.name for parameter in self.source.held(rank).parameters)
@@ -144,7 +144,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of all moves and their grouping: equal plans, and only they, have equal digests."""
+        """Hexadecimal SHA-256 of all moves and their grouping: two plans are equal if and only if their digests are."""
         text = hashlib.sha256()
         for bucket in self.buckets:
             content = (

@@ -1,6 +1,6 @@
-"""Compiles plans: moves (`gather`) grouped into messages and into ordered buckets of bounded size.
+"""Compilation of plans: moves (`gather`) grouped into messages and into ordered buckets of bounded size.
 
-The order of everything is fixed by the layouts, so that all ranks compile the same plan.
+The layouts determine the order of everything, so that all ranks compile the same plan.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hybridengine.topology.links import NodeMap
 
 BUCKET_ELEMENTS = 64 * 2**20
 DIRECT_ELEMENTS = 2**15
-"""A box of at least this many elements is a message of its own, sent from and received in place where it is contiguous;
-smaller ones share a message, because a message costs more than a copy of so little."""
+"""Minimum size of a box that is a message of its own, sent and received in place where it is contiguous; smaller boxes
+share a message, because a message costs more than copying so little."""
 
 
 def compile_plan(
@@ -40,18 +40,18 @@ def compile_plan(
 ) -> Plan:
     """Return the plan that turns `source` into `destination` among `ranks`.
 
-    The same arguments give the same object again.
+    The same arguments return the same object.
 
     Args:
-        bucket_elements: what a rank may need for the buckets in flight, beyond the larger of its two shards: their
-            destination parameters and staging. Two buckets are in flight where both fit; a group of fused tensors that
-            alone is larger is a bucket of its own.
-        nodes: which ranks share a node; None where all do.
-        two_step: let a box enter a node once, and pass it on inside the node.
-        direct_elements: least size of a box that is sent and received without staging where it is contiguous.
+        bucket_elements: limit per rank for the buckets in flight, in addition to the larger of its two shards: their
+            destination parameters and staging. Two buckets are in flight where both fit; a larger group of fused tensors
+            is a bucket of its own.
+        nodes: assignment of ranks to nodes; None if all share one.
+        two_step: send a box to a node once, and forward it within the node.
+        direct_elements: minimum size of a box that is sent and received without staging where it is contiguous.
 
     Raises:
-        PlanError: different models, ranks that no layout has, or a box that no rank of the domain holds.
+        PlanError: layouts of different models, ranks that neither layout has, or a box that no rank of the domain holds.
     """
     return _compiled(source, destination, tuple(ranks), bucket_elements, nodes, two_step, direct_elements)
 
@@ -93,11 +93,11 @@ def _compiled(
 
 
 def inverse_local(plan: Plan) -> Plan:
-    """Return the way back: the buckets in reverse, what a rank gave up cut out of its destination shard.
+    """Return the inverse plan: buckets in reverse, with each rank's released parameters cut out of its destination shard.
 
-    Nothing moves between ranks: what could not come back so, the plan retains. The small buckets at the end of a plan
-    come first, while the destination is nearly complete; so the way back needs no more memory than the way there, and
-    its last buckets undo the first ones of the plan.
+    Nothing moves between ranks, because the plan retains what could not be restored locally. The small buckets at the end
+    of a plan come first, while the destination is nearly complete; so the inverse needs no more memory than the plan, and
+    its last buckets undo the plan's first ones.
     """
     with without_garbage_collection():
         buckets = tuple(
@@ -114,7 +114,7 @@ def inverse_local(plan: Plan) -> Plan:
 
 
 def fused_groups(shards: Iterable[Shard]) -> list[tuple[str, ...]]:
-    """Return the logical tensors that some parameter of some shard holds together, in the order of the shards."""
+    """Return the logical tensors that parameters of the shards hold together, in the order of the shards."""
     return components(
         dict.fromkeys((parameter.tensor, *(piece.tensor for piece in parameter.pieces)))
         for shard in shards
@@ -124,7 +124,7 @@ def fused_groups(shards: Iterable[Shard]) -> list[tuple[str, ...]]:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Suspend the search for cycles: plans are many small objects without any, and it doubles their time."""
+    """Suspend the garbage collector, which doubles the time of planning: plans are many small objects without cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -135,7 +135,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 class _Domain:
-    """The ranks of a plan, and their parameters on both sides."""
+    """Ranks of a plan, and their parameters in both layouts."""
 
     def __init__(self, source: Layout, destination: Layout, ranks: tuple[int, ...]) -> None:
         self.source, self.destination, self.ranks = source, destination, ranks
@@ -143,7 +143,7 @@ class _Domain:
 
     @property
     def shards(self) -> list[Shard]:
-        """Shards of the domain's ranks, each once."""
+        """Shards of the domain's ranks, without duplicates."""
         return [
             layout.shards[key]
             for layout in (self.source, self.destination)
@@ -151,13 +151,13 @@ class _Domain:
         ]
 
     def filled(self, rank: int, tensors: tuple[str, ...]) -> list[LocalParameter]:
-        """Return the destination parameters of a rank that come with `tensors`."""
+        """Return the destination parameters of a rank that are filled with `tensors`."""
         return _of(self.destination.held(rank), tensors)
 
     def released(self, rank: int, tensors: tuple[str, ...]) -> list[LocalParameter]:
-        """Return the source parameters of `tensors` that a rank finds complete in its destination shard.
+        """Return the source parameters of `tensors` that a rank's destination shard contains completely.
 
-        A rank without a destination shard serves others: it gives nothing up.
+        A rank without a destination shard serves others and releases nothing.
         """
         source, destination = self.source.keys.get(rank), self.destination.keys.get(rank)
         if source is None or destination is None:
@@ -187,7 +187,7 @@ def _num_elements(parameters: Iterable[LocalParameter]) -> int:
 
 @dataclass
 class _Group:
-    """Fused tensors with their moves and messages; joined with others, a bucket.
+    """Fused tensors with their moves and messages; a bucket consists of one group or more.
 
     Shapes: R ranks of the domain. Units: elements.
     """
@@ -197,15 +197,15 @@ class _Group:
     packs: list[Pack]
     staged_R: np.ndarray
     filled_R: np.ndarray
-    """Destination parameters."""
+    """Elements of destination parameters."""
     released_R: np.ndarray
-    """Source parameters that are given up."""
+    """Elements of source parameters that are released."""
     limit_R: np.ndarray
-    """Most that may be held besides the destination while the group is the last in flight."""
+    """Maximum number of elements held in addition to the destination while the group is the last in flight."""
 
     @classmethod
     def of(cls, tensors: tuple[str, ...], moves: list[Move], packs: list[Pack], domain: _Domain) -> _Group:
-        """Return the group of `tensors`, without limits yet."""
+        """Return the group of `tensors`, with limits not yet set."""
         staging = Bucket(tensors, (), tuple(packs), {}, {}).staging
         figures_3R = np.array(
             [
@@ -218,23 +218,23 @@ class _Group:
 
     @property
     def in_flight_R(self) -> np.ndarray:
-        """Elements that appear while the group is in flight."""
+        """Elements allocated while the group is in flight."""
         return self.staged_R + self.filled_R
 
     @property
     def held_R(self) -> np.ndarray:
-        """Elements that are held besides the destination while the group is in flight."""
+        """Elements held in addition to the destination while the group is in flight."""
         return self.staged_R + self.released_R
 
     def fits_with(self, other: _Group, in_flight: int, held_R: np.ndarray) -> bool:
-        """True if both may be in flight within these limits."""
+        """True if both groups may be in flight within these limits."""
         return bool(
             np.all(self.in_flight_R + other.in_flight_R <= in_flight)
             and np.all(self.held_R + other.held_R <= held_R)
         )
 
     def add(self, other: _Group) -> None:
-        """Take in the group that follows."""
+        """Append the next group to this one."""
         self.tensors += other.tensors
         self.moves += other.moves
         self.packs += other.packs
@@ -245,9 +245,9 @@ class _Group:
 
 
 def _in_transfer_order(groups: list[_Group]) -> list[_Group]:
-    """Return groups, large ones first: little is then in flight when the destination is nearly complete.
+    """Return groups in descending size, so that little is in flight when the destination is nearly complete.
 
-    Among groups of one size the senders take turns, so that all stages send all the time.
+    Senders alternate among groups of equal size, so that all stages send all the time.
     """
     turns: Counter[tuple[int, frozenset[int]]] = Counter()
     keys = []
@@ -262,8 +262,8 @@ def _in_transfer_order(groups: list[_Group]) -> list[_Group]:
 def _buckets(groups: list[_Group], domain: _Domain, bucket_elements: int) -> Iterator[Bucket]:
     """Yield groups in order as buckets, cut so that two buckets fit into `bucket_elements` on every rank.
 
-    Towards the end buckets become small: what they hold besides the destination then comes on top of a destination that
-    is nearly complete. Before, the destination parameters that are still to come leave room for it.
+    Buckets become smaller towards the end, where their memory comes on top of a nearly complete destination. Before
+    that, the space of destination parameters still to be filled is available.
     """
     room_R = np.full(len(domain.ranks), bucket_elements // 32)
     for group in reversed(groups):
@@ -297,7 +297,7 @@ def _buckets(groups: list[_Group], domain: _Domain, bucket_elements: int) -> Ite
 
 
 def _cut_moves(plan: Plan, bucket: Bucket) -> Iterator[Move]:
-    """Yield the moves that cut the source parameters of a bucket out of what their ranks hold."""
+    """Yield the moves that restore the source parameters of a bucket from what their ranks hold."""
     for rank, names in bucket.sources.items():
         source, held = plan.source.held(rank), plan.destination.held(rank).pieces
         for name in names:

@@ -1,4 +1,4 @@
-"""Turn the entries of a family's tables into the parameters of one tensor-parallel rank."""
+"""Conversion of the entries of a family's tables to the parameters of one tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def layer_parameters(
     tp_rank: int,
     tp_size: int,
 ) -> list[LocalParameter]:
-    """Return the parameters of one decoder layer on the rank `tp_rank` of `tp_size`.
+    """Return the parameters of one decoder layer on rank `tp_rank` of `tp_size`.
 
     Args:
-        prefixes: of the names of the layer's parameters, and of its logical tensors.
-        tensors: logical tensor -> shape, with that prefix.
+        prefixes: prefix of the layer's parameter names, and of its logical tensors.
+        tensors: logical tensor -> shape, with the prefix.
     """
     parameter_prefix, tensor_prefix = prefixes
     parameters = []
@@ -40,7 +40,7 @@ def layer_parameters(
 
 
 def _ranges(stack: Stack, tp_rank: int, tp_size: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield (logical tensor, its rows) from top to bottom."""
+    """Yield (logical tensor, range of rows) from top to bottom."""
     if stack.groups is None:
         for section in stack.sections:
             yield section.tensor, _share(section, tp_rank, tp_size)
@@ -52,7 +52,7 @@ def _ranges(stack: Stack, tp_rank: int, tp_size: int) -> Iterator[tuple[str, tup
 
 
 def _share(section: Rows, index: int, count: int) -> tuple[int, int]:
-    """Return the rows of share `index` of `count`; consecutive shares are the same unit if there are fewer units."""
+    """Return the rows of share `index` of `count`; with fewer units than shares, consecutive shares get the same unit."""
     shares = min(count, section.units)
     size, index = (section.stop - section.start) // shares, index * shares // count
     return section.start + index * size, section.start + (index + 1) * size

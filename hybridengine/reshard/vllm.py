@@ -1,8 +1,8 @@
-"""The layout of vLLM's dense decoders under (p_g, t_g), laid over a generation grid.
+"""The layout of vLLM's dense decoders under (p_g, t_g), over a generation grid.
 
-A family says what a layer holds. `embed_tokens` and `lm_head` are an equal share of the vocabulary, padded to a multiple
-of 64. Where t_g exceeds the number of KV heads, t_g / num_kv_heads consecutive ranks hold the same k and v head each.
-With tied embeddings the head is the embedding: the last stage then has `embed_tokens` as well.
+The family defines a layer's contents. `embed_tokens` and `lm_head` are equal shares of the vocabulary, padded to a
+multiple of 64. If t_g exceeds the number of KV heads, t_g / num_kv_heads consecutive ranks hold the same k and v head.
+With tied embeddings, the head is the embedding, so the last stage has `embed_tokens` as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def vllm_layout(shape: ModelShape, generation: GenerationGrid) -> Layout:
     """Return the layout of the engines over the ranks of a generation grid.
 
     Raises:
-        PlanError: vLLM cannot hold the model, or the sizes nest and the vocabulary's shards do not.
+        PlanError: vLLM does not support the model at these sizes, or the vocabulary's shards do not nest though sizes do.
     """
     sizes, train = generation.sizes, generation.train.sizes
     raise_all(

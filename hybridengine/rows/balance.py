@@ -1,4 +1,4 @@
-"""Micro-batches of about equal work, for runs and for plans: rows are dealt out by their token counts."""
+"""Assignment of rows to micro-batches of about equal work by their token counts, for runs and for plans."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from hybridengine.errors import ConfigError
 
 
 def balance_rows(token_counts: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return the row indices of each micro-batch: as few as fit `max_tokens` of padded work, evened out by tokens.
+    """Return the row indices of each micro-batch: as few as fit `max_tokens` of padded work, balanced by tokens.
 
-    Rows of similar length are put together, because a micro-batch is padded to its longest row. Every row is in exactly
+    Rows of similar length are grouped, because a micro-batch is padded to its longest row. Every row is in exactly
     one micro-batch; each list is ascending.
 
-    Guarantees: among all ways to cut the rows, sorted by length, into that few runs, the largest has the fewest tokens.
+    Guarantees: among all cuts of the length-sorted rows into this number of runs, the largest run has the fewest tokens.
 
     Raises:
         ConfigError: one row alone exceeds `max_tokens`.
@@ -41,7 +41,7 @@ def balance_rows(token_counts: Sequence[int], max_tokens: int) -> list[list[int]
 def _cut_runs(
     by_length: Sequence[int], token_counts: Sequence[int], max_padded: int, max_sum: int
 ) -> list[list[int]]:
-    """Return consecutive runs of `by_length`, each as long as its padded work and its token count allow."""
+    """Return consecutive runs of `by_length`, each as long as its padded work and token count allow."""
     runs: list[list[int]] = []
     tokens = 0
     for row in by_length:

@@ -9,7 +9,7 @@ from hybridengine.errors import ProtocolError
 
 
 def num_rows(batch: TensorDictBase) -> int:
-    """B.
+    """Return the number of rows B.
 
     Raises:
         ProtocolError: the batch has no row dim.
@@ -22,7 +22,7 @@ def num_rows(batch: TensorDictBase) -> int:
 
 
 def payload_bytes(batch: TensorDictBase) -> int:
-    """Bytes of the columns' content: tensors as stored, strings in UTF-8."""
+    """Return the bytes of the columns' content: tensors as stored, strings in UTF-8."""
     total = batch.bytes()
     for name in columns_of(batch):
         column = batch.get(name)
@@ -32,11 +32,11 @@ def payload_bytes(batch: TensorDictBase) -> int:
 
 
 def columns_of(batch: TensorDictBase) -> list[str]:
-    """Names of the columns, sorted."""
+    """Return the names of the columns, sorted."""
     names = batch.keys()
     return sorted(str(name) for name in names)
 
 
 def is_tensor_column(batch: TensorDictBase, name: str) -> bool:
-    """Return whether a column is a tensor; others hold one Python value per row."""
+    """True if a column is a tensor; other columns hold one Python value per row."""
     return isinstance(batch.get(name), Tensor)

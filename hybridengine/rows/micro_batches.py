@@ -1,4 +1,4 @@
-"""Mini-batches of a batch's rows, and their micro-batches, cut to the longest row, with results put back in order."""
+"""Mini-batches of a batch's rows, their micro-batches cut to the longest row, and restoring the row order of results."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from hybridengine.rows.balance import balance_rows
 from hybridengine.rows.batch import columns_of
 
 SEQUENCE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths")
-"""Columns of rows of prompts and responses."""
+"""Columns of prompt and response rows."""
 
 
 @dataclass(frozen=True)
 class MicroRows:
-    """Some rows of a batch, cut to their own longest prompt and response."""
+    """Rows of a batch, cut to their longest prompt and response."""
 
     rows: list[int]
-    """Their places in the batch."""
+    """Indices of the rows in the batch."""
     columns: dict[str, Tensor]
-    """`tokens` [b, t]; `positions` [b, r], where in the model's output the distribution of response token j is found;
-    `mask` [b, r], True at response tokens of rows that are kept; and the response-aligned columns asked for, [b, r]."""
+    """`tokens` [b, t]; `positions` [b, r], the position in the model's output of the distribution of response token j;
+    `mask` [b, r], True at response tokens of kept rows; and the requested response-aligned columns, [b, r]."""
 
 
 def cut_rows(
     batch: TensorDictBase, max_tokens: int, response_columns: Sequence[str] = (), unit: int = 1
 ) -> list[MicroRows]:
-    """Micro-batches of a batch of prompts and responses (`SEQUENCE_COLUMNS`).
+    """Return the micro-batches of a batch of prompts and responses (`SEQUENCE_COLUMNS`).
 
     Args:
-        unit: so many rows, one behind the other, stay together and in order.
+        unit: number of consecutive rows that stay together and in order.
 
     Raises:
         ConfigError: one row alone exceeds `max_tokens`.
-        ProtocolError: a response-aligned column that has no value for each response token.
+        ProtocolError: a response-aligned column does not have one value per response token.
     """
     longest = int(batch["response_lengths"].max()) if len(batch) else 0
     for name in response_columns:
@@ -71,7 +71,7 @@ def _columns(batch: TensorDictBase, rows: list[int], response_columns: Sequence[
 
 
 def gather_rows(parts: Sequence[tuple[MicroRows, Tensor]], num_rows: int, width: int) -> Tensor:
-    """[num_rows, width] float32 from the [b, r] results of micro-batches; zero beyond each response."""
+    """Return [num_rows, width] float32 from the [b, r] results of micro-batches; zero beyond each response."""
     whole = torch.zeros(num_rows, width)
     for micro, values in parts:
         part = values.detach().float().cpu().masked_fill(~micro.columns["mask"], 0.0)
@@ -80,22 +80,22 @@ def gather_rows(parts: Sequence[tuple[MicroRows, Tensor]], num_rows: int, width:
 
 
 def draw_mini_batches(numbers_B: Tensor, count: int, unit: int, seed: int) -> tuple[Tensor, ...]:
-    """Return the rows of each mini-batch, as places in `numbers_B`.
+    """Return the rows of each mini-batch, as indices into `numbers_B`.
 
-    Of every `count` units that follow each other among all rows, each mini-batch gets one; which one is drawn. So a
-    mini-batch does not depend on how many replicas share the rows, as long as each has a multiple of `count` units. Other
-    numbers of units are split so that mini-batches differ by one unit at most, and none is empty.
+    Of every `count` consecutive units among all rows, each mini-batch gets one at random. So a mini-batch does not
+    depend on how many replicas share the rows, as long as each replica has a multiple of `count` units. Other numbers of
+    units are split so that mini-batches differ by at most one unit and none is empty.
 
     Args:
-        numbers_B: int64, of this replica's rows among those of all replicas, ascending.
-        count: of mini-batches.
-        unit: so many rows, one behind the other, stay together.
+        numbers_B: int64, numbers of this replica's rows among those of all replicas, ascending.
+        count: number of mini-batches.
+        unit: number of consecutive rows that stay together.
         seed: the same on all ranks.
     """
     units = numbers_B[::unit] // unit
     blocks, places = units // count, units % count
     generator = torch.Generator().manual_seed(seed)
-    # Drawn block by block from the first one on: whoever needs fewer blocks draws the same for those.
+    # Drawn block by block from the first: a caller that needs fewer blocks draws the same values for them.
     drawn = torch.rand(int(blocks[-1]) + 1, count, generator=generator, dtype=torch.float64).argsort(dim=1)
     order = drawn[blocks, places].argsort(stable=True)
     return tuple((part[:, None] * unit + torch.arange(unit)).flatten() for part in order.tensor_split(count))

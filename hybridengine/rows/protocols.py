@@ -1,8 +1,7 @@
-"""Transfer protocols: which rows of a batch go to which ranks of a worker group, and whose results come back.
+"""Transfer protocols: the rows that each rank of a worker group receives, and the ranks whose results are collected.
 
-A protocol is data over row ranges, never over rows: it says for `num_rows` rows and the topology of a group which
-range each rank gets, and which ranks' results, in row order, are the result of the call. Who moves the bytes is not
-its business.
+A protocol is defined over row ranges, never over rows: for `num_rows` rows and a group's topology, it returns the range
+of each rank, and the ranks whose results, in row order, form the result of the call. It does not transfer data.
 
     protocol           distribute                                        collect
     ONE_TO_ALL         the same rows to every rank                       from every rank
@@ -12,8 +11,8 @@ its business.
     DP_PROTO           split over all ranks                              concat from every rank
     ALL_TO_ALL         one item per rank, made by the caller             from every rank
 
-Uneven splits are allowed: sizes differ by at most one, earlier replicas get more. No rank of a splitting protocol may
-be left without rows, for a rank that skips a collective makes its peers hang.
+Uneven splits are allowed: sizes differ by at most one, earlier replicas get more. A splitting protocol must give rows to
+every rank, because a rank that skips a collective makes its peers hang.
 
 Source: HybridFlow, arXiv 2409.19256, table 3.
 """
@@ -32,7 +31,7 @@ from hybridengine.topology.grid import Coordinate, Grid, Mesh, RankOrder
 from hybridengine.topology.sizes import ROW_AXIS, GenSizes, TrainSizes
 
 ROW_NUMBERS = "row_numbers"
-"""A column that all rows have: int64, their number among the rows of the call."""
+"""Column of all rows: int64, the row's number among the rows of the call."""
 RowRanges = tuple[range, ...]
 """One range of rows per rank of a group, in rank order."""
 
@@ -43,7 +42,7 @@ class GroupTopology:
 
     grid: Grid
     generation: GenerationGrid | None = None
-    """Generation groups of the same ranks; None for a group that does not generate."""
+    """Generation groups of the same ranks; None if the group does not generate."""
 
     def __post_init__(self) -> None:
         if self.generation is not None and self.generation.train != self.grid:
@@ -56,7 +55,7 @@ class GroupTopology:
     def parse(
         cls, parallel: str, generate: str | None = None, order: RankOrder = RankOrder.PAPER
     ) -> GroupTopology:
-        """Topology of sizes written as the paper does: parallel "p-t-d", generate "p_g-t_g"."""
+        """Return the topology of sizes written as in the paper: parallel "p-t-d", generate "p_g-t_g"."""
         grid = Grid(TrainSizes.parse(parallel), order)
         return cls(grid, None if generate is None else GenerationGrid(grid, GenSizes.parse(generate)))
 
@@ -71,17 +70,17 @@ class GroupTopology:
 
 @dataclass(frozen=True)
 class RankContext:
-    """Place of one worker; the first argument of every worker's constructor: ``Worker(context, **config)``."""
+    """Context of one worker, the first argument of its constructor: ``Worker(context, **config)``."""
 
     role: str
     """Name of the worker group, e.g. "actor"."""
     rank: int
-    """Rank in the pool, which is the rank in torch.distributed's world."""
+    """Rank in the pool, equal to the torch.distributed rank."""
     world_size: int
     topology: GroupTopology
     """Arrangement of the group's ranks."""
     coordinate: Coordinate
-    """Training coordinate of this rank in that arrangement."""
+    """Training coordinate of this rank in the topology."""
     node: str
     """Address of the machine."""
 
@@ -91,7 +90,7 @@ class RankContext:
 
 @dataclass(frozen=True)
 class Protocol:
-    """Way of the rows of one call to the ranks of a group and back."""
+    """Distribution of a call's rows to the ranks of a group, and collection of the results."""
 
     name: str
     split: Callable[[int, GroupTopology], RowRanges]
@@ -99,19 +98,19 @@ class Protocol:
     sources: Callable[[GroupTopology], tuple[int, ...]]
     """Ranks whose results are collected, in row order."""
     concatenates: bool
-    """True if the sources' rows form one batch again; otherwise the result is a list by source rank."""
+    """True if the sources' rows are concatenated to one batch; otherwise the result is a list by source rank."""
     takes_items: bool = False
-    """True if every argument is a list with one item per rank, and not a batch of rows."""
+    """True if every argument is a list with one item per rank instead of a batch of rows."""
 
     def __str__(self) -> str:
         return self.name
 
     def row_ranges(self, num_rows: int, topology: GroupTopology) -> RowRanges:
-        """`split`, checked.
+        """Return the validated result of `split`.
 
         Raises:
-            ProtocolError: there are too few rows, or a user's protocol is inconsistent: not one range per rank,
-                a range outside of the rows, or sources whose ranges do not tile the rows they concatenate.
+            ProtocolError: there are too few rows, or a custom protocol is inconsistent: not one range per rank, a range
+                outside the rows, or concatenated sources whose ranges do not tile the rows.
         """
         ranges = self.split(num_rows, topology)
         are_inside = all(rows.step == 1 and 0 <= rows.start <= rows.stop <= num_rows for rows in ranges)
@@ -125,10 +124,10 @@ class Protocol:
         return ranges
 
     def source_ranks(self, topology: GroupTopology) -> tuple[int, ...]:
-        """`sources`, checked: distinct ranks of the group, at least one.
+        """Return the validated result of `sources`: distinct ranks of the group, at least one.
 
         Raises:
-            ProtocolError: a user's protocol names none, one twice, or one outside of the group.
+            ProtocolError: a custom protocol returns no rank, a duplicate, or a rank outside the group.
         """
         ranks = tuple(self.sources(topology))
         if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(topology.num_ranks)):
@@ -148,10 +147,10 @@ class Protocol:
 
 
 def even_split(num_rows: int, num_parts: int, parts: str = "parts") -> RowRanges:
-    """`num_rows` consecutive rows in `num_parts` ranges whose sizes differ by at most one, larger ones first.
+    """Return `num_parts` ranges of `num_rows` consecutive rows whose sizes differ by at most one, larger ones first.
 
     Raises:
-        ProtocolError: there are fewer rows than parts; `parts` names them in the message.
+        ProtocolError: there are fewer rows than parts; the message refers to them as `parts`.
     """
     if num_rows < num_parts:
         raise ProtocolError(
@@ -172,7 +171,7 @@ def _same_rows(num_rows: int, topology: GroupTopology) -> RowRanges:
 
 
 def _split_over(mesh: Mesh, axis: str, num_rows: int, parts: str) -> RowRanges:
-    """Rows split along one axis; ranks that differ along others get the same rows."""
+    """Return the rows split along one axis; ranks that differ along other axes get the same rows."""
     ranges = even_split(num_rows, mesh.axis_size(axis), parts)
     return tuple(ranges[place[axis]] for place in mesh.coordinates())
 
@@ -234,15 +233,15 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Registration:
-    """Properties of a worker method that the controller may call."""
+    """Properties of a registered worker method."""
 
     protocol: Protocol
     columns: tuple[str, ...] | None = None
-    """Columns that the method reads; None for all that its rows have."""
+    """Columns that the method reads; None for all columns."""
     optional: tuple[str, ...] = ()
-    """Columns that it reads besides where its rows have them."""
+    """Additional columns that it reads if they exist."""
     returns_rows: bool = False
-    """True if the method returns rows, which then stay on their ranks; else its results come to the controller."""
+    """True if the method returns rows, which stay on their ranks; otherwise its results are sent to the controller."""
 
 
 def register(
@@ -252,17 +251,17 @@ def register(
     optional: Sequence[str] = (),
     returns_rows: bool = False,
 ) -> Callable[[_Function], _Function]:
-    """Decorator that makes a worker method callable through its group, with rows travelling by `protocol`.
+    """Return a decorator that makes a worker method callable through its group, with rows distributed by `protocol`.
 
     Args:
-        columns: what the method reads of the rows that it is given. Only these are fetched; all, where None.
-        optional: what it reads besides, where somebody has produced it.
-        returns_rows: the method returns a TensorDict with as many rows as it was given, on the protocol's source ranks
-            at least. The rows stay there, and the caller gets a reference to them.
+        columns: columns that the method reads, the only ones fetched; None for all.
+        optional: additional columns that it reads if they exist.
+        returns_rows: True if the method returns a TensorDict with as many rows as its input, at least on the protocol's
+            source ranks. The rows stay there, and the caller gets a reference to them.
 
     Raises:
-        ProtocolError: what is given is not a protocol, rows are returned by one that does not concatenate them, or what
-            is decorated is not a plain method.
+        ProtocolError: the argument is not a protocol, rows are returned with a protocol that does not concatenate them,
+            or the decorated object is not a plain function.
     """
     if not isinstance(protocol, Protocol):
         raise ProtocolError(f"@register({protocol!r}) names no protocol; write e.g. @register(PROTO_3D)")
@@ -288,7 +287,7 @@ def register(
 
 
 def registered(cls: type) -> dict[str, tuple[Callable[..., Any], Registration]]:
-    """Registered methods of `cls` and its bases: name -> (function, registration).
+    """Return the registered methods of `cls` and its bases: name -> (function, registration).
 
     Raises:
         ProtocolError: a subclass overrides a registered method without registering its own.

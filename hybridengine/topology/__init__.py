@@ -1,1 +1,1 @@
-"""Ranks and coordinates: sizes, process groups of any axes, generation groups. Standard library only."""
+"""Ranks and coordinates: parallel sizes, process groups along any axes, generation groups. Standard library only."""

@@ -1,16 +1,16 @@
-"""Engines over a training grid: which ranks form one, and which of them hold the same weights.
+"""Generation engines laid out over a training grid: the ranks of each engine, and the ranks that hold the same weights.
 
-Engines of p_g·t_g ranks share out all p·t·d ranks. Two grouping methods (HybridFlow, arXiv 2409.19256, section 5.3 and
-figure 8, for sizes that nest; the rest is this project's):
+Engines of p_g·t_g ranks divide the p·t·d ranks among them. There are two grouping methods (HybridFlow, arXiv
+2409.19256, section 5.3 and figure 8, for sizes that nest; the other sizes are this project's):
 
     INTERVAL, p_g | p and t_g | t    gen tp = floor(tp · t_g / t), gen pp = floor(pp · p_g / p): every rank's training
                                      shard is part of the generation shard that it needs, so no byte is held twice
-    INTERVAL, p_g | p and t | t_g    an engine spans ranks with the same training shard, which they share out: of each
-                                     rank's generation shard, the part in its own stages is in its training shard
+    INTERVAL, p_g | p and t | t_g    an engine spans ranks with the same training shard and divides it among them: the
+                                     part of a rank's generation shard in its own stages is in its training shard
     INTERVAL, other sizes, VANILLA   consecutive ranks form an engine, as for training; shards need not overlap
 
 A micro-DP group is the ranks of one training replica that hold the same generation shard. Where shards nest, weights
-move inside of it.
+move only within these groups.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hybridengine.topology.grid import Coordinate, Grid, Groups, Mesh
 from hybridengine.topology.sizes import MODEL_AXES, GenSizes
 
 SHARED_OUT = ("tp",)
-"""Axes along which ranks with the same training shard may share it out: vLLM's tensor shards are parts of Megatron's, its
-stages need not be."""
+"""Axes along which ranks with the same training shard may divide it: vLLM's tensor shards are parts of Megatron's, but
+its stages need not be."""
 
 
 class Grouping(str, Enum):
-    """Ways in which ranks form generation engines."""
+    """Methods of grouping ranks into generation engines."""
 
     INTERVAL = "interval"
     VANILLA = "vanilla"
@@ -39,8 +39,8 @@ class Grouping(str, Enum):
 class GenerationGrid(Mesh):
     """The ranks of a training grid arranged along the axes tp, pp and replica: engines of t_g·p_g ranks.
 
-    ``groups("tp")`` are the tensor-parallel groups of the engines, in the order of generation tp. That is not always the
-    order of ranks: an engine that shares out a training shard has gen tp 0 and 1 on tp 0.
+    ``groups("tp")`` returns the engines' tensor-parallel groups, in the order of generation tp. This can differ from the
+    order of ranks: an engine that divides a training shard has gen tp 0 and 1 on tp 0.
 
     Raises:
         TopologyError: p_g·t_g does not divide the number of ranks.
@@ -80,7 +80,7 @@ class GenerationGrid(Mesh):
 
     @cached_property
     def nests(self) -> bool:
-        """True if every rank's training shard is part of its generation shard, so that the way back is local."""
+        """True if every rank's training shard is part of its generation shard, so that switching back is local."""
         train, gen = self.train.sizes, self.sizes
         return gen.nests_in(train) and all(
             place[axis] * gen[axis] // train[axis] == own[axis]
@@ -98,7 +98,7 @@ class GenerationGrid(Mesh):
 
     @cached_property
     def _replica_axes(self) -> list[str]:
-        """Axes along which training repeats the model, slowest first."""
+        """Axes along which training replicates the model, slowest first."""
         return [axis for axis in reversed(self.train.axes) if axis not in MODEL_AXES]
 
     @cached_property
@@ -113,7 +113,7 @@ class GenerationGrid(Mesh):
 
     @cached_property
     def _ratios(self) -> tuple[dict[str, int], dict[str, int]]:
-        """For each axis: (training indices that one generation index joins, generation indices that share out one).
+        """Per axis, (training indices joined by one generation index, generation indices that divide one).
 
         At least one of the two is 1; where neither size divides the other, both are.
         """
@@ -125,23 +125,23 @@ class GenerationGrid(Mesh):
         return joined, dict.fromkeys(MODEL_AXES, 1) | parts
 
     def _consecutive(self, place: Coordinate) -> int:
-        """Position of a rank whose engine is consecutive ranks of the paper's order, whatever the grid's order is."""
+        """Return the position of a rank where engines are consecutive ranks of the paper's order, not the grid's."""
         position = 0
         for axis in (*self._replica_axes, *MODEL_AXES):
             position = position * self.train.axes[axis] + place[axis]
         return position
 
     def _interval(self, place: Coordinate) -> int:
-        """Position of a rank whose generation shard holds its training shard, or is a part of it."""
+        """Return the position of a rank when its generation shard contains its training shard, or is a part of it."""
         replica = 0
         for axis in self._replica_axes:
             replica = replica * self.train.axes[axis] + place[axis]
         joined, parts = self._ratios
         indices = {}
-        for axis in MODEL_AXES:  # training indices that one generation index joins belong to as many engines
+        for axis in MODEL_AXES:  # training indices joined by one generation index belong to different engines
             indices[axis], micro = divmod(place[axis], joined[axis])
             replica = replica * joined[axis] + micro
-        for axis in MODEL_AXES:  # ranks that would be as many engines share out one training index
+        for axis in MODEL_AXES:  # ranks with the same training index divide it among generation indices
             replica, part = divmod(replica, parts[axis])
             indices[axis] = indices[axis] * parts[axis] + part
         return replica * self.strides["replica"] + sum(

@@ -1,7 +1,7 @@
-"""Ranks along named axes: the coordinate of a rank, the rank at a coordinate, and the groups along any axes.
+"""Meshes of ranks along named axes: the coordinate of a rank, the rank at a coordinate, and the groups along any axes.
 
-A mesh is `range(num_ranks)` reshaped. The order of its axes says which varies fastest with the rank; of the training
-grid, two orders have names:
+A mesh is `range(num_ranks)` reshaped. Its first axis varies fastest with the rank. Two orders of the training grid have
+names:
 
     MEGATRON   tp, dp, pp   Megatron's default: pipeline peers are t·d ranks apart
     PAPER      tp, pp, dp   the paper's, Megatron's `--use-tp-pp-dp-mapping`: a replica is p·t consecutive ranks
@@ -26,7 +26,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Coordinate:
-    """Index of a rank along each axis: `Coordinate(pp=1, tp=0)["pp"]` is 1, and so is its `pp_rank`."""
+    """Index of a rank along each axis: `Coordinate(pp=1, tp=0)["pp"]` and `.pp_rank` are both 1."""
 
     __slots__ = ("_indices",)
 
@@ -43,7 +43,7 @@ class Coordinate:
         return self._indices[axis]
 
     def along(self, axes: Iterable[str]) -> tuple[int, ...]:
-        """Indices along `axes`."""
+        """Return the indices along `axes`."""
         return tuple([self._indices[axis] for axis in axes])
 
     def __eq__(self, other: object) -> bool:
@@ -59,7 +59,7 @@ class Coordinate:
 
 
 class Mesh(ABC):
-    """Ranks arranged along named axes; a subclass says along which."""
+    """Ranks arranged along named axes; subclasses define the axes."""
 
     @property
     @abstractmethod
@@ -76,7 +76,7 @@ class Mesh(ABC):
         return math.prod(self.axes.values())
 
     def axis_size(self, axis: str) -> int:
-        """Ranks along one axis.
+        """Return the number of ranks along one axis.
 
         Raises:
             TopologyError: the axis does not exist.
@@ -88,7 +88,7 @@ class Mesh(ABC):
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Axis -> positions between neighbours along it."""
+        """Axis -> distance in positions between neighbours along it."""
         strides, stride = {}, 1
         for axis, size in self.axes.items():
             strides[axis] = stride
@@ -96,10 +96,10 @@ class Mesh(ABC):
         return strides
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Coordinate of a global rank.
+        """Return the coordinate of a global rank.
 
         Raises:
-            TopologyError: the rank is outside of the mesh.
+            TopologyError: the rank is outside the mesh.
         """
         if not 0 <= rank < self.num_ranks:
             raise TopologyError(
@@ -117,15 +117,15 @@ class Mesh(ABC):
 
     @property
     def _listed(self) -> list[str]:
-        """The axes in the order in which they are told, whatever the order of the ranks is."""
+        """The axes in display order, whatever the order of the ranks is."""
         return sorted(self.axes, key=("replica", *reversed(RankOrder.MEGATRON.axes)).index)
 
     def coordinates(self) -> Iterator[Coordinate]:
-        """Coordinates of ranks 0, 1, 2, ..."""
+        """Yield the coordinates of ranks 0, 1, 2, ..."""
         return iter(self._coordinates)
 
     def rank(self, coordinate: Coordinate) -> int:
-        """Global rank at a coordinate, the inverse of `coordinate`."""
+        """Return the global rank at a coordinate; the inverse of `coordinate`."""
         position = 0
         for axis, size in self.axes.items():
             index = coordinate[axis]
@@ -135,34 +135,34 @@ class Mesh(ABC):
         return self.ranks[position]
 
     def groups(self, *axes: str) -> Groups:
-        """All groups of ranks that differ only along `axes`; they partition the ranks.
+        """Return all groups of ranks that differ only along `axes`; they partition the ranks.
 
-        ``groups("tp")`` are the tensor-parallel groups, ``groups("pp", "tp")`` the model-parallel ones. In a group, the
-        first axis of the mesh varies fastest.
+        ``groups("tp")`` returns the tensor-parallel groups, ``groups("pp", "tp")`` the model-parallel ones. In a group,
+        the first axis of the mesh varies fastest.
         """
         for axis in axes:
-            self.axis_size(axis)  # raises for an axis that does not exist
+            self.axis_size(axis)  # raises if the axis does not exist
         inside = self._offsets([axis for axis in self.axes if axis in axes])
         origins = self._offsets([axis for axis in self.axes if axis not in axes])
         ranks = self.ranks
         return tuple(sorted((tuple([ranks[o + i] for i in inside]) for o in origins), key=min))
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The one of `groups(*axes)` that holds `rank`.
+        """Return the group of `groups(*axes)` that contains `rank`.
 
         Raises:
-            TopologyError: the rank is outside of the mesh, or an axis does not exist.
+            TopologyError: the rank is outside the mesh, or an axis does not exist.
         """
-        self.coordinate(rank)  # raises for a rank that does not exist
+        self.coordinate(rank)  # raises if the rank does not exist
         return group_with(rank, self.groups(*axes))
 
     def line(self, axis: str, at_end_of: str = "") -> tuple[int, ...]:
-        """Ranks along one axis that are last along the axis `at_end_of`, and first along all others."""
+        """Return the ranks along `axis` that are last along the axis `at_end_of` and first along all others."""
         origin = (self.axis_size(at_end_of) - 1) * self.strides[at_end_of] if at_end_of else 0
         return tuple(self.ranks[origin + offset] for offset in self._offsets([axis]))
 
     def _offsets(self, axes: Iterable[str]) -> list[int]:
-        """Positions of all indices along `axes`, index 0 along the others; the first of `axes` varies fastest."""
+        """Return the positions of all indices along `axes`, at index 0 along the others; the first varies fastest."""
         offsets = [0]
         for axis in axes:
             size, stride = self.axis_size(axis), self.strides[axis]
@@ -171,10 +171,10 @@ class Mesh(ABC):
 
 
 def group_with(rank: int, groups: Groups) -> tuple[int, ...]:
-    """Return the one of `groups` that holds `rank`.
+    """Return the group of `groups` that contains `rank`.
 
     Raises:
-        TopologyError: none does.
+        TopologyError: no group contains it.
     """
     for group in groups:
         if rank in group:
@@ -183,11 +183,11 @@ def group_with(rank: int, groups: Groups) -> tuple[int, ...]:
 
 
 AXIS_NAMES = {"tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline", "dp": "data"}
-"""Axis -> its name, in the order in which groups are listed."""
+"""Axis -> display name, in the order in which groups are listed."""
 
 
 class RankOrder(str, Enum):
-    """Order of the axes, the one that varies fastest with the global rank first; a grid takes the axes that it has."""
+    """Order of the axes, fastest-varying first; a grid uses those that it has."""
 
     MEGATRON = "tp-cp-ep-dp-pp"
     PAPER = "tp-cp-ep-pp-dp"
@@ -199,7 +199,7 @@ class RankOrder(str, Enum):
 
 @dataclass(frozen=True)
 class Grid(Mesh):
-    """The ranks 0..p·t·d-1 arranged along the axes of training."""
+    """The ranks 0..p·t·d-1 arranged along the training axes."""
 
     sizes: TrainSizes
     order: RankOrder = RankOrder.PAPER

@@ -24,7 +24,7 @@ class NodeMap:
     """Consecutive ranks on nodes, as launchers place them.
 
     Raises:
-        TopologyError: a node without ranks.
+        TopologyError: a node has no ranks.
     """
 
     ranks_per_node: tuple[int, ...]
@@ -37,7 +37,7 @@ class NodeMap:
 
     @classmethod
     def uniform(cls, num_ranks: int, ranks_per_node: int) -> NodeMap:
-        """`num_ranks` ranks on nodes of `ranks_per_node`; the last node may have fewer."""
+        """Return a map of `num_ranks` ranks on nodes of `ranks_per_node`; the last node may have fewer."""
         if num_ranks < 1 or ranks_per_node < 1:
             raise TopologyError(
                 f"num_ranks={num_ranks} and ranks_per_node={ranks_per_node} must be positive integers"
@@ -54,7 +54,7 @@ class NodeMap:
         return self._ends[-1]
 
     def node_of(self, rank: int) -> int:
-        """Index of the rank's node.
+        """Return the index of the rank's node.
 
         Raises:
             TopologyError: no node has this rank.
@@ -66,7 +66,7 @@ class NodeMap:
         return bisect_right(self._ends, rank)
 
     def link(self, one: int, other: int) -> LinkClass:
-        """Link between two ranks; each rank is a device of its own."""
+        """Return the link between two ranks; each rank is its own device."""
         if one == other:
             return LinkClass.SAME_DEVICE
         return LinkClass.SAME_NODE if self.node_of(one) == self.node_of(other) else LinkClass.BETWEEN_NODES

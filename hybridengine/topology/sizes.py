@@ -1,6 +1,6 @@
 """Parallel sizes as the paper writes them: (p, t, d) for training, (p_g, t_g) for generation.
 
-The fields of `TrainSizes` are the axes of training: another axis is another field, `cp_size: int = 1`. Numbers of ranks,
+The fields of `TrainSizes` are the training axes. To add an axis, add a field: `cp_size: int = 1`. The number of ranks,
 grids, coordinates, groups, rank orders and messages follow from it.
 
 Source: HybridFlow, arXiv 2409.19256, section 5.1.
@@ -19,21 +19,21 @@ from typing import ClassVar, Self
 from hybridengine.errors import TopologyError
 
 MODEL_AXES = ("pp", "tp")
-"""Axes that cut the model, outermost first: ranks that agree in all of them hold the same weights."""
+"""Axes that shard the model, outermost first: ranks with the same index in all of them hold the same weights."""
 ROW_AXIS = "dp"
 """The axis over which the rows of a batch are split; ranks that differ along other axes work on the same rows."""
 MAX_RANKS = 2**20
-"""Most ranks of a layout: far beyond every cluster, and still planned in a minute."""
+"""Largest number of ranks in a layout: far beyond any cluster, and still planned within a minute."""
 
 
 @dataclass(frozen=True, order=True)
 class Sizes:
-    """Size of every axis; a subclass names its axes by its fields, `{axis}_size` each, in the order they are written in.
+    """Size of every axis; a subclass names its axes by its fields, `{axis}_size`, in the written order.
 
-    A field whose default is 1 is not part of the written form: it is shown by name where it is larger.
+    A field whose default is 1 is omitted from the written form; it is shown by name when it is larger.
 
     Raises:
-        TopologyError: a size is no positive integer, or there are too many ranks.
+        TopologyError: a size is not a positive integer, or there are too many ranks.
     """
 
     form: ClassVar[str]
@@ -42,7 +42,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         for axis, size in self.items():
-            if type(size) is not int or size < 1:  # True is an int, and no size
+            if type(size) is not int or size < 1:  # bool is a subclass of int
                 raise TopologyError(
                     f"{axis}_size={size!r} must be a positive integer; choose at least 1 for each of {self.form}"
                 )
@@ -53,19 +53,19 @@ class Sizes:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Sizes written as `form` says, e.g. as `example`."""
+        """Return the sizes written in `form`, such as `example`."""
         shown = text if len(str(text)) <= 60 else f"{str(text)[:57]}..."
         if not re.fullmatch(r"[0-9]+(-[0-9]+)*", str(text)) or str(text).count("-") != cls.form.count("-"):
             raise TopologyError(f'{shown!r} is not a parallel size; write {cls.form} such as "{cls.example}"')
         parts = str(text).split("-")
-        if max(map(len, parts)) > 20:  # int() refuses thousands of digits
+        if max(map(len, parts)) > 20:  # int() rejects strings of thousands of digits
             raise TopologyError(f"{shown!r} is beyond {MAX_RANKS} ranks; choose smaller sizes")
         return cls(*map(int, parts))
 
     @classmethod
     @cache
     def axes(cls) -> tuple[str, ...]:
-        """Names of the axes, those of the written form first."""
+        """Return the names of the axes, those of the written form first."""
         return tuple(field.name.removesuffix("_size") for field in fields(cls))
 
     @classmethod
@@ -74,7 +74,7 @@ class Sizes:
         return attrgetter(*(f"{axis}_size" for axis in cls.axes()))
 
     def items(self) -> Iterator[tuple[str, int]]:
-        """(axis, size) of every axis."""
+        """Yield (axis, size) for every axis."""
         return zip(self.axes(), self._getter()(self), strict=True)
 
     def __getitem__(self, axis: str) -> int:
@@ -82,12 +82,12 @@ class Sizes:
 
     @cached_property
     def num_ranks(self) -> int:
-        """The product of all sizes."""
+        """Product of all sizes."""
         return math.prod(self._getter()(self))
 
     @property
     def product(self) -> str:
-        """The number of ranks in symbols: "p·t·d"."""
+        """Number of ranks in symbols: "p·t·d"."""
         written = self.form.split("-")
         return "·".join([*written, *(axis[0] for axis in self.axes()[len(written) :])])
 
@@ -115,7 +115,7 @@ class TrainSizes(Sizes):
 
 @dataclass(frozen=True, order=True)
 class GenSizes(Sizes):
-    """(p_g, t_g): pipeline stages and tensor shards of one engine, whose ranks are as many as `num_ranks`."""
+    """(p_g, t_g): pipeline stages and tensor shards of one engine of `num_ranks` ranks."""
 
     form = "p_g-t_g"
     example = "1-2"
@@ -127,10 +127,10 @@ class GenSizes(Sizes):
         return all(train[axis] % self[axis] == 0 for axis in MODEL_AXES)
 
     def micro_dp_size(self, train: TrainSizes) -> int:
-        """d_g = p·t / (p_g·t_g): generation replicas inside one training replica.
+        """Return d_g = p·t / (p_g·t_g), the number of generation replicas inside one training replica.
 
         Raises:
-            TopologyError: the sizes do not nest, so that a replica need not be a whole number of engines.
+            TopologyError: the sizes do not nest, so a replica may not be a whole number of engines.
         """
         if not self.nests_in(train):
             raise TopologyError(
@@ -140,7 +140,7 @@ class GenSizes(Sizes):
         return train.model_parallel_size // self.num_ranks
 
     def problems_over(self, train: TrainSizes) -> list[str]:
-        """Return the reasons why engines of these sizes cannot share out the ranks of `train`."""
+        """Return the reasons why engines of these sizes cannot divide the ranks of `train` among them."""
         if train.num_ranks % self.num_ranks == 0:
             return []
         return [
@@ -151,6 +151,6 @@ class GenSizes(Sizes):
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """Return all divisors, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

@@ -1,1 +1,1 @@
-"""Parts of a rank: batches, storages, the ledger, transports, the plan executor and the HybridEngine."""
+"""Weight synchronisation: storages, ledger, transport, plan execution and the HybridEngine."""

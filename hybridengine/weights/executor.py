@@ -1,4 +1,4 @@
-"""Carries a plan out on one rank, bucket by bucket, between two sets of weights."""
+"""Execution of a plan on one rank, bucket by bucket, between two sets of weights."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hybridengine.weights.storage import StoragePart, WeightStorage
 from hybridengine.weights.transport import PeerError, Pending, PointToPointTransport
 
 _num_runs: Counter[str] = Counter()
-"""Process group and plan -> runs that this process has begun or refused; as many on all ranks of the group.
+"""(process group, plan) -> number of runs that this process has begun or refused; equal on all ranks of the group.
 
-Of the process, not of an executor: one that is made anew on the same group must not read the notes of the one before.
+The counter belongs to the process: a new executor on the same group must not read the notes of an earlier one.
 """
 
 
 class Verify(str, Enum):
-    """Switches in which receivers check what they have received."""
+    """Switches in which receivers verify the received weights."""
 
     FIRST = "first"
-    """In the first switch of each direction: what is wrong with a plan is wrong every time."""
+    """First switch in each direction: errors of a plan recur in every switch."""
     ALWAYS = "always"
     NEVER = "never"
 
@@ -38,21 +38,21 @@ class _Open:
 
     program: Program
     pending: list[Pending]
-    """Messages of its present step."""
+    """Messages of the current step."""
 
 
 class PlanExecutor:
-    """One rank's part in a plan.
+    """One rank's part in the execution of a plan.
 
-    Two buckets are in flight where the plan allows it: the messages of one travel while the one before is unpacked.
+    If the plan allows it, two buckets are in flight: messages of one are transferred while the previous one is unpacked.
 
     Args:
-        source, destination: this rank's weights in both layouts. A rank without a part in one has it empty.
-        release_source: give up each bucket's source weights once the bucket has arrived (a switch); keep them
-            otherwise (an export).
+        source, destination: this rank's weights in both layouts, empty for a rank without a part in one.
+        release_source: release each bucket's source weights once the bucket has arrived (a switch); otherwise keep them
+            (an export).
 
     Raises:
-        PlanError: a parameter is missing, or has another shape or dtype than the layouts say.
+        PlanError: a parameter is missing, or its shape or dtype differs from the layouts.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PlanExecutor:
         self._transport, self._ledger = transport, ledger
         self._release_source = release_source
         self.num_complete = 0
-        """Buckets of the present or last run that have arrived."""
+        """Number of buckets of the present or last run that have arrived."""
         self._operation = f"{transport.group.group_name}/{plan.digest[:16]}"
         dtypes, parameters = set(), ()
         for layout, storage in ((plan.source, source), (plan.destination, destination)):
@@ -96,20 +96,20 @@ class PlanExecutor:
         verify: bool = False,
         after_bucket: Callable[[tuple[str, ...]], None] | None = None,
     ) -> None:
-        """Carry out the plan's buckets from `first` on, in order; returns once all ranks of the plan have done so.
+        """Execute the plan's buckets in order, starting with `first`; return once all ranks of the plan have finished.
 
-        A rank that has all it needs waits for the others, so that either all have the destination or none has. Without
-        messages between ranks nobody waits.
+        A rank that has all its data waits for the others, so that either all ranks have the destination or none has. If
+        no messages pass between ranks, no rank waits.
 
-        Where the models may have changed since the plan was bound to them, `check_fresh` comes first.
+        Call `check_fresh` first if the models may have changed since the plan was bound to them.
 
         Args:
-            verify: receivers check every move.
-            after_bucket: called with the destination parameters of each bucket once they are filled.
+            verify: verify every move at its receiver.
+            after_bucket: called with the destination parameters of each bucket after they are filled.
 
         Raises:
-            TransferError: a message failed, or arrived changed; buckets before `num_complete` are complete, the sources
-                of the others untouched.
+            TransferError: a message failed or was corrupted; buckets before `num_complete` are complete, and the sources
+                of the others are unchanged.
         """
         self.num_complete = first
         in_flight: list[_Open] = []
@@ -135,11 +135,11 @@ class PlanExecutor:
             _num_runs[self._operation] += 1
 
     def check_fresh(self, first: int = 0) -> None:
-        """Check that both models still keep their weights where they were when the plan was bound to them, and that there
-        is something to read for the buckets from `first` on.
+        """Check that both models still keep their weights in the bound storages, and that the sources of the buckets
+        from `first` on are present.
 
         Raises:
-            PlanError: names what has moved.
+            PlanError: lists the changes.
         """
         try:
             if changes := self._changes(first):
@@ -152,7 +152,7 @@ class PlanExecutor:
             raise
 
     def _changes(self, first: int) -> list[str]:
-        """Return what is no longer as it was when the plan was bound."""
+        """Return the changes since the plan was bound."""
         changes = []
         for layout, storage in ((self.plan.source, self._source), (self.plan.destination, self._destination)):
             if moved := storage.moved():
@@ -172,18 +172,18 @@ class PlanExecutor:
         return changes
 
     def refuse(self, where: str, error: BaseException) -> None:
-        """Do without a run that the other ranks begin: they learn why, and at once where they can be told at once."""
+        """Decline a run that the other ranks begin: they receive the reason, immediately if the transport allows it."""
         self._notes.leave(FailureNote(self._rank, where, (), _said(error)))
         _num_runs[self._operation] += 1
         self._give_up()
 
     def drop_unfinished(self) -> None:
-        """Give up the destination weights of all buckets that have not arrived: after a failure they are undefined."""
+        """Release the destination weights of all buckets that have not arrived: after a failure they are undefined."""
         for fills, _ in self._storages[self.num_complete :]:
             fills.release()
 
     def _open(self, index: int, verify: bool, in_flight: list[_Open]) -> None:
-        """Make room, and start the messages of a bucket's first step."""
+        """Allocate memory, and start the messages of a bucket's first step."""
         fills, _ = self._storages[index]
         fills.materialise()
         self._ledger.note()
@@ -213,7 +213,7 @@ class PlanExecutor:
     def _finish_oldest(
         self, in_flight: list[_Open], after_bucket: Callable[[tuple[str, ...]], None] | None
     ) -> None:
-        """Wait for a bucket, pass boxes on, unpack, check, and give its sources up."""
+        """Wait for the oldest bucket, forward its boxes, unpack and verify it, and release its sources."""
         opened, index = in_flight[0], self.num_complete
         program = opened.program
         for number, step in enumerate(program.steps):
@@ -237,8 +237,8 @@ class PlanExecutor:
             after_bucket(self.plan.buckets[index].destinations.get(self._rank, ()))
 
     def _abandon(self, in_flight: list[_Open]) -> None:
-        """After a failure: nobody writes into buffers of unfinished buckets any more, and their staging goes."""
-        self._give_up()  # first: what others read from here from now on, they do not take for weights
+        """Stop all writes into buffers of unfinished buckets after a failure, and free their staging."""
+        self._give_up()  # first, so that other ranks do not take what they read from this rank for weights
         for opened in in_flight:
             for pending in opened.pending:
                 pending.abandon()
@@ -251,12 +251,12 @@ class PlanExecutor:
 
     @property
     def _notes(self) -> FailureNotes:
-        """Notes of the present run; the next one, of this executor or of another for the same plan, has its own."""
+        """Failure notes of the current run; every run, also of another executor for the same plan, has its own."""
         return FailureNotes(self.plan.ranks, f"{self._operation}/{_num_runs[self._operation]}")
 
     @property
     def _place(self) -> str:
-        """Place of the present run, for errors."""
+        """Description of the current run for error messages."""
         index, buckets = self.num_complete, self.plan.buckets
         place = (
             f"bucket {index} of {len(buckets)} ({buckets[index].tensors[0]} ...)"
@@ -266,7 +266,7 @@ class PlanExecutor:
         return f"{place} of {self.plan.source.kind} -> {self.plan.destination.kind}"
 
     def _failure(self, error: Exception) -> HybridEngineError:
-        """`error` with the bucket, and with what the other ranks say."""
+        """Return `error` with the bucket and the reports of the other ranks."""
         where = self._place
         waited_for = error.peers if isinstance(error, PeerError) else ()
         note = FailureNote(self._rank, where, waited_for, str(error))
@@ -284,12 +284,12 @@ class PlanExecutor:
 
 
 def _said(error: BaseException) -> str:
-    """Return the text of an error for other ranks, with the class of one that is not of this project."""
+    """Return the text of an error for other ranks, with the class name of a foreign exception."""
     return str(error) if isinstance(error, HybridEngineError) else f"{type(error).__name__}: {error}"
 
 
 def _named(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

@@ -1,7 +1,7 @@
-"""Notes that failing ranks leave for each other, so that every error names the ranks that are really missing.
+"""Notes that failing ranks leave for each other, so that every error names the ranks that are actually missing.
 
-When one rank of a group dies, the others fail in different places: some wait for it, others for ranks that have stopped
-because of it. Each leaves a note with whom it waited for; ranks that were waited for and have left none are missing.
+When one rank of a group dies, the others fail in different places: some wait for it, others for ranks that stopped
+because of it. Each leaves a note with the ranks it waited for; awaited ranks that left no note are missing.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ import torch.distributed as dist
 Answer = TypeVar("Answer")
 
 GRACE_S = 2.0
-"""Wait of a failing rank for the notes of those it waited for: they fail at about the same time."""
+"""Time that a failing rank waits for the notes of the ranks it waited for, which fail at about the same time."""
 
 
 @dataclass(frozen=True)
 class FailureNote:
-    """Why a rank has stopped."""
+    """Reason why a rank stopped."""
 
     rank: int
     where: str
     """Operation and bucket."""
     waited_for: tuple[int, ...]
-    """Ranks whose messages did not come; empty where the rank failed by itself."""
+    """Ranks whose messages did not arrive; empty if the rank itself failed."""
     reason: str
 
 
 class FailureNotes:
-    """Notes of the ranks of one group, in the store that the process groups have met in.
+    """Notes of the ranks of one group, in the store of the process groups.
 
     Args:
-        name: tells operations apart: the same on all ranks of the group, and used once.
+        name: unique name of the operation, the same on all ranks of the group.
     """
 
     def __init__(self, ranks: Sequence[int], name: str) -> None:
         self._ranks, self._name = tuple(ranks), name
 
     def leave(self, note: FailureNote) -> None:
-        """Leave a note for the others. Best effort: the store may have died with its rank."""
-        value: Any = pickle.dumps(note)  # any bytes will do, though torch names texts only
+        """Leave a note for the other ranks. Best effort: the store may have died with its rank."""
+        value: Any = pickle.dumps(note)  # torch accepts any bytes, though its annotation says str
         _within(GRACE_S, lambda: _store().set(self._key(note.rank), value))
 
     def read(self, awaited: Sequence[int], grace_s: float = GRACE_S) -> list[FailureNote] | None:
-        """Notes left so far; waits a little for those of `awaited`, and of whom these have waited for.
+        """Return the notes left so far, after a short wait for those of `awaited` and of the ranks that these waited for.
 
-        None where the store has died with its rank, or is as silent as that.
+        Returns None if the store does not answer, for example because its rank died.
         """
         return _within(grace_s + GRACE_S, lambda: self._read(awaited, time.monotonic() + grace_s))
 
@@ -73,10 +73,10 @@ class FailureNotes:
 
 
 def explain(own: FailureNote, notes: Sequence[FailureNote] | None) -> str:
-    """One line that says which ranks are missing, and why the others stopped.
+    """Return one line that names the missing ranks and the reasons why the others stopped.
 
     Args:
-        notes: None where they cannot be read.
+        notes: None if they cannot be read.
     """
     if notes is None:
         return (
@@ -100,7 +100,7 @@ def explain(own: FailureNote, notes: Sequence[FailureNote] | None) -> str:
 
 
 def _within(limit_s: float, ask: Callable[[], Answer]) -> Answer | None:
-    """Return the store's answer; None where it fails, or says nothing in time: a frozen process never answers."""
+    """Return the store's answer, or None if it fails or does not answer in time, as a frozen process never does."""
     answers = SimpleQueue[Answer | None]()
 
     def put() -> None:

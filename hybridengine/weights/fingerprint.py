@@ -1,4 +1,4 @@
-"""Agreement of the ranks of a domain before they carry a plan out together."""
+"""Agreement among the ranks of a domain before they execute a plan together."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from hybridengine.reshard.plan import Plan
 
 @contextlib.contextmanager
 def agreed(plan: Plan, rank: int, group: dist.ProcessGroup, verify: str) -> Iterator[None]:
-    """Check, once the block has bound the plan to this rank's weights, that all ranks of its domain can carry it out
-    alike. Collective: a rank whose block raises PlanError takes part, so that the others can name it.
+    """Check, after the block has bound the plan to this rank's weights, that all ranks of its domain can execute it.
+
+    Collective: a rank whose block raises PlanError takes part, so that the others can name it.
 
     Args:
-        verify: when this rank checks digests.
+        verify: when this rank verifies digests.
 
     Raises:
-        PlanError: names the ranks that differ, and in what.
-        TransferError: a rank did not come before the group's timeout.
+        PlanError: names the ranks that differ, and their differences.
+        TransferError: a rank did not arrive within the group's timeout.
     """
     problem = None
     try:

@@ -1,12 +1,12 @@
-"""The weight sync: the HybridEngine, with one copy of the weights on one set of ranks, and pushes to other ranks.
+"""Weight synchronisation: the HybridEngine, with one copy of the weights on shared ranks, and pushes to other ranks.
 
     training     the trainer's storages own the weights; the engine's are empty
     generating   the engine's storages own the weights; the trainer's are empty, its gradient buffers released
 
-Switching moves ownership bucket by bucket: the engine's part of a bucket is gathered inside the micro-DP group, then the
-trainer's part is released. The way back cuts each rank's own shard out of what it holds, without the network.
-Where the layouts do not nest, training parameters that a rank could not cut back out stay, and the ledger reports them
-as redundant.
+A switch moves ownership bucket by bucket: the engine's part of a bucket is gathered within the micro-DP group, then the
+trainer's part is released. Switching back cuts each rank's shard out of its generation weights, without the network.
+Where the layouts do not nest, training parameters that a rank could not restore locally are retained, and the ledger
+reports them as redundant.
 
 Source: HybridFlow, arXiv 2409.19256, section 5; here with one copy of the weights instead of two buffers.
 """
@@ -32,34 +32,34 @@ class Mode(str, Enum):
     TRAINING = "training"
     GENERATING = "generating"
     LOST = "lost"
-    """A switch failed, and so did restoring what it had moved: a checkpoint is needed."""
+    """A switch failed and its changes could not be undone: the run must load a checkpoint."""
 
 
 class TrainingSide(Protocol):
-    """Side of a policy that the HybridEngine uses (`backends.policy.Policy`)."""
+    """The part of a policy that the HybridEngine uses (`backends.policy.Policy`)."""
 
     @property
     def weights(self) -> WeightStorage: ...
 
     @property
     def version(self) -> int:
-        """Number of optimizer steps that the weights have taken."""
+        """Number of optimizer steps that have been applied to the weights."""
         ...
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes that gradients own now."""
+        """Bytes currently owned by gradients."""
         ...
 
     def leave_training(self) -> None:
-        """Release what only training needs: gradients without a pending step, and optimizer state that is offloaded."""
+        """Release memory that only training needs: gradients without a pending step, and offloaded optimizer state."""
 
     def enter_training(self) -> None:
-        """Take it back."""
+        """Reallocate the memory released by `leave_training`."""
 
 
 class GenerationSide(Protocol):
-    """Side of a generation engine that the HybridEngine uses (`backends.engine.Engine`)."""
+    """The part of a generation engine that the HybridEngine uses (`backends.engine.Engine`)."""
 
     @property
     def weights(self) -> WeightStorage: ...
@@ -68,24 +68,24 @@ class GenerationSide(Protocol):
         """Release the KV cache."""
 
     def enter_generation(self, version: int) -> None:
-        """Take the KV cache back; nothing that other weights have computed is left, and those of `version` are there.
+        """Reallocate the KV cache, without contents computed by other weights; the weights of `version` are in place.
 
-        What the trainer's weights have given up is still in the allocator's hands, which gives it to the next tensors;
-        where the KV cache cannot come from there, hand it back to the system first.
+        The memory that the trainer's weights have released is still held by the allocator, which reuses it for new
+        tensors. If the KV cache cannot be allocated from there, return the memory to the system first.
         """
 
 
 class HybridEngine:
-    """Switches one rank between training and generating. All ranks of the plan's domain switch together.
+    """Switches one rank between training and generation. All ranks of the plan's domain switch together.
 
-    Starts in training mode, with the generation weights released.
+    It starts in training mode, with the generation weights released.
 
     Args:
-        verify: when receivers check the bits of what they have received.
-        resume_from: checkpoint that an error names where weights are lost; to be kept up to date.
+        verify: when receivers verify the bits of received weights.
+        resume_from: checkpoint to name in an error when weights are lost; the caller keeps it up to date.
 
     Raises:
-        PlanError: the layouts do not describe the two models, or the ranks of the domain bring different plans.
+        PlanError: the layouts do not describe the two models, or the ranks of the domain have different plans.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class HybridEngine:
         """Switch to generation. Collective over the domain.
 
         Raises:
-            StorageError: already generating; or no memory, or weights lost (then the message names the checkpoint).
+            StorageError: already generating, out of memory, or weights lost (the message then names the checkpoint).
             PlanError: the plan is stale.
-            TransferError: a peer failed; this rank's training weights are whole again.
+            TransferError: a peer failed; this rank's training weights are restored.
         """
         self._expect(Mode.TRAINING)
         self._gather.check_fresh()
@@ -143,15 +143,15 @@ class HybridEngine:
         return report
 
     def to_train(self) -> SwitchReport:
-        """Switch back to training: local copies only.
+        """Switch back to training, using local copies only.
 
-        Where it fails half-way (no memory for a bucket or for gradients), no weight is lost: call it again, and it goes
-        on with what failed.
+        If it fails half-way (no memory for a bucket or for gradients), no weight is lost: call it again to resume with
+        the part that failed.
 
         Raises:
-            StorageError: already training, or no memory.
+            StorageError: already training, or out of memory.
             PlanError: the plan is stale.
-            TransferError: a copy has other bits than its source.
+            TransferError: a copy differs from its source.
         """
         self._expect(Mode.GENERATING)
         self._cut.check_fresh(self._cut_buckets)
@@ -173,12 +173,12 @@ class HybridEngine:
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[SwitchReport]:
-        """Generation mode while the context is open; yields the report of the switch."""
+        """Return a context manager that is in generation mode while open and yields the report of the switch."""
         trained = self.mode is Mode.TRAINING
         try:
             yield self.to_generate()
         finally:
-            if trained and self.mode is Mode.GENERATING:  # also where the KV cache found no memory
+            if trained and self.mode is Mode.GENERATING:  # also if the KV cache could not be allocated
                 self.to_train()
 
     def _leave_training(self) -> None:
@@ -190,18 +190,18 @@ class HybridEngine:
             raise
 
     def _verifies(self, direction: str) -> bool:
-        """Return whether this switch is checked; counts attempts, so that all ranks say the same."""
+        """Return True if this switch is verified; counts attempts, so that all ranks agree."""
         first = direction not in self._verified
         self._verified.add(direction)
         return self._verify is Verify.ALWAYS or (self._verify is Verify.FIRST and first)
 
     def _restore_training(self, error: BaseException) -> None:
-        """After a failed bucket: drop what has not arrived, cut the training weights of all complete buckets back out.
+        """Undo a failed switch: drop unfinished buckets, and restore the training weights of all complete ones.
 
-        In reverse: so no step needs more memory than the switch has had at the same bucket.
+        In reverse order, no step needs more memory than the switch did at the same bucket.
 
         Raises:
-            StorageError: that failed as well.
+            StorageError: the restoration failed as well.
         """
         try:
             self._gather.drop_unfinished()
@@ -230,15 +230,15 @@ class HybridEngine:
 
 
 class WeightPush:
-    """Carries out a plan between ranks that train and ranks that generate. All ranks of the plan push together.
+    """Executes a plan between ranks that train and ranks that generate. All ranks of the plan push together.
 
     Args:
         source: weights of this rank's policy; empty on a rank that only generates.
         destination: weights of this rank's engine; empty on a rank that only trains.
-        verify: when receivers check the bits of what they have received.
+        verify: when receivers verify the bits of received weights.
 
     Raises:
-        PlanError: the layouts do not describe the two models, or the ranks bring different plans.
+        PlanError: the layouts do not describe the two models, or the ranks have different plans.
     """
 
     def __init__(
@@ -258,13 +258,13 @@ class WeightPush:
         self._verify, self._has_pushed = verify, False
 
     def push(self) -> SwitchReport:
-        """Write the policy's present weights into the engines; return what it cost this rank.
+        """Write the policy's present weights into the engines; return this rank's costs.
 
-        `redundant_bytes` are the policy's weights on this rank, which stay: 0 where a rank only generates.
+        `redundant_bytes` are the policy's weights on this rank, which are kept: 0 if the rank only generates.
 
         Raises:
             PlanError: the plan is stale.
-            TransferError: a message failed, or arrived changed; the engines' weights are then undefined.
+            TransferError: a message failed or was corrupted; the engines' weights are then undefined.
         """
         self._executor.check_fresh()
         self._ledger.begin()

@@ -1,4 +1,4 @@
-"""The storage ledger: what weights cost in memory and on the network during a switch, read from the storages."""
+"""The storage ledger: memory and network costs of weights during a switch, read from the storages."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class SwitchReport:
     direction: str
     """`to_generate`, `to_train` or `push`."""
     received_bytes: int
-    """Weight bytes that came from other ranks, counted at the transport."""
+    """Weight bytes received from other ranks, counted at the transport."""
     peak_weight_bytes: int
-    """Most bytes of weights and staging buffers at any moment of the switch."""
+    """Peak bytes of weights and staging buffers during the switch."""
     redundant_bytes: int
-    """Bytes of the other mode's weights that are still held after the switch."""
+    """Bytes of the other mode's weights still held after the switch."""
     weight_bytes: int
     """Bytes of weights held after the switch."""
     gradient_bytes: int
-    """Bytes of gradients that wait for their optimizer step, and so stay through the switch."""
+    """Bytes of gradients that wait for an optimizer step and are therefore kept during the switch."""
     seconds: float
 
     def as_dict(self) -> dict[str, str | int | float]:
@@ -32,7 +32,7 @@ class SwitchReport:
 
 
 class StorageLedger:
-    """Follows the weight bytes of a rank: the storages of both modes, and staging buffers.
+    """Tracks the weight bytes of a rank: the storages of both modes, and staging buffers.
 
     Args:
         storages: mode -> weights of that mode.
@@ -47,7 +47,7 @@ class StorageLedger:
 
     @property
     def live_bytes(self) -> int:
-        """Weight and staging bytes held now."""
+        """Weight and staging bytes currently held."""
         return sum(storage.live_bytes for storage in self._storages.values()) + self._staging
 
     def begin(self) -> None:
@@ -57,7 +57,7 @@ class StorageLedger:
         self.note()
 
     def note(self) -> None:
-        """Take the present bytes into the peak; called whenever memory has been taken."""
+        """Update the peak with the present bytes; called after every allocation."""
         self._peak = max(self._peak, self.live_bytes)
 
     def stage(self, num_bytes: int) -> None:

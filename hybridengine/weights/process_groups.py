@@ -1,4 +1,4 @@
-"""Process groups by their ranks: roles with the same groups share them, and every rank creates all of them in order."""
+"""Process groups by their ranks: roles with equal groups share them, and every rank creates all of them in order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hybridengine.topology.grid import Groups
 class ProcessGroups:
     """Registry of `torch.distributed` groups of one process.
 
-    Creating a group is collective over the world: all ranks must ask for the same groups in the same order, which they
-    do because they compute them from the same grids.
+    Creating a group is collective over the world: all ranks must request the same groups in the same order, which holds
+    because they derive them from the same grids.
     """
 
     def __init__(self, timeout_s: float = 600.0) -> None:
@@ -23,7 +23,7 @@ class ProcessGroups:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def of(self, groups: Groups) -> dist.ProcessGroup:
-        """This rank's one of `groups`; all of them are created, by all ranks, where they do not exist yet.
+        """Return this rank's group of `groups`; all ranks create all of them if they do not exist yet.
 
         Raises:
             TopologyError: this rank is in none of them, or a group is not ascending.
@@ -35,7 +35,7 @@ class ProcessGroups:
                 raise TopologyError(f"group {list(ranks)} must list its ranks in ascending order")
             if ranks not in self._groups:
                 created = dist.new_group(list(ranks), timeout=self._timeout)
-                self._groups[ranks] = cast(dist.ProcessGroup, created)  # for others than its members, a mark
+                self._groups[ranks] = cast(dist.ProcessGroup, created)  # a marker for non-members
             if rank in ranks:
                 own = self._groups[ranks]
         if own is None:
@@ -43,13 +43,13 @@ class ProcessGroups:
         return own
 
     def new(self, groups: Groups) -> dist.ProcessGroup:
-        """This rank's one of `groups`, made for the caller alone, as often as it asks.
+        """Return this rank's group of `groups`, created exclusively for the caller at every call.
 
-        For what may fail half-way and leave messages behind: nobody else's can be mistaken for them, and who makes it
-        anew starts without them.
+        Use it for operations that may fail half-way and leave messages behind: those of others cannot be mistaken for
+        them, and a new group starts without them.
 
         Raises:
-            TopologyError: as for `of`.
+            TopologyError: see `of`.
         """
         return ProcessGroups(self._timeout.total_seconds()).of(groups)
 
@@ -58,7 +58,7 @@ _of_process: list[ProcessGroups] = []
 
 
 def process_groups(timeout_s: float) -> ProcessGroups:
-    """The registry that all roles of this process share; made at the first call, whose timeout counts."""
+    """Return the registry shared by all roles of this process; the first call sets the timeout."""
     if not _of_process:
         _of_process.append(ProcessGroups(timeout_s))
     return _of_process[0]

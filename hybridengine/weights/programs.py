@@ -1,4 +1,4 @@
-"""A bucket of a plan as one rank carries it out: views, messages and storages, looked up once."""
+"""A bucket of a plan prepared for one rank: views, messages and storages, resolved once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybridengine.weights.transport import Messages, PointToPointTransport
 
 @dataclass(frozen=True)
 class Copies:
-    """Tensors that are copied, pair by pair."""
+    """Pairs of tensors to copy."""
 
     sources: list[Tensor]
     targets: list[Tensor]
@@ -30,32 +30,32 @@ class Copies:
 
 @dataclass(frozen=True)
 class Checks:
-    """Comparison of boxes with their sources, after messages or copies.
+    """Verification of boxes against their sources, after messages or copies.
 
-    Digests are taken where boxes lie in their parameters, before they are gathered and after they are spread, so that a
-    wrong offset is found as well as a changed bit.
+    Digests are computed where boxes lie in their parameters, before packing and after unpacking, so that a wrong offset
+    is detected as well as a changed bit.
     """
 
     sent: list[Tensor]
-    """Boxes that this rank sends or copies, message after message."""
+    """Boxes that this rank sends or copies, in message order."""
     signed: list[Tensor]
     """Digests of `sent` for each message, [moves, 2]."""
     received: list[Tensor]
     expected: list[Tensor]
-    """Digests that the senders of `received` took."""
+    """Digests of `received` as computed by the senders."""
     moves: list[Move]
-    """The moves of `received`."""
+    """Moves of `received`."""
     messages: Messages | None = None
-    """Messages that carry `signed` to `expected`; None where both are the same tensors."""
+    """Messages that transfer `signed` to `expected`; None if both are the same tensors."""
 
     def sign(self) -> None:
-        """Take the digests of what is sent."""
+        """Compute the digests of the boxes to send."""
         if self.sent:
             taken = digests(self.sent).split([len(part) for part in self.signed])
             torch._foreach_copy_(self.signed, list(taken))
 
     def verify(self, rank: int) -> None:
-        """Compare what has arrived with what was sent.
+        """Compare the received boxes with the sent ones.
 
         Raises:
             TransferError: names the tensor, interval, sender and receiver of a changed box.
@@ -80,16 +80,16 @@ class Step:
     """Messages that start together."""
 
     gather: Copies
-    """Into staging, before the messages leave."""
+    """Copies into staging, before the messages are sent."""
     messages: Messages
     spread: Copies
-    """Out of staging, after the messages have come."""
+    """Copies out of staging, after the messages have arrived."""
     checks: Checks | None
 
 
 @dataclass(frozen=True)
 class Program:
-    """One rank's part in a bucket. Its tensors stay valid while their storages come and go."""
+    """One rank's part in a bucket. Its tensors stay valid while their storages are released and reallocated."""
 
     staging: StoragePart
     staging_bytes: int
@@ -97,7 +97,7 @@ class Program:
     local: Copies
     local_checks: Checks | None
     steps: tuple[Step, ...]
-    """Empty where the bucket has no messages."""
+    """Steps of the bucket; empty if it has no messages."""
 
 
 class ProgramBuilder:
@@ -122,7 +122,7 @@ class ProgramBuilder:
         self.device, self._dtype = example.device, example.dtype
 
     def storages(self, bucket: Bucket) -> tuple[StoragePart, StoragePart]:
-        """(what the bucket fills, what it gives up)."""
+        """Return (storages that the bucket fills, storages that it releases)."""
         filled = bucket.destinations.get(self._rank, ())
         return (
             self._destination.part(filled, self._padded.intersection(filled)),
@@ -130,7 +130,7 @@ class ProgramBuilder:
         )
 
     def build(self, bucket: Bucket, gives_up: StoragePart, checked: bool) -> Program:
-        """The program of a bucket whose storages own memory now; torch makes no views of those that own none."""
+        """Return the program of a bucket whose storages are allocated; torch cannot create views of empty storages."""
         staging = torch.empty(bucket.staging.get(self._rank, 0), dtype=self._dtype, device=self.device)
         parts = _Parts(staging)
         steps = tuple(
@@ -218,7 +218,7 @@ class ProgramBuilder:
 
 
 class _Parts:
-    """Consecutive parts of a staging buffer."""
+    """Allocator of consecutive parts of a staging buffer."""
 
     def __init__(self, staging: Tensor) -> None:
         self._staging, self._taken = staging, 0
@@ -234,6 +234,6 @@ def _view(storage: WeightStorage, place: Place, move: Move) -> Tensor:
 
 
 def _split(buffer: Tensor, views: list[Tensor]) -> list[Tensor]:
-    """Consecutive parts of a flat buffer, shaped like `views`."""
+    """Return consecutive parts of a flat buffer, shaped like `views`."""
     parts = torch.split(buffer, [view.numel() for view in views])
     return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]

@@ -1,4 +1,4 @@
-"""Named tensors whose memory can be given up and taken back while the tensors themselves stay the same objects."""
+"""Named tensors whose memory can be released and reallocated while the tensors remain the same objects."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hybridengine.host_memory import trim_heap
 
 
 class StoragePart:
-    """Some of the parameters of a WeightStorage, looked up once: what a bucket takes and gives up.
+    """Some of the parameters of a WeightStorage, resolved once, that a bucket allocates or releases.
 
     Args:
         spans: a tensor over the whole storage of each parameter.
-        zeroed: those of them that are filled with zeros when they take memory; others are then undefined.
+        zeroed: tensors of `spans` that are filled with zeros when allocated; others are undefined.
     """
 
     def __init__(self, spans: Sequence[Tensor], zeroed: Sequence[Tensor]) -> None:
         self._storages = [(span.untyped_storage(), span.numel() * span.element_size()) for span in spans]
         self._zeroed = list(zeroed)
         self.total_bytes = sum(num_bytes for _, num_bytes in self._storages)
-        """Bytes when materialised."""
+        """Bytes when allocated."""
 
     def materialise(self) -> None:
-        """Take memory for what has none."""
+        """Allocate the memory of released storages."""
         for storage, num_bytes in self._storages:
             if storage.nbytes() == 0:
                 storage.resize_(num_bytes)
@@ -35,7 +35,7 @@ class StoragePart:
             torch._foreach_zero_(self._zeroed)
 
     def release(self) -> None:
-        """Give the memory up."""
+        """Release the memory."""
         for storage, _ in self._storages:
             storage.resize_(0)
 
@@ -44,13 +44,13 @@ class WeightStorage:
     """Weights of one layout on one rank, by parameter name.
 
     A released tensor keeps its shape and identity, and views of it stay valid; it owns no memory until it is
-    materialised again, with contents that are then undefined.
+    materialised again, with undefined contents.
 
     Args:
         tensors: parameter name -> tensor.
-        owners: parameter name -> tensor that spans the parameter's whole storage, where that is larger than the
-            parameter (a DDP bucket with its padding); one parameter per storage.
-        current: what the model uses now, by the same names, for `moved`; `tensors` where it is None.
+        owners: parameter name -> tensor that spans the parameter's whole storage, if that is larger than the parameter
+            (a DDP bucket with its padding); one parameter per storage.
+        current: tensors that the model uses now, by the same names, for `moved`; `tensors` if None.
     """
 
     def __init__(
@@ -99,16 +99,16 @@ class WeightStorage:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that the storages own now, read from the storages themselves."""
+        """Bytes that the storages currently own, read from the storages themselves."""
         return sum(storage.nbytes() for storage in self._storages.values())
 
     def is_live(self, name: str) -> bool:
         return self._storages[name].nbytes() > 0
 
     def moved(self) -> list[str]:
-        """Return the parameters that the model no longer keeps where and as they were when this object was made.
+        """Return the parameters whose tensors in the model have changed since this object was created.
 
-        A plan that is bound to these tensors would then fill memory that nobody reads.
+        A plan bound to the old tensors would fill memory that is no longer used.
         """
         current = self._current()
         return [
@@ -118,7 +118,7 @@ class WeightStorage:
         ]
 
     def part(self, names: Iterable[str], zero: Iterable[str] = ()) -> StoragePart:
-        """The storages of `names`; those in `zero`, and owners with padding, are filled with zeros when they appear."""
+        """Return the storages of `names`; those in `zero`, and owners with padding, are zero-filled when allocated."""
         names, zero = tuple(names), set(zero)
         padded = [
             name
@@ -129,23 +129,23 @@ class WeightStorage:
         return StoragePart([self._spans[name] for name in names], [self._spans[name] for name in padded])
 
     def release(self, names: Iterable[str] | None = None) -> None:
-        """Give up the memory of `names` (all, where None)."""
+        """Release the memory of `names`, or of all parameters."""
         self.part(self.names if names is None else names).release()
 
     def materialise(self, names: Iterable[str] | None = None, zero: Iterable[str] = ()) -> None:
-        """Take memory for `names` (all, where None) that have none; for `zero` see `part`."""
+        """Allocate memory for the released parameters of `names`, or of all; for `zero`, see `part`."""
         chosen = [name for name in (self.names if names is None else names) if not self.is_live(name)]
         self.part(chosen, set(zero).intersection(chosen)).materialise()
 
 
 def _binding(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the place of a tensor and how it is read."""
+    """Return the memory location of a tensor and its layout."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
 def return_memory_to_system() -> None:
-    """Hand freed memory back: the caching allocator's on a GPU, else the C heap's."""
+    """Return freed memory to the system: that of the caching allocator on a GPU, else of the C heap."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     else:

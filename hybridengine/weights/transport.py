@@ -1,4 +1,4 @@
-"""Moves bytes between ranks: messages point to point inside one process group, counted where they arrive."""
+"""Point-to-point messages between ranks of one process group, counted at the receiver."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Message = tuple[int, Tensor]
 """(global rank of the peer, contiguous tensor)."""
 
 DEVICE_SHARE = 0.9
-"""Part of the group's timeout after which a message on a device is given up: at the end of it, NCCL's own watchdog ends
-the process, and all weights with it."""
+"""Fraction of the group's timeout after which a message on a device is abandoned: at the full timeout, NCCL's watchdog
+ends the process, and all weights with it."""
 DEVICE_POLL_S = 2e-5
 
 
 class PeerError(TransferError):
-    """Messages with some peers failed.
+    """Failure of messages with some peers.
 
     Args:
-        peers: ranks from or to which nothing got through.
-        reason: what the transport said first.
+        peers: ranks with which messages failed.
+        reason: first error of the transport.
     """
 
     def __init__(self, peers: tuple[int, ...], reason: str) -> None:
@@ -41,7 +41,7 @@ class PeerError(TransferError):
 
 @dataclass(frozen=True)
 class Messages:
-    """Sends and receives of one rank that start together, made once and posted many times."""
+    """Sends and receives of one rank that start together; created once and posted many times."""
 
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
@@ -50,30 +50,30 @@ class Messages:
     """Peer of each operation."""
     received_bytes: int
     are_on_device: bool
-    """True if requests only order a device's stream: a wait for them returns before anything has come."""
+    """True if requests only order a device's stream, so that waiting for them returns before any data has arrived."""
 
 
 class Pending:
-    """Messages under way."""
+    """Messages in flight."""
 
     def __init__(self, transport: PointToPointTransport, messages: Messages, requests: list[Any]) -> None:
         self._transport, self._messages, self._requests = transport, messages, requests
         self._deadline = time.monotonic() + DEVICE_SHARE * transport.timeout_s
 
     def wait(self) -> int:
-        """Wait until all have arrived and left; returns the weight bytes that came.
+        """Wait until all messages are sent and received; return the number of weight bytes received.
 
         Raises:
             PeerError: a peer failed or did not take part before the group's timeout.
         """
         failed: dict[int, RuntimeError] = {}
-        one_each = len(self._requests) == len(self._messages.peers)  # NCCL and meetings have one for all
+        one_each = len(self._requests) == len(self._messages.peers)  # NCCL and `meet` have one for all
         for index, request in enumerate(self._requests):
             try:
                 if self._messages.are_on_device:
                     self._wait_for_device(request)
                 request.wait()
-            except RuntimeError as error:  # the others are asked too: who has answered is not missing
+            except RuntimeError as error:  # wait for the other peers too: those that answered are not missing
                 for peer in self._messages.peers[index : index + 1] if one_each else self._messages.peers:
                     failed.setdefault(peer, error)
         self._requests.clear()
@@ -84,14 +84,14 @@ class Pending:
         return self._messages.received_bytes
 
     def _wait_for_device(self, request: Any) -> None:
-        """Wait on the host: what has not come must neither be counted, nor its source be given up."""
+        """Wait on the host: data that has not arrived must not be counted, nor its source released."""
         while not request.is_completed():
             if time.monotonic() > self._deadline:
                 raise RuntimeError(f"nothing has come for {DEVICE_SHARE * self._transport.timeout_s:g} s")
             time.sleep(DEVICE_POLL_S)
 
     def abandon(self) -> None:
-        """Let go of the requests, so that nothing more is written into their buffers."""
+        """Drop the requests, so that nothing more is written into their buffers."""
         self._requests.clear()
 
 
@@ -104,13 +104,13 @@ class PointToPointTransport:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.received_bytes = 0
-        """Weight bytes received since the transport was made."""
+        """Weight bytes received since the transport was created."""
         self.has_given_up = False
-        """True if something has failed, after which messages may have been lost."""
+        """True after a failure, after which messages may have been lost."""
         kinds = {device.type for device in group._device_types}
         self._meets_on = torch.device("cpu" if "cpu" in kinds else "cuda")
         self.timeout_s = group._get_backend(self._meets_on).options._timeout.total_seconds()
-        """Longest wait of the group for a rank."""
+        """Longest time that the group waits for a rank."""
         self._is_on_device = False
 
     @property
@@ -118,17 +118,17 @@ class PointToPointTransport:
         """True if the group has been destroyed."""
         try:
             dist.get_process_group_ranks(self.group)
-        except (KeyError, ValueError):  # the group, or all of them
+        except (KeyError, ValueError):  # this group, or all groups, have been destroyed
             return True
         return False
 
     def prepare(
         self, sends: Sequence[Message], receives: Sequence[Message], are_weights: bool = True
     ) -> Messages:
-        """Messages from and into memory whose address may change until they are posted.
+        """Return messages between this rank's memory, whose address may change until they are posted, and its peers.
 
         Args:
-            are_weights: count what is received.
+            are_weights: count the received bytes.
         """
         operations = [
             dist.P2POp(call, tensor.view(-1).view(torch.uint8), peer, self.group)
@@ -150,17 +150,17 @@ class PointToPointTransport:
         try:
             requests = dist.batch_isend_irecv(list(messages.operations)) if messages.operations else []
         except RuntimeError as error:
-            # Its frames hold receives that have begun, into memory that will be given up.
+            # Its frames hold pending receives into memory that will be released.
             traceback.clear_frames(error.__traceback__)
             raise PeerError(tuple(sorted(set(messages.peers))), str(error)) from error
         return Pending(self, messages, requests)
 
     def meet(self) -> None:
-        """Wait until all ranks of the group have come here.
+        """Wait until all ranks of the group have reached this call.
 
         Raises:
-            PeerError: a rank failed, or did not come before the group's timeout; names all others, any of which it may
-                be.
+            PeerError: a rank failed or did not arrive within the group's timeout; lists all other ranks, any of which
+                may be at fault.
         """
         others = tuple(rank for rank in dist.get_process_group_ranks(self.group) if rank != dist.get_rank())
         token = torch.zeros(1, device=self._meets_on)
@@ -172,9 +172,9 @@ class PointToPointTransport:
         Pending(self, Messages((), (), (), others, 0, token.is_cuda), [request]).wait()
 
     def give_up(self) -> None:
-        """Nothing more is sent or received: where they can be told at once, peers that wait need not wait longer.
+        """Stop sending and receiving; where the transport allows it, peers are notified at once instead of timing out.
 
-        On a device, whatever is under way ends, so that nothing more is written into memory that is given up.
+        On a device, operations in progress are ended, so that nothing more is written into released memory.
         """
         if self._is_on_device and not self.has_given_up and not self.is_closed:
             self.group.abort()

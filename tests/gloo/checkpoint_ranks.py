@@ -145,9 +145,9 @@ def save_where_the_disk_fills(
     owner: Any = checkpoint if hasattr(checkpoint, before) else checkpoint._RankWriter
     function = getattr(owner, before)
 
-    def limited(*arguments: object) -> None:
+    def limited(*arguments: object, **named: object) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
-        function(*arguments)
+        function(*arguments, **named)
 
     for name, attempt in {"one": limited, "other": function}.items():
         setattr(owner, before, attempt)

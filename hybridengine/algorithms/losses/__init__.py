@@ -1,4 +1,4 @@
-"""Losses of the actor (`policy`, or `dpo` of pairs) and of critics (`value`).
+"""Losses of the actor (`policy`, or `dpo` for pairs) and of critics (`value`).
 
-`aggregation` says how losses of micro-batches become the gradient of a mini-batch.
+`aggregation` combines the losses of micro-batches into the gradient of a mini-batch.
 """

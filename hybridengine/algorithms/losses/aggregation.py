@@ -1,18 +1,18 @@
-"""Losses of micro-batches as one gradient: sums first, then one division by a count over the mini-batch.
+"""Aggregation of micro-batch losses into one gradient: sums first, then one division by a count over the mini-batch.
 
-A mini-batch is what one optimizer step sees: all micro-batches of all data-parallel ranks. Its loss is one of
+A mini-batch is the input of one optimizer step: all micro-batches of all data-parallel ranks. Its loss is one of
 
-    token           mean over its valid tokens: a long response weighs more than a short one
+    token           mean over its valid tokens: long responses weigh more than short ones
     sequence        mean over its sequences of the mean over each one's valid tokens: GRPO as first published
     sequence_sum    mean over its sequences of the sum over each one's valid tokens, divided by a constant: Dr.GRPO
 
-A mean per micro-batch, averaged, would be another number wherever counts differ. So every loss here returns a *sum*
-over what it is given, together with sums of statistics; the caller counts tokens or sequences over the whole
-mini-batch beforehand (one all-reduce of `Aggregation.count`) and divides by that. The gradient then does not depend on
-how rows were cut into micro-batches or spread over ranks. A row is never cut.
+Averaging the means of micro-batches would give another result wherever counts differ. Every loss here therefore returns
+a *sum*, together with sums of statistics; the caller counts tokens or sequences over the whole mini-batch beforehand
+(one all-reduce of `Aggregation.count`) and divides by that. The gradient then does not depend on how rows are cut into
+micro-batches or distributed over ranks. A row is never cut.
 
-A row without a valid token is no sequence: it adds nothing to the sum and is not counted, because padding rows and rows
-whose reward failed look like that, and neither may change the loss of the others.
+A row without a valid token is excluded from sum and count: this is how padding rows and rows whose reward failed are
+represented, and neither may change the loss of the others.
 
 Source: arXiv 2402.03300, equation 3 (sequence); arXiv 2503.14476, section 3.3 (token); arXiv 2503.20783, section 3
 (sequence_sum).
@@ -33,14 +33,14 @@ from hybridengine.config.sections import LossAggregation
 
 @dataclass(frozen=True)
 class Aggregation:
-    """The mean of token losses that the loss of a mini-batch is."""
+    """Method of averaging token losses into the loss of a mini-batch."""
 
     name: LossAggregation = "token"
     divisor: float = 1.0
-    """Constant that sums over a sequence are divided by, e.g. `max_response_tokens`; of sequence_sum only."""
+    """Constant by which sums over a sequence are divided, such as `max_response_tokens`; sequence_sum only."""
 
     def loss_sum(self, losses_BR: Tensor, mask_BR: Tensor) -> Tensor:
-        """Return the sum of the rows' losses, not yet divided by `count`. Shapes: [B, R] -> [], with gradient."""
+        """Return the sum of the rows' losses, before division by `count`. Shapes: [B, R] -> [], with gradient."""
         check_shapes(losses_BR=losses_BR, mask_BR=mask_BR)
         if self.name == "sequence":
             return (zero_masked(losses_BR, mask_BR).sum(1) / mask_BR.sum(1).clamp(min=1)).sum()
@@ -48,11 +48,11 @@ class Aggregation:
         return total / self.divisor if self.name == "sequence_sum" else total
 
     def count(self, mask_BR: Tensor) -> Tensor:
-        """Return the number of valid tokens, or of rows with one: the part of these rows in the mean's divisor."""
+        """Return the number of valid tokens, or of rows with one: the rows' share of the mean's divisor."""
         return mask_BR.sum() if self.name == "token" else mask_BR.any(1).sum()
 
     def stats(self, metric: str, loss_sum: Tensor, mask_BR: Tensor) -> LossStats:
-        """Return `loss_sum` as a statistic, with its own count."""
+        """Return `loss_sum` as a statistic with its own count."""
         return LossStats({metric: loss_sum.detach().clone()}, counts={metric: self.count(mask_BR)})
 
 
@@ -61,21 +61,21 @@ PER_TOKEN = Aggregation("token")
 
 @dataclass(frozen=True)
 class LossStats:
-    """Statistics of some rows, in a form in which parts can be put together.
+    """Statistics of some rows, in a form that can be merged.
 
     All are 0-dim tensors without gradient that share no memory with a loss (Megatron's schedule divides the
     loss it gets in place).
     """
 
     sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metric -> sum over the valid tokens, or over what `counts` counts."""
+    """Metric -> sum over the valid tokens, or over the units counted in `counts`."""
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metric -> largest value at a valid token; 0 where there is none (only values >= 0 are counted so)."""
+    """Metric -> largest value at a valid token; 0 if there is none (metrics here are never negative)."""
     counts: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metric -> what its sum is divided by; metrics left out here are means over the valid tokens."""
+    """Metric -> divisor of its sum; other metrics are means over the valid tokens."""
 
     def metrics(self, num_tokens: int | Tensor) -> dict[str, float]:
-        """Return means of the sums, over `num_tokens` or their own counts, and the maxima; a mean of nothing is 0."""
+        """Return the maxima, and the means of the sums over `num_tokens` or their own counts; an empty mean is 0."""
         means = {
             name: float(total) / max(int(self.counts.get(name, num_tokens)), 1)
             for name, total in self.sums.items()
@@ -83,7 +83,7 @@ class LossStats:
         return means | {name: float(value) for name, value in self.maxima.items()}
 
     def over_ranks(self, across: Across) -> LossStats:
-        """Return the statistics of all ranks together; collective: every rank has the same metrics in the same order."""
+        """Return the merged statistics of all ranks; collective: every rank has the same metrics in the same order."""
         totals = _reduced([*self.sums.values(), *self.counts.values()], across.sum)
         maxima = _reduced(list(self.maxima.values()), across.max)
         num_sums = len(self.sums)
@@ -96,10 +96,10 @@ class LossStats:
 
 @dataclass(frozen=True)
 class SummedLoss:
-    """The loss of a micro-batch, not yet divided by anything. Losses over the same rows add: `a + b`."""
+    """Loss of a micro-batch before any division. Losses over the same rows can be added: `a + b`."""
 
     loss_sum: Tensor
-    """0-dim, with gradient; a graph-connected 0 where there is nothing to sum."""
+    """0-dim, with gradient; a graph-connected 0 if there is nothing to sum."""
     stats: LossStats
 
     def __add__(self, other: SummedLoss) -> SummedLoss:
@@ -110,7 +110,7 @@ class SummedLoss:
 
 
 def merge_stats(parts: Iterable[LossStats]) -> LossStats:
-    """Return the statistics of all parts (micro-batches, or different losses): sums add, the largest maximum stays."""
+    """Return the merged statistics of all parts (micro-batches, or different losses)."""
     sums: dict[str, Tensor] = {}
     maxima: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
@@ -124,5 +124,5 @@ def merge_stats(parts: Iterable[LossStats]) -> LossStats:
 
 
 def _reduced(values: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """All values in one collective."""
+    """Reduce all values in one collective."""
     return list(reduce(torch.stack([value.double() for value in values]))) if values else []

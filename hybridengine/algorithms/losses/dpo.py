@@ -18,7 +18,7 @@ from hybridengine.config.sections import ActorSection
 
 
 def sequence_log_probs(log_probs_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """Return log pi(response | prompt): sums over each row's valid tokens; an empty response has 0.
+    """Return log pi(response | prompt), the sum over each row's valid tokens; 0 for an empty response.
 
     Shapes: [B, R] -> [B].
     """
@@ -35,17 +35,17 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     keep_N: Tensor | None = None,
 ) -> SummedLoss:
-    """Return the sum over pairs of -(1 - e)·log sigmoid(m) - e·log sigmoid(-m), to be divided by the kept pairs' number.
+    """Return the sum over pairs of -(1 - e)·log sigmoid(m) - e·log sigmoid(-m), to be divided by the number kept.
 
         m = beta·[(log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected)]
 
-    The label smoothing e is the probability that a pair's order is wrong; 0 is DPO itself. Gradient flows through the
-    first two arguments only. Both responses of a pair are in the same micro-batch, because the loss is not a sum over
-    responses. Nothing is taken over all pairs: the sums of parts add up to that of the whole.
+    The label smoothing e is the probability that a pair's order is wrong; 0 is plain DPO. Gradient flows through the
+    first two arguments only. Both responses of a pair must be in the same micro-batch, because the loss is not a sum
+    over responses. It is a sum over pairs: the sums of parts add up to that of the whole.
 
     Shapes: all [N], log-probabilities of whole responses (see `sequence_log_probs`).
     Args:
-        keep_N: bool, False for pairs that do not count: a tie, a failed reward, padding. Their entries may be NaN.
+        keep_N: bool, False for excluded pairs: ties, failed rewards, padding. Their entries may be NaN.
     Stats, as means per kept pair: actor/dpo_loss, actor/dpo_accuracy (m > 0; a tie is not accurate),
         actor/dpo_margin (m), actor/dpo_chosen_reward and actor/dpo_rejected_reward (beta·(log pi - log pi_ref)).
     Source: arXiv 2305.18290, equation 7; pairs sampled by the policy itself: arXiv 2402.04792, section 3; label
@@ -83,13 +83,13 @@ def preference_loss(
     actor: ActorSection,
     aggregation: Aggregation,
 ) -> SummedLoss:
-    """Return `dpo_loss` of rows in pairs, the better response before the worse one.
+    """Return `dpo_loss` of rows in pairs, with the better response first.
 
-    The default of online DPO's `algorithm.loss`; a loss of your own is called in the same way.
+    This is the default of online DPO's `algorithm.loss`; custom losses have the same signature.
 
     Args:
-        log_probs_BR: of the policy that is trained, with gradient.
-        columns: `mask` and `ref_log_probs` [B, R]; `told` [B, R], False for both rows of a pair that says nothing.
+        log_probs_BR: log-probs of the trained policy, with gradient.
+        columns: `mask` and `ref_log_probs` [B, R]; `told` [B, R], False for both rows of an uninformative pair.
         algorithm: has the options `beta` and `label_smoothing`.
     """
     own_B, reference_B = (

@@ -1,4 +1,4 @@
-"""Terms of the actor's loss: PPO's clipped policy loss with later clips, the KL divergence, the entropy bonus.
+"""Terms of the actor's loss: PPO's clipped policy loss with later clipping variants, KL divergence, entropy bonus.
 
 Shape suffixes: B sequences, R response tokens.
 """
@@ -35,15 +35,15 @@ def policy_loss(
     weights_BR: Tensor | None = None,
     aggregation: Aggregation = PER_TOKEN,
 ) -> SummedLoss:
-    """Return -w·min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A) of every valid token, summed as `aggregation` says.
+    """Return -w·min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A) of all valid tokens, summed by `aggregation`.
 
-    r = pi/pi_old, clamped to e^±20; inf·0 would be NaN. With `dual_clip` c > 1 the minimum is bounded below: where
-    A < 0 it is max(min(...), c·A), so that a token whose r has run away does not dominate the batch. The weights w (1
-    if left out) correct for sampling from another policy than pi_old: see correction.py. Gradient flows through
+    r = pi/pi_old, clamped to e^±20, because inf·0 would be NaN. With `dual_clip` c > 1 the minimum is bounded below:
+    where A < 0 it is max(min(...), c·A), so that a token with a very large r does not dominate the batch. The weights w
+    (1 by default) correct for sampling from a policy other than pi_old: see correction.py. Gradient flows through
     `log_probs_BR` only.
 
     Shapes: all [B, R].
-    Stats: actor/policy_loss, the mean that `aggregation` names; as means per token, without weights:
+    Stats: actor/policy_loss, the mean selected by `aggregation`; as means per token, without weights:
         actor/clip_low_fraction (A < 0 and r below the range), actor/clip_high_fraction (A > 0 and r above it),
         actor/dual_clip_fraction (A < 0 and r > c; only with `dual_clip`), actor/clip_fraction (any of these: tokens
         without gradient), actor/approx_kl_k1 and actor/approx_kl_k3 (estimates of KL(pi_old || pi)),
@@ -90,16 +90,17 @@ def kl_loss(
     estimator: str = "k3",
     aggregation: Aggregation = PER_TOKEN,
 ) -> SummedLoss:
-    """Return coefficient·KL of every valid token by an estimator of kl.py, summed as `aggregation` says.
+    """Return coefficient·KL of all valid tokens by an estimator of kl.py, summed by `aggregation`.
 
-    The term keeps the policy near the reference without touching the rewards. Gradient flows through `log_probs_BR`
-    only. Its expectation, over tokens sampled by pi itself, differs from that of the estimator's value:
+    The term keeps the policy close to the reference without changing the rewards. Gradient flows through `log_probs_BR`
+    only. The expectation of the gradient, over tokens sampled by pi itself, differs from the gradient of the KL
+    estimate:
 
-        k1    0: the value is unbiased, but as a loss it pulls nowhere and only adds noise
+        k1    0: the value is unbiased, but as a loss it has no direction and only adds noise
         k2    grad KL(pi || pi_ref), though the value is biased
         k3    grad KL(pi_ref || pi), the other direction; the two agree to first order near pi = pi_ref. GRPO's choice
 
-    Tokens sampled by an older policy make all three approximate: nothing here weighs them by pi/pi_old.
+    Tokens sampled by an older policy make all three approximate: they are not weighted by pi/pi_old.
 
     Shapes: all [B, R].
     Stats, as a mean per token once divided: actor/kl_loss (the estimator's value, without the coefficient).
@@ -116,7 +117,7 @@ def kl_loss(
 def entropy_bonus(
     entropies_BR: Tensor, mask_BR: Tensor, coefficient: float, aggregation: Aggregation = PER_TOKEN
 ) -> SummedLoss:
-    """Return -coefficient·H of every valid token, summed as `aggregation` says; H is a distribution's entropy (nats).
+    """Return -coefficient·H of all valid tokens, summed by `aggregation`; H is a distribution's entropy (nats).
 
     Shapes: both [B, R].
     Stats, as a mean per token once divided: actor/entropy (H itself, without the coefficient).
@@ -136,14 +137,14 @@ def clipped_loss(
     actor: ActorSection,
     aggregation: Aggregation,
 ) -> SummedLoss:
-    """Return `policy_loss` of the columns of a micro-batch, with the clips of the actor's section.
+    """Return `policy_loss` of the columns of a micro-batch, with the clip ranges of the actor's section.
 
-    The default of `algorithm.loss`; a loss of your own is called in the same way.
+    This is the default of `algorithm.loss`; custom losses have the same signature.
 
     Args:
-        log_probs_BR: of the policy that is trained, with gradient.
-        columns: `mask`, `log_probs` (of the old policy) and `advantages`, all [B, R]; where the batch has them,
-            `weights` of the rollout correction and `ref_log_probs`.
+        log_probs_BR: log-probs of the trained policy, with gradient.
+        columns: `mask`, `log_probs` (of the old policy) and `advantages`, all [B, R]; optionally `weights` of the
+            rollout correction and `ref_log_probs`.
     """
     return policy_loss(
         log_probs_BR,

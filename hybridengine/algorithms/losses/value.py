@@ -21,12 +21,11 @@ def value_loss(
 ) -> SummedLoss:
     """Return the sum over valid tokens of 1/2·max((V - R)^2, (V_clip - R)^2), V_clip = clip(V, V_old ± clip_value).
 
-    Gradient flows through `values_BR` only. `clip_value=None` leaves 1/2·(V - R)^2.
+    Gradient flows through `values_BR` only. With `clip_value=None` the loss is 1/2·(V - R)^2.
 
     Shapes: all [B, R].
-    Stats, as means per token once divided: critic/value_loss, critic/clip_fraction (tokens whose clipped
-        error is the larger one: no gradient), critic/squared_error (V - R)^2, critic/value_mean,
-        critic/return_mean.
+    Stats, as means per token once divided: critic/value_loss, critic/clip_fraction (tokens whose clipped error is
+        larger, which have no gradient), critic/squared_error (V - R)^2, critic/value_mean, critic/return_mean.
     Source: PPO's reference implementation, OpenAI baselines, ppo2.
     """
     check_shapes(values_BR=values_BR, old_values_BR=old_values_BR, returns_BR=returns_BR, mask_BR=mask_BR)
@@ -37,7 +36,7 @@ def value_loss(
     if clip_value is None:
         clipped_error_BR = squared_error_BR
     else:
-        # Not V_old plus a clamped difference: inside the range it must be V to the last bit.
+        # Not V_old plus a clamped difference: inside the range the result must equal V exactly.
         clipped_BR = values_BR.clamp(old_values_BR - clip_value, old_values_BR + clip_value)
         clipped_error_BR = (clipped_BR - returns_BR).square()
     loss_sum = masked_sum(0.5 * torch.maximum(squared_error_BR, clipped_error_BR), mask_BR)

@@ -1,1 +1,1 @@
-"""Megatron-core as a training backend, with explicit process groups and parameters that can give up their memory."""
+"""Megatron-core as a training backend, with explicit process groups and parameters whose memory can be released."""

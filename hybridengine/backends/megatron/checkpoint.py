@@ -1,12 +1,12 @@
-"""Checkpoints of a trainer in PyTorch's distributed format, under the names and shapes of logical tensors.
+"""Checkpoints of a trainer in PyTorch's distributed format, with the names and shapes of logical tensors.
 
     weights.NAME        in the model's type
-    master.NAME         float32 weights of the optimizer, where the model's type is another one
+    master.NAME         float32 weights of the optimizer, if the model's type is different
     exp_avg.NAME, exp_avg_sq.NAME
 
-Every tensor is written once: a rank writes those elements of its shard that its part of the distributed optimizer owns,
-as boxes of logical tensors; where several shards hold the same elements, the first one writes. So nothing in a checkpoint
-depends on the sizes it was written with, and any others can read it.
+Every tensor is written once: a rank writes the elements of its shard that its part of the distributed optimizer owns, as
+boxes of logical tensors; of several shards with the same elements, the first one writes. A checkpoint therefore does not
+depend on the parallel sizes at which it was written, and can be read at any others.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ T = TypeVar("T")
 
 MASTER = "master"
 PROBE_BYTES = 65_536
-"""More than the files that a save writes before all ranks have met."""
+"""Probe size, larger than the files that a save writes before all ranks have met."""
 
 
 class BackgroundSave:
-    """One save of a trainer: a copy in host memory is written by a thread of each rank while training goes on.
+    """One save of a trainer: a thread of each rank writes a copy in host memory while training continues.
 
-    The threads have a process group of their own, so that they wait for each other and never for the ranks, which may
-    be in the middle of a step.
+    The threads have their own process group, so that they wait only for each other and not for the ranks, which may be
+    in the middle of a step.
 
     Args:
-        folder: an empty one that all ranks see.
-        more: further entries of role.json.
-        timeout_s: longest time that the save may take.
+        folder: empty folder visible to all ranks.
+        more: additional entries of role.json.
+        timeout_s: time limit of the save.
 
     Raises:
-        StorageError: the generation engine has the weights.
-        CheckpointError: on all ranks: one cannot write to the folder, or has no memory for the copy.
+        StorageError: the weights are in the generation engine.
+        CheckpointError: on all ranks, if one cannot write to the folder, or has no memory for the copy.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class BackgroundSave:
         try:
             for name, box, whole, part in _saved(trainer):
                 planner.add(name, box, whole, part.detach().to("cpu", copy=True).contiguous())
-        except (MemoryError, RuntimeError) as error:  # torch's, where there is no memory for it
-            refused = refused or error.with_traceback(None)  # whose frame would hold the copies
+        except (MemoryError, RuntimeError) as error:  # raised by torch when memory is exhausted
+            refused = refused or error.with_traceback(None)  # the traceback's frame would hold the copies
             planner.boxes.clear()
         self._role = {"shape": _shape_json(trainer), "dtype": trainer.dtype, **trainer.counters(), **more}
         with device_shim():
@@ -88,7 +88,7 @@ class BackgroundSave:
         self._random = random_states(tracked)
         self._ranks = trainer.groups.intra_dist_opt
         self._agree_on(refused)
-        # Longer than the run waits, which names who is late.
+        # Longer than the wait of the run, which names the late ranks.
         made = dist.new_group(timeout=timedelta(seconds=2 * timeout_s), backend="gloo")
         self._own_group = cast(dist.ProcessGroup, made)
         self._given_up = threading.Event()
@@ -97,7 +97,7 @@ class BackgroundSave:
         self._thread.start()
 
     def _agree_on(self, refused: Exception | None) -> None:
-        """Have all ranks raise where one of them is refused: none waits for another that has given up."""
+        """Raise on all ranks if one of them is refused, so that none waits for another that has stopped."""
         for rank, why in enumerate(_gathered(_text_of(refused), self._ranks)):
             if why:
                 raise CheckpointError(f"{self._folder} cannot be written to by rank {rank}: {why}")
@@ -108,10 +108,10 @@ class BackgroundSave:
             dcp.save({}, storage_writer=writer, planner=planner, process_group=self._own_group)
             _DistWrapper(self._own_group, True, 0).all_reduce("digests", self._own_digests, self._complete)
             self._outcome = True
-        except (Exception, CheckpointException) as error:  # torch's is no Exception
+        except (Exception, CheckpointException) as error:  # torch's is not an Exception
             failures = error.failures if isinstance(error, CheckpointException) else {}
             rank, (why, _) = min(failures.items()) if failures else (self._rank, (error, None))
-            traceback.clear_frames(error.__traceback__)  # which hold copies
+            traceback.clear_frames(error.__traceback__)  # the frames hold copies
             reason = f"could not be written by rank {rank}: {type(why).__name__}: {why}"
             self._outcome = CheckpointError(f"{self._folder} {reason}")
         finally:
@@ -119,7 +119,7 @@ class BackgroundSave:
             dist.destroy_process_group(self._own_group)
 
     def _own_digests(self) -> dict[str, FileDigest]:
-        """Return the digests of what this rank has written, once it is on disk."""
+        """Return the digests of the files that this rank has written, after flushing them to disk."""
         own = [one.name for one in self._folder.glob(f"__{self._rank}_*.distcp")] + [_random_file(self._rank)]
         if self._rank == 0:
             (self._folder / ROLE_FILE).write_text(json.dumps(self._role, indent=1) + "\n")
@@ -127,16 +127,16 @@ class BackgroundSave:
         return settled_digests(self._folder, own)
 
     def _complete(self, digests: list[dict[str, FileDigest]]) -> None:
-        """Write, on rank 0, what says that the folder is whole."""
+        """Write, on rank 0, the records that mark the folder as complete."""
         if self._given_up.is_set():
             raise self._late()
         end_role(self._folder, {name: digest for part in digests for name, digest in part.items()})
 
     def end(self, last: bool) -> bool | CheckpointError:
-        """Return whether the folder is whole, or why it will not be.
+        """Return True if the folder is complete, False if not yet, or the reason why it will not be.
 
         Args:
-            last: ranks that have not written by now have given up.
+            last: treat ranks that have not finished writing as failed.
         """
         if last and self._outcome is False and self._rank == 0:
             self._given_up.set()
@@ -152,19 +152,19 @@ class BackgroundSave:
         )
 
     def some_rank_writes(self) -> bool:
-        """Return whether a rank still writes, also where it has been given up. Collective."""
+        """Return True if any rank is still writing, even if it was abandoned. Collective."""
         return any(_gathered(self._thread.is_alive(), self._ranks))
 
 
 class BoxPlanner(DefaultSavePlanner):
-    """Plans to write boxes of logical tensors, and lets go of each when it is written."""
+    """Save planner that writes boxes of logical tensors, and frees each after writing."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.boxes: dict[MetadataIndex, tuple[WriteItem, Tensor]] = {}
 
     def add(self, name: str, box: Box, whole: tuple[int, ...], part: Tensor) -> None:
-        """Take the elements of one box of a tensor."""
+        """Add the elements of one box of a tensor."""
         index = MetadataIndex(name, starts(box))
         chunk = ChunkStorageMetadata(torch.Size(starts(box)), torch.Size(extents(box)))
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), torch.Size(whole))
@@ -179,7 +179,7 @@ class BoxPlanner(DefaultSavePlanner):
 
 
 class _RankWriter(FileSystemWriter):
-    """Writes a rank's tensors, and then the states of its random generators."""
+    """Writes a rank's tensors, and then the states of its random number generators."""
 
     def __init__(self, folder: Path, rank: int, random: dict[str, Any]) -> None:
         super().__init__(folder)
@@ -192,7 +192,7 @@ class _RankWriter(FileSystemWriter):
 
 
 def _probe(folder: Path, rank: int) -> Exception | None:
-    """Return why this rank cannot write there; None where it can."""
+    """Return the reason why this rank cannot write to the folder; None if it can."""
     file = folder / f"probe-{rank}"
     try:
         file.write_bytes(bytes(PROBE_BYTES))
@@ -215,12 +215,12 @@ def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def load_checkpoint(trainer: MegatronTrainer, folder: Path) -> dict[str, Any]:
-    """Weights, optimizer and schedule as they were saved, into any sizes. Collective. Returns what role.json keeps.
+    """Load weights, optimizer and schedule at any parallel sizes; return the contents of role.json. Collective.
 
-    The optimizer must have been started. A checkpoint without optimizer state leaves it fresh, on the new weights.
+    The optimizer must have been started. Without optimizer state in the checkpoint it stays fresh, on the new weights.
 
     Raises:
-        CheckpointError: the checkpoint is another model's, or damaged, or has things that are no tensors.
+        CheckpointError: the checkpoint describes another model, is damaged, or contains anything but tensors.
     """
     role = read_role(folder)
     problems = shape_problems(role, trainer)
@@ -244,7 +244,7 @@ def load_checkpoint(trainer: MegatronTrainer, folder: Path) -> dict[str, Any]:
 
 
 def load_random(folder: Path, rank: int) -> bool:
-    """Set this process's generators to what they were; False where the checkpoint has no such rank."""
+    """Restore this process's random number generators; return False if the checkpoint does not contain this rank."""
     file = folder / _random_file(rank)
     if not file.is_file():
         return False
@@ -256,7 +256,7 @@ def load_random(folder: Path, rank: int) -> bool:
 
 
 def shape_problems(role: dict[str, Any], trainer: MegatronTrainer) -> list[str]:
-    """Fields of the model's shape in which a checkpoint differs."""
+    """Return the fields in which a checkpoint's model shape differs from the trainer's."""
     own, saved = json.loads(json.dumps(_shape_json(trainer))), role.get("shape") or {}
     found = [
         f"{key} is {saved.get(key)!r}, not {value!r}" for key, value in own.items() if saved.get(key) != value
@@ -275,7 +275,7 @@ def _random_file(rank: int) -> str:
 
 
 _Part = tuple[str, Box, tuple[int, ...], Tensor]
-"""A tensor's name, a box of it, its whole shape, and a view of the box's elements."""
+"""(tensor name, box, whole shape, view of the box's elements)."""
 
 
 def _saved(trainer: MegatronTrainer) -> Iterator[_Part]:
@@ -317,7 +317,7 @@ def _part(trainer: MegatronTrainer, kind: str, tensor: str, box: Box, view: Tens
 
 
 def _first_holder(trainer: MegatronTrainer, tensor: str, box: Box) -> tuple[int, ...]:
-    """Key of the first shard that has these elements, among those that have the same."""
+    """Return the key of the first shard that holds these elements."""
     return next(key for key, piece in trainer.layout.holders[tensor] if _covers(piece, box))
 
 

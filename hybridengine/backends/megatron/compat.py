@@ -1,12 +1,12 @@
-"""Everything that differs between megatron-core 0.16 and 0.19, or reaches behind its public interface. Nothing else may.
+"""All code that depends on the version of megatron-core, 0.16 or 0.19, or on its private interfaces.
 
-one DDP bucket per parameter   DistributedDataParallel cuts buckets by size only with overlap and on the first stage;
-                               a parameter marked `shared_embedding` always gets a bucket of its own, on any stage
-uneven stages                  a stage's layers are handed in as a list: the pipeline layout of 0.16 counts them for
-                               the global parallel state's stage instead of the stage of the groups
+one DDP bucket per parameter   DistributedDataParallel splits buckets by size only with overlap and on the first stage;
+                               a parameter marked `shared_embedding` always gets its own bucket, on any stage
+uneven stages                  a stage's layers are passed as a list: the pipeline layout of 0.16 counts them for the
+                               global parallel state's stage instead of the stage of the groups
 buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
-optimizer state by parameter   a distributed optimizer's ranges and moments are read where it keeps them
-one replica                    reduce-scatter and all-gather among one rank, which copy everything, are left out
+optimizer state by parameter   ranges and moments of a distributed optimizer are read from its internal structures
+one replica                    reduce-scatter and all-gather within one rank, which copy everything, are skipped
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybridengine.families.tables import NameSet
 
 
 def stage_spec(names: NameSet, qk_norm: bool, num_layers: int) -> TransformerBlockSubmodules:
-    """Return the specification of one pipeline stage of a dense decoder, whose parameters have the names of `names`."""
+    """Return the spec of one pipeline stage of a dense decoder, with parameters named as in `names`."""
     if names is NameSet.TRANSFORMER_ENGINE:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -42,7 +42,7 @@ def stage_spec(names: NameSet, qk_norm: bool, num_layers: int) -> TransformerBlo
 
 @contextlib.contextmanager
 def one_bucket_per_parameter(module: nn.Module) -> Iterator[None]:
-    """While open, DistributedDataParallel gives every parameter of `module` a bucket of its own."""
+    """Give every parameter of `module` its own DistributedDataParallel bucket while the context is open."""
     before = {parameter: getattr(parameter, "shared_embedding", None) for parameter in module.parameters()}
     for parameter in before:
         parameter.shared_embedding = True  # type: ignore[attr-defined]
@@ -57,9 +57,9 @@ def one_bucket_per_parameter(module: nn.Module) -> Iterator[None]:
 
 
 def split_parameter_buffers(ddp: Any) -> dict[nn.Parameter, torch.Tensor]:
-    """Give every DDP bucket a tensor of its own instead of a view of the contiguous buffer: parameter -> that tensor.
+    """Give every DDP bucket its own tensor instead of a view of the contiguous buffer; return parameter -> tensor.
 
-    Must run between DistributedDataParallel and the optimizer, which makes views of the parameters.
+    Call it between DistributedDataParallel and the optimizer, which creates views of the parameters.
     """
     tensors: dict[nn.Parameter, torch.Tensor] = {}
     for buffer in ddp.buffers:
@@ -77,7 +77,7 @@ def split_parameter_buffers(ddp: Any) -> dict[nn.Parameter, torch.Tensor]:
 
 
 def skip_exchange_with_oneself(ddp: Any) -> None:
-    """Have gradients and weights that one rank alone has take part in no collective, which would copy them."""
+    """Skip collectives for gradients and weights that one rank holds alone, because these would copy them."""
     for group in ddp.bucket_groups:
         if group.intra_distributed_optimizer_instance_size > 1:
             continue
@@ -88,7 +88,7 @@ def skip_exchange_with_oneself(ddp: Any) -> None:
 
 
 def fuse_steps(optimizer: Any) -> None:
-    """Have torch's Adam, which stands in for other packages', go through the weights once instead of six times."""
+    """Make torch's Adam, which replaces that of other packages, read the weights once instead of six times."""
     for one in plain_optimizers(optimizer):
         if isinstance(one.optimizer, torch.optim.Adam | torch.optim.AdamW):
             for group in one.optimizer.param_groups:
@@ -96,36 +96,36 @@ def fuse_steps(optimizer: Any) -> None:
 
 
 def gradient_buffers(ddp: Any) -> list[torch.Tensor]:
-    """The contiguous gradient buffers."""
+    """Return the contiguous gradient buffers."""
     return [buffer.grad_data for buffer in ddp.buffers]
 
 
 def plain_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers inside Megatron's ChainedOptimizer."""
+    """Return the optimizers inside Megatron's ChainedOptimizer."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """State of a rank's distributed optimizer for one parameter: for a range of its elements, row by row."""
+    """A rank's part of the distributed optimizer's state for one parameter: a range of its elements, row by row."""
 
     start: int
     stop: int
     master: torch.Tensor
-    """Weights that steps are added to: a part of the parameter itself where that is in float32."""
+    """Weights that steps are applied to: a part of the parameter itself if it is in float32."""
     moments: dict[str, torch.Tensor]
-    """Adam's, by name."""
+    """Adam's moments by name."""
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def optimizer_parts(optimizer: Any, module: nn.Module) -> dict[str, OptimizerPart]:
-    """Parameter name -> this rank's part of its optimizer state, which is made where no step has made it yet."""
+    """Return parameter name -> this rank's part of its optimizer state, creating it if no step has done so."""
     found = {}
     for one in plain_optimizers(optimizer):
         for name, parameter in module.named_parameters():
-            if parameter not in one.model_param_group_index_map:  # another rank's, as a whole
+            if parameter not in one.model_param_group_index_map:  # entirely owned by another rank
                 continue
             place = one._get_model_param_range_map(parameter)["param"]
             group, order = one.model_param_group_index_map[parameter]
@@ -142,7 +142,7 @@ def optimizer_parts(optimizer: Any, module: nn.Module) -> dict[str, OptimizerPar
 
 
 def adam_steps(optimizer: Any) -> int:
-    """Steps that Adam has taken: what its bias correction counts."""
+    """Return the number of steps that Adam has taken, as used in its bias correction."""
     counts = {0}
     for one in plain_optimizers(optimizer):
         counts |= {int(state["step"]) for state in one.optimizer.state.values() if "step" in state}
@@ -151,7 +151,7 @@ def adam_steps(optimizer: Any) -> int:
 
 
 def set_adam_steps(optimizer: Any, steps: int) -> None:
-    """Have Adam go on as after so many steps: torch's counts for each parameter, other packages' for each group."""
+    """Set the number of steps that Adam has taken: torch counts them per parameter, other packages per group."""
     for one in plain_optimizers(optimizer):
         for group in one.optimizer.param_groups:
             if not _counts_by_parameter(one.optimizer):
@@ -162,5 +162,5 @@ def set_adam_steps(optimizer: Any, steps: int) -> None:
 
 
 def _counts_by_parameter(optimizer: Any) -> bool:
-    """Return whether an Adam is torch's, which counts steps for each parameter; others count them for each group."""
+    """True if an Adam is torch's, which counts steps per parameter; others count them per group."""
     return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)

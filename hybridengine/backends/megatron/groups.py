@@ -27,15 +27,15 @@ _AXES = {
     "intra_dp_cp": ("dp", "cp"),
     "intra_dist_opt": ("tp", "cp", "dp", "pp"),
 }
-"""Megatron's name of a group -> the axes along which its ranks differ."""
+"""Megatron's name of a group -> axes along which its ranks differ."""
 _ALONE = ("pos_embd", "ep", "expt_tp", "tp_ep", "tp_ep_pp", "expt_dp", "intra_expt_dp")
-"""Groups that this engine does not use: position embeddings and experts."""
+"""Groups that are not used: position embeddings and experts."""
 
 
 def build_groups(grid: Grid, registry: ProcessGroups) -> ProcessGroupCollection:
-    """Process groups of a model that trains on `grid`. Collective over all ranks.
+    """Return the process groups of a model that trains on `grid`. Collective over all ranks.
 
-    Axes that the grid does not have are of size 1.
+    Axes that the grid lacks have size 1.
     """
     groups = {
         name: grid.groups(*(axis for axis in axes if axis in grid.axes)) for name, axes in _AXES.items()
@@ -46,7 +46,7 @@ def build_groups(grid: Grid, registry: ProcessGroups) -> ProcessGroupCollection:
 
 
 def embedding_groups(grid: Grid) -> Groups:
-    """Ranks that hold the embedding and its copy in the head: first and last stage; other ranks are alone."""
+    """Return groups of first and last stage, which hold the embedding and its copy in the head; other ranks are alone."""
     ends = []
     for stages in grid.groups("pp"):
         first_and_last = tuple(sorted({stages[0], stages[-1]}))
@@ -56,10 +56,10 @@ def embedding_groups(grid: Grid) -> Groups:
 
 
 def initialize_globals(seed: int) -> None:
-    """Initialise what Megatron-core still reads from its global state, at tensor and pipeline size 1. Collective.
+    """Initialise the global state that Megatron-core still reads, at tensor and pipeline size 1. Collective.
 
-    That is a memory buffer and the names of the RNG tracker; everything else gets its groups handed in. NumPy's and
-    Python's generators are seeded too, differently on each rank: loss functions and policies of others use them.
+    This state is a memory buffer and the names of the RNG tracker; all other groups are passed explicitly. The
+    generators of NumPy and Python are also seeded, differently on each rank, because custom loss functions may use them.
     """
     if parallel_state.model_parallel_is_initialized():
         return
@@ -67,7 +67,7 @@ def initialize_globals(seed: int) -> None:
     with device_shim():
         parallel_state.initialize_model_parallel(1, 1)
         model_parallel_cuda_manual_seed(seed, tp_rank=0, ep_rank=0, etp_rank=0)
-    torch.random.default_generator.manual_seed(seed)  # Megatron-core seeds that of the GPU only
+    torch.random.default_generator.manual_seed(seed)  # Megatron-core only seeds the GPU's
     own = np.random.SeedSequence([seed, dist.get_rank()])
     np.random.seed(own.generate_state(4))
     random.seed(int(own.generate_state(1, np.uint64)[0]))

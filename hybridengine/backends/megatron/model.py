@@ -1,4 +1,4 @@
-"""Builds a Megatron-core GPTModel for a model shape, a grid and explicit process groups."""
+"""Construction of a Megatron-core GPTModel from a model shape, a grid and explicit process groups."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from hybridengine.topology.sizes import TrainSizes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Values that megatron-core's rotary scaling has built in; only `factor` can be chosen."""
+"""Values fixed in megatron-core's rotary scaling, in which only `factor` can be set."""
 
 
 def available_names() -> NameSet:
-    """Transformer Engine's layer spec where it is installed and there is a GPU, else the local one."""
+    """Return Transformer Engine's layer spec if it is installed and there is a GPU, else the local one."""
     if is_needed():
         return NameSet.LOCAL
     try:
@@ -43,9 +43,9 @@ def available_names() -> NameSet:
 
 
 class ScoreHead(nn.Module):
-    """A linear layer from the last hidden state to a few scores, the same on every tensor-parallel rank.
+    """A linear layer from the last hidden state to one or more scores, the same on every tensor-parallel rank.
 
-    Stands where GPTModel has its output layer: a value head (one score), or a reward model's.
+    It replaces GPTModel's output layer in a value model (one score) or a reward model.
     """
 
     def __init__(self, hidden_size: int, num_labels: int) -> None:
@@ -53,14 +53,14 @@ class ScoreHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_labels, hidden_size, device=device()))
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        """Scores [T, B, num_labels] in float32 of hidden states [T, B, H]."""
+        """Return the scores [T, B, num_labels] in float32 of hidden states [T, B, H]."""
         return F.linear(hidden, self.weight).float(), None
 
 
 def transformer_config(
     shape: ModelShape, sizes: TrainSizes, dtype: str, recompute: bool = False
 ) -> TransformerConfig:
-    """Megatron-core's configuration of a model."""
+    """Return Megatron-core's configuration of a model."""
     on_gpu = not is_needed()
     settings = FAMILIES[shape.family].megatron_config()
     settings["activation_func"] = getattr(F, settings["activation_func"])
@@ -82,7 +82,7 @@ def transformer_config(
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
+        moe_token_dispatcher_type="alltoall",  # the default rejects variable lengths, even without experts
         calculate_per_token_loss=True,
         perform_initialization=False,
         use_cpu_initialization=not on_gpu,
@@ -106,10 +106,10 @@ def build_model(
     names: NameSet = NameSet.LOCAL,
     recompute: bool = False,
 ) -> GPTModel:
-    """This rank's part of the model, with weights that are not yet set.
+    """Return this rank's part of the model, with uninitialised weights.
 
     Raises:
-        ConfigError: rotary scaling that megatron-core cannot express.
+        ConfigError: megatron-core does not support the rotary scaling.
     """
     scaling = dict(shape.rope_scaling)
     factor = float(scaling.pop("factor", 8.0))
@@ -145,7 +145,7 @@ def build_model(
 
 
 def _mark_sharded(model: GPTModel) -> None:
-    """Say which weights are sharded, as Megatron's initialisation would: the gradient norm leaves duplicates out."""
+    """Mark sharded weights as Megatron's initialisation does, so that the gradient norm excludes duplicates."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
             dim = 1 if isinstance(module, RowParallelLinear) else 0

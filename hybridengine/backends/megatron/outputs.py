@@ -1,4 +1,4 @@
-"""Log-probs, values and scores of a micro-batch's responses, from a model's output.
+"""Log-probs, values and scores of a micro-batch's responses, computed from a model's output.
 
 Shapes: b rows, t positions, r response tokens, W = padded vocabulary / t.
 """
@@ -19,24 +19,24 @@ def response_log_probs(
     group: dist.ProcessGroup,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability of each response token, entropy of its distribution), both [b, r] float32.
+    """Return (log-probability of each response token, entropy of its distribution), both [b, r] float32.
 
-    Takes logits of the `columns["positions"]` [b, r] that predict them. Entries beyond a response are meaningless;
-    `columns["mask"]` says which are valid.
+    The logits are those at `columns["positions"]` [b, r], which predict the tokens. Entries beyond a response are
+    undefined; `columns["mask"]` marks the valid ones.
     """
-    # Response token j stands right behind the position that predicts it.
+    # Response token j directly follows the position that predicts it.
     following = (columns["positions"] + 1).clamp(max=columns["tokens"].size(1) - 1)
     targets = columns["tokens"].gather(1, following)
     return vocab_parallel_log_probs(logits_brW, targets, vocab_size, group, temperature)
 
 
 def response_values(scores_bt1: Tensor, columns: dict[str, Tensor]) -> Tensor:
-    """Value of the state before each response token, [b, r] float32."""
+    """Return the value of the state before each response token, [b, r] float32."""
     return rearrange(scores_bt1, "b t 1 -> b t").float().gather(1, columns["positions"])
 
 
 def last_token_scores(scores_bt1: Tensor, columns: dict[str, Tensor]) -> Tensor:
-    """Score of each sequence, [b] float32: the head's output at its last token."""
+    """Return the score of each sequence, [b] float32: the head's output at its last token."""
     last = columns["positions"][:, 0] + columns["mask"].sum(dim=1)
     scores_bt = rearrange(scores_bt1, "b t 1 -> b t").float()
     return rearrange(scores_bt.gather(1, rearrange(last, "b -> b 1")), "b 1 -> b")

@@ -1,8 +1,8 @@
-"""Lets Megatron-core run on a machine without a GPU: its CUDA calls are answered by the CPU.
+"""Shim that runs Megatron-core on machines without a GPU by redirecting its CUDA calls to the CPU.
 
-Megatron-core asks for the current CUDA device, creates tensors with `device="cuda"`, and its distributed optimizer wants
-`Tensor.type()` to name a CUDA type. Within `device_shim()` these are mapped to the CPU. On a machine with a GPU the
-context does nothing; the shim is never active there.
+Megatron-core queries the current CUDA device, creates tensors with `device="cuda"`, and its distributed optimizer
+expects `Tensor.type()` to name a CUDA type. Within `device_shim()` these are mapped to the CPU. On a machine with a GPU
+the context does nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _CPU = torch.device("cpu")
 
 @functools.cache
 def is_needed() -> bool:
-    """True where there is no GPU; asked once, before the shim answers for one."""
+    """True if there is no GPU; evaluated once, before the shim simulates one."""
     return not torch.cuda.is_available()
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Creates tensors on the CPU that were asked for on a GPU, and reports CUDA tensor type names."""
+    """Creates tensors requested on a GPU on the CPU, and reports CUDA tensor type names."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -54,7 +54,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _no_stream(*args: Any, **kwargs: Any) -> Any:
-    """Stand for a CUDA stream where everything is in order anyway."""
+    """Replace a CUDA stream, which is unnecessary because CPU operations run in order."""
     return SimpleNamespace(
         wait_stream=_nothing, wait_event=_nothing, record_event=_nothing, synchronize=_nothing
     )
@@ -91,7 +91,7 @@ _depth = 0
 
 @functools.cache
 def _places() -> list[tuple[Any, str, Any]]:
-    """(module, name in it, what stands there while the shim is active)."""
+    """Return (module, name, replacement while the shim is active) for every patched function."""
     found = []
     for path, answer in _ANSWERS.items():
         owner, _, name = path.rpartition(".")
@@ -101,7 +101,7 @@ def _places() -> list[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def device_shim() -> Iterator[None]:
-    """Maps Megatron's CUDA calls to the CPU while the context is open; does nothing where there is a GPU."""
+    """Map Megatron's CUDA calls to the CPU while the context is open; do nothing if there is a GPU."""
     global _depth
     if not is_needed() or _depth:
         yield
@@ -121,5 +121,5 @@ def device_shim() -> Iterator[None]:
 
 
 def device() -> torch.device:
-    """The device of this rank's tensors."""
+    """Return the device of this rank's tensors."""
     return _CPU if is_needed() else torch.device("cuda", torch.cuda.current_device())

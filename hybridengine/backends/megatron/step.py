@@ -21,14 +21,14 @@ from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunctio
 
 
 class WantedPositions:
-    """Has an output layer compute logits only where they are wanted: a vocabulary is most of a small model.
+    """Restricts an output layer to requested positions: logits of a vocabulary are most of a small model's work.
 
-    Takes hidden states [T, B, H] on to the layer as [B·R, 1, H].
+    The layer receives hidden states [T, B, H] as [B·R, 1, H].
     """
 
     def __init__(self, output_layer: torch.nn.Module) -> None:
         self.positions_BR: Tensor | None = None
-        """None for all."""
+        """Requested positions; None for all."""
         output_layer.register_forward_pre_hook(self._choose)
 
     def _choose(self, layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -41,7 +41,7 @@ class WantedPositions:
         return hidden_TBH.flatten(0, 1).index_select(0, places).unsqueeze(1), *others
 
     def as_rows(self, logits: Tensor) -> Tensor:
-        """The layer's [1, B·R, W] as [B, R, W]; logits of all positions as they are."""
+        """Return the layer's output [1, B·R, W] as [B, R, W]; logits of all positions unchanged."""
         return logits if self.positions_BR is None else logits.view(*self.positions_BR.shape, -1)
 
 
@@ -49,7 +49,7 @@ class PipelineRunner:
     """Runs micro-batches through one rank's part of a model and its peers' parts.
 
     Args:
-        wanted: of the model's output layer; None where outputs of all positions are read.
+        wanted: restriction of the model's output layer; None if outputs of all positions are read.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PipelineRunner:
         return self.groups.pp.rank() == self.groups.pp.size() - 1
 
     def forward(self, batches: Sequence[MicroBatch], output: OutputFunction) -> list[dict[str, Tensor]]:
-        """Results of `output` for each micro-batch, in order; empty on all stages but the last."""
+        """Return the results of `output` for each micro-batch, in order; empty on all stages but the last."""
         self.module.eval()
 
         def collect(model_output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -79,30 +79,30 @@ class PipelineRunner:
             return self._run(batches, collect, forward_only=True)
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
-        """Add the gradient of the loss sum over micro-batches to what earlier calls have left on this rank.
+        """Add the gradients of the loss sum over micro-batches to those of earlier calls on this rank.
 
-        Returns what `loss` gives to collect for each micro-batch; nothing on all stages but the last.
+        Returns the third result of `loss` for each micro-batch; empty on all stages but the last.
         """
         self.module.train()
         try:
             return self._run(batches, loss, forward_only=False)
-        except BaseException:  # part of the pass is in the gradients, whose tokens are not counted
+        except BaseException:  # the gradients contain a partial pass, whose tokens are not counted
             self._num_tokens = None
             raise
 
     @property
     def has_gradients(self) -> bool:
-        """True where passes have left gradients that are not finished."""
+        """True if passes have left gradients that are not finished."""
         return self._num_tokens is not None
 
     def finish_gradients(self) -> None:
-        """Exchange what all passes have left between replicas and stages, and divide it by their number of tokens."""
+        """Reduce the gradients of all passes over replicas and stages, and divide them by the number of tokens."""
         with device_shim():
             finalize_model_grads([self.module], self._num_tokens, pg_collection=self.groups)
         self._num_tokens = None
 
     def _note_tokens(self, model: object, num_tokens: Tensor, **_: object) -> None:
-        """Stand where Megatron would finish gradients after each pass."""
+        """Count tokens in place of Megatron's hook that finishes gradients after each pass."""
         self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
 
     def _run(self, batches: Sequence[MicroBatch], loss: LossFunction, forward_only: bool) -> list[Any]:
@@ -110,7 +110,7 @@ class PipelineRunner:
             batch = next(iterator)
             tokens = batch["tokens"]
             positions = torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)
-            # Rows are padded on the right, so the causal mask alone keeps padding out of sight.
+            # Rows are padded on the right, so the causal mask alone hides the padding.
             if self._wanted is None:
                 return model(tokens, positions, None), lambda output: loss(output, batch)
             self._wanted.positions_BR = batch.get("positions")

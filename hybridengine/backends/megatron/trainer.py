@@ -1,6 +1,6 @@
 """A Megatron-core model on one rank: forward passes, and training with the distributed optimizer.
 
-Weights live in one storage per parameter, so that the HybridEngine can take them away and give them back.
+Weights live in one storage per parameter, so that the HybridEngine can release and reallocate them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hybridengine.weights.storage import WeightStorage
 
 
 class MegatronModel:
-    """One rank's part of a model for forward passes only, e.g. a reference or reward model."""
+    """One rank's part of a model for forward passes only, such as a reference or reward model."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class MegatronModel:
         self._wrap()
 
     def _wrap(self) -> None:
-        """Make what holds the weights and what runs the model."""
+        """Create the objects that hold the weights and run the model."""
         self.weights = WeightStorage(self._parameters(), current=self._parameters)
         self._runner = PipelineRunner(self._module, self.groups, self._wanted)
 
@@ -66,27 +66,27 @@ class MegatronModel:
         return dict(self._module.named_parameters())
 
     def expect_weights(self) -> None:
-        """Raise StorageError where the weights have given up their memory: computing with them would end the process."""
+        """Raise StorageError if the weights have released their memory: computing with them would crash the process."""
         if self.weights.live_bytes < self.weights.total_bytes:
             raise StorageError("the trainer has no weights in generation mode; switch to training first")
 
     @property
     def is_last_stage(self) -> bool:
-        """True where outputs and losses arise."""
+        """True on the stage that computes outputs and losses."""
         return self._runner.is_last_stage
 
     def forward(self, batches: Sequence[MicroBatch], output: OutputFunction) -> list[dict[str, Tensor]]:
-        """Results of `output` for each micro-batch, in order; empty on all stages but the last.
+        """Return the results of `output` for each micro-batch, in order; empty on all stages but the last.
 
         Raises:
-            StorageError: the generation engine has the weights.
+            StorageError: the weights are in the generation engine.
         """
         self.expect_weights()
         return self._runner.forward(batches, output)
 
 
 def _wanted_positions(module: GPTModel, shape: ModelShape) -> WantedPositions | None:
-    """Return the choice of positions on a last stage with a vocabulary; scores are read at any position."""
+    """Return the position restriction of a last stage with a vocabulary; scores are read at any position."""
     return WantedPositions(module.output_layer) if module.post_process and not shape.num_labels else None
 
 
@@ -97,7 +97,7 @@ class MegatronTrainer(MegatronModel):
         self._settings: tuple[OptimizerSection, int, str] | None = None
         self._optimizer: Any = None
         self.version = 0
-        """Number of optimizer steps that the weights have taken."""
+        """Number of optimizer steps that have been applied to the weights."""
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True
         )
@@ -124,13 +124,13 @@ class MegatronTrainer(MegatronModel):
     def start_optimizer(
         self, settings: OptimizerSection, decay_steps: int = 1_000_000, offload: str = "none"
     ) -> None:
-        """Make the optimizer, or a new one with fresh state.
+        """Create the optimizer, or replace it by one with fresh state.
 
-        Call once the weights are loaded, because its master weights are copies of them.
+        Call it after loading the weights, because its master weights are copies of them.
 
         Args:
-            decay_steps: optimizer steps until `min_lr`; constant schedules ignore it.
-            offload: `none`, or `optimizer`: keep optimizer state in host memory while generating.
+            decay_steps: optimizer steps until `min_lr`; ignored by constant schedules.
+            offload: `none`, or `optimizer` to keep optimizer state in host memory while generating.
         """
         self._settings = settings, decay_steps, offload
         config = OptimizerConfig(
@@ -166,18 +166,18 @@ class MegatronTrainer(MegatronModel):
             )
 
     def restart_optimizer(self) -> None:
-        """Make a new optimizer with the same settings, after the weights have changed."""
+        """Replace the optimizer by one with the same settings, after the weights have changed."""
         assert self._settings is not None, "start_optimizer comes first"
         self.start_optimizer(*self._settings)
         self.version = 0
 
     def optimizer_parts(self) -> dict[str, compat.OptimizerPart]:
-        """Parameter name -> this rank's part of the optimizer's state; parameters of which it has none are left out."""
+        """Return parameter name -> this rank's part of the optimizer's state, for parameters of which it has one."""
         assert self._optimizer is not None, "start_optimizer comes first"
         return compat.optimizer_parts(self._optimizer, self._module)
 
     def counters(self) -> dict[str, int]:
-        """Return what the optimizer and the schedule count, and the weights' version; the same on all ranks."""
+        """Return the counters of optimizer and schedule, and the weights' version; the same on all ranks."""
         return {
             "adam_steps": compat.adam_steps(self._optimizer),
             "schedule_steps": self._schedule.num_steps,
@@ -185,14 +185,14 @@ class MegatronTrainer(MegatronModel):
         }
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Have both go on from there."""
+        """Restore the counters of optimizer and schedule."""
         compat.set_adam_steps(self._optimizer, counters["adam_steps"])
         self._schedule.num_steps = 0
         self._schedule.step(increment=counters["schedule_steps"])
         self.version = counters["version"]
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
-        """Add the gradients of some micro-batches to those that wait for the next optimizer step (`Policy`)."""
+        """Add the gradients of some micro-batches to the pending ones (`Policy`)."""
         self.expect_weights()
         if not batches:
             raise DataError("forward_backward was given no micro-batches; give every replica at least one")
@@ -223,14 +223,14 @@ class MegatronTrainer(MegatronModel):
         return StepResult(float(grad_norm), lr)
 
     def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
-        """Take one optimizer step over the micro-batches of one pass, with what the loss function collected."""
+        """Take one optimizer step over the micro-batches of one pass; the result includes those of the loss function."""
         collected = self.forward_backward(batches, loss)
         return replace(self.optimizer_step(), collected=collected)
 
     def _gradients_are_finite(self) -> bool:
-        """True where no rank has an infinite gradient or one that is not a number; all ranks get the same answer.
+        """Return True on all ranks if no rank has an infinite or NaN gradient.
 
-        Asked before the optimizer's step, which would carry it into the weights.
+        Called before the optimizer step, which would propagate it to the weights.
         """
         bad = [~torch.isfinite(torch.stack(torch.aminmax(buffer))).all() for buffer in self._gradients]
         found = torch.stack(bad).any().float()
@@ -239,9 +239,9 @@ class MegatronTrainer(MegatronModel):
         return not found.item()
 
     def leave_training(self) -> None:
-        """Release gradient buffers, and move optimizer state to host memory where the settings say so.
+        """Release gradient buffers, and move optimizer state to host memory if it is offloaded.
 
-        Gradients that wait for their optimizer step stay.
+        Gradients that wait for their optimizer step are kept.
         """
         if not self._runner.has_gradients:
             for buffer in self._gradients:
@@ -250,7 +250,7 @@ class MegatronTrainer(MegatronModel):
             self._move_optimizer_state(torch.device("cpu"))
 
     def enter_training(self) -> None:
-        """Take gradient buffers and optimizer state back."""
+        """Reallocate gradient buffers, and move optimizer state back."""
         for buffer, num_bytes in zip(self._gradients, self._gradient_bytes, strict=True):
             buffer.untyped_storage().resize_(num_bytes)
         if self._offloads_optimizer:
@@ -258,7 +258,7 @@ class MegatronTrainer(MegatronModel):
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes that the gradient buffers own now."""
+        """Bytes currently owned by the gradient buffers."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._gradients)
 
     @property
@@ -266,7 +266,7 @@ class MegatronTrainer(MegatronModel):
         return self._settings is not None and self._settings[2] == "optimizer"
 
     def _move_optimizer_state(self, target: torch.device) -> None:
-        """Move Adam's moments, and float32 master weights that are no views of the model's own weights."""
+        """Move Adam's moments, and float32 master weights that are not views of the model's weights."""
         if self._optimizer is None:
             return
         model_storages = {p.untyped_storage()._cdata for p in self._module.parameters()}

@@ -1,6 +1,6 @@
-"""Log-probabilities and entropy of a vocabulary that is sharded over tensor-parallel ranks, with an explicit group.
+"""Log-probabilities and entropy over a vocabulary sharded over tensor-parallel ranks, with an explicit group.
 
-Megatron-core's own vocab-parallel cross entropy reads its group from global state, and knows no padding.
+Megatron-core's vocab-parallel cross entropy uses a global group and does not support padding.
 
 Shapes: B sequences, T positions, W = padded vocabulary / t.
 """
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BLOCK_ENTRIES = 2**19
-"""Entries of a block on a CPU: 2 MiB in float32."""
+"""Number of entries in a block on a CPU: 2 MiB in float32."""
 
 
 def vocab_parallel_log_probs(
@@ -25,16 +25,16 @@ def vocab_parallel_log_probs(
     group: dist.ProcessGroup,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability of each target, entropy) under softmax(logits / temperature), both [B, T] float32.
+    """Return (log-probability of each target, entropy) under softmax(logits / temperature), both [B, T] float32.
 
-    Columns at or beyond `vocab_size` are padding and get probability zero. Differentiable in the logits.
+    Columns at or beyond `vocab_size` are padding and have probability zero. Differentiable in the logits.
     """
     return _LogProbs.apply(logits_BTW, targets_BT, vocab_size, group, temperature)  # type: ignore[no-any-return]
 
 
 class _LogProbs(torch.autograd.Function):
-    """Works through the tokens in blocks that stay in the processor's caches: whole temporaries of [N, W] would each be
-    memory to take, to write and to read again. N = B·T tokens."""
+    """Processes tokens in blocks that fit the CPU caches, which avoids allocating and traversing temporaries of [N, W].
+    N = B·T tokens."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -102,11 +102,11 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _scaled(logits: Tensor, temperature: float, largest: Tensor) -> Tensor:
-    """Logits over the temperature, float32, below their largest; a new tensor."""
+    """Return a new float32 tensor of the logits over the temperature, minus their maximum."""
     return logits.to(torch.float32, copy=True).div_(temperature).sub_(largest.unsqueeze(-1))
 
 
 def _blocks(logits_NW: Tensor) -> Iterator[slice]:
-    """Rows of each block."""
+    """Yield the rows of each block."""
     size = len(logits_NW) if logits_NW.is_cuda else max(1, BLOCK_ENTRIES // logits_NW.size(-1))
     return (slice(begin, begin + size) for begin in range(0, len(logits_NW), max(1, size)))

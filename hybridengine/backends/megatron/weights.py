@@ -1,4 +1,4 @@
-"""Weights between Hugging Face checkpoints and Megatron-core models, by the same layouts as the switch."""
+"""Conversion of weights between Hugging Face checkpoints and Megatron-core models, with the layouts of the switch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from hybridengine.writing import writing
 
 
 def load_weights(model: MegatronModel, folder: str | Path) -> None:
-    """Fill a rank's parameters from a checkpoint folder; every rank reads just its own boxes.
+    """Fill a rank's parameters from a checkpoint folder; every rank reads only its own boxes.
 
-    A missing score head stays zero: a critic or reward model may start from a language model.
+    A missing score head stays zero, so that a critic or reward model can start from a language model.
 
     Raises:
-        StorageError: the generation engine has the weights.
-        CheckpointError: the checkpoint lacks a tensor, is damaged, or has weights that are not finite.
+        StorageError: the weights are in the generation engine.
+        CheckpointError: the checkpoint lacks a tensor, is damaged, or has non-finite weights.
     """
     model.expect_weights()
     files = SafetensorsFolder(folder)
@@ -56,16 +56,16 @@ def save_weights(
     companions: str | Path | None = None,
     max_file_bytes: int = 4 * 2**30,
 ) -> None:
-    """Write the model as a Hugging Face checkpoint: streamed bucket by bucket to rank 0. Collective over all ranks.
+    """Write the model as a Hugging Face checkpoint, streamed bucket by bucket to rank 0. Collective over all ranks.
 
-    The folder appears under its name only when it is complete.
+    The folder gets its final name only when it is complete.
 
     Args:
-        companions: a checkpoint folder whose config and tokenizer files are copied along.
+        companions: checkpoint folder whose config and tokenizer files are copied.
 
     Raises:
-        StorageError: the generation engine has the weights.
-        OutputError: the disk does not take it; on rank 0.
+        StorageError: the weights are in the generation engine.
+        OutputError: writing to disk failed; raised on rank 0.
     """
     model.expect_weights()
     world, fault = registry.of(model.grid.groups("pp", "dp", "tp")), None
@@ -101,16 +101,16 @@ def save_weights(
 
 
 def _receive(executor: PlanExecutor, files: HfWriter, whole: WeightStorage) -> OSError | None:
-    """Write every bucket as it arrives; returns why the disk does not take them.
+    """Write every bucket as it arrives; return the error if the disk fails.
 
-    After a fault the others are still received: who sends would fail otherwise, and take the process group along.
+    After an error the remaining buckets are still received: otherwise senders fail, and with them the process group.
     """
     faults: list[OSError] = []
 
     def write(names: tuple[str, ...]) -> None:
         try:
             for name in () if faults else names:
-                files.write(name, whole[name].clone())  # a copy: the storage is emptied
+                files.write(name, whole[name].clone())  # a copy, because the storage is released
         except OSError as error:
             faults.append(error)
         whole.release(names)
@@ -130,7 +130,7 @@ def _receive(executor: PlanExecutor, files: HfWriter, whole: WeightStorage) -> O
 
 
 def _empty_checkpoint(model: MegatronModel) -> WeightStorage:
-    """Rank 0: all logical tensors, without memory until a bucket arrives. Other ranks: nothing."""
+    """Return all logical tensors on rank 0, without memory until a bucket arrives; nothing on other ranks."""
     tensors = {}
     for name, shape in model.shape.tensors.items() if model.rank == 0 else ():
         tensors[name] = torch.empty(shape, dtype=DTYPES[model.dtype], device=device())

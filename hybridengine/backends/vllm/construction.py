@@ -1,4 +1,4 @@
-"""Builds a vLLM engine inside a process that has other uses: its random states, threads and process groups stay."""
+"""Construction of a vLLM engine in a shared process, whose random states, threads and process groups are preserved."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ import torch
 from hybridengine.topology.generation import GenerationGrid
 
 MAX_BATCHED_TOKENS = 8192
-"""Prompt tokens of a forward pass, which needs memory for each."""
+"""Largest number of prompt tokens in a forward pass, which needs memory for each."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings with which an engine is built."""
+    """Settings for building an engine."""
 
     max_model_tokens: int
-    """Longest prompt and response together."""
+    """Largest total length of prompt and response."""
     max_sequences: int = 256
-    """Sequences that run at the same time."""
+    """Largest number of sequences that run at once."""
     kv_cache_bytes: int = 256 * 2**20
-    """KV cache of one rank."""
+    """Size of the KV cache of one rank."""
     dtype: str = "float32"
     seed: int = 0
     cuda_graphs: bool = False
-    """Capture CUDA graphs; their addresses must not change, so weights then go through vLLM's sleep mode."""
+    """Capture CUDA graphs; weights then use vLLM's sleep mode, because their addresses must not change."""
     tokenizer: str | None = None
-    """Folder of a tokenizer, which stop strings need; None for an engine that knows tokens only."""
+    """Tokenizer folder, required for stop strings; None for an engine that only handles tokens."""
 
 
 def build_llm(
@@ -65,8 +65,8 @@ def build_llm(
         max_model_len=settings.max_model_tokens,
         max_num_seqs=settings.max_sequences,
         max_num_batched_tokens=max(settings.max_model_tokens, MAX_BATCHED_TOKENS),
-        # A chunk of a prompt draws a token that is thrown away, and takes the generator back by an offset, which
-        # generators of a CPU do not have.
+        # A partial prompt draws a token that is discarded, and resets the generator by an offset, which
+        # CPU generators do not support.
         enable_chunked_prefill=False,
         seed=settings.seed,
         logprobs_mode="processed_logprobs",
@@ -76,7 +76,7 @@ def build_llm(
 
 
 def _keep_plain_weights() -> None:
-    """Keep vLLM's CPU linear layers from repacking their weights into handles that a switch could not fill."""
+    """Prevent vLLM's CPU linear layers from repacking their weights into handles that a switch could not fill."""
     from vllm.model_executor.layers import utils
 
     def plain_linear(layer: Any, remove_weight: bool) -> None:
@@ -86,7 +86,7 @@ def _keep_plain_weights() -> None:
 
 
 def prepare_pipeline(runner: Any, generation: GenerationGrid) -> None:
-    """Make the buffer for a later stage's input, which vLLM makes in a warm-up run that its CPU worker leaves out."""
+    """Allocate the input buffer of a later stage, which vLLM creates in a warm-up run that its CPU worker skips."""
     if generation.sizes.pp_size > 1 and getattr(runner, "intermediate_tensors", None) is None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
@@ -95,9 +95,9 @@ def prepare_pipeline(runner: Any, generation: GenerationGrid) -> None:
 
 @contextlib.contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Building an engine reseeds every generator and takes `torch.set_num_threads` away; put both back.
+    """Restore the random generators and `torch.set_num_threads`, which building an engine changes.
 
-    Also keeps the end of an engine from destroying the default process group, which the trainer uses.
+    Also prevents the end of an engine from destroying the default process group, which the trainer uses.
     """
     from vllm.v1.engine import core
 

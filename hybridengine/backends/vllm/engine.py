@@ -1,7 +1,7 @@
-"""A vLLM engine inside the rank's own process, whose weights and KV cache can give up their memory.
+"""A vLLM engine inside the rank's own process, whose weights and KV cache can release their memory.
 
-All ranks of an engine run the same requests in the same steps (vLLM's external launcher); every request has a seed of its
-own, so that tensor-parallel peers, which sample for themselves, draw equal tokens.
+All ranks of an engine run the same requests in the same steps (vLLM's external launcher); every request has its own
+seed, so that tensor-parallel peers, which sample independently, draw equal tokens.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from hybridengine.weights.storage import WeightStorage
 
 
 class VllmEngine:
-    """One rank's part of a generation engine (`backends.engine.Engine`). Built by all ranks of the world together.
+    """One rank's part of a generation engine (`backends.engine.Engine`). All ranks of the world construct it together.
 
     Args:
-        folder: a checkpoint folder, of which only `config.json` is read; weights are filled in by a switch.
-        identity: names the job in shared memory.
+        folder: checkpoint folder, of which only `config.json` is read; a switch fills in the weights.
+        identity: name of the job in shared memory.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class VllmEngine:
         self.layout: Layout = vllm_layout(shape, generation)
         self._is_on_gpu = torch.cuda.is_available()
         stages = shape.gen_stage_layers(generation.train.sizes.pp_size, generation.sizes.pp_size)
-        with nothing_collected():  # else vLLM imports them while it builds
+        with nothing_collected():  # otherwise vLLM imports them while it builds
             importlib.import_module("vllm.entrypoints.llm")
             importlib.import_module("vllm.v1.engine.core")
         with process_state_kept():
@@ -67,7 +67,7 @@ class VllmEngine:
             else WeightStorage(self._parameters(), current=self._parameters)
         )
         self.version = 0
-        """Version of the weights that draw the next tokens."""
+        """Version of the weights that produce the next tokens."""
         self._caches = _cache_storages(self._runner.kv_caches)
         self._requests = RunningRequests(self._engine, self._runner)
         self._settings, self._vocab_size = settings, shape.vocab_size
@@ -78,16 +78,16 @@ class VllmEngine:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes that the KV cache owns now."""
+        """Bytes currently owned by the KV cache."""
         return sum(storage.nbytes() for storage, _ in self._caches)
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests that have not ended."""
+        """Number of unfinished requests."""
         return len(self._requests)
 
     def leave_generation(self) -> None:
-        """Release the KV cache; the HybridEngine releases the weights. Unfinished requests are computed anew later."""
+        """Release the KV cache; the HybridEngine releases the weights. Unfinished requests are recomputed later."""
         self._is_ready = False
         self._forget_kv()
         if not self._settings.cuda_graphs:
@@ -95,8 +95,8 @@ class VllmEngine:
                 storage.resize_(0)
 
     def enter_generation(self, version: int) -> None:
-        """Take the KV cache back, zeroed; the weights are those of `version` now."""
-        if self._is_on_gpu:  # the cache is one piece, which the gaps of the caching allocator cannot hold
+        """Reallocate the KV cache, zeroed; the weights are those of `version` now."""
+        if self._is_on_gpu:  # one allocation, too large for the gaps of the caching allocator
             torch.cuda.empty_cache()
         if self._settings.cuda_graphs:
             self._llm.wake_up(tags=["kv_cache"])
@@ -107,18 +107,18 @@ class VllmEngine:
         self.version, self._is_ready = version, True
 
     def weights_changed(self, version: int, keep_kv: bool) -> None:
-        """Continue with weights of `version` that were written while the engine had them (`Engine`)."""
+        """Continue with weights of `version` that were written while the engine was in generation mode (`Engine`)."""
         if not keep_kv:
             self._forget_kv()
         self.version = version
 
     def _forget_kv(self) -> None:
-        """Drop cached prefixes, and have unfinished requests computed anew: a prefix cache survives a weight change."""
+        """Drop cached prefixes, which would survive a weight change, and recompute unfinished requests."""
         self._requests.settle(self.version)
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests: all of them, or none; raises as the protocol says."""
+        """Queue requests: either all of them or none; raises as `Engine.add` does."""
         self._expect_weights()
         taken = self._requests.ids
         for request in requests:
@@ -153,7 +153,7 @@ class VllmEngine:
             )
 
     def advance(self, num_steps: int = 1) -> list[Response]:
-        """Take `num_steps` engine steps, fewer where nothing is left to do; return the responses that have ended."""
+        """Take up to `num_steps` engine steps, while requests are unfinished; return the responses that have ended."""
         self._expect_weights()
         ended: list[Response] = []
         for _ in range(num_steps):
@@ -163,7 +163,7 @@ class VllmEngine:
         return ended
 
     def abort(self, request_ids: Iterable[str]) -> list[Response]:
-        """Drop requests whose responses `advance` has not returned; return what has been drawn for each so far."""
+        """Drop requests whose responses `advance` has not returned; return the tokens drawn for each so far."""
         return self._requests.abort(request_ids)
 
     def _expect_weights(self) -> None:
@@ -172,7 +172,7 @@ class VllmEngine:
 
 
 def _cache_storages(caches: Sequence[Any]) -> list[tuple[torch.UntypedStorage, int]]:
-    """Every storage behind the KV cache tensors, once, with its size."""
+    """Return every storage behind the KV cache tensors with its size, without duplicates."""
     found: dict[int, tuple[torch.UntypedStorage, int]] = {}
     for cache in caches:
         for tensor in cache if isinstance(cache, list | tuple) else [cache]:

@@ -1,4 +1,4 @@
-"""Environment variables that a rank's process needs before vLLM is imported. Imports nothing."""
+"""Environment variables that a rank's process needs before vLLM is imported. Has no imports of its own."""
 
 _EVERYWHERE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -11,15 +11,15 @@ ON_CPU = _EVERYWHERE | {
     "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""Ranks share the cores, so threads are not bound; compiling costs more than it saves on a CPU.
+"""Ranks share the cores, so threads are not pinned; compilation costs more than it saves on a CPU.
 
-Megatron-core and vLLM warn on every rank that there is no GPU software; that is expected here.
+Megatron-core and vLLM warn on every rank about missing GPU software, which is expected here.
 """
 
 ON_GPU = _EVERYWHERE | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""Megatron-core wants one connection, so that communication is enqueued in order."""
+"""Megatron-core requires one connection, so that communication is enqueued in order."""
 
 
 def rank_environment(*, use_gpus: bool) -> dict[str, str]:
-    """Return the variables of a rank on a GPU, or of one on a CPU."""
+    """Return the environment variables of a rank on a GPU or on a CPU."""
     return dict(ON_GPU if use_gpus else ON_CPU)

@@ -1,7 +1,7 @@
-"""vLLM's process groups, built from a generation grid before an engine exists.
+"""vLLM's process groups, built from a generation grid before an engine is constructed.
 
-vLLM would lay its groups over consecutive ranks of the world. With its groups in place already, several engines live in
-one world, with the tensor-parallel groups of interval grouping.
+vLLM would place its groups on consecutive ranks of the world. With groups installed beforehand, several engines can
+share one world, with the tensor-parallel groups of interval grouping.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hybridengine.topology.grid import Groups
 
 
 def install_groups(generation: GenerationGrid, identity: str) -> None:
-    """Give vLLM the groups of `generation`. Collective over the world; once per process.
+    """Install the groups of `generation` in vLLM. Collective over the world; once per process.
 
     Args:
-        identity: names the job in shared memory; must differ between jobs on one node.
+        identity: name of the job in shared memory, unique among the jobs of a node.
 
     Raises:
-        TopologyError: another generation grid is installed already, or torch cannot order its groups.
+        TopologyError: a different generation grid is installed already, or torch cannot preserve the order of ranks.
     """
     tensor, pipeline = wanted = generation.groups("tp"), generation.groups("pp")
     if parallel_state.model_parallel_is_initialized():
@@ -52,7 +52,7 @@ def install_groups(generation: GenerationGrid, identity: str) -> None:
 
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Folder in which Linux shows shared memory by name."""
+"""Folder in which Linux lists shared memory by name."""
 
 _installed: list[tuple[Groups, Groups]] = []
 
@@ -71,10 +71,10 @@ def _group(groups: Groups, name: str, communicates: bool = True) -> parallel_sta
 
 
 def _unlink_shared_memory(coordinator: parallel_state.GroupCoordinator) -> None:
-    """Take away the name of this rank's shared memory on a CPU, which the whole group has opened by now.
+    """Unlink this rank's shared memory on a CPU, which the whole group has opened by now.
 
-    vLLM leaves it to the end of the process, which a rank that is killed does not reach: the memory would stay until the
-    machine restarts, and a later job that is given the same port could not start.
+    vLLM unlinks it at the end of the process, which a killed rank does not reach: the memory would stay until the
+    machine restarts, and a later job with the same port could not start.
     """
     shared = getattr(coordinator.device_communicator, "dist_module", None)
     name = getattr(shared, "group_name", None)
@@ -84,12 +84,12 @@ def _unlink_shared_memory(coordinator: parallel_state.GroupCoordinator) -> None:
 
 @contextlib.contextmanager
 def _ranks_as_listed(groups: Groups) -> Iterator[None]:
-    """Make the position in a list of ranks the rank in its group, as vLLM takes it to be; torch would sort the list.
+    """Make a rank's index in the group its index in the given list, as vLLM assumes; torch would sort the list.
 
-    Otherwise a gather over an engine's tensor ranks would return their shares in another order.
+    Otherwise a gather over an engine's tensor ranks would return the shares in a different order.
 
     Raises:
-        TopologyError: this torch cannot keep the order of a list.
+        TopologyError: this version of torch cannot preserve the order of a list.
     """
     unsorted = [list(ranks) for ranks in groups if list(ranks) != sorted(ranks)]
     if not unsorted:

@@ -1,4 +1,4 @@
-"""Requests inside a vLLM engine: how their tokens are drawn, and what has been drawn so far."""
+"""Requests in a vLLM engine: seeding of their draws, and the tokens drawn so far."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from hybridengine.backends.engine import Request, Response, SamplingSettings
 
 
 def position_seed(seed: int, position: int) -> int:
-    """Return the seed of one draw, from a request's seed and the position of the token in its response."""
+    """Return the seed of one draw, given a request's seed and the position of the token in its response."""
     digest = hashlib.blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class RunningRequests:
-    """The requests of one vLLM engine that have not ended, by vLLM's own names for them.
+    """The unfinished requests of one vLLM engine, by vLLM's internal names.
 
-    vLLM gives a seeded request a generator that counts on with every draw. It is seeded anew before every step here, so
-    that a draw depends on the request's seed and on the token's position alone: not on chunks of its prompt, on
-    preemption, or on how often the request was begun.
+    vLLM gives a seeded request a generator that advances with every draw. Here it is reseeded before every step, so that
+    a draw depends only on the request's seed and the token's position, and not on prompt chunks, preemption or restarts
+    of the request.
 
     Args:
         engine: vLLM's `LLMEngine`, in this process.
-        runner: its model runner, which has the generators.
+        runner: the engine's model runner, which owns the generators.
     """
 
     def __init__(self, engine: Any, runner: Any) -> None:
         self._engine, self._runner = engine, runner
         self._running: dict[str, tuple[Request, Response]] = {}
         self._ended: list[Response] = []
-        """Ended responses that `step` has not returned yet."""
+        """Responses that have ended and that `step` has not returned yet."""
 
     def __len__(self) -> int:
         return len(self._running) + len(self._ended)
@@ -66,7 +66,7 @@ class RunningRequests:
         return ended
 
     def settle(self, version: int) -> None:
-        """Finish what is under way: an engine with pipeline stages has several batches in flight."""
+        """Finish batches in flight, of which an engine with pipeline stages has several."""
         core = self._engine.engine_core.engine_core
         if not core.batch_queue:
             return
@@ -116,9 +116,9 @@ def _sampling_params(sampling: SamplingSettings, seed: int) -> Any:
         seed=seed,
         stop=list(sampling.stop_strings),
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # what ends a response is said once, in the settings
+        ignore_eos=True,  # only the settings' stop tokens end a response
         logprobs=0,
         detokenize=bool(sampling.stop_strings),
-        skip_special_tokens=False,  # <|im_end|> is a stop string too
+        skip_special_tokens=False,  # stop strings may contain special tokens such as <|im_end|>
         output_kind=RequestOutputKind.DELTA,
     )

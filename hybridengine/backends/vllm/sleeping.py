@@ -1,4 +1,4 @@
-"""Weights whose addresses CUDA graphs have captured: vLLM's sleep mode takes and gives their memory."""
+"""Weights whose addresses are captured in CUDA graphs, with memory managed by vLLM's sleep mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridengine.weights.storage import StoragePart, WeightStorage
 
 
 class SleepingWeights(WeightStorage):
-    """Weights whose addresses must not change: vLLM's sleep mode takes and gives their memory, all at once.
+    """Weights with fixed addresses, whose memory vLLM's sleep mode releases and reallocates all at once.
 
     The first bucket of a switch therefore materialises everything, and the ledger reports the higher peak.
     """
@@ -32,21 +32,21 @@ class SleepingWeights(WeightStorage):
         return _SleepingPart(self, tuple(names), tuple(zero))
 
     def fall_asleep(self, released: Iterable[str]) -> None:
-        """Note what nobody needs any more; the memory goes with the last of it."""
+        """Mark parameters as released; the memory is freed when all are."""
         self._released |= set(released)
         if self._awake and self._released >= set(self.names):
-            self._llm.sleep(level=2, mode="keep")  # requests that have not ended go on with the next weights
+            self._llm.sleep(level=2, mode="keep")  # unfinished requests continue with the next weights
             self._awake = False
 
     def wake_up(self) -> None:
-        """Take the memory of all weights, where it is gone."""
+        """Allocate the memory of all weights, if it is released."""
         if not self._awake:
             self._llm.wake_up(tags=["weights"])
             self._awake, self._released = True, set()
 
 
 class _SleepingPart(StoragePart):
-    """A part of weights that come and go all at once."""
+    """A part of weights that are allocated and released all at once."""
 
     def __init__(self, weights: SleepingWeights, names: tuple[str, ...], zero: tuple[str, ...]) -> None:
         super().__init__([weights[name] for name in names], [weights[name] for name in zero])
