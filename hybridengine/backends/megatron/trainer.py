@@ -54,12 +54,8 @@ class MegatronModel:
         self.groups: ProcessGroupCollection = build_groups(grid, registry)
         self.layout: Layout = megatron_layout(shape, grid, names)
         self._module = build_model(shape, grid.sizes, self.groups, dtype, names, recompute)
-        self._wanted = _wanted_positions(self._module, shape)
-        self._wrap()
-
-    def _wrap(self) -> None:
-        """Create the objects that hold the weights and run the model."""
         self.weights = WeightStorage(self._parameters(), current=self._parameters)
+        self._wanted = _wanted_positions(self._module, shape)
         self._runner = PipelineRunner(self._module, self.groups, self._wanted)
 
     def _parameters(self) -> dict[str, Parameter]:
@@ -93,7 +89,18 @@ def _wanted_positions(module: GPTModel, shape: ModelShape) -> WantedPositions | 
 class MegatronTrainer(MegatronModel):
     """One rank's part of a model that is trained."""
 
-    def _wrap(self) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        grid: Grid,
+        rank: int,
+        registry: ProcessGroups,
+        dtype: str = "float32",
+        names: NameSet = NameSet.LOCAL,
+        recompute: bool = False,
+    ) -> None:
+        # The base gives each parameter a storage of its own: it returns to the system when Megatron's buffers replace it.
+        super().__init__(shape, grid, rank, registry, dtype, names, recompute)
         self._settings: tuple[OptimizerSection, int, str] | None = None
         self._optimizer: Any = None
         self.version = 0
