@@ -150,7 +150,7 @@ def test_no_prompt_is_skipped_or_repeated(undisturbed: Outcome, disturbed: Outco
         newest = checkpoints_in(outcome.folder)[0]
         drawn = hashlib.sha256((outcome.folder / "data" / "train.jsonl").read_bytes()).hexdigest()
         found = newest.run_state().data
-        assert found == {"prompts_drawn": STEPS * 8, "batch_size": 8, "seed": 7, "sha256": drawn}
+        assert found is not None and found.model_dump() == {"prompts_drawn": STEPS * 8, "batch_size": 8, "seed": 7, "sha256": drawn}
 
 
 REPORTS = {
@@ -178,7 +178,7 @@ def test_after_a_fault_the_run_goes_on_from_the_newest_whole_checkpoint(disturbe
         re.MULTILINE,
     )
     for what, step, _ in told:
-        if what.startswith("going on"):
+        if what.startswith("resuming"):
             restarts += 1
             assert int(step) == saved
         else:

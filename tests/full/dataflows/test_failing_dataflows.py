@@ -41,6 +41,7 @@ def test_rows_of_a_dataflow_that_nobody_has_produced(started: Started, tmp_path:
 
 def mistyped(roles: Roles, sampling: Sampling, settings: object, state: State) -> dict[str, float]:
     prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step)
+    prompts.get("prompt_lengths")
     roles.actor.compute_logprobs(prompts)
     return {}
 
