@@ -150,7 +150,12 @@ def test_no_prompt_is_skipped_or_repeated(undisturbed: Outcome, disturbed: Outco
         newest = checkpoints_in(outcome.folder)[0]
         drawn = hashlib.sha256((outcome.folder / "data" / "train.jsonl").read_bytes()).hexdigest()
         found = newest.run_state().data
-        assert found is not None and found.model_dump() == {"prompts_drawn": STEPS * 8, "batch_size": 8, "seed": 7, "sha256": drawn}
+        assert found is not None and found.model_dump() == {
+            "prompts_drawn": STEPS * 8,
+            "batch_size": 8,
+            "seed": 7,
+            "sha256": drawn,
+        }
 
 
 REPORTS = {
