@@ -34,6 +34,7 @@ def test_a_machine_is_measured_fitted_and_planned_for(
     text, progress = capsys.readouterr()
     for part in ("measuring 2 ranks", "case 1 of 1", "fitting coefficients to 3 runs"):
         assert part in progress
+    text = text[text.rindex("\ncluster: ") :]  # after the output of the runs themselves
     for part in ("8 rows a step, actor 1-2-1 and 1-1", "24 rows a step"):
         assert part in text
     for phase in ("generate", "switch_to_generate", "log_probs", "update_critic", "update_actor", "step"):
