@@ -141,7 +141,7 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(source: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("where", ["before", "within", "after"])
 def test_an_export_that_fails_leaves_nothing(where: str, tmp_path: Path) -> None:
-    """It fails before its tensors (a type that the format lacks), among them, or at the end (a file has its name)."""
+    """It fails before, while or after tensors are written: an unknown type, an interruption, a taken name."""
 
     def export() -> None:
         with HfWriter(tmp_path / "model", {"a": (2, 3)}, dtype, 100) as writer:

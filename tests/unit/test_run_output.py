@@ -110,7 +110,7 @@ def test_output_that_goes_to_a_file_is_a_line_per_step(tmp_path: Path, force_col
     stream, config = io.StringIO(), _config(tmp_path)
     console = Console(file=stream, width=80, _environ={"FORCE_COLOR": force_color, "TERM": "xterm"})
     with RunOutput(config, NODES, Letters(), console) as output:
-        assert call_log().observer is None, "nobody is told of calls"
+        assert call_log().observer is None, "the observer is removed"
         rows = _play(output)
     assert stream.getvalue() == "".join(step_line(row, 3) + "\n" for row in rows)
     assert read_rows(config.run_folder) == rows
