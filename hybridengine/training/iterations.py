@@ -57,25 +57,9 @@ def iterate(
         output.draw(step, log.take_records())
         return metrics
 
-    @contextlib.contextmanager
-    def failures_drawn(step: int, known: Mapping[str, float] | None = None) -> Iterator[None]:
-        """Draw a step or an evaluation in the timeline if it fails.
-
-        Args:
-            known: metrics of the step, if its evaluation is what may fail; they are recorded.
-        """
-        try:
-            yield
-        except BaseException:
-            if known is not None:
-                output.record(step, known)
-            pools.settle()
-            output.draw(step, log.take_records())
-            raise
-
     log.take_records()  # discard the calls of the start
     if progress.step == 0:
-        with failures_drawn(0):
+        with _failures_drawn(pools, output, 0):
             metrics = measure(0)
             counts = roles.take_scorer_metrics()
         output.record(0, metrics | counts)
@@ -84,14 +68,8 @@ def iterate(
         log.take_records()  # calls between two steps belong to neither
         output.begin(step)
         begin, payload_bytes = time.time(), log.payload_bytes
-        with failures_drawn(step):
-            returned = config.algorithm.step(roles, _sampling(config, step), progress.state)
-            who = f"step {step} of algorithm.name={config.algorithm.name}"
-            names = f"names, others than {keys.STEP!r}, and numbers"
-            metrics = _numbers(returned, f"{who} returned", f"return its metrics, a dict of {names}")
-            _numbers(
-                progress.state, f"{who} keeps in its state", f"keep {names}, which a checkpoint can have"
-            )
+        with _failures_drawn(pools, output, step):
+            metrics = _carry_out(config, roles, progress, step)
             pools.wait()
         seconds, records = time.time() - begin, log.take_records()
         payload_bytes = log.payload_bytes - payload_bytes
@@ -101,7 +79,7 @@ def iterate(
             metrics[keys.TOKENS_PER_S] = metrics[keys.TOKENS] / seconds
         output.draw(step, records)
         every = config.run.eval_every
-        with failures_drawn(step, metrics):
+        with _failures_drawn(pools, output, step, metrics):
             if step == steps or (every and step % every == 0):
                 metrics |= measure(step)
             counts = roles.take_scorer_metrics()
@@ -114,6 +92,39 @@ def iterate(
             saver.after_step(metrics, last=True)
         if last:
             return
+
+
+@contextlib.contextmanager
+def _failures_drawn(
+    pools: RunPools, output: RunOutput, step: int, known: Mapping[str, float] | None = None
+) -> Iterator[None]:
+    """Draw a step or an evaluation in the timeline if it fails.
+
+    Args:
+        known: metrics of the step, if its evaluation is what may fail; they are recorded.
+    """
+    try:
+        yield
+    except BaseException:  # a request to stop included; re-raised
+        if known is not None:
+            output.record(step, known)
+        pools.settle()
+        output.draw(step, call_log().take_records())
+        raise
+
+
+def _carry_out(config: RunConfig, roles: Roles, progress: Progress, step: int) -> dict[str, float]:
+    """Run the algorithm's dataflow once; return its metrics.
+
+    Raises:
+        ConfigError: its metrics or its state are not numbers by name.
+    """
+    returned = config.algorithm.step(roles, _sampling(config, step), progress.state)
+    who = f"step {step} of algorithm.name={config.algorithm.name}"
+    names = f"names, others than {keys.STEP!r}, and numbers"
+    metrics = _numbers(returned, f"{who} returned", f"return its metrics, a dict of {names}")
+    _numbers(progress.state, f"{who} keeps in its state", f"keep {names}, which a checkpoint can have")
+    return metrics
 
 
 def _numbers(values: object, who: str, remedy: str) -> dict[str, float]:
