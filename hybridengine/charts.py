@@ -21,8 +21,9 @@ STYLE: dict[Any, Any] = {
     "axes.titlesize": 9,
     "legend.frameon": False,
     "svg.hashsalt": "hybridengine",
+    "text.parse_math": False,
 }
-"""Settings of matplotlib; the fixed salt makes equal charts produce equal SVG files."""
+"""Settings of matplotlib: equal charts produce equal SVG files, and dollar signs in names are literal."""
 
 Bars = tuple[str, Sequence[float], Sequence[Sequence[float]] | None]
 """Colour, lengths and, optionally, the error of each length (below, above)."""
@@ -34,7 +35,7 @@ def drawing(file: Path, title: str, width: float, height: float) -> Iterator[Fig
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
-        figure.suptitle(title, fontsize=10, parse_math=False)
+        figure.suptitle(title, fontsize=10)
         figure.savefig(file, dpi=130, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
 
 

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Measure this machine, carry out five runs that the fit has not seen, and compare them with what the planner says of them:
-# the table of docs/explanation/planner.md. About twenty minutes on two cores, with nothing else running.
+# the table of docs/explanation/planner.md. At least half an hour on two cores, with nothing else running.
 set -eu
 hybridengine=${HYBRIDENGINE:-.venv/bin/hybridengine}
 folder=${1:-runs/planner-check}

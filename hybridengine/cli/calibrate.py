@@ -35,7 +35,7 @@ time. Then short runs of PPO, Megatron-core, vLLM and all, with several layouts,
 coefficients of the cost model are fitted to what their phases take. How well they fit is printed, as by `plan --check`.
 `hybridengine plan --check runs/NAME` then says how well the model predicts a run that it has not seen.
 
-Takes about 20 minutes on two cores. Nothing else should run meanwhile."""
+Takes some 20 minutes on two cores. Nothing else should run meanwhile."""
 
 EPILOG = """examples:
   hybridengine calibrate                                          4 ranks on a CPU, one for each GPU

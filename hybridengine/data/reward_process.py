@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hybridengine.data import reward_child
@@ -76,6 +78,8 @@ class RewardProcess:
         self._start_timeout_s, self._memory_bytes = start_timeout_s, memory_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self._columns: tuple[str, ...] = ()
+        self._group: int | None = None
+        """Process group of the function, once it is loaded."""
 
     def start(self) -> tuple[str, ...]:
         """Start the process and load the function if necessary; return the columns that each call must give.
@@ -99,6 +103,8 @@ class RewardProcess:
                 text = f"{self.key}={self.path} {text} when it was imported; correct the module"
             raise DataError(_with_trace(text, trace))
         self._columns = ("responses", "answers", *content[0])
+        assert self._process is not None, "it has just answered"
+        self._group = _only_child(self._process.pid)
         return self._columns
 
     def call(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int] | None = None) -> list[float]:
@@ -223,8 +229,22 @@ class RewardProcess:
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
+        if code < 0:  # the guard was killed, and can no longer end the function
+            if self._group is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._group, signal.SIGKILL)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._group = None
         self._channel.close()
         return code
+
+
+def _only_child(pid: int) -> int | None:
+    """Return the process that a guard has forked, which leads a group of its own; None if it has ended."""
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(children[0]) if children else None
+    return None
 
 
 def checked_reply(line: bytes | bytearray, offered: Sequence[str], num_rows: int) -> Sequence[Any]:

@@ -169,5 +169,7 @@ def _problem(fault: ErrorDetails, content: object, model: type[PromptRow]) -> st
         text, reason = content.decode(errors="replace"), fault["msg"].removeprefix("Invalid JSON: ")
         return f"{shown(text)} is not JSON ({reason}); write one JSON object per line"
     if fault["type"] == "missing":
+        if len(fault["loc"]) > 1:
+            return f"{name} is missing; each message needs role and content"
         return f"{name} is missing; each row needs {', '.join(model.model_fields)}"
     return f"{name or 'the line'}={shown(fault['input'])} must be {rule(fault['msg'])}"

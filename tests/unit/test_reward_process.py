@@ -293,7 +293,7 @@ def test_a_process_that_takes_nothing_any_more_is_ended_at_the_limit(process):
     assert time.monotonic() - begin < LONG_S
 
 
-@pytest.mark.parametrize("end", ["wait", "end", "close"])
+@pytest.mark.parametrize("end", ["wait", "end", "close", "guard"])
 def test_what_a_function_has_started_ends_with_it(process, tmp_path, end):
     one = process("starts_children", timeout_s=2 * TIMEOUT_S if end == "wait" else 2 * LONG_S)
     file = tmp_path / "numbers"
@@ -304,6 +304,9 @@ def test_what_a_function_has_started_ends_with_it(process, tmp_path, end):
     else:
         assert one.call(columns(end, answers=file)) == [0.0]
     numbers = json.loads(file.read_text())
+    if end == "guard":
+        os.kill(numbers[1], signal.SIGKILL)
+        await_end(numbers[1])
     one.close()
     await_end(*numbers)
     assert time.monotonic() - begin < LONG_S

@@ -19,10 +19,10 @@ from hybridengine.planning.costs.dataflows import Call
 from hybridengine.planning.costs.lengths import Lengths
 from hybridengine.planning.costs.workload import workload_of
 from hybridengine.report import keys
+from hybridengine.report.run_record import CONFIG_FILE
 from hybridengine.report.step_rows import METRICS_FILE, Row, latest_rows, read_rows
 from hybridengine.report.timeline import TIMELINE_FILE, Span, read_timeline
 
-CONFIG_FILE = "config.yaml"
 WARM_STEPS = 2
 """Number of initial steps that are not counted, because first requests and allocations take longer."""
 FEWEST_STEPS = 3
