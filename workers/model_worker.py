@@ -118,7 +118,7 @@ class TrainedWorker(ModelWorker):
             )
         counters = {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
         try:
-            self._save = BackgroundSave(self.trainer, Path(folder), counters, self.run.timeouts.save_s)
+            self._save = BackgroundSave(self.trainer, Path(folder), counters)
         except CheckpointError as error:
             return error
         return None

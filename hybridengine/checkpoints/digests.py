@@ -61,22 +61,27 @@ def settle(folder: Path, files: Iterable[str] = ()) -> None:
             os.close(descriptor)
 
 
+class DamagedError(CheckpointError):
+    """Files of a checkpoint are not as they were written."""
+
+
 def check_files(folder: Path, expected: Mapping[str, FileDigest]) -> None:
     """Check that the files beneath a folder have the expected digests.
 
     Raises:
-        CheckpointError: names the first file that is missing, a link, or of other size or contents.
+        CheckpointError: a file is a link.
+        DamagedError: names the first file that is missing, or of other size or contents.
     """
     for name, digest in sorted(expected.items()):
         file = folder / name
         if file.is_symlink():
             raise CheckpointError(f"{name} is a link; copy the file there instead")
         if not file.is_file():
-            raise CheckpointError(f"{name} is missing")
+            raise DamagedError(f"{name} is missing")
         if (size := file.stat().st_size) != digest.num_bytes:
-            raise CheckpointError(f"{name} has {size} bytes instead of {digest.num_bytes}")
+            raise DamagedError(f"{name} has {size} bytes instead of {digest.num_bytes}")
     for name, found in digests_of(folder, expected).items():
         if found != expected[name]:
-            raise CheckpointError(
+            raise DamagedError(
                 f"{name} is damaged: its SHA-256 is {found.sha256[:12]}..., was {expected[name].sha256[:12]}..."
             )

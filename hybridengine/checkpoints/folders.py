@@ -27,7 +27,7 @@ from hybridengine.errors import CheckpointError
 
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFEST, RUN_STATE, ROLE_FILES = "manifest.json", "run.json", "files.json"
-_NAME = re.compile(r"step-(\d{8,})")
+NAME = re.compile(r"step-(\d{8,})")
 
 
 class _Kept(BaseModel):
@@ -141,7 +141,7 @@ def checkpoint_at(folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"{folder} has no {MANIFEST}; name a folder such as runs/NAME/checkpoints/step-00000020"
         )
-    found = _NAME.fullmatch(folder.resolve().name)
+    found = NAME.fullmatch(folder.resolve().name)
     return Checkpoint(folder, int(found[1]) if found else read_kept(folder / RUN_STATE, RunState).step)
 
 
@@ -150,7 +150,7 @@ def checkpoints_in(run_folder: Path) -> list[Checkpoint]:
     folder = run_folder / CHECKPOINTS_FOLDER
     if not folder.is_dir():
         return []
-    named = [(one, _NAME.fullmatch(one.name)) for one in folder.iterdir() if (one / MANIFEST).is_file()]
+    named = [(one, NAME.fullmatch(one.name)) for one in folder.iterdir() if (one / MANIFEST).is_file()]
     found = [Checkpoint(one, int(name[1])) for one, name in named if name]
     return sorted(found, key=lambda one: -one.step)
 
@@ -164,11 +164,13 @@ def read_kept(file: Path, kind: type[Kept]) -> Kept:
     """Return the contents of a JSON file of a checkpoint.
 
     Raises:
-        CheckpointError: the contents are invalid.
+        CheckpointError: there is no such file, or its contents are invalid.
         OSError: the file cannot be read at present.
     """
     try:
         return kind.model_validate_json(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing; use a complete checkpoint") from None
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))

@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hybridengine.checkpoints.digests import FileDigest, settle, settled_digests
+from hybridengine.checkpoints.digests import DamagedError, FileDigest, settle, settled_digests
 from hybridengine.checkpoints.folders import (
     CHECKPOINTS_FOLDER,
     MANIFEST,
+    NAME,
     ROLE_FILES,
     RUN_STATE,
     Checkpoint,
@@ -101,10 +102,15 @@ def discard(folder: Path) -> None:
     It is renamed first, so that a partly deleted folder is never taken for a complete one, and late ranks stop writing
     into it. A folder that cannot be renamed is kept.
     """
-    gone = folder.with_name(f".{folder.name.removesuffix(PARTIAL).lstrip('.')}{DELETED}")
     with contextlib.suppress(OSError):
-        shutil.rmtree(gone, ignore_errors=True)
-        shutil.rmtree(folder.rename(gone), ignore_errors=True)
+        shutil.rmtree(_renamed(folder), ignore_errors=True)
+
+
+def _renamed(folder: Path) -> Path:
+    """Rename a folder to a name that nothing reads or writes, and return it."""
+    gone = folder.with_name(f".{folder.name.removesuffix(PARTIAL).lstrip('.')}{DELETED}")
+    shutil.rmtree(gone, ignore_errors=True)
+    return folder.rename(gone)
 
 
 def settle_checkpoints(run_folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
@@ -124,7 +130,10 @@ def settle_checkpoints(run_folder: Path, say: Callable[[str], None]) -> Checkpoi
                 f"warning: checkpoint {partial.name} is incomplete (its run, or its ranks, ended while it was written);"
                 " left out"
             )
-            discard(partial)
+            with contextlib.suppress(OSError):  # a read-only disk: it is kept
+                gone = _renamed(partial)
+                if _is_written(gone):  # by late ranks, between the two looks
+                    gone.rename(partial)
     for gone in _unfinished(run_folder, DELETED):
         shutil.rmtree(gone, ignore_errors=True)
     name_written(run_folder, say)
@@ -134,7 +143,8 @@ def settle_checkpoints(run_folder: Path, say: Callable[[str], None]) -> Checkpoi
 def newest_complete(run_folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest checkpoint whose files are all intact, or None.
 
-    A damaged one is renamed, so that it does not count towards the checkpoints to keep, and is written again.
+    A damaged one is renamed, so that it does not count towards the checkpoints to keep, and is written again. One that
+    cannot be read at present keeps its name: a later start may read it.
 
     Args:
         warn: called with a message for each ignored checkpoint.
@@ -145,15 +155,20 @@ def newest_complete(run_folder: Path, warn: Callable[[str], None]) -> Checkpoint
     folder = run_folder / CHECKPOINTS_FOLDER
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file; move it away, so that checkpoints have a place")
+    for place in sorted(folder.glob("step-*")):
+        if NAME.fullmatch(place.name) and not (place / MANIFEST).is_file():
+            warn(f"checkpoint {place.name} has no {MANIFEST}, so it is incomplete; ignored")
     for checkpoint in checkpoints_in(run_folder):
+        name = checkpoint.folder.name
         try:
             checkpoint.check()
             return checkpoint
-        except CheckpointError as error:
-            name = checkpoint.folder.name
+        except DamagedError as error:
             warn(f"checkpoint {name} is damaged ({error}); left out")
             with contextlib.suppress(OSError):  # a read-only disk deletes nothing either
                 checkpoint.folder.rename(folder / f"{name}.{secrets.token_hex(4)}{DAMAGED}")
+        except CheckpointError as error:
+            warn(f"checkpoint {name} cannot be used ({error}); left out")
     return None
 
 
@@ -166,7 +181,7 @@ def name_written(run_folder: Path, say: Callable[[str], None]) -> None:
     for partial in filter(_is_written, _unfinished(run_folder, PARTIAL)):
         try:
             step = read_kept(partial / RUN_STATE, RunState).step
-            if step in [one.step for one in checkpoints_in(run_folder)]:
+            if any(one.step == step and _is_whole(one) for one in checkpoints_in(run_folder)):
                 discard(partial)
                 continue
             named = complete_checkpoint(partial).folder.name
@@ -188,6 +203,15 @@ def _is_written(partial: Path) -> bool:
     """True if all ranks have written all roles."""
     roles = [one for one in partial.iterdir() if one.is_dir()]
     return bool(roles) and all((role / ROLE_FILES).is_file() for role in roles)
+
+
+def _is_whole(checkpoint: Checkpoint) -> bool:
+    """True if all files of a checkpoint are intact."""
+    try:
+        checkpoint.check()
+    except CheckpointError:
+        return False
+    return True
 
 
 def prune(run_folder: Path, keep: int, best_step: int | None) -> list[int]:

@@ -113,6 +113,20 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
             " lower the one or raise the other",
             ("algorithm.correction.low", "algorithm.correction.high"),
         )
+    roles = ", ".join(algorithm.roles)
+    if "reward" not in algorithm.roles and config.eval_file is not None:
+        held_out = "data.eval_file" if config.data.eval_file else "data.task"
+        yield Conflict(
+            f"{named} has the roles {roles}, without the reward, which scores the held-out prompts of {held_out}; add"
+            " it to the roles of the class",
+            ("algorithm.name", "data.eval_file", "data.task"),
+        )
+    if config.actor.kl_loss_coef and "reference" not in algorithm.roles:
+        yield Conflict(
+            f"actor.kl_loss_coef={config.actor.kl_loss_coef:g} needs a reference, and {named} has the roles {roles};"
+            " add it to the roles of the class, or leave the coefficient at 0",
+            ("algorithm.name", "actor.kl_loss_coef"),
+        )
     try:
         found = [Conflict(*conflict) for conflict in algorithm.conflicts(config)]
     except Exception as error:  # custom classes may raise or yield anything

@@ -163,7 +163,7 @@ def _engines(config: RunConfig, shape: ModelShape | None) -> Iterator[Conflict]:
 
 
 def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
-    """Yield a conflict between one sequence and the KV cache."""
+    """Yield conflicts between one sequence and the KV cache, and requirements of vLLM on a CPU."""
     rollout, width = config.rollout, config.max_tokens
     gen, train = config.actor.gen_sizes, config.actor.train_sizes
     stages = (
@@ -178,6 +178,17 @@ def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
             f"rollout.kv_cache_bytes={rollout.kv_cache_bytes} must hold one sequence of {width} tokens, which takes"
             f" {needed} bytes at p_g-t_g = {gen}; raise it to a multiple of {needed}",
             ("rollout.kv_cache_bytes", *WIDTHS, "actor.generate", "model"),
+        )
+    if config.cluster.device == "cpu" and rollout.cuda_graphs:
+        yield Conflict(
+            "rollout.cuda_graphs=true needs cluster.device=cuda, found cpu; leave it false",
+            ("rollout.cuda_graphs", "cluster.device"),
+        )
+    if config.cluster.device == "cpu" and shape.head_dim % 32:
+        yield Conflict(
+            f"head_dim={shape.head_dim} is not a multiple of 32, which vLLM needs on a CPU; use another model, or"
+            " cluster.device=cuda",
+            ("model", "cluster.device"),
         )
 
 

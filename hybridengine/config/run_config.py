@@ -171,7 +171,10 @@ class RunConfig(Section):
         return {
             key: Path(value).resolve()
             for key, value in flat(self.model_dump(mode="json"))
-            if key.rpartition(".")[2] in PATH_KEYS and value and key != "run.folder"
+            if key.rpartition(".")[2] in PATH_KEYS
+            and value
+            and key != "run.folder"
+            and not key.startswith("algorithm.")
         }
 
     @property

@@ -91,11 +91,18 @@ def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
     """Return a client of rank 0's store that waits up to `timeout` for keys.
 
     Raises:
-        RuntimeError: the store cannot be reached.
+        WorkerError: the store cannot be reached.
     """
     from torch.distributed import TCPStore
 
-    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT_LIMIT_S))
+    try:
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT_LIMIT_S))
+    except RuntimeError:
+        raise WorkerError(
+            f"host {socket.gethostname()} cannot reach rank 0's store at {address} port {port} within"
+            f" {CONNECT_LIMIT_S:g} s; open the ports that the system chooses (net.ipv4.ip_local_port_range) between the"
+            " nodes, and start Ray with addresses that the others reach: `ray start --node-ip-address=...`"
+        ) from None
     store.set_timeout(timeout)
     return store
 

@@ -146,7 +146,15 @@ class Rows:
         return self[np.repeat(np.arange(len(self)), times)]
 
     def pad_to_multiple(self, size: int) -> Rows:
-        """Return these rows followed by the first ones again, up to a multiple of `size`."""
+        """Return these rows followed by the first ones again, up to a multiple of `size`.
+
+        Raises:
+            ProtocolError: `size` is less than 1.
+        """
+        if size < 1:
+            raise ProtocolError(
+                f"pad_to_multiple({size}) needs a size of at least 1; give the number of replicas"
+            )
         return self[np.arange(-(-len(self) // size) * size) % max(1, len(self))]
 
     def request(

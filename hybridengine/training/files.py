@@ -77,7 +77,9 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
                 values[key] = str(Path(value).resolve())
 
     values = config.model_dump(mode="json")
-    resolve(values)
+    resolve(
+        {name: value for name, value in values.items() if name != "algorithm"}
+    )  # whose options are its own
     if config.resume not in ("auto", "never"):
         values["resume"] = str(Path(config.resume).resolve())
     return RunConfig.model_validate_json(json.dumps(values), strict=True)

@@ -17,6 +17,7 @@ from hybridengine.checkpoints.folders import Checkpoint, checkpoints_in
 from hybridengine.checkpoints.making import name_written, settle_checkpoints
 from hybridengine.checkpoints.run_lock import run_lock
 from hybridengine.config import RunConfig
+from hybridengine.config.run_config import ranks_key
 from hybridengine.config.sections import WarmupSection
 from hybridengine.controller.calls import call_log
 from hybridengine.controller.failures import failure_signature, is_passing
@@ -64,13 +65,15 @@ def train(config: RunConfig) -> None:
 
     raise_all([*local_problems(config), *missing_trackers(config.run.trackers)])
     check_functions(config.algorithm)
+    runs_are_new = not Path(config.run.folder).exists()
     config, is_made_here = claim_run(config)
     say(f"run {as_typed(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
     stop = StopRequest(saves=bool(config.checkpoint.every))
     with contextlib.ExitStack() as ends:
+        ends.enter_context(stop.interruptible())
         # Locked first: a command that does not get the lock must not touch the folder.
         ends.enter_context(run_lock(config.run_folder, warn))
-        with _nothing_left_behind(config, is_made_here), contextlib.ExitStack() as begun:
+        with _nothing_left_behind(config, is_made_here, runs_are_new), contextlib.ExitStack() as begun:
             kept = kept_config(config)
             check_settled(config, kept)
             if (done := steps_done(config)) >= config.run.steps:
@@ -229,6 +232,14 @@ def local_problems(config: RunConfig) -> list[str]:
     """Return the reasons why the run does not fit on this machine; none if it joins a cluster."""
     if config.cluster.address is not None or os.environ.get("RAY_ADDRESS"):
         return []
+    problems = [
+        f"{ranks_key(name)}={list(pool.ranks_per_node)} needs {len(pool.ranks_per_node)} nodes, and this machine is one;"
+        " give one number, or join a cluster with cluster.address"
+        for name, pool in config.pools.items()
+        if len(pool.ranks_per_node) > 1
+    ]
+    if problems:
+        return problems
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     room = max(1, memory // RANK_BYTES)
     if config.num_ranks > room:
@@ -241,13 +252,14 @@ def local_problems(config: RunConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def _nothing_left_behind(config: RunConfig, is_made_here: bool) -> Iterator[None]:
-    """Remove the folder of a run that fails before it starts, unless the folder already existed."""
+def _nothing_left_behind(config: RunConfig, is_made_here: bool, runs_are_new: bool) -> Iterator[None]:
+    """Remove the folder of a run that fails before it starts, and run.folder, unless they already existed."""
     try:
         yield
     except HybridEngineError:
         if is_made_here:
             shutil.rmtree(config.run_folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # it has other runs
-                Path(config.run.folder).rmdir()
+            if runs_are_new:
+                with contextlib.suppress(OSError):  # it has other contents by now, such as a tracker's
+                    Path(config.run.folder).rmdir()
         raise

@@ -192,7 +192,8 @@ class RunSaver:
             return
         for role, asked in {role: self._groups[role].end_save(last) for role in writing.roles}.items():
             answers = asked.get()
-            ended = next((one for one in answers if isinstance(one, CheckpointError)), answers[0])
+            # A late rank names itself; rank 0, which answers first, may only know that some are late.
+            ended = next((one for one in reversed(answers) if isinstance(one, CheckpointError)), answers[0])
             if isinstance(ended, CheckpointError):
                 writing.error = writing.error or ended
             if ended:

@@ -6,8 +6,24 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+@contextlib.contextmanager
+def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
+    """Handle signals while the context is open; has an effect only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopRequest:
@@ -21,21 +37,27 @@ class StopRequest:
         self.asked = False
         self.heard = False
         """True after any signal, including one that arrived too late to stop the run early."""
-        self._is_late = False
+        self._interrupted = self._is_late = False
         self._saves = saves
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """End a starting run at Ctrl-C: at once, or when it has started if a library's callback drops the exception."""
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            self._interrupted = True
+            raise KeyboardInterrupt
+
+        with _handled({signal.SIGINT: interrupt}):
+            yield
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Handle signals as requests while the context is open; has an effect only in the main thread."""
-        if threading.current_thread() is not threading.main_thread():
+        if self._interrupted:
+            raise KeyboardInterrupt
+        with _handled({signal.SIGINT: self._take, signal.SIGTERM: self._take}):
             yield
-            return
-        before = {number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     @contextlib.contextmanager
     def too_late(self) -> Iterator[None]:

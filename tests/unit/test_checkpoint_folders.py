@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hybridengine.checkpoints.conversion import default_companions
+from hybridengine.checkpoints.digests import DamagedError
 from hybridengine.checkpoints.folders import (
     CHECKPOINTS_FOLDER,
     MANIFEST,
@@ -101,12 +102,15 @@ def test_a_damaged_checkpoint_is_left_out_with_the_reason(name: str, tmp_path: P
     damage, reason = DAMAGES[name]
     older, newer = write(tmp_path, 2), write(tmp_path, 3)
     damage(newer.folder)
-    with pytest.raises(CheckpointError, match=reason):
+    with pytest.raises(CheckpointError, match=reason) as caught:
         newer.check()
     warnings: list[str] = []
     assert newest_complete(tmp_path, warnings.append) == older
     assert len(warnings) == 1
-    assert "step-00000003 is damaged" in warnings[0]
+    # Only a file that is missing or has other bytes proves damage; what cannot be used now keeps its name.
+    proven = isinstance(caught.value, DamagedError)
+    assert f"step-00000003 {'is damaged' if proven else 'cannot be used'} (" in warnings[0]
+    assert newer.folder.exists() is not proven
 
 
 @pytest.mark.parametrize("state", ['{"step": "abc"}', '{"step": null, "config": {}}'])
@@ -191,7 +195,8 @@ def test_other_things_than_checkpoints_are_left_out(tmp_path: Path) -> None:
     warnings: list[str] = []
     assert newest_complete(tmp_path, warnings.append) == written
     assert warnings == [
-        "checkpoint step-00000005 is damaged (run.json says step 3: the folder has another one's name); left out",
+        "checkpoint step-00000009 has no manifest.json, so it is incomplete; ignored",
+        "checkpoint step-00000005 cannot be used (run.json says step 3: the folder has another one's name); left out",
     ]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / CHECKPOINTS_FOLDER).touch()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridengine.checkpoints import folders, making
 from hybridengine.checkpoints.digests import FileDigest
 from hybridengine.checkpoints.folders import (
     CHECKPOINTS_FOLDER,
@@ -196,6 +197,45 @@ def test_damaged_checkpoints_take_no_place(tmp_path: Path) -> None:
     assert [one.step for one in checkpoints_in(tmp_path)] == [9]
     (damaged,) = newest.folder.parent.glob("*.damaged")
     assert (damaged / "actor" / "weights").is_file()
+
+
+def test_files_of_a_late_rank_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank completes the checkpoint between the look at it and its renaming."""
+    partial = begin_checkpoint(tmp_path, RunState(step=4, roles=("actor",)))
+    renamed = making._renamed
+
+    def late(folder: Path) -> Path:
+        end_role(partial / "actor", {})
+        return renamed(folder)
+
+    monkeypatch.setattr(making, "_renamed", late)
+    found = settle_checkpoints(tmp_path, print)
+    assert found is not None and found.step == 4
+
+
+def test_a_checkpoint_that_cannot_be_read_at_present_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, newer = write(tmp_path, 3), write(tmp_path, 6)
+    said = list[str]()
+
+    def unreadable(folder: Path, expected: object) -> None:
+        if folder == newer.folder:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folders, "check_files", unreadable)
+        assert newest_complete(tmp_path, said.append) == older
+    assert len(said) == 1 and "step-00000006 cannot be used (a file cannot be read (" in said[0]
+    assert newest_complete(tmp_path, said.append) == newer
+
+
+def test_a_folder_without_a_manifest_is_reported(tmp_path: Path) -> None:
+    older, newer = write(tmp_path, 3), write(tmp_path, 6)
+    (newer.folder / "manifest.json").unlink()
+    said = list[str]()
+    assert newest_complete(tmp_path, said.append) == older
+    assert said == ["checkpoint step-00000006 has no manifest.json, so it is incomplete; ignored"]
 
 
 def test_every_file_is_on_disk_before_the_checkpoint_has_its_name(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridengine.config import check_run, load_config
+from hybridengine.config.algorithm import Algorithm
 from tests.unit.test_config import problems_of
 
 
@@ -128,6 +129,11 @@ def test_the_configurations_of_these_tests_are_valid(built: Path, from_checkpoin
                 " raise it to at least 128"
             ],
         ),
+        (
+            ["model.build.head_dim=16", "cluster.device=cpu"],
+            ["head_dim=16 is not a multiple of 32, which vLLM needs on a CPU; use another model, or"],
+        ),
+        (["model.build.head_dim=16", "cluster.device=cuda"], []),
         (["data.batch_size=6"], []),  # rows: engines may have different numbers of them
         (["data.batch_size=6", "reference.parallel=1-1-4"], []),
         (
@@ -227,6 +233,15 @@ def test_a_warmup_without_demonstrations(from_checkpoint: Path) -> None:
     assert found == ["warmup needs demonstrations; give warmup.file, or data.task, or leave warmup out"]
 
 
+class Unjudged(Algorithm):
+    """User-defined algorithm without a reward, which therefore cannot be evaluated."""
+
+    roles = ("actor",)
+
+    def step(self, roles, sampling, state):
+        return {}
+
+
 @pytest.mark.parametrize(
     ("overrides", "messages"),
     [
@@ -255,6 +270,14 @@ def test_a_warmup_without_demonstrations(from_checkpoint: Path) -> None:
         (
             ["algorithm.name=grpo_from_engine", "algorithm.correction.high=3"],
             ["algorithm.correction is not read by algorithm.name=grpo_from_engine, which takes the engine's"],
+        ),
+        (
+            ["algorithm.name=tests.unit.test_config_checks:Unjudged", "actor.kl_loss_coef=0.1"],
+            [
+                "algorithm.name=tests.unit.test_config_checks:Unjudged has the roles actor, without the reward, which"
+                " scores the held-out prompts of data.task; add it to",
+                "actor.kl_loss_coef=0.1 needs a reference, and algorithm.name=tests.unit.test_config_checks:Unjudged has",
+            ],
         ),
         (
             ["algorithm.name=safe_rlhf", "cost.function=a.b:c", "algorithm.max_log_multiplier=-1"],

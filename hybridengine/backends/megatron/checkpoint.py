@@ -50,6 +50,8 @@ T = TypeVar("T")
 
 MASTER = "master"
 PROBE_BYTES = 65_536
+LONGEST_SAVE = timedelta(days=1)
+"""Time limit of the threads' messages; the run's own limit, which names the late ranks, is timeouts.save_s."""
 """Probe size, larger than the files that a save writes before all ranks have met."""
 
 
@@ -62,16 +64,13 @@ class BackgroundSave:
     Args:
         folder: empty folder visible to all ranks.
         more: additional entries of role.json.
-        timeout_s: time limit of the save.
 
     Raises:
         StorageError: the weights are in the generation engine.
         CheckpointError: on all ranks, if one cannot write to the folder, or has no memory for the copy.
     """
 
-    def __init__(
-        self, trainer: MegatronTrainer, folder: Path, more: dict[str, Any], timeout_s: float = 600.0
-    ) -> None:
+    def __init__(self, trainer: MegatronTrainer, folder: Path, more: dict[str, Any]) -> None:
         trainer.expect_weights()
         self._rank, self._folder = trainer.rank, folder
         planner, refused = BoxPlanner(), _probe(folder, self._rank)
@@ -88,10 +87,9 @@ class BackgroundSave:
         self._random = random_states(tracked)
         self._ranks = trainer.groups.intra_dist_opt
         self._agree_on(refused)
-        # Longer than the wait of the run, which names the late ranks.
-        made = dist.new_group(timeout=timedelta(seconds=2 * timeout_s), backend="gloo")
+        made = dist.new_group(timeout=LONGEST_SAVE, backend="gloo")
         self._own_group = cast(dist.ProcessGroup, made)
-        self._given_up = threading.Event()
+        self._given_up, self._has_written = threading.Event(), threading.Event()
         self._outcome: bool | CheckpointError = False
         self._thread = threading.Thread(target=self._write, args=(planner,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -104,7 +102,7 @@ class BackgroundSave:
 
     def _write(self, planner: BoxPlanner) -> None:
         try:
-            writer = _RankWriter(self._folder, self._rank, self._random)
+            writer = _RankWriter(self._folder, self._rank, self._random, self._has_written)
             dcp.save({}, storage_writer=writer, planner=planner, process_group=self._own_group)
             _DistWrapper(self._own_group, True, 0).all_reduce("digests", self._own_digests, self._complete)
             self._outcome = True
@@ -138,17 +136,16 @@ class BackgroundSave:
         Args:
             last: treat ranks that have not finished writing as failed.
         """
-        if last and self._outcome is False and self._rank == 0:
+        if last and self._outcome is False:
             self._given_up.set()
-            return self._late()
+            if self._rank == 0 or not self._has_written.is_set():
+                return self._late()
         return self._outcome
 
     def _late(self) -> CheckpointError:
-        ranks = range(self._ranks.size())
-        late = [rank for rank in ranks if not (self._folder / _random_file(rank)).exists()] or [0]
+        who = "all ranks" if self._has_written.is_set() else f"rank {self._rank}"
         return CheckpointError(
-            f"{self._folder} could not be written by rank {', '.join(map(str, late))}: it has not ended in time; raise"
-            " timeouts.save_s"
+            f"{self._folder} could not be written by {who}: it has not ended in time; raise timeouts.save_s"
         )
 
     def some_rank_writes(self) -> bool:
@@ -181,13 +178,15 @@ class BoxPlanner(DefaultSavePlanner):
 class _RankWriter(FileSystemWriter):
     """Writes a rank's tensors, and then the states of its random number generators."""
 
-    def __init__(self, folder: Path, rank: int, random: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, rank: int, random: dict[str, Any], written: threading.Event) -> None:
         super().__init__(folder)
+        self._written = written
         self._random_file, self._random = folder / _random_file(rank), random
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written = super().write_data(plan, planner)
         torch.save(self._random, self._random_file)
+        self._written.set()
         return written
 
 
