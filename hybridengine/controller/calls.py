@@ -72,7 +72,10 @@ class CallObserver(Protocol):
     def call_made(
         self, number: int, role: str, method: str, pool: str, num_ranks: int, inputs: Sequence[int]
     ) -> None:
-        """Called when all ranks of a pool have received a call; `inputs` are numbers of unfinished calls whose rows it reads, directly or through others."""
+        """Called when all ranks of a pool have received a call.
+
+        `inputs` are the numbers of unfinished calls whose rows it reads, directly or through other calls.
+        """
 
     def rank_ended(self, number: int, pool: str, rank: int) -> None:
         """Called when a rank has ended a call, successfully or not; runs in a thread of Ray's, in any order."""

@@ -107,7 +107,7 @@ class LiveView(Progress):
     def call_made(
         self, number: int, role: str, method: str, pool: str, num_ranks: int, inputs: Sequence[int]
     ) -> None:
-        """Show a call that was sent to all ranks of a pool; `inputs` are unfinished calls whose rows it reads, directly or through others."""
+        """Show a call that was sent to all ranks of a pool (see `CallObserver`)."""
         with self._calls_lock:
             missing = {earlier for earlier in inputs if earlier in self._calls}
             self._calls[number] = _Call(role, method, pool, num_ranks, missing)
