@@ -96,14 +96,15 @@ def save_while_training(
 
 
 def load_and_save(
-    rank: int, source: Path, loads: list[tuple[str, str]], dtype: str, checkpoints: Path, out: Path
+    rank: int, source: Path, loads: list[tuple[str, str, str]], dtype: str, checkpoints: Path, out: Path
 ) -> None:
-    """Load a checkpoint of one layout in another one, and save it again."""
+    """Load a checkpoint of one layout in another one, (folder, sizes, rank order), and save it again."""
     registry, shape = ProcessGroups(), ModelShape.from_folder(source)
-    for written, sizes in loads:
-        trainer = make_trainer(shape, Grid(TrainSizes.parse(sizes)), rank, registry, source, dtype)
+    for written, sizes, order in loads:
+        grid = Grid(TrainSizes.parse(sizes), RankOrder[order])
+        trainer = make_trainer(shape, grid, rank, registry, source, dtype)
         load_checkpoint(trainer, checkpoints / written)
-        ended(BackgroundSave(trainer, empty_folder(out / f"{written} in {sizes}"), {}))
+        ended(BackgroundSave(trainer, empty_folder(out / f"{written} in {sizes}-{order}"), {}))
 
 
 def load_converted(rank: int, source: Path, checkpoint: Path) -> list[str]:

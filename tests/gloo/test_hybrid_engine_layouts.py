@@ -28,20 +28,26 @@ from tests.gloo.plain_generation import make_engine
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 
-NUM_RANKS = range(1, 9)
-CASES = [(n, "float32") for n in NUM_RANKS] + [(n, "bfloat16") for n in NUM_RANKS if n <= 4]
-"""(number of ranks, dtype). The element size changes neither moves nor messages: few ranks show that in less time."""
-TRAINED = (1, 2, 3, 5, 7)
-"""Numbers of ranks that also train next to a twin; 4, 6 and 8 do so in test_reshard_pairs.py, for three rounds."""
+CASES = [
+    (1, "float32"),
+    (2, "float32"),
+    (2, "bfloat16"),
+    (3, "float32"),
+    (4, "float32"),
+    (6, "float32"),
+    (8, "float32"),
+]
+"""(number of ranks, dtype). 5 and 7 ranks would be cut as 2 and 3 are, by one axis; the element size changes neither
+moves nor messages."""
+TRAINED = (1, 2, 3)
+"""Numbers of ranks that also train next to a twin; 4, 6 and 8 do so in test_reshard_pairs.py."""
 
 MODELS: dict[int, tuple[str, bool, int, int]] = {
     1: ("qwen3", True, 128, 131),
     2: ("qwen2", True, 32, 131),
     3: ("llama", False, 32, 131),
     4: ("qwen3", True, 128, 131),
-    5: ("llama", False, 32, 300),
     6: ("qwen2", False, 32, 131),
-    7: ("llama", True, 32, 400),
     8: ("llama", True, 16, 131),
 }
 """Number of ranks -> (family, tied embeddings, head_dim, vocabulary): sizes that every t dividing n can shard, and that
@@ -70,7 +76,9 @@ def divisors(number: int) -> list[int]:
 
 
 def train_layouts(num_ranks: int) -> list[tuple[int, int, int]]:
-    """Return every (p, t, d)."""
+    """Return every (p, t, d); of 8 ranks the only one that fewer ranks cannot have, with all three axes above 1."""
+    if num_ranks == 8:
+        return [(2, 2, 2)]
     return [(p, t, num_ranks // (p * t)) for p in divisors(num_ranks) for t in divisors(num_ranks // p)]
 
 

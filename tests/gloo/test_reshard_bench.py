@@ -36,12 +36,11 @@ EVEN = ModelShape(
 )
 """Sizes that divide evenly, except for norms, which each tensor-parallel rank holds whole."""
 
-GENERAL = ("2-2-2:1-4", "4-1-2:2-2", "1-4-2:1-4")
-NESTED = ("1-4-2:1-2", "2-4-1:1-2", "2-2-2:1-1")
+GENERAL = ("4-1-2:2-2", "1-4-2:1-4")
+NESTED = ("1-4-2:1-2", "2-2-2:1-1")
 FORMULAS = {
     # received, peak (of both copies, for methods that keep one), as fractions of M: table 2 of the paper by hand.
     "1-4-2:1-2": {"micro-dp": (1 / 4, 1 / 2), "model-parallel": (3 / 4, 3 / 4), "full": (7 / 8, 3 / 4)},
-    "2-4-1:1-2": {"micro-dp": (3 / 8, 1 / 2), "model-parallel": (7 / 8, 5 / 8), "full": (7 / 8, 5 / 8)},
     "2-2-2:1-1": {"micro-dp": (3 / 4, 1.0), "model-parallel": (3 / 4, 5 / 4), "full": (7 / 8, 5 / 4)},
 }
 

@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["1-1", "1-2", "2-1"])
+@pytest.fixture(scope="module", params=["1-2", "2-1"])
 def ranks(request: pytest.FixtureRequest, model: Path, run_vllm_ranks: VllmRankLauncher) -> list[Seen]:
     train = "2-1-1" if request.param == "2-1" else "1-2-1"
     generation = GenerationGrid(Grid(TrainSizes.parse(train)), GenSizes.parse(request.param))
