@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hybridengine.checkpoints.conversion import import_model
 from hybridengine.checkpoints.folders import checkpoint_at
-from hybridengine.checkpoints.hf_writer import HfWriter
+from hybridengine.checkpoints.hf_files import HfWriter
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.cli.main import main
 from hybridengine.models.checkpoint_files import check_checkpoint
@@ -241,7 +241,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(
     there = str(start) if back else str(source)
     before, limits = sorted(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
     capsys.readouterr()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     try:
         status = main(
             ["convert", there, str(tmp_path / "out"), *(["--companions", str(source)] if back else [])]

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from hybridengine.backends.megatron.model import DTYPES
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel
-from hybridengine.checkpoints.hf_reader import SafetensorsFolder
-from hybridengine.checkpoints.hf_writer import HfWriter
+from hybridengine.checkpoints.hf_files import HfWriter, SafetensorsFolder
 from hybridengine.errors import CheckpointError
 from hybridengine.models.shapes import SCORE_HEAD
 from hybridengine.reshard.hf import hf_layout
