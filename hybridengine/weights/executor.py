@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from hybridengine.errors import HybridEngineError, PlanError, StorageError, TransferError
@@ -31,13 +30,8 @@ class Verify(str, Enum):
     NEVER = "never"
 
 
-@dataclass
-class _Open:
-    """A bucket in flight."""
-
-    program: Program
-    pending: list[Pending]
-    """Messages of the current step."""
+_InFlight = list[tuple[Program, list[Pending]]]
+"""Programs of the buckets in flight, with the messages of their present steps."""
 
 
 class PlanExecutor:
@@ -106,7 +100,7 @@ class PlanExecutor:
         """
         self.num_complete = first
         is_verified = verify is Verify.ALWAYS or (verify is Verify.FIRST and not self._has_verified)
-        in_flight: list[_Open] = []
+        in_flight: _InFlight = []
         try:
             for index in range(first, len(self.plan.buckets)):
                 if in_flight and not self.plan.buckets[index].overlaps:
@@ -171,7 +165,7 @@ class PlanExecutor:
         for fills in self._fills[self.num_complete :]:
             fills.release()
 
-    def _open(self, index: int, verify: bool, in_flight: list[_Open]) -> None:
+    def _open(self, index: int, verify: bool, in_flight: _InFlight) -> None:
         """Allocate memory, and start the messages of a bucket's first step."""
         self._fills[index].materialise()
         self._ledger.note()
@@ -180,31 +174,29 @@ class PlanExecutor:
         program = self._programs[index, verify]
         program.staging.materialise()
         self._ledger.stage(program.staging.total_bytes)
-        opened = _Open(program, [])
-        in_flight.append(opened)
+        in_flight.append((program, []))
         if program.steps:
-            self._start(opened, program.steps[0])
+            self._start(program.steps[0], in_flight[-1][1])
         program.local.run()
 
-    def _start(self, opened: _Open, step: Step) -> None:
+    def _start(self, step: Step, pending: list[Pending]) -> None:
         step.gather.run()
-        opened.pending = [self._transport.post(step.messages)]
+        pending[:] = [self._transport.post(step.messages)]
         if step.checks is not None:
             step.checks.sign()
             if step.checks.messages is not None:
-                opened.pending.append(self._transport.post(step.checks.messages))
+                pending.append(self._transport.post(step.checks.messages))
 
     def _finish_oldest(
-        self, in_flight: list[_Open], after_bucket: Callable[[tuple[str, ...]], None] | None
+        self, in_flight: _InFlight, after_bucket: Callable[[tuple[str, ...]], None] | None
     ) -> None:
         """Wait for the oldest bucket, forward its boxes, unpack and verify it, and release its sources."""
-        opened, index = in_flight[0], self.num_complete
-        program = opened.program
+        (program, pending), index = in_flight[0], self.num_complete
         for number, step in enumerate(program.steps):
             if number:
-                self._start(opened, step)
-            for pending in opened.pending:
-                self._ledger.receive(pending.wait())
+                self._start(step, pending)
+            for messages in pending:
+                self._ledger.receive(messages.wait())
             step.spread.run()
             if step.checks is not None:
                 step.checks.verify(self._rank)
@@ -220,12 +212,12 @@ class PlanExecutor:
         if after_bucket is not None:
             after_bucket(self.plan.buckets[index].destinations.get(self._rank, ()))
 
-    def _abandon(self, in_flight: list[_Open]) -> None:
+    def _abandon(self, in_flight: _InFlight) -> None:
         """Stop all writes into buffers of unfinished buckets after a failure, and free their staging."""
         self._give_up()  # first, so that other ranks do not take what they read from this rank for weights
-        for opened in in_flight:
-            for pending in opened.pending:
-                pending.abandon()
+        for _, pending in in_flight:
+            for messages in pending:
+                messages.abandon()
         for program in self._programs.values():
             program.staging.release()
 
