@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,16 +18,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from hybridengine.checkpoints.folders import RUN_STATE, Checkpoint, RunState, write_kept
-from hybridengine.checkpoints.hf_reader import SafetensorsFolder, check_weights
-from hybridengine.checkpoints.hf_writer import HfWriter, gone_on_failure
+from hybridengine.checkpoints.hf_files import HfWriter, SafetensorsFolder, check_weights, gone_on_failure
 from hybridengine.checkpoints.making import complete_checkpoint
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError, UnreadableError
@@ -45,11 +40,7 @@ Told = Callable[[int, int], None]
 
 
 def read_role(folder: Path) -> dict[str, Any]:
-    """Return the contents of a role's role.json.
-
-    Raises:
-        CheckpointError: the file does not exist.
-    """
+    """Return the contents of a role's role.json; CheckpointError if it is missing or unreadable."""
     try:
         return read_object(folder / ROLE_FILE)
     except FileNotFoundError:
@@ -76,7 +67,6 @@ def export_role(
 
     Raises:
         CheckpointError: the checkpoint lacks the role or a tensor, or the configuration describes another model.
-        OSError: writing failed.
     """
     folder = checkpoint.folder / role
     if not folder.is_dir():
@@ -99,7 +89,6 @@ def export_role(
 
 
 def _check_same_model(companions: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that a configuration describes these tensors, with any kind of head."""
     described = dict(ModelShape.from_folder(companions).tensors)
     for name in sorted({*described, *shapes} - {LM_HEAD, SCORE_HEAD}):
         if described.get(name) != shapes.get(name):
@@ -124,7 +113,6 @@ def import_model(
 
     Raises:
         CheckpointError: the source is incomplete, or has non-finite weights.
-        OSError: writing failed.
     """
     shape = check_weights(source)
     files = SafetensorsFolder(source)
@@ -138,7 +126,8 @@ def import_model(
             f"{WEIGHTS}.{name}": torch.empty(size, dtype=DTYPES[dtype], device="meta")
             for name, size in shape.tensors.items()
         }
-        writer = _OneByOneWriter(str(folder))
+        # Torch's writer holds the tensors of a file in memory until the file is complete.
+        writer = FileSystemWriter(folder, single_file_per_rank=False, per_thread_copy_ahead=0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a single process, as no_dist implies
             try:
@@ -175,27 +164,6 @@ class _LazyReader(DefaultSavePlanner):
         self._done += tensor.numel() * tensor.element_size()
         self._progress(self._done, self._total)
         return tensor
-
-
-class _OneByOneWriter(FileSystemWriter):
-    """Writes all tensors into one file and frees each: torch's writer holds all tensors until the last is written."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Return the locations of the tensors after writing them to disk."""
-        name, written = "__0_0.distcp", list[WriteResult]()
-        with (Path(self.path) / name).open("wb") as file:
-            for item in plan.items:
-                tensor = planner.resolve_data(item)
-                assert isinstance(tensor, Tensor), "there is nothing but tensors"
-                begin = file.tell()
-                torch.save(tensor, file)
-                place = _StorageInfo(name, begin, file.tell() - begin)
-                written.append(WriteResult(item.index, place.length, place))
-            file.flush()
-            os.fsync(file.fileno())
-        future = Future[list[WriteResult]]()
-        future.set_result(written)
-        return future
 
 
 def default_companions(checkpoint: Checkpoint) -> Path | None:

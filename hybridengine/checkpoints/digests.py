@@ -23,7 +23,6 @@ class FileDigest(NamedTuple):
 
     @classmethod
     def of(cls, file: Path) -> FileDigest:
-        """Return the digest of a file's contents."""
         with file.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
             return cls(os.fstat(opened.fileno()).st_size, digest)
@@ -37,22 +36,14 @@ def digests_of(folder: Path, files: Iterable[str]) -> dict[str, FileDigest]:
 
 
 def settled_digests(folder: Path, files: Iterable[str]) -> dict[str, FileDigest]:
-    """Return `digests_of` new files after flushing them and their names to disk.
-
-    Raises:
-        OSError: they could not be flushed.
-    """
+    """Return `digests_of` new files after flushing them and their names to disk."""
     names = list(files)
     settle(folder, names)
     return digests_of(folder, names)
 
 
 def settle(folder: Path, files: Iterable[str] = ()) -> None:
-    """Flush files of a folder, and its directory entries, to disk, so that they survive a crash of the machine.
-
-    Raises:
-        OSError: they could not be flushed.
-    """
+    """Flush files of a folder, and its directory entries, to disk, so that they survive a crash of the machine."""
     for path in [*(folder / name for name in files), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

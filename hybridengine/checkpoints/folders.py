@@ -31,8 +31,6 @@ NAME = re.compile(r"step-(\d{8,})")
 
 
 class _Kept(BaseModel):
-    """Contents of a JSON file in a checkpoint."""
-
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="constants")
 
 
@@ -102,11 +100,7 @@ class Checkpoint:
     step: int
 
     def check(self) -> None:
-        """Check all files against the manifest.
-
-        Raises:
-            CheckpointError: the reason why the checkpoint cannot be used.
-        """
+        """Check all files against the manifest; CheckpointError with the reason why the checkpoint cannot be used."""
         try:
             expected = read_kept(self.folder / MANIFEST, FileList).files
             check_files(self.folder, expected)
@@ -123,20 +117,12 @@ class Checkpoint:
         return sum(one.num_bytes for one in read_kept(self.folder / MANIFEST, FileList).files.values())
 
     def run_state(self) -> RunState:
-        """Return the contents of run.json.
-
-        Raises:
-            CheckpointError: its contents are invalid.
-        """
+        """Return the contents of run.json; CheckpointError if they are invalid."""
         return read_kept(self.folder / RUN_STATE, RunState)
 
 
 def checkpoint_at(folder: Path) -> Checkpoint:
-    """Return the checkpoint in a folder.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-    """
+    """Return the checkpoint in a folder; CheckpointError if there is none."""
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(
             f"{folder} has no {MANIFEST}; name a folder such as runs/NAME/checkpoints/step-00000020"
@@ -156,7 +142,6 @@ def checkpoints_in(run_folder: Path) -> list[Checkpoint]:
 
 
 def files_beneath(folder: Path) -> list[str]:
-    """Return the relative paths of all files in a folder."""
     return sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if not one.is_dir())
 
 
@@ -180,11 +165,7 @@ def read_kept(file: Path, kind: type[Kept]) -> Kept:
 
 
 def write_kept(file: Path, value: _Kept) -> None:
-    """Write a JSON file of a checkpoint, and flush it to disk.
-
-    Raises:
-        OSError: writing failed.
-    """
+    """Write a JSON file of a checkpoint, and flush it to disk."""
     with file.open("w") as opened:
         opened.write(value.model_dump_json(indent=1) + "\n")
         opened.flush()

@@ -33,9 +33,6 @@ def begin_checkpoint(run_folder: Path, state: RunState) -> Path:
     """Return a new folder for writing a checkpoint, with one folder per role.
 
     Every attempt has a unique name: ranks of a node that is considered lost may still be writing.
-
-    Raises:
-        OSError: the folder cannot be created.
     """
     name = f".{_folder_name(state.step)}-{secrets.token_hex(4)}{PARTIAL}"
     partial = run_folder / CHECKPOINTS_FOLDER / name
@@ -51,11 +48,7 @@ def begin_checkpoint(run_folder: Path, state: RunState) -> Path:
 
 
 def end_role(folder: Path, digests: Mapping[str, FileDigest]) -> None:
-    """Record the files of a role that all ranks have written, which marks the role as complete.
-
-    Raises:
-        OSError: the record cannot be written.
-    """
+    """Record the files of a role that all ranks have written, which marks the role as complete."""
     unfinished = folder / f".{ROLE_FILES}"
     write_kept(unfinished, FileList(files=dict(digests)))
     unfinished.rename(folder / ROLE_FILES)
@@ -63,10 +56,7 @@ def end_role(folder: Path, digests: Mapping[str, FileDigest]) -> None:
 
 
 def complete_checkpoint(partial: Path, named: Path | None = None) -> Checkpoint:
-    """Write the manifest of a folder that has all other files, and rename it.
-
-    Args:
-        named: final path; by default that of its step.
+    """Write the manifest of a folder that has all other files, and rename it to `named` or the name of its step.
 
     Raises:
         CheckpointError: a file is missing.
@@ -107,7 +97,6 @@ def discard(folder: Path) -> None:
 
 
 def _renamed(folder: Path) -> Path:
-    """Rename a folder to a name that nothing reads or writes, and return it."""
     gone = folder.with_name(f".{folder.name.removesuffix(PARTIAL).lstrip('.')}{DELETED}")
     shutil.rmtree(gone, ignore_errors=True)
     return folder.rename(gone)
@@ -117,9 +106,7 @@ def settle_checkpoints(run_folder: Path, say: Callable[[str], None]) -> Checkpoi
     """Return the checkpoint from which a run resumes, or None; delete checkpoints that were never completed.
 
     Checkpoints that only lack their final name are renamed: all ranks had written them when the run or its ranks ended.
-
-    Args:
-        say: called with a message for each renamed or ignored checkpoint.
+    Each renamed or ignored one is a message.
 
     Raises:
         CheckpointError: the path of the checkpoints folder is a file.
@@ -145,12 +132,6 @@ def newest_complete(run_folder: Path, warn: Callable[[str], None]) -> Checkpoint
 
     A damaged one is renamed, so that it does not count towards the checkpoints to keep, and is written again. One that
     cannot be read at present keeps its name: a later start may read it.
-
-    Args:
-        warn: called with a message for each ignored checkpoint.
-
-    Raises:
-        CheckpointError: the path of the checkpoints folder is a file.
     """
     folder = run_folder / CHECKPOINTS_FOLDER
     if folder.is_file():
@@ -173,11 +154,7 @@ def newest_complete(run_folder: Path, warn: Callable[[str], None]) -> Checkpoint
 
 
 def name_written(run_folder: Path, say: Callable[[str], None]) -> None:
-    """Rename checkpoints that only lack their final name; delete those whose step already has a checkpoint.
-
-    Args:
-        say: called with a message for each renamed one, and for each that cannot be renamed and is kept.
-    """
+    """Rename checkpoints that only lack their final name, and say so; delete those whose step has one already."""
     for partial in filter(_is_written, _unfinished(run_folder, PARTIAL)):
         try:
             step = read_kept(partial / RUN_STATE, RunState).step
@@ -200,13 +177,11 @@ def name_written(run_folder: Path, say: Callable[[str], None]) -> None:
 
 
 def _is_written(partial: Path) -> bool:
-    """True if all ranks have written all roles."""
     roles = [one for one in partial.iterdir() if one.is_dir()]
     return bool(roles) and all((role / ROLE_FILES).is_file() for role in roles)
 
 
 def _is_whole(checkpoint: Checkpoint) -> bool:
-    """True if all files of a checkpoint are intact."""
     try:
         checkpoint.check()
     except CheckpointError:
@@ -223,7 +198,6 @@ def prune(run_folder: Path, keep: int, best_step: int | None) -> list[int]:
 
 
 def _unfinished(run_folder: Path, ending: str) -> list[Path]:
-    """Return the folders of checkpoints with a temporary name."""
     found = (run_folder / CHECKPOINTS_FOLDER).glob(f".step-*{ending}")
     return sorted(one for one in found if one.is_dir())
 

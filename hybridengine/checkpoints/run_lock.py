@@ -19,10 +19,7 @@ NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 @contextlib.contextmanager
 def run_lock(run_folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
-    """Prevent other processes, on every machine that sees the folder, from executing the same run.
-
-    Args:
-        warn: called if the file system does not support locks, so that other processes would not be rejected.
+    """Prevent other processes, on every machine that sees the folder, from executing the run; warn where this fails.
 
     Raises:
         ConfigError: another process holds the lock, or the folder is not writable.

@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from hybridengine.errors import CheckpointError
-from hybridengine.reshard.boxes import Box, extents, intersect, moved, starts
+from hybridengine.reshard.boxes import Box, extents, full_box, intersect, moved, starts
 
 METADATA_FILE = ".metadata"
 COMMON_STATE = "common_state/"
@@ -43,8 +43,6 @@ ALLOWED_CLASSES = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler restricted to descriptions of tensors."""
-
     def find_class(self, module: str, name: str) -> Any:
         if name in ALLOWED_CLASSES.get(module, ()):
             return super().find_class(module, name)
@@ -55,11 +53,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return the description of the tensors in a folder.
-
-    Raises:
-        CheckpointError: the metadata cannot be read, or has contents other than descriptions of tensors.
-    """
+    """Return the description of the tensors in a folder; CheckpointError if it is unreadable, or has anything else."""
     file = folder / METADATA_FILE
     try:
         found = _Unpickler(io.BytesIO(file.read_bytes())).load()
@@ -81,32 +75,16 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class TensorFolder:
-    """Tensors in a folder of PyTorch's distributed format, read from disk on request."""
+    """Tensors in a folder of PyTorch's distributed format, read from disk on request; see `read_metadata` for errors."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the description of the tensors.
-
-        Raises:
-            CheckpointError: see `read_metadata`.
-        """
         self.folder, metadata = folder, read_metadata(folder)
-        described = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
-        self.shapes = {name: tuple(one.size) for name, one in described.items()}
+        self._described = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
+        self._places: dict[MetadataIndex, Any] = metadata.storage_data or {}
+        self.shapes = {name: tuple(one.size) for name, one in self._described.items()}
         """Name -> shape of the whole tensor."""
-        self.dtypes = {name: one.properties.dtype for name, one in described.items()}
+        self.dtypes = {name: one.properties.dtype for name, one in self._described.items()}
         """Name -> type of the tensor."""
-        boxes = {
-            (name, tuple(chunk.offsets)): tuple(
-                (start, start + extent) for start, extent in zip(chunk.offsets, chunk.sizes, strict=True)
-            )
-            for name, one in described.items()
-            for chunk in one.chunks
-        }
-        self._chunks: dict[str, list[tuple[Box, Any]]] = {name: [] for name in described}
-        """Name -> boxes, with the location of each."""
-        for index, place in (metadata.storage_data or {}).items():
-            if (box := boxes.get((index.fqn, tuple(index.offset or ())))) is not None:
-                self._chunks[index.fqn].append((box, place))
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return the elements of one box of a tensor.
@@ -118,9 +96,10 @@ class TensorFolder:
             raise CheckpointError(f"{self.folder} has no tensor {name}; use a complete checkpoint")
         result = torch.empty(extents(box), dtype=self.dtypes[name])
         filled = 0
-        for chunk, place in self._chunks[name]:
-            common = intersect(chunk, box)
-            if common is None:
+        for stored in self._described[name].chunks:
+            chunk = moved(full_box(tuple(stored.sizes)), (0,) * len(box), tuple(stored.offsets))
+            common, place = intersect(chunk, box), self._places.get(MetadataIndex(name, stored.offsets))
+            if common is None or place is None:
                 continue
             source = moved(common, starts(chunk), (0,) * len(chunk))
             target = moved(common, starts(box), (0,) * len(box))
@@ -134,7 +113,6 @@ class TensorFolder:
         return result
 
     def _stored(self, place: Any) -> Tensor:
-        """Return a chunk as stored."""
         file = self.folder / place.relative_path
         if file.resolve().parent != self.folder.resolve():
             raise CheckpointError(

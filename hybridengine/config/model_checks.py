@@ -156,7 +156,7 @@ def _engines(config: RunConfig, shape: ModelShape | None) -> Iterator[Conflict]:
         yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "actor.parallel"))
     if shape is not None:
         for problem in [
-            *shape.gen_pp_problems(gen.pp_size),
+            *shape.pp_problems(gen.pp_size, "p_g"),
             *shape.gen_tp_problems(gen.tp_size, train.tp_size),
         ]:
             yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "model"))

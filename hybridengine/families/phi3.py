@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hybridengine.families.family import Family
-from hybridengine.families.tables import DecoderSizes, Rows
+from hybridengine.families.family import DecoderSizes, Family, Rows
 
 _QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 

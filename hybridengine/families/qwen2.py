@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hybridengine.families.family import Family
-from hybridengine.families.tables import DecoderSizes
+from hybridengine.families.family import DecoderSizes, Family
 
 
 class Qwen2(Family):

@@ -9,16 +9,7 @@ from hybridengine.families.phi3 import PHI3
 from hybridengine.families.qwen2 import QWEN2
 from hybridengine.families.qwen3 import QWEN3
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        LLAMA,
-        QWEN2,
-        QWEN3,
-        MISTRAL,
-        PHI3,
-    )
-}
+FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3)}
 """Name -> family."""
 
 ARCHITECTURES: dict[str, Family] = {

@@ -58,11 +58,7 @@ class StoredTensor(NamedTuple):
 
 
 def check_checkpoint(folder: str | Path) -> ModelShape:
-    """Return the shape of the checkpoint in `folder` after checking that its files are complete and match `config.json`.
-
-    Raises:
-        CheckpointError: lists every problem of the checkpoint.
-    """
+    """Return the shape of the checkpoint in `folder`; CheckpointError with every problem of its files and config.json."""
     raise_all(checkpoint_problems(folder), CheckpointError)
     return ModelShape.from_folder(folder)
 
@@ -77,9 +73,7 @@ def checkpoint_problems(folder: str | Path) -> list[str]:
     except (CheckpointError, ConfigError) as error:
         text = str(error)
         problems.append(text if str(folder) in text else f"{folder / 'config.json'}: {text}")
-    files, file_problems = _weight_files(folder)
-    tensors, header_problems = _stored(files)
-    file_problems += header_problems
+    tensors, file_problems = _stored(folder)
     problems += file_problems
     if shape is not None and not file_problems:
         problems += _disagreements(folder, shape, tensors)
@@ -87,23 +81,14 @@ def checkpoint_problems(folder: str | Path) -> list[str]:
 
 
 def tensors_of(folder: str | Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a complete checkpoint folder by name.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
-    files, problems = _weight_files(Path(folder))
-    tensors, header_problems = _stored(files)
-    raise_all(problems + header_problems, CheckpointError)
+    """Return every tensor of a complete checkpoint folder by name; CheckpointError if a file is missing or damaged."""
+    tensors, problems = _stored(Path(folder))
+    raise_all(problems, CheckpointError)
     return tensors
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """Return the entries of a safetensors file.
-
-    Raises:
-        CheckpointError: the file is missing, truncated, or not a safetensors file.
-    """
+    """Return the entries of a safetensors file; CheckpointError if it is missing, truncated, or none."""
     try:
         check_regular(file)
         with safe_open(file, framework="numpy") as opened:
@@ -115,11 +100,18 @@ def read_header(file: Path) -> list[StoredTensor]:
         ) from None
 
 
-def _stored(files: list[Path]) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the tensors of all files by name, and the problems found in the files."""
+def _stored(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Return the tensors of a checkpoint by name, and the problems of its files."""
     tensors: dict[str, StoredTensor] = {}
-    problems: list[str] = []
+    try:
+        files = _weight_files(folder)
+    except CheckpointError as error:
+        return tensors, [str(error)]
+    missing = [file for file in files if not file.is_file()]
+    problems = [f"{file}, named by {INDEX_FILE}, does not exist; restore it" for file in missing]
     for file in files:
+        if file in missing:
+            continue
         try:
             found = {tensor.name: tensor for tensor in read_header(file)}
         except CheckpointError as error:
@@ -134,36 +126,27 @@ def _stored(files: list[Path]) -> tuple[dict[str, StoredTensor], list[str]]:
     return tensors, problems
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the safetensors files of a checkpoint, and the problems found in its index.
-
-    As in transformers, an index is ignored if there is a single file.
-    """
-    index = folder / INDEX_FILE
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that a checkpoint names; as in transformers, an index beside a single file is ignored."""
+    index, remedy = folder / INDEX_FILE, "restore the original file"
     if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE], []
+        return [folder / SINGLE_FILE]
     if not index.exists():
-        return [], [
+        raise CheckpointError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; save the model as safetensors there"
-        ]
+        )
     try:
         names = sorted(set(read_object(index)["weight_map"].values()))
-        if outside := [
-            name for name in names if Path(name).name != name or name in ("", "..") or len(name) > 255
-        ]:
-            return [], [
-                f"{index} names {shown(outside[0])}, which is no file of its folder; restore the original file"
-            ]
-        files = [folder / name for name in names]
+        outside = [name for name in names if Path(name).name != name or name in ("", "..") or len(name) > 255]
     except UnreadableError as error:
-        return [], [f"{error}; restore the original file"]
+        raise CheckpointError(f"{error}; {remedy}") from None
     except (KeyError, TypeError, AttributeError) as error:
-        return [], [f"{index} is no index of shards ({error}); restore the original file"]
-    if not files:
-        return [], [f"{index} names no shard; restore the original file"]
-    missing = [file for file in files if not file.is_file()]
-    problems = [f"{file}, named by {INDEX_FILE}, does not exist; restore it" for file in missing]
-    return [file for file in files if file not in missing], problems
+        raise CheckpointError(f"{index} is no index of shards ({error}); {remedy}") from None
+    if outside:
+        raise CheckpointError(f"{index} names {shown(outside[0])}, which is no file of its folder; {remedy}")
+    if not names:
+        raise CheckpointError(f"{index} names no shard; {remedy}")
+    return [folder / name for name in names]
 
 
 def _disagreements(folder: Path, shape: ModelShape, tensors: dict[str, StoredTensor]) -> list[str]:
@@ -172,7 +155,7 @@ def _disagreements(folder: Path, shape: ModelShape, tensors: dict[str, StoredTen
     if LM_HEAD in tensors and shape.tied_embeddings:
         expected[LM_HEAD] = expected[EMBEDDING]  # some exporters also store a tied head
     config, remedy = (
-        folder / "config.json",
+        folder / CONFIG_FILE,
         "config.json and weights must be of one model: restore the original pair",
     )
     missing = [name for name in expected if name not in tensors]
@@ -210,11 +193,7 @@ def _joined(parts: list[str], separator: str = ", ") -> str:
 
 
 def copy_companions(model: Path, tokenizer: Path, out: Path) -> None:
-    """Copy the companions of a model's weights and of a tokenizer into a folder, replacing older ones.
-
-    Raises:
-        OSError: a file cannot be read or written.
-    """
+    """Copy the companions of a model's weights and of a tokenizer into a folder, replacing older ones."""
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -1,6 +1,6 @@
 """Rules for the `config.json` of a dense decoder: types and bounds of values, and unsupported features.
 
-A null value counts as missing, as in transformers, unless null has a meaning for its key.
+A null value counts as missing, as in transformers, unless null has a meaning for its key. Each check raises ConfigError.
 """
 
 from __future__ import annotations
@@ -59,22 +59,14 @@ def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:
-    """Check that each value has the type that its key requires; nulls have been removed.
-
-    Raises:
-        ConfigError: a list, object or boolean where another type is required.
-    """
+    """Check that each value has the type that its key requires; nulls have been removed."""
     for key, (kind, name) in _KINDS.items():
         if key in config and not isinstance(config[key], kind):
             raise ConfigError(f"{key}={shown(config[key])} must be {name}; {_RESTORE}")
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:
-    """Check that all sizes are present, positive and plausible.
-
-    Raises:
-        ConfigError: lists the sizes that are not.
-    """
+    """Check that all sizes are present, positive and plausible; the error lists those that are not."""
     optional = {key: limit for key, limit in _OPTIONAL_SIZES.items() if config.get(key) is not None}
     wrong = [
         f"{key}={shown(config.get(key))} (at most {limit})"
@@ -86,22 +78,14 @@ def check_sizes(config: Mapping[str, Any]) -> None:
 
 
 def check_numbers(numbers: Mapping[str, Any]) -> None:
-    """Check that all values are positive and finite.
-
-    Raises:
-        ConfigError: lists the values that are not.
-    """
+    """Check that all values are positive and finite."""
     for key, value in numbers.items():
         if not is_number(value) or not 0 < value <= MAX_NUMBER:
             raise ConfigError(f"{key}={shown(value)} must be a positive number; {_RESTORE}")
 
 
 def check_features(config: Mapping[str, Any], architecture: str, family: Family) -> None:
-    """Check that the model is a dense one of `family`, without unsupported features.
-
-    Raises:
-        ConfigError: names the first unsupported feature.
-    """
+    """Check that the model is a dense one of `family`, without unsupported features; the error names the first."""
     for problem in chain(_unsupported(config, architecture, family.name), family.refusals(config)):
         raise ConfigError(problem)
 
@@ -121,5 +105,4 @@ def _unsupported(config: Mapping[str, Any], architecture: str, family: str) -> I
 
 
 def is_number(value: object) -> bool:
-    """True if `value` is an integer or a float, and not a boolean."""
     return type(value) in (int, float)

@@ -21,8 +21,6 @@ from hybridengine.models.shapes import ModelShape
 
 @dataclass(frozen=True)
 class Preset:
-    """A model that can be given by name instead of by its files."""
-
     name: str
     repository: str
     """Hugging Face repository that the values come from."""
@@ -108,9 +106,7 @@ def find_preset(text: str) -> Preset | None:
 
 
 def resolve_model(text: str) -> ModelShape:
-    """Return the shape of the preset, `config.json` or folder with a `config.json` that `text` names.
-
-    A preset takes precedence over a folder of the same name; write ./NAME for the folder.
+    """Return the shape of the preset, or else of the `config.json` or its folder (./NAME), that `text` names.
 
     Raises:
         ConfigError: no such preset or file, or a file that describes an unsupported model.
@@ -132,5 +128,4 @@ def resolve_model(text: str) -> ModelShape:
 
 
 def _plain(text: str) -> str:
-    """Return a text in lower case, without hyphens, underscores and spaces."""
     return re.sub(r"[\s_-]", "", text.lower())

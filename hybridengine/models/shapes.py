@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, raise_all, shown
-from hybridengine.families.family import Family
+from hybridengine.families.family import DecoderSizes, Family
 from hybridengine.families.registry import ARCHITECTURES, FAMILIES
-from hybridengine.families.tables import DecoderSizes
 from hybridengine.models.config_json import (
     MAX_PARAMETERS,
     ROPE_NUMBERS,
@@ -41,7 +41,6 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def layer_prefix(layer: int) -> str:
-    """Return the prefix of the names of a decoder layer's logical tensors."""
     return f"model.layers.{layer}."
 
 
@@ -57,11 +56,7 @@ class ModelShape(DecoderSizes):
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Return the shape described by the contents of a Hugging Face `config.json`.
-
-        Raises:
-            ConfigError: an unsupported architecture or feature, or a missing key.
-        """
+        """Return the shape that a Hugging Face `config.json` describes; ConfigError if unsupported or incomplete."""
         config = without_nulls(config)
         check_kinds(config)
         names = [str(name) for name in config.get("architectures") or ()]
@@ -146,7 +141,6 @@ class ModelShape(DecoderSizes):
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of all logical tensors."""
         return sum(math.prod(shape) for shape in self.tensors.values())
 
     def weight_bytes(self, dtype: str) -> int:
@@ -154,27 +148,16 @@ class ModelShape(DecoderSizes):
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     def split_layers(self, pp_size: int) -> tuple[range, ...]:
-        """Return the consecutive layers of each pipeline stage; any remainder goes to the first stages, one layer each.
-
-        Raises:
-            ConfigError: there are more stages than layers.
-        """
+        """Return the layers of each pipeline stage, one more in the first if uneven; ConfigError if a stage has none."""
         raise_all(self.pp_problems(pp_size))
         each, longer = divmod(self.num_layers, pp_size)
-        stages, first = [], 0
-        for stage in range(pp_size):
-            last = first + each + (stage < longer)
-            stages.append(range(first, last))
-            first = last
-        return tuple(stages)
+        firsts = [stage * each + min(stage, longer) for stage in range(pp_size + 1)]
+        return tuple(range(first, last) for first, last in pairwise(firsts))
 
     def gen_stage_layers(self, train_pp_size: int, gen_pp_size: int) -> tuple[range, ...]:
         """Return the layers of each generation stage: a union of p/p_g consecutive training stages, so that stages nest.
 
         Where p_g does not divide p, stages cannot nest and are divided as evenly as training stages.
-
-        Raises:
-            ConfigError: there are more stages than layers.
         """
         if train_pp_size % gen_pp_size:
             return self.split_layers(gen_pp_size)
@@ -204,10 +187,6 @@ class ModelShape(DecoderSizes):
             f" choose {name} <= {self.num_layers}"
         ]
 
-    def gen_pp_problems(self, pp_size: int) -> list[str]:
-        """Return the reasons why the model cannot be generated with p_g = `pp_size`."""
-        return self.pp_problems(pp_size, "p_g")
-
     def gen_tp_problems(self, tp_size: int, train_tp_size: int) -> list[str]:
         """Return the reasons why vLLM cannot hold the model at t_g = `tp_size` when it trains at t = `train_tp_size`.
 
@@ -223,7 +202,6 @@ class ModelShape(DecoderSizes):
         return [f"{fault}; choose t_g from {_one_of(choices)}" for fault in faults]
 
     def _gen_tp_faults(self, tp_size: int, train_tp_size: int) -> list[str]:
-        """Return the rules that t_g violates."""
         faults = [
             f"t_g={tp_size} does not divide {field}={getattr(self, field)}"
             for field in ("num_heads", "ffn_hidden_size")

@@ -20,10 +20,10 @@ BucketOf = dict[tuple[int, str], int]
 
 
 def audit(plan: Plan) -> list[str]:
-    """Return the problems of a plan from one layout to another; empty if it is correct.
+    """Return the problems of a plan from one layout to another.
 
-    Guarantees: if no problem is found, every rank of the domain ends with its complete and exact destination shard, no
-    source is read after its release, and a rank releases what its destination shard holds and keeps the rest.
+    Guarantees: if there are none, every rank of the domain ends with its complete and exact destination shard, no source
+    is read after its release, and a rank releases what its destination shard holds and keeps the rest.
     """
     problems = list(_layout_problems(plan))
     if problems:
@@ -33,17 +33,17 @@ def audit(plan: Plan) -> list[str]:
         for parameter in plan.destination.held(rank).parameters:
             if (rank, parameter.name) not in filled:
                 problems.append(f"no bucket fills {_at(rank, parameter.name)}")
-    problems += _MoveAudit(plan, filled, given_up).problems()
+    problems += _move_problems(plan, filled, given_up)
     for index, bucket in enumerate(plan.buckets):
         problems += [f"bucket {index}: {problem}" for problem in _message_problems(plan, bucket)]
     return [*problems, *_release_problems(plan, given_up)]
 
 
 def audit_return(plan: Plan, back: Plan) -> list[str]:
-    """Return the problems of `back` as the local inverse of `plan`; empty if it is correct.
+    """Return the problems of `back` as the local inverse of `plan`.
 
-    Guarantees: if no problem is found, `back` restores, bucket by bucket from the last to the first, exactly the sources
-    that `plan` releases, and nothing moves between ranks.
+    Guarantees: if there are none, `back` restores, bucket by bucket from the last to the first, exactly the sources that
+    `plan` releases, and nothing moves between ranks.
     """
     if (back.source, back.destination, back.ranks) != (plan.destination, plan.source, plan.ranks):
         return ["the way back is between other layouts or ranks"]
@@ -57,7 +57,7 @@ def audit_return(plan: Plan, back: Plan) -> list[str]:
             problems.append(f"bucket {index} does not give up what was filled there")
         if here.packs or any(not move.is_local for move in here.moves):
             problems.append(f"bucket {index} moves something between ranks")
-    return problems + _MoveAudit(back, filled, given_up).problems()
+    return [*problems, *_move_problems(back, filled, given_up)]
 
 
 def union_elements(boxes: Iterable[Box], dim: int = 0) -> int:
@@ -138,71 +138,61 @@ def _ownership(plan: Plan) -> tuple[BucketOf, BucketOf, list[str]]:
     return filled, given_up, problems
 
 
-class _MoveAudit:
-    """Checks that every move reads data that is present, and that the moves write each filled parameter exactly once."""
+def _move_problems(plan: Plan, filled: BucketOf, given_up: BucketOf) -> Iterator[str]:
+    """Yield moves that read data that is not present, and filled parameters that are not written exactly once."""
+    domain = set(plan.ranks)
+    written: dict[tuple[int, str, tuple[int, ...]], list[Box]] = {}
+    """(rank, parameter, offset of a piece) -> boxes of the piece's tensor that moves write to it."""
+    for index, bucket in enumerate(plan.buckets):
+        tensors, arrived = set(bucket.tensors), set[tuple[str, Box, Place]]()
+        if any(move.step for move in bucket.moves):
+            arrived = {(move.tensor, move.box, move.destination) for move in bucket.moves if not move.step}
+        for move in bucket.moves:
+            faults = list(_read_faults(plan, move, given_up.get(move.source[:2], index), index, arrived))
+            rank, name, _ = move.destination
+            piece = _piece_at(plan.destination, move.destination, move)
+            if piece is None:
+                faults.append("writes what does not belong there")
+            else:
+                if filled.get((rank, name)) != index:
+                    faults.append("writes into a parameter that this bucket does not fill")
+                written.setdefault((rank, name, piece.offset), []).append(move.box)
+            if move.tensor not in tensors:
+                faults.append("is of a tensor of no bucket, or of another")
+            if move.source.rank not in domain or rank not in domain:
+                faults.append("leaves the domain")
+            yield from (f"bucket {index}: {_show(move)} {fault}" for fault in faults)
+    for rank, name in filled:
+        parameter = _parameter(plan.destination, rank, name)
+        for piece in parameter.pieces if parameter else ():
+            boxes = written.get((rank, name, piece.offset), [])
+            if len(boxes) == 1 and boxes[0] == piece.box:
+                continue
+            total, distinct = sum(map(num_elements, boxes)), union_elements(boxes)
+            missing = num_elements(piece.box) - distinct
+            where = f"{piece.tensor}{list(piece.box)} in {_at(rank, name)}"
+            if missing:
+                yield f"{missing} elements of {where} are not written"
+            if total > distinct:
+                yield f"{total - distinct} elements of {where} are written again"
 
-    def __init__(self, plan: Plan, filled: BucketOf, given_up: BucketOf) -> None:
-        self._plan, self._filled, self._given_up = plan, filled, given_up
-        self._written: dict[tuple[int, str, tuple[int, ...]], list[Box]] = {}
-        """(rank, parameter, offset of a piece) -> boxes of the piece's tensor that moves write to it."""
 
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        for index, bucket in enumerate(self._plan.buckets):
-            tensors, domain = set(bucket.tensors), set(self._plan.ranks)
-            arrived = set()
-            if any(move.step for move in bucket.moves):
-                arrived = {
-                    (move.tensor, move.box, move.destination) for move in bucket.moves if not move.step
-                }
-            for move in bucket.moves:
-                faults = [*self._read_faults(move, index, arrived), *self._write_faults(move, index)]
-                if move.tensor not in tensors:
-                    faults.append("is of a tensor of no bucket, or of another")
-                if move.source.rank not in domain or move.destination.rank not in domain:
-                    faults.append("leaves the domain")
-                found += [f"bucket {index}: {_show(move)} {fault}" for fault in faults]
-        return [*found, *self._coverage()]
-
-    def _read_faults(self, move: Move, index: int, arrived: set[tuple[str, Box, Place]]) -> Iterator[str]:
-        if not move.step:
-            if _piece_at(self._plan.source, move.source, move) is None:
-                yield "reads what is not there"
-            if self._given_up.get(move.source[:2], index) < index:
-                yield f"reads what bucket {self._given_up[move.source[:2]]} has given up"
-            return
-        if move.step != 1:
-            yield f"is of step {move.step}; there are 0 and 1"
-        if move.is_local:
-            yield "is a local copy of step 1; local copies are made before anything arrives"
-        if (move.tensor, move.box, move.source) not in arrived:
-            yield "passes on what no move of step 0 has brought"
-
-    def _write_faults(self, move: Move, index: int) -> Iterator[str]:
-        rank, name, _ = move.destination
-        piece = _piece_at(self._plan.destination, move.destination, move)
-        if piece is None:
-            yield "writes what does not belong there"
-            return
-        if self._filled.get((rank, name)) != index:
-            yield "writes into a parameter that this bucket does not fill"
-        self._written.setdefault((rank, name, piece.offset), []).append(move.box)
-
-    def _coverage(self) -> Iterator[str]:
-        """Yield filled parameters that have elements not written exactly once."""
-        for rank, name in self._filled:
-            parameter = _parameter(self._plan.destination, rank, name)
-            for piece in parameter.pieces if parameter else ():
-                boxes = self._written.get((rank, name, piece.offset), [])
-                if len(boxes) == 1 and boxes[0] == piece.box:
-                    continue
-                written, distinct = sum(map(num_elements, boxes)), union_elements(boxes)
-                missing = num_elements(piece.box) - distinct
-                where = f"{piece.tensor}{list(piece.box)} in {_at(rank, name)}"
-                if missing:
-                    yield f"{missing} elements of {where} are not written"
-                if written > distinct:
-                    yield f"{written - distinct} elements of {where} are written again"
+def _read_faults(
+    plan: Plan, move: Move, gone: int, index: int, arrived: set[tuple[str, Box, Place]]
+) -> Iterator[str]:
+    """Yield faults of what a move of bucket `index` reads; bucket `gone` has released its source."""
+    if not move.step:
+        if _piece_at(plan.source, move.source, move) is None:
+            yield "reads what is not there"
+        if gone < index:
+            yield f"reads what bucket {gone} has given up"
+        return
+    if move.step != 1:
+        yield f"is of step {move.step}; there are 0 and 1"
+    if move.is_local:
+        yield "is a local copy of step 1; local copies are made before anything arrives"
+    if (move.tensor, move.box, move.source) not in arrived:
+        yield "passes on what no move of step 0 has brought"
 
 
 def _message_problems(plan: Plan, bucket: Bucket) -> Iterator[str]:
@@ -239,20 +229,16 @@ def _list_faults(pack: Pack, receiver: int, moves: Sequence[Move]) -> Iterator[s
 
 def _in_place_faults(plan: Plan, pack: Pack) -> Iterator[str]:
     """Yield unstaged ends of messages that are not contiguous in memory."""
-    runs = [(plan.destination if pack.step else plan.source, [move.source for move in pack.moves[0]])]
-    flags = [pack.sent_in_place]
-    for moves, in_place in zip(pack.moves, pack.received_in_place, strict=True):
-        runs.append((plan.destination, [move.destination for move in moves]))
-        flags.append(in_place)
-    for rank, (layout, places), in_place in zip(
-        (pack.source_rank, *pack.receivers), runs, flags, strict=True
-    ):
+    holder = plan.destination if pack.step else plan.source
+    ends = [(pack.source_rank, holder, [move.source for move in pack.moves[0]], pack.sent_in_place)]
+    for rank, moves, in_place in zip(pack.receivers, pack.moves, pack.received_in_place, strict=True):
+        ends.append((rank, plan.destination, [move.destination for move in moves], in_place))
+    for rank, layout, places, in_place in ends:
         if in_place and not (len(places) == 1 and _is_one_run(layout, places[0], pack.moves[0][0])):
             yield f"is not one run of memory at rank {rank}, and has no staging there"
 
 
 def _is_one_run(layout: Layout, place: Place, move: Move) -> bool:
-    """True if a box is contiguous in memory."""
     parameter = _parameter(layout, place.rank, place.parameter)
     if parameter is None:
         return False
@@ -266,17 +252,15 @@ def _is_one_run(layout: Layout, place: Place, move: Move) -> bool:
 def _release_problems(plan: Plan, given_up: BucketOf) -> Iterator[str]:
     """Yield ranks that do not release exactly what their destination shard holds."""
 
+    shards = plan.destination.shards
+
     @cache
-    def returning(source_key: ShardKey, destination_key: ShardKey) -> frozenset[str]:
-        shard = plan.destination.shards[destination_key]
-        return frozenset(
-            parameter.name
-            for parameter in plan.source.shards[source_key].parameters
-            if _holds(shard, parameter)
-        )
+    def returning(source_key: ShardKey, destination_key: ShardKey) -> set[str]:
+        parameters = plan.source.shards[source_key].parameters
+        return {one.name for one in parameters if _holds(shards[destination_key], one)}
 
     for rank in plan.ranks:
-        found = frozenset[str]()
+        found = set[str]()
         if rank in plan.source.keys and rank in plan.destination.keys:
             found = returning(plan.source.keys[rank], plan.destination.keys[rank])
         kept = []
@@ -314,7 +298,6 @@ def _piece_at(layout: Layout, place: Place, move: Move) -> Piece | None:
 
 
 def _is_inside(box: Box, other: Box) -> bool:
-    """True if a non-empty box is part of another."""
     return len(box) == len(other) and all(a <= b < c <= d for (b, c), (a, d) in zip(box, other, strict=True))
 
 

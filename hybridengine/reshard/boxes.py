@@ -76,10 +76,7 @@ def cover(box: Box, held: Iterable[tuple[Holder, Box]]) -> tuple[list[tuple[Hold
 
 
 def view_index(offset: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int | slice, ...]:
-    """Return the index that selects the box of `sizes` starting at `offset` from an array or tensor.
-
-    The box spans the last dims; the dims before are fixed at one index and dropped from the view.
-    """
+    """Return the index of the box of `sizes` at `offset`, which spans the last dims; those before are dropped."""
     leading = len(offset) - len(sizes)
     spans = [slice(start, start + size) for start, size in zip(offset[leading:], sizes, strict=True)]
     return offset[:leading] + tuple(spans)

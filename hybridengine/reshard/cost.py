@@ -64,31 +64,17 @@ class RankCost:
         return sum(self.received_by_link.values())
 
     @property
-    def sent_bytes(self) -> int:
-        return sum(self.sent_by_link.values())
-
-    @property
     def peak_bytes(self) -> int:
         """Peak weight and staging bytes."""
         return max(self.memory_bytes)
 
-    @property
-    def peak_bound_bytes(self) -> int:
-        """Upper bound of the peak: one copy of the weights, bytes held twice, and the buckets in flight."""
-        return self.one_copy_bytes + self.redundant_bytes + self.bucket_bytes
-
 
 def plan_costs(plan: Plan, element_bytes: int, nodes: NodeMap | None = None) -> dict[int, RankCost]:
-    """Return the cost of `plan` for each of its ranks, at `element_bytes` per weight.
-
-    Args:
-        nodes: assignment of ranks to nodes; None if all share one.
-    """
+    """Return the cost of `plan` for each of its ranks; without `nodes`, all ranks share one."""
     return rank_costs(plan, plan_traffic(plan, nodes), element_bytes)
 
 
 def rank_costs(plan: Plan, traffic: Traffic, element_bytes: int) -> dict[int, RankCost]:
-    """Return the cost of `plan` for each of its ranks, given its traffic."""
     moved_LDR, copied_R = traffic.moved_KLDSR.sum(axis=(0, 3)), traffic.copied_KPR[:, COPIED].sum(axis=0)
     return {
         rank: _rank_cost(plan, rank, moved_LDR[:, :, place].tolist(), int(copied_R[place]), element_bytes)
@@ -97,11 +83,7 @@ def rank_costs(plan: Plan, traffic: Traffic, element_bytes: int) -> dict[int, Ra
 
 
 def plan_traffic(plan: Plan, nodes: NodeMap | None = None) -> Traffic:
-    """Return the elements that each rank moves in each bucket and step.
-
-    Args:
-        nodes: assignment of ranks to nodes; None if all share one.
-    """
+    """Return the elements that each rank moves in each bucket and step; without `nodes`, all ranks share one."""
     place_of = {rank: place for place, rank in enumerate(plan.ranks)}
     moved, copied = [], []
     for k, bucket in enumerate(plan.buckets):
@@ -120,10 +102,8 @@ def plan_traffic(plan: Plan, nodes: NodeMap | None = None) -> Traffic:
                     copied.append((k, SPREAD, receiver, size))
     num_buckets, num_ranks = len(plan.buckets), len(plan.ranks)
     moved_KLDSR = np.zeros((num_buckets, len(REMOTE), 2, NUM_STEPS, num_ranks), dtype=np.int64)
-    messages_KLDSR, copied_KPR = (
-        np.zeros_like(moved_KLDSR),
-        np.zeros((num_buckets, 3, num_ranks), dtype=np.int64),
-    )
+    messages_KLDSR = np.zeros_like(moved_KLDSR)
+    copied_KPR = np.zeros((num_buckets, 3, num_ranks), dtype=np.int64)
     *places, sizes = np.array(moved, dtype=np.int64).reshape(-1, 6).T
     np.add.at(moved_KLDSR, tuple(places), sizes)
     np.add.at(messages_KLDSR, tuple(places), 1)
@@ -134,8 +114,7 @@ def plan_traffic(plan: Plan, nodes: NodeMap | None = None) -> Traffic:
 
 
 def _rank_cost(plan: Plan, rank: int, moved_LD: list[list[int]], copied: int, element_bytes: int) -> RankCost:
-    source = _sizes(plan.source, rank)
-    destination = _sizes(plan.destination, rank)
+    source, destination = _sizes(plan.source, rank), _sizes(plan.destination, rank)
     received = sum(received for received, _ in moved_LD)
     kept = sum(source[name] for name in plan.retained(rank))
     twice = kept if rank in plan.destination.keys else 0
@@ -170,16 +149,10 @@ def _memory(plan: Plan, rank: int, forms: list[tuple[int, int]], held: int) -> t
     """Return (elements held after each event, most elements of the buckets in flight), following the executor's order.
 
     Opening a bucket allocates its staging and destination, and closes the previous bucket unless they overlap; closing
-    it frees staging and source.
-
-    Args:
-        forms: for each bucket, the elements that `rank` releases and fills.
-        held: elements held at the start.
+    it frees staging and source. `forms` are the elements that `rank` releases and fills in each bucket.
     """
     memory, largest = [held], 0
-    opened: list[
-        tuple[int, int]
-    ] = []  # for each bucket in flight: elements that it takes, and that its end frees
+    opened: list[tuple[int, int]] = []  # elements that a bucket in flight takes, and that its end frees
     for bucket, (vanishes, appears) in zip(plan.buckets, forms, strict=True):
         while opened and not (bucket.overlaps and len(opened) == 1):
             memory.append(memory[-1] - opened.pop(0)[1])

@@ -7,14 +7,15 @@ whatever axes they have; ranks that exchange nothing are separate domains.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from functools import cache, lru_cache
+from typing import TypeVar
 
 from hybridengine.reshard.boxes import Box, intersect, subtract
-from hybridengine.reshard.components import components
 from hybridengine.reshard.layout import Layout, ShardKey
 from hybridengine.topology.grid import Groups
 
+Element = TypeVar("Element", bound=Hashable)
 Place = tuple[ShardKey | None, ShardKey | None]
 """Source and destination shard of a rank; None where it has none."""
 
@@ -36,10 +37,7 @@ def domains(source: Layout, destination: Layout) -> Groups:
 
 
 def _replicas(source: Layout, destination: Layout) -> Iterable[list[int]]:
-    """Return the ranks divided into as many parts as there are full models: the first ranks of every shard, and so on.
-
-    Ranks without a source shard are distributed over the parts.
-    """
+    """Return the ranks of each full model; ranks without a source shard are distributed over the models."""
     alike: dict[Place, list[int]] = {}
     for rank in sorted({**source.keys, **destination.keys}):
         place = source.keys.get(rank), None if rank in source.keys else destination.keys[rank]
@@ -114,3 +112,25 @@ def _cut(box: Box, holders: _Holders) -> set[frozenset[ShardKey]]:
                 cut += [(common, keys | {key}), *((rest, keys) for rest in subtract(part, common))]
         parts = cut
     return {keys for _, keys in parts}
+
+
+def components(links: Iterable[Iterable[Element]]) -> list[tuple[Element, ...]]:
+    """Return groups of elements connected by links, directly or indirectly; each link names one element or more.
+
+    The groups, and the elements of each, are in order of first appearance.
+    """
+    leader: dict[Element, Element] = {}
+
+    def find(element: Element) -> Element:
+        while leader.setdefault(element, element) != element:
+            leader[element] = element = leader[leader[element]]
+        return element
+
+    for first, *others in links:
+        one = find(first)
+        for other in others:
+            leader[find(other)] = one
+    found: dict[Element, list[Element]] = {}
+    for element in leader:
+        found.setdefault(find(element), []).append(element)
+    return [tuple(component) for component in found.values()]

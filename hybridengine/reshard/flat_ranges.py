@@ -67,5 +67,4 @@ def pieces_in_range(parameter: LocalParameter, start: int, stop: int) -> Iterato
 
 
 def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the number of elements between neighbours in each dimension of a contiguous tensor."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -21,35 +21,28 @@ _Parts = list[tuple[Box, Box]]
 
 
 class _Holding(NamedTuple):
-    """A piece of a logical tensor in a parameter of a rank."""
-
     rank: int
     parameter: str
     piece: Piece
 
     def place(self, part: Box) -> Place:
-        """Return the place where `part`, a box inside the piece, starts."""
         return Place(self.rank, self.parameter, self.piece.start_in_parameter(part))
 
 
 class Gather:
-    """Computes the moves of logical tensors, one after another; senders are balanced over all tensors so far.
+    """Computes the moves of logical tensors in a domain, one after another; senders are balanced over all tensors so far.
 
-    Args:
-        ranks: ranks of the domain.
-        nodes: assignment of ranks to nodes; None if all share one.
-        two_step: forward boxes within a node; otherwise each rank fetches from an owner itself.
+    Without `two_step`, each rank fetches from an owner itself; without `nodes`, all ranks share one.
     """
 
     def __init__(
         self,
         source: Layout,
         destination: Layout,
-        ranks: Iterable[int],
+        ranks: tuple[int, ...],
         nodes: NodeMap | None = None,
         two_step: bool = True,
     ) -> None:
-        ranks = tuple(ranks)
         self._source = source
         self._held, self._needed = _holdings(source, ranks), _holdings(destination, ranks)
         self._node_of = {rank: nodes.node_of(rank) if nodes else 0 for rank in ranks}
@@ -61,11 +54,7 @@ class Gather:
         self._owner_sets: dict[tuple[Box, ...], int] = {}
 
     def moves(self, tensor: str) -> list[Move]:
-        """Return the moves that fill all pieces of `tensor` in the destination layout.
-
-        Raises:
-            PlanError: no rank of the domain holds a box.
-        """
+        """Return the moves that fill all pieces of `tensor`; PlanError if no rank of the domain holds a box."""
         owners: dict[Box, list[_Holding]] = {}
         own: dict[int, list[_Holding]] = {}
         for holding in self._held.get(tensor, ()):
@@ -105,7 +94,6 @@ class Gather:
         return parts
 
     def _deliver(self, tensor: str, part: Box, owners: list[_Holding], needs: list[_Holding]) -> list[Move]:
-        """Return the moves of one part from its owners to all ranks that need it."""
         size = num_elements(part)
         by_node: dict[int, list[_Holding]] = {}
         for need in needs:

@@ -1,18 +1,19 @@
 """Layouts: the parameters of each rank, and the boxes of logical tensors that they hold.
 
 Layouts are data: fused projections, replicated heads, padded vocabularies, tied embeddings and uneven pipeline stages
-are rows of these tables. The modules `hf`, `megatron` and `vllm` write the tables; all code that moves weights reads
-them.
+are rows of these tables. The modules `megatron` and `vllm` write the tables, a Hugging Face checkpoint has a trivial one;
+all code that moves weights reads them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from hybridengine.errors import PlanError
+from hybridengine.families.family import Entry, Rows, Stack, Whole
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.boxes import Box, extents, full_box, moved, num_elements, starts, view_index
 
@@ -24,9 +25,7 @@ class Piece:
     tensor: str
     box: Box
     offset: tuple[int, ...]
-    """Index of the box's first element in the local parameter.
-
-    A parameter with more dims than the tensor, such as a stack of experts, has the box at one index of its first dims."""
+    """Index of the box's first element in the local parameter, which may have more dims, such as a stack of experts."""
 
     @property
     def local_box(self) -> Box:
@@ -39,7 +38,7 @@ class Piece:
         return view_index(self.offset, extents(self.box))
 
     def start_in_parameter(self, part: Box) -> tuple[int, ...]:
-        """Return the index of the first element of `part`, a box inside the piece, in the local parameter."""
+        """Return the index of the first element of `part` in the local parameter."""
         offset, leading = self.offset, len(self.offset) - len(part)
         inside = zip(part, self.box, offset[leading:], strict=True)
         # Called for every part of every move: a list is built faster than a generator.
@@ -141,11 +140,7 @@ class Layout:
         return found
 
     def shard(self, rank: int) -> Shard:
-        """Return the shard of `rank`.
-
-        Raises:
-            PlanError: the rank is not in the layout.
-        """
+        """Return the shard of `rank`; PlanError if it is not in the layout."""
         if rank not in self.keys:
             raise PlanError(
                 f"rank {rank} is not part of the layout {self.kind}; its ranks are {list(self.keys)}"
@@ -158,6 +153,13 @@ class Layout:
 
 
 _EMPTY = Shard(())
+
+
+@lru_cache(maxsize=16)
+def hf_layout(shape: ModelShape, ranks: tuple[int, ...] = (0,)) -> Layout:
+    """Return the layout of a Hugging Face checkpoint: each of `ranks` holds all logical tensors under their own names."""
+    shard = Shard(tuple(whole(name, name, size) for name, size in shape.tensors.items()))
+    return Layout(shape, dict.fromkeys(ranks, ()), {(): shard}, kind="hugging face")
 
 
 def whole(name: str, tensor: str, shape: tuple[int, ...]) -> LocalParameter:
@@ -177,10 +179,7 @@ def sharded(
 
 
 def row_stack(name: str, parts: list[tuple[str, tuple[int, ...], tuple[int, int]]]) -> LocalParameter:
-    """Return a parameter that stacks row ranges of logical tensors.
-
-    Each part is (logical tensor, its shape, (first row, last row + 1)); empty ranges are omitted.
-    """
+    """Return a parameter that stacks the non-empty ones of `parts`: (logical tensor, its shape, (first row, end))."""
     pieces, row = [], 0
     columns: tuple[int, ...] = ()
     for tensor, shape, (start, stop) in parts:
@@ -209,3 +208,45 @@ def vocab_shard(
     start, stop = index * size, min((index + 1) * size, shape[0])
     pieces = (Piece(tensor, ((start, stop), (0, shape[1])), (0, 0)),) if start < stop else ()
     return LocalParameter(name, (size, shape[1]), pieces, padding_of=tensor)
+
+
+def layer_parameters(
+    entries: Iterable[Entry],
+    prefixes: tuple[str, str],
+    tensors: Mapping[str, tuple[int, ...]],
+    tp_rank: int,
+    tp_size: int,
+) -> Iterator[LocalParameter]:
+    """Yield the parameters of one decoder layer on rank `tp_rank` of `tp_size`.
+
+    Args:
+        prefixes: prefix of the layer's parameter names, and of its logical tensors.
+        tensors: logical tensor -> shape, with the prefix.
+    """
+    parameter_prefix, tensor_prefix = prefixes
+    for entry in entries:
+        name = parameter_prefix + entry.name
+        if isinstance(entry, Stack):
+            named = [(tensor_prefix + tensor, rows) for tensor, rows in _ranges(entry, tp_rank, tp_size)]
+            yield row_stack(name, [(tensor, tensors[tensor], rows) for tensor, rows in named])
+            continue
+        tensor = tensor_prefix + entry.tensor
+        if isinstance(entry, Whole):
+            yield whole(name, tensor, tensors[tensor])
+        else:
+            yield sharded(name, tensor, tensors[tensor], dim=1, index=tp_rank, count=tp_size)
+
+
+def _ranges(stack: Stack, tp_rank: int, tp_size: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield (logical tensor, range of rows) from top to bottom."""
+    count = stack.groups or tp_size  # without groups, each rank is one
+    for group in range(tp_rank * count // tp_size, (tp_rank + 1) * count // tp_size):
+        for section in stack.sections:
+            yield section.tensor, _share(section, group, count)
+
+
+def _share(section: Rows, index: int, count: int) -> tuple[int, int]:
+    """Return the rows of share `index` of `count`; with fewer units than shares, consecutive shares get the same unit."""
+    shares = min(count, section.units)
+    size, index = (section.stop - section.start) // shares, index * shares // count
+    return section.start + index * size, section.start + (index + 1) * size

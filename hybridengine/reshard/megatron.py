@@ -10,8 +10,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from hybridengine.errors import PlanError, raise_all
+from hybridengine.families.family import NameSet
 from hybridengine.families.registry import FAMILIES
-from hybridengine.families.tables import NameSet
 from hybridengine.models.shapes import (
     EMBEDDING,
     FINAL_NORM,
@@ -21,19 +21,14 @@ from hybridengine.models.shapes import (
     layer_prefix,
     padded_vocab_size,
 )
-from hybridengine.reshard.layout import Layout, LocalParameter, Shard, vocab_shard, whole
-from hybridengine.reshard.tables import layer_parameters
+from hybridengine.reshard.layout import Layout, LocalParameter, Shard, layer_parameters, vocab_shard, whole
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import MODEL_AXES
 
 
 @lru_cache(maxsize=16)
 def megatron_layout(shape: ModelShape, grid: Grid, names: NameSet = NameSet.LOCAL) -> Layout:
-    """Return the layout of a GPTModel over the ranks of `grid`.
-
-    Raises:
-        PlanError: the model cannot be sharded over t ranks.
-    """
+    """Return the layout of a GPTModel over the ranks of `grid`; PlanError if t ranks cannot share the model."""
     raise_all(shape.tp_problems(grid.sizes.tp_size), PlanError)
     keys = {rank: place.along(MODEL_AXES) for rank, place in enumerate(grid.coordinates())}
     shards = {

@@ -89,16 +89,7 @@ class Bucket:
         """2 if boxes are forwarded, else 1."""
         return 1 + max((pack.step for pack in self.packs), default=0)
 
-    def sends(self, rank: int) -> list[Pack]:
-        """Return the messages that `rank` sends."""
-        return [pack for pack in self.packs if pack.source_rank == rank]
-
-    def receives(self, rank: int) -> list[Pack]:
-        """Return the messages that `rank` receives."""
-        return [pack for pack in self.packs if rank in pack.receivers]
-
     def local(self, rank: int) -> list[Move]:
-        """Return the moves inside `rank`."""
         return [move for move in self.moves if move.is_local and move.source.rank == rank]
 
     @cached_property
@@ -134,10 +125,7 @@ class Plan:
         return max((bucket.num_steps for bucket in self.buckets), default=1)
 
     def retained(self, rank: int) -> tuple[str, ...]:
-        """Return the source parameters that `rank` keeps because its destination shard does not contain all of them.
-
-        Empty for layouts that nest; retained parameters are held twice, in whole or in part, along with the destination.
-        """
+        """Return the source parameters that `rank` keeps because its destination shard does not contain all of them."""
         released = {name for bucket in self.buckets for name in bucket.sources.get(rank, ())}
         names = (parameter.name for parameter in self.source.held(rank).parameters)
         return tuple(name for name in names if name not in released)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +16,7 @@ import numpy as np
 
 from hybridengine.errors import PlanError
 from hybridengine.reshard.boxes import Box, cover
-from hybridengine.reshard.components import components
+from hybridengine.reshard.domains import components
 from hybridengine.reshard.gather import Gather
 from hybridengine.reshard.layout import Layout, LocalParameter, Piece, Shard, ShardKey
 from hybridengine.reshard.messages import joined, packed
@@ -29,23 +29,22 @@ DIRECT_ELEMENTS = 2**15
 share a message, because a message costs more than copying so little."""
 
 
+@lru_cache(maxsize=2)
 def compile_plan(
     source: Layout,
     destination: Layout,
-    ranks: Sequence[int],
+    ranks: tuple[int, ...],
     bucket_elements: int = BUCKET_ELEMENTS,
     nodes: NodeMap | None = None,
     two_step: bool = True,
     direct_elements: int = DIRECT_ELEMENTS,
 ) -> Plan:
-    """Return the plan that turns `source` into `destination` among `ranks`.
-
-    The same arguments return the same object.
+    """Return the plan that turns `source` into `destination` among `ranks`; cached, with equal plans on all ranks.
 
     Args:
-        bucket_elements: limit per rank for the buckets in flight, in addition to the larger of its two shards: their
-            destination parameters and staging. Two buckets are in flight where both fit; a larger group of fused tensors
-            is a bucket of its own.
+        bucket_elements: limit per rank for the destination parameters and staging of the buckets in flight, in addition
+            to the larger of its two shards. Two buckets are in flight where both fit; a larger group of fused tensors is
+            a bucket of its own.
         nodes: assignment of ranks to nodes; None if all share one.
         two_step: send a box to a node once, and forward it within the node.
         direct_elements: minimum size of a box that is sent and received without staging where it is contiguous.
@@ -53,19 +52,6 @@ def compile_plan(
     Raises:
         PlanError: layouts of different models, ranks that neither layout has, or a box that no rank of the domain holds.
     """
-    return _compiled(source, destination, tuple(ranks), bucket_elements, nodes, two_step, direct_elements)
-
-
-@lru_cache(maxsize=2)
-def _compiled(
-    source: Layout,
-    destination: Layout,
-    ranks: tuple[int, ...],
-    bucket_elements: int,
-    nodes: NodeMap | None,
-    two_step: bool,
-    direct_elements: int,
-) -> Plan:
     unknown = sorted(set(ranks) - {*source.keys, *destination.keys})
     if unknown or not ranks:
         raise PlanError(
@@ -81,8 +67,8 @@ def _compiled(
             f"layouts {source.kind} and {destination.kind} describe different models; compile a plan for one model"
         )
     with without_garbage_collection():
-        domain = _Domain(source, destination, ranks)
-        gather = Gather(source, destination, domain.ranks, nodes, two_step)
+        domain = _Domain(source, destination, tuple(ranks))
+        gather = Gather(source, destination, ranks, nodes, two_step)
         groups = []
         for tensors in fused_groups(domain.shards):
             moves = [move for tensor in tensors for move in gather.moves(tensor)]
@@ -95,9 +81,8 @@ def _compiled(
 def inverse_local(plan: Plan) -> Plan:
     """Return the inverse plan: buckets in reverse, with each rank's released parameters cut out of its destination shard.
 
-    Nothing moves between ranks, because the plan retains what could not be restored locally. The small buckets at the end
-    of a plan come first, while the destination is nearly complete; so the inverse needs no more memory than the plan, and
-    its last buckets undo the plan's first ones.
+    Nothing moves between ranks, because the plan retains what could not be restored locally. In this order the inverse
+    needs no more memory than the plan, and its last buckets undo the plan's first ones.
     """
     with without_garbage_collection():
         buckets = tuple(
@@ -143,7 +128,6 @@ class _Domain:
 
     @property
     def shards(self) -> list[Shard]:
-        """Shards of the domain's ranks, without duplicates."""
         return [
             layout.shards[key]
             for layout in (self.source, self.destination)
@@ -151,14 +135,10 @@ class _Domain:
         ]
 
     def filled(self, rank: int, tensors: tuple[str, ...]) -> list[LocalParameter]:
-        """Return the destination parameters of a rank that are filled with `tensors`."""
         return _of(self.destination.held(rank), tensors)
 
     def released(self, rank: int, tensors: tuple[str, ...]) -> list[LocalParameter]:
-        """Return the source parameters of `tensors` that a rank's destination shard contains completely.
-
-        A rank without a destination shard serves others and releases nothing.
-        """
+        """Return the source parameters of `tensors` that a rank's destination shard contains completely."""
         source, destination = self.source.keys.get(rank), self.destination.keys.get(rank)
         if source is None or destination is None:
             return []
@@ -195,38 +175,22 @@ class _Group:
     tensors: tuple[str, ...]
     moves: list[Move]
     packs: list[Pack]
-    staged_R: np.ndarray
-    filled_R: np.ndarray
-    """Elements of destination parameters."""
-    released_R: np.ndarray
-    """Elements of source parameters that are released."""
-    limit_R: np.ndarray
+    in_flight_R: np.ndarray
+    """Elements of staging and destination parameters, which are allocated while the group is in flight."""
+    held_R: np.ndarray
+    """Elements of staging and released source parameters, held in addition to the destination."""
+    limit_R: np.ndarray | int = 0
     """Maximum number of elements held in addition to the destination while the group is the last in flight."""
 
     @classmethod
     def of(cls, tensors: tuple[str, ...], moves: list[Move], packs: list[Pack], domain: _Domain) -> _Group:
-        """Return the group of `tensors`, with limits not yet set."""
         staging = Bucket(tensors, (), tuple(packs), {}, {}).staging
-        figures_3R = np.array(
-            [
-                [staging.get(rank, 0) for rank in domain.ranks],
-                [_num_elements(domain.filled(rank, tensors)) for rank in domain.ranks],
-                [_num_elements(domain.released(rank, tensors)) for rank in domain.ranks],
-            ]
-        )
-        return cls(tensors, moves, packs, *figures_3R, limit_R=np.zeros(len(domain.ranks), dtype=int))
+        staged_R = np.array([staging.get(rank, 0) for rank in domain.ranks])
+        filled_R = np.array([_num_elements(domain.filled(rank, tensors)) for rank in domain.ranks])
+        released_R = np.array([_num_elements(domain.released(rank, tensors)) for rank in domain.ranks])
+        return cls(tensors, moves, packs, staged_R + filled_R, staged_R + released_R)
 
-    @property
-    def in_flight_R(self) -> np.ndarray:
-        """Elements allocated while the group is in flight."""
-        return self.staged_R + self.filled_R
-
-    @property
-    def held_R(self) -> np.ndarray:
-        """Elements held in addition to the destination while the group is in flight."""
-        return self.staged_R + self.released_R
-
-    def fits_with(self, other: _Group, in_flight: int, held_R: np.ndarray) -> bool:
+    def fits_with(self, other: _Group, in_flight: int, held_R: np.ndarray | int) -> bool:
         """True if both groups may be in flight within these limits."""
         return bool(
             np.all(self.in_flight_R + other.in_flight_R <= in_flight)
@@ -234,13 +198,11 @@ class _Group:
         )
 
     def add(self, other: _Group) -> None:
-        """Append the next group to this one."""
         self.tensors += other.tensors
         self.moves += other.moves
         self.packs += other.packs
-        self.staged_R = self.staged_R + other.staged_R
-        self.filled_R = self.filled_R + other.filled_R
-        self.released_R = self.released_R + other.released_R
+        self.in_flight_R = self.in_flight_R + other.in_flight_R
+        self.held_R = self.held_R + other.held_R
         self.limit_R = other.limit_R
 
 
@@ -268,7 +230,7 @@ def _buckets(groups: list[_Group], domain: _Domain, bucket_elements: int) -> Ite
     room_R = np.full(len(domain.ranks), bucket_elements // 32)
     for group in reversed(groups):
         group.limit_R = np.minimum(bucket_elements, room_R)
-        room_R = room_R + np.maximum(0, group.filled_R - group.released_R)
+        room_R = room_R + np.maximum(0, group.in_flight_R - group.held_R)
     parts: list[_Group] = []
     for group in groups:
         if parts and parts[-1].fits_with(group, bucket_elements // 2, group.limit_R // 2):

@@ -19,22 +19,17 @@ from hybridengine.models.shapes import (
     layer_prefix,
     padded_vocab_size,
 )
-from hybridengine.reshard.layout import Layout, LocalParameter, Shard, vocab_shard, whole
-from hybridengine.reshard.tables import layer_parameters
+from hybridengine.reshard.layout import Layout, LocalParameter, Shard, layer_parameters, vocab_shard, whole
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.sizes import MODEL_AXES
 
 
 @lru_cache(maxsize=16)
 def vllm_layout(shape: ModelShape, generation: GenerationGrid) -> Layout:
-    """Return the layout of the engines over the ranks of a generation grid.
-
-    Raises:
-        PlanError: vLLM does not support the model at these sizes, or the vocabulary's shards do not nest though sizes do.
-    """
+    """Return the layout of the engines; PlanError if they cannot hold the model, or vocabulary shards do not nest."""
     sizes, train = generation.sizes, generation.train.sizes
     raise_all(
-        [*shape.gen_pp_problems(sizes.pp_size), *shape.gen_tp_problems(sizes.tp_size, train.tp_size)],
+        [*shape.pp_problems(sizes.pp_size, "p_g"), *shape.gen_tp_problems(sizes.tp_size, train.tp_size)],
         PlanError,
     )
     stages = shape.gen_stage_layers(train.pp_size, sizes.pp_size)

@@ -9,11 +9,7 @@ from hybridengine.errors import ProtocolError
 
 
 def num_rows(batch: TensorDictBase) -> int:
-    """Return the number of rows B.
-
-    Raises:
-        ProtocolError: the batch has no row dim.
-    """
+    """Return the number of rows B; ProtocolError if the batch has no row dim."""
     if not batch.batch_dims:
         raise ProtocolError(
             f"a TensorDict with columns {columns_of(batch)} has no rows; give it batch_size=[num_rows]"
@@ -33,8 +29,7 @@ def payload_bytes(batch: TensorDictBase) -> int:
 
 def columns_of(batch: TensorDictBase) -> list[str]:
     """Return the names of the columns, sorted."""
-    names = batch.keys()
-    return sorted(str(name) for name in names)
+    return sorted(str(name) for name in batch.keys())  # noqa: SIM118
 
 
 def is_tensor_column(batch: TensorDictBase, name: str) -> bool:

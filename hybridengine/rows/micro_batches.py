@@ -82,9 +82,9 @@ def gather_rows(parts: Sequence[tuple[MicroRows, Tensor]], num_rows: int, width:
 def draw_mini_batches(numbers_B: Tensor, count: int, unit: int, seed: int) -> tuple[Tensor, ...]:
     """Return the rows of each mini-batch, as indices into `numbers_B`.
 
-    Of every `count` consecutive units among all rows, each mini-batch gets one at random. So a mini-batch does not
-    depend on how many replicas share the rows, as long as each replica has a multiple of `count` units. Other numbers of
-    units are split so that mini-batches differ by at most one unit and none is empty.
+    Each mini-batch gets one at random of every `count` consecutive units among all rows. So it does not depend on how
+    many replicas share the rows, as long as each has a multiple of `count` units. Other numbers of units are split so
+    that mini-batches differ by at most one unit and none is empty.
 
     Args:
         numbers_B: int64, numbers of this replica's rows among those of all replicas, ascending.

@@ -106,11 +106,11 @@ class Protocol:
         return self.name
 
     def row_ranges(self, num_rows: int, topology: GroupTopology) -> RowRanges:
-        """Return the validated result of `split`.
+        """Return the result of `split`.
 
         Raises:
-            ProtocolError: there are too few rows, or a custom protocol is inconsistent: not one range per rank, a range
-                outside the rows, or concatenated sources whose ranges do not tile the rows.
+            ProtocolError: too few rows, or a custom protocol without a range of rows per rank, or whose sources do not
+                tile the rows that it concatenates.
         """
         ranges = self.split(num_rows, topology)
         are_inside = all(rows.step == 1 and 0 <= rows.start <= rows.stop <= num_rows for rows in ranges)
@@ -119,16 +119,17 @@ class Protocol:
                 f"{self.name} splits {num_rows} rows into {', '.join(map(str, ranges))} for {topology.num_ranks} ranks"
                 f" ({topology}); `split` must return one range per rank, with step 1 and inside of the rows"
             )
-        if self.concatenates:
-            self._check_tiling(num_rows, ranges, topology)
+        found = [ranges[rank] for rank in self.source_ranks(topology)]
+        ends = [0, *(rows.stop for rows in found)]
+        if self.concatenates and ends != [*(rows.start for rows in found), num_rows]:
+            raise ProtocolError(
+                f"{self.name} concatenates {', '.join(map(str, found))} of {num_rows} rows; the ranges of `sources`, in"
+                " order, must cover every row once"
+            )
         return ranges
 
     def source_ranks(self, topology: GroupTopology) -> tuple[int, ...]:
-        """Return the validated result of `sources`: distinct ranks of the group, at least one.
-
-        Raises:
-            ProtocolError: a custom protocol returns no rank, a duplicate, or a rank outside the group.
-        """
+        """Return the result of `sources`; ProtocolError if it is not one or more distinct ranks of the group."""
         ranks = tuple(self.sources(topology))
         if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(topology.num_ranks)):
             raise ProtocolError(
@@ -136,14 +137,6 @@ class Protocol:
                 f" `sources` must return distinct ranks between 0 and {topology.num_ranks - 1}"
             )
         return ranks
-
-    def _check_tiling(self, num_rows: int, ranges: RowRanges, topology: GroupTopology) -> None:
-        found = [ranges[rank] for rank in self.source_ranks(topology)]
-        if [0, *(rows.stop for rows in found)] != [*(rows.start for rows in found), num_rows]:
-            raise ProtocolError(
-                f"{self.name} concatenates {', '.join(map(str, found))} of {num_rows} rows; the ranges of `sources`, in"
-                " order, must cover every row once"
-            )
 
 
 def even_split(num_rows: int, num_parts: int, parts: str = "parts") -> RowRanges:
@@ -233,15 +226,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Registration:
-    """Properties of a registered worker method."""
+    """Properties of a worker method, as given to `register`."""
 
     protocol: Protocol
     columns: tuple[str, ...] | None = None
-    """Columns that the method reads; None for all columns."""
     optional: tuple[str, ...] = ()
-    """Additional columns that it reads if they exist."""
     returns_rows: bool = False
-    """True if the method returns rows, which stay on their ranks; otherwise its results are sent to the controller."""
 
 
 def register(
@@ -258,10 +248,6 @@ def register(
         optional: additional columns that it reads if they exist.
         returns_rows: True if the method returns a TensorDict with as many rows as its input, at least on the protocol's
             source ranks. The rows stay there, and the caller gets a reference to them.
-
-    Raises:
-        ProtocolError: the argument is not a protocol, rows are returned with a protocol that does not concatenate them,
-            or the decorated object is not a plain function.
     """
     if not isinstance(protocol, Protocol):
         raise ProtocolError(f"@register({protocol!r}) names no protocol; write e.g. @register(PROTO_3D)")
@@ -289,8 +275,7 @@ def register(
 def registered(cls: type) -> dict[str, tuple[Callable[..., Any], Registration]]:
     """Return the registered methods of `cls` and its bases: name -> (function, registration).
 
-    Raises:
-        ProtocolError: a subclass overrides a registered method without registering its own.
+    A method that overrides one must be registered as well.
     """
     found: dict[str, tuple[Callable[..., Any], Registration]] = {}
     for base in reversed(cls.__mro__):

@@ -29,8 +29,6 @@ its stages need not be."""
 
 
 class Grouping(str, Enum):
-    """Methods of grouping ranks into generation engines."""
-
     INTERVAL = "interval"
     VANILLA = "vanilla"
 
@@ -66,12 +64,13 @@ class GenerationGrid(Mesh):
 
     @property
     def micro_dp_size(self) -> int:
-        """d_g: generation replicas inside one training replica.
-
-        Raises:
-            TopologyError: the sizes do not nest.
-        """
-        return self.sizes.micro_dp_size(self.train.sizes)
+        """d_g = p·t / (p_g·t_g): generation replicas inside one training replica; TopologyError if sizes do not nest."""
+        if not self.sizes.nests_in(self.train.sizes):
+            raise TopologyError(
+                f"generation {self.sizes} does not nest in training {self.train.sizes}, so that d_g is not defined;"
+                " choose p_g from the divisors of p and t_g from those of t"
+            )
+        return self.train.sizes.model_parallel_size // self.sizes.num_ranks
 
     @property
     def num_replicas(self) -> int:

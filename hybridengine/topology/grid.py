@@ -43,7 +43,6 @@ class Coordinate:
         return self._indices[axis]
 
     def along(self, axes: Iterable[str]) -> tuple[int, ...]:
-        """Return the indices along `axes`."""
         return tuple([self._indices[axis] for axis in axes])
 
     def __eq__(self, other: object) -> bool:
@@ -76,11 +75,7 @@ class Mesh(ABC):
         return math.prod(self.axes.values())
 
     def axis_size(self, axis: str) -> int:
-        """Return the number of ranks along one axis.
-
-        Raises:
-            TopologyError: the axis does not exist.
-        """
+        """Return the number of ranks along one axis; TopologyError if it does not exist."""
         if axis not in self.axes:
             *others, last = self._listed
             raise TopologyError(f"axis {axis!r} does not exist; axes are {', '.join(others)} and {last}")
@@ -96,11 +91,7 @@ class Mesh(ABC):
         return strides
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Return the coordinate of a global rank.
-
-        Raises:
-            TopologyError: the rank is outside the mesh.
-        """
+        """Return the coordinate of a global rank; TopologyError if it is outside the mesh."""
         if not 0 <= rank < self.num_ranks:
             raise TopologyError(
                 f"rank {rank} is outside of {self}, which has ranks 0 to {self.num_ranks - 1}"
@@ -124,16 +115,6 @@ class Mesh(ABC):
         """Yield the coordinates of ranks 0, 1, 2, ..."""
         return iter(self._coordinates)
 
-    def rank(self, coordinate: Coordinate) -> int:
-        """Return the global rank at a coordinate; the inverse of `coordinate`."""
-        position = 0
-        for axis, size in self.axes.items():
-            index = coordinate[axis]
-            if not 0 <= index < size:
-                raise TopologyError(f"{axis}_rank={index} is outside of {self}, whose {axis} size is {size}")
-            position += index * self.strides[axis]
-        return self.ranks[position]
-
     def groups(self, *axes: str) -> Groups:
         """Return all groups of ranks that differ only along `axes`; they partition the ranks.
 
@@ -146,15 +127,6 @@ class Mesh(ABC):
         origins = self._offsets([axis for axis in self.axes if axis not in axes])
         ranks = self.ranks
         return tuple(sorted((tuple([ranks[o + i] for i in inside]) for o in origins), key=min))
-
-    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return the group of `groups(*axes)` that contains `rank`.
-
-        Raises:
-            TopologyError: the rank is outside the mesh, or an axis does not exist.
-        """
-        self.coordinate(rank)  # raises if the rank does not exist
-        return group_with(rank, self.groups(*axes))
 
     def line(self, axis: str, at_end_of: str = "") -> tuple[int, ...]:
         """Return the ranks along `axis` that are last along the axis `at_end_of` and first along all others."""
@@ -171,15 +143,27 @@ class Mesh(ABC):
 
 
 def group_with(rank: int, groups: Groups) -> tuple[int, ...]:
-    """Return the group of `groups` that contains `rank`.
-
-    Raises:
-        TopologyError: no group contains it.
-    """
+    """Return the group of `groups` that contains `rank`; TopologyError if there is none."""
     for group in groups:
         if rank in group:
             return group
     raise TopologyError(f"rank {rank} is in none of the {len(groups)} groups; choose a rank of one of them")
+
+
+SHOWN_GROUPS = SHOWN_RANKS = 8
+
+
+def format_groups(groups: Groups, shown: int = SHOWN_GROUPS) -> str:
+    """Return the first `shown` groups and the total number: "[0,1] [2,3] ... 64 groups"."""
+    text = " ".join(format_ranks(group) for group in groups[:shown])
+    return text + (f" ... {len(groups)} groups" if len(groups) > shown else "")
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return the ranks of one group, "[0,1,2,3]"; a long group is shortened to its first two and its last."""
+    if len(ranks) > SHOWN_RANKS:
+        return f"[{ranks[0]},{ranks[1]},...,{ranks[-1]}]"
+    return "[" + ",".join(map(str, ranks)) + "]"
 
 
 AXIS_NAMES = {"tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline", "dp": "data"}
@@ -218,3 +202,8 @@ class Grid(Mesh):
 
     def __str__(self) -> str:
         return str(self.sizes)
+
+
+def named_groups(mesh: Mesh) -> list[tuple[str, Groups]]:
+    """Return the name of each axis of the mesh with the groups along it."""
+    return [(name, mesh.groups(axis)) for axis, name in AXIS_NAMES.items() if axis in mesh.axes]

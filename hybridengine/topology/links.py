@@ -21,11 +21,7 @@ class LinkClass(str, Enum):
 
 @dataclass(frozen=True)
 class NodeMap:
-    """Consecutive ranks on nodes, as launchers place them.
-
-    Raises:
-        TopologyError: a node has no ranks.
-    """
+    """Consecutive ranks on nodes, at least one on each, as launchers place them."""
 
     ranks_per_node: tuple[int, ...]
 
@@ -54,11 +50,7 @@ class NodeMap:
         return self._ends[-1]
 
     def node_of(self, rank: int) -> int:
-        """Return the index of the rank's node.
-
-        Raises:
-            TopologyError: no node has this rank.
-        """
+        """Return the index of the rank's node; TopologyError if no node has this rank."""
         if not 0 <= rank < self.num_ranks:
             raise TopologyError(
                 f"rank {rank} is on no node: the nodes have ranks 0 to {self.num_ranks - 1}; name more nodes"

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from operator import attrgetter
 from typing import ClassVar, Self
 
 from hybridengine.errors import TopologyError
@@ -68,22 +67,16 @@ class Sizes:
         """Return the names of the axes, those of the written form first."""
         return tuple(field.name.removesuffix("_size") for field in fields(cls))
 
-    @classmethod
-    @cache
-    def _getter(cls) -> attrgetter[tuple[int, ...]]:
-        return attrgetter(*(f"{axis}_size" for axis in cls.axes()))
-
     def items(self) -> Iterator[tuple[str, int]]:
         """Yield (axis, size) for every axis."""
-        return zip(self.axes(), self._getter()(self), strict=True)
+        return ((axis, self[axis]) for axis in self.axes())
 
     def __getitem__(self, axis: str) -> int:
         return getattr(self, f"{axis}_size")
 
     @cached_property
     def num_ranks(self) -> int:
-        """Product of all sizes."""
-        return math.prod(self._getter()(self))
+        return math.prod(size for _, size in self.items())
 
     @property
     def product(self) -> str:
@@ -126,19 +119,6 @@ class GenSizes(Sizes):
         """True if p_g divides p and t_g divides t, so that training shards can be parts of generation shards."""
         return all(train[axis] % self[axis] == 0 for axis in MODEL_AXES)
 
-    def micro_dp_size(self, train: TrainSizes) -> int:
-        """Return d_g = p·t / (p_g·t_g), the number of generation replicas inside one training replica.
-
-        Raises:
-            TopologyError: the sizes do not nest, so a replica may not be a whole number of engines.
-        """
-        if not self.nests_in(train):
-            raise TopologyError(
-                f"generation {self} does not nest in training {train}, so that d_g is not defined;"
-                " choose p_g from the divisors of p and t_g from those of t"
-            )
-        return train.model_parallel_size // self.num_ranks
-
     def problems_over(self, train: TrainSizes) -> list[str]:
         """Return the reasons why engines of these sizes cannot divide the ranks of `train` among them."""
         if train.num_ranks % self.num_ranks == 0:
@@ -151,6 +131,5 @@ class GenSizes(Sizes):
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

@@ -11,7 +11,7 @@ from hybridengine.drivers.dataflow import check_functions
 from hybridengine.formatting import format_bytes
 from hybridengine.planning.costs.memory import ModelMemory, model_memory
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
-from hybridengine.topology.group_text import format_groups, named_groups
+from hybridengine.topology.grid import format_groups, named_groups
 from hybridengine.topology.links import NodeMap
 
 SHOWN_PLANS = 8

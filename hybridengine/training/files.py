@@ -12,7 +12,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from hybridengine.checkpoints.hf_reader import check_weights
+from hybridengine.checkpoints.hf_files import check_weights
 from hybridengine.config import RunConfig, holder_shape, model_holders
 from hybridengine.config.run_config import PATH_KEYS, reward_sections
 from hybridengine.data.datasets import DemonstrationDataset, PromptDataset

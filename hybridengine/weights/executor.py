@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from hybridengine.errors import HybridEngineError, PlanError, StorageError, TransferError
@@ -13,14 +12,13 @@ from hybridengine.reshard.plan import Plan
 from hybridengine.weights.failure_notes import FailureNote, FailureNotes, explain
 from hybridengine.weights.ledger import StorageLedger
 from hybridengine.weights.programs import Program, ProgramBuilder, Step
-from hybridengine.weights.storage import StoragePart, WeightStorage
+from hybridengine.weights.storage import WeightStorage
 from hybridengine.weights.transport import PeerError, Pending, PointToPointTransport
 
 _num_runs: Counter[str] = Counter()
 """(process group, plan) -> number of runs that this process has begun or refused; equal on all ranks of the group.
 
-The counter belongs to the process: a new executor on the same group must not read the notes of an earlier one.
-"""
+Not per executor: a new executor on the same group must not read the notes of an earlier one."""
 
 
 class Verify(str, Enum):
@@ -32,13 +30,8 @@ class Verify(str, Enum):
     NEVER = "never"
 
 
-@dataclass
-class _Open:
-    """A bucket in flight."""
-
-    program: Program
-    pending: list[Pending]
-    """Messages of the current step."""
+_InFlight = list[tuple[Program, list[Pending]]]
+"""Programs of the buckets in flight, with the messages of their present steps."""
 
 
 class PlanExecutor:
@@ -48,8 +41,7 @@ class PlanExecutor:
 
     Args:
         source, destination: this rank's weights in both layouts, empty for a rank without a part in one.
-        release_source: release each bucket's source weights once the bucket has arrived (a switch); otherwise keep them
-            (an export).
+        release_source: release a bucket's source weights once it has arrived (a switch), or keep them (an export).
 
     Raises:
         PlanError: a parameter is missing, or its shape or dtype differs from the layouts.
@@ -72,58 +64,55 @@ class PlanExecutor:
         self.num_complete = 0
         """Number of buckets of the present or last run that have arrived."""
         self._operation = f"{transport.group.group_name}/{plan.digest[:16]}"
-        dtypes, parameters = set(), ()
         for layout, storage in ((plan.source, source), (plan.destination, destination)):
-            parameters = layout.shard(rank).parameters if rank in layout.keys else ()
-            _check_storage(layout.kind, rank, parameters, storage)
-            dtypes |= {storage[parameter.name].dtype for parameter in parameters}
+            _check_storage(layout.kind, rank, layout.held(rank).parameters, storage)
+        dtypes = {storage[name].dtype for storage in (source, destination) for name in storage.names}
         if len(dtypes) > 1:
             raise PlanError(
                 f"{plan.source.kind} and {plan.destination.kind} hold weights of types"
                 f" {', '.join(sorted(map(str, dtypes)))}; a switch needs one type on both sides"
             )
-        padded = frozenset(parameter.name for parameter in parameters if parameter.has_padding)
-        self._builder = ProgramBuilder(rank, source, destination, padded, transport)
-        self._storages: list[tuple[StoragePart, StoragePart]] = [
-            self._builder.storages(bucket) for bucket in plan.buckets
-        ]
+        self._builder = ProgramBuilder(rank, source, destination, transport)
+        padded = {one.name for one in plan.destination.held(rank).parameters if one.has_padding}
+        self._fills = [destination.part(one.destinations.get(rank, ()), padded) for one in plan.buckets]
+        self._gives_up = [source.part(bucket.sources.get(rank, ())) for bucket in plan.buckets]
         self._programs: dict[tuple[int, bool], Program] = {}
         self._is_local = not any(bucket.packs for bucket in plan.buckets)
+        self._has_verified = False
 
     def run(
         self,
         first: int = 0,
-        verify: bool = False,
+        verify: Verify = Verify.NEVER,
         after_bucket: Callable[[tuple[str, ...]], None] | None = None,
     ) -> None:
-        """Execute the plan's buckets in order, starting with `first`; return once all ranks of the plan have finished.
+        """Execute the plan's buckets in order, starting with `first`; call `check_fresh` before.
 
         A rank that has all its data waits for the others, so that either all ranks have the destination or none has. If
         no messages pass between ranks, no rank waits.
 
-        Call `check_fresh` first if the models may have changed since the plan was bound to them.
-
         Args:
-            verify: verify every move at its receiver.
+            verify: when to verify every move at its receiver; a run that fails does not count as the first.
             after_bucket: called with the destination parameters of each bucket after they are filled.
 
         Raises:
-            TransferError: a message failed or was corrupted; buckets before `num_complete` are complete, and the sources
-                of the others are unchanged.
+            TransferError: a message failed or was corrupted; the sources of buckets from `num_complete` on are unchanged.
         """
         self.num_complete = first
-        in_flight: list[_Open] = []
+        is_verified = verify is Verify.ALWAYS or (verify is Verify.FIRST and not self._has_verified)
+        in_flight: _InFlight = []
         try:
             for index in range(first, len(self.plan.buckets)):
                 if in_flight and not self.plan.buckets[index].overlaps:
                     self._finish_oldest(in_flight, after_bucket)
-                self._open(index, verify, in_flight)
+                self._open(index, is_verified, in_flight)
                 if len(in_flight) > 1:
                     self._finish_oldest(in_flight, after_bucket)
             while in_flight:
                 self._finish_oldest(in_flight, after_bucket)
             if not self._is_local:
                 self._transport.meet()
+            self._has_verified |= is_verified
         except (HybridEngineError, MemoryError, RuntimeError) as error:
             self._abandon(in_flight)
             raise self._failure(error) from error
@@ -135,12 +124,7 @@ class PlanExecutor:
             _num_runs[self._operation] += 1
 
     def check_fresh(self, first: int = 0) -> None:
-        """Check that both models still keep their weights in the bound storages, and that the sources of the buckets
-        from `first` on are present.
-
-        Raises:
-            PlanError: lists the changes.
-        """
+        """Raise PlanError unless both models use the bound storages, with the sources of buckets from `first` on."""
         try:
             if changes := self._changes(first):
                 raise PlanError(
@@ -152,7 +136,6 @@ class PlanExecutor:
             raise
 
     def _changes(self, first: int) -> list[str]:
-        """Return the changes since the plan was bound."""
         changes = []
         for layout, storage in ((self.plan.source, self._source), (self.plan.destination, self._destination)):
             if moved := storage.moved():
@@ -179,48 +162,41 @@ class PlanExecutor:
 
     def drop_unfinished(self) -> None:
         """Release the destination weights of all buckets that have not arrived: after a failure they are undefined."""
-        for fills, _ in self._storages[self.num_complete :]:
+        for fills in self._fills[self.num_complete :]:
             fills.release()
 
-    def _open(self, index: int, verify: bool, in_flight: list[_Open]) -> None:
+    def _open(self, index: int, verify: bool, in_flight: _InFlight) -> None:
         """Allocate memory, and start the messages of a bucket's first step."""
-        fills, _ = self._storages[index]
-        fills.materialise()
+        self._fills[index].materialise()
         self._ledger.note()
-        program = self._program(index, verify)
+        if (index, verify) not in self._programs:
+            self._programs[index, verify] = self._builder.build(self.plan.buckets[index], verify)
+        program = self._programs[index, verify]
         program.staging.materialise()
-        self._ledger.stage(program.staging_bytes)
-        opened = _Open(program, [])
-        in_flight.append(opened)
+        self._ledger.stage(program.staging.total_bytes)
+        in_flight.append((program, []))
         if program.steps:
-            self._start(opened, program.steps[0])
+            self._start(program.steps[0], in_flight[-1][1])
         program.local.run()
 
-    def _program(self, index: int, verify: bool) -> Program:
-        if (index, verify) not in self._programs:
-            _, gives_up = self._storages[index]
-            self._programs[index, verify] = self._builder.build(self.plan.buckets[index], gives_up, verify)
-        return self._programs[index, verify]
-
-    def _start(self, opened: _Open, step: Step) -> None:
+    def _start(self, step: Step, pending: list[Pending]) -> None:
         step.gather.run()
-        opened.pending = [self._transport.post(step.messages)]
+        pending[:] = [self._transport.post(step.messages)]
         if step.checks is not None:
             step.checks.sign()
             if step.checks.messages is not None:
-                opened.pending.append(self._transport.post(step.checks.messages))
+                pending.append(self._transport.post(step.checks.messages))
 
     def _finish_oldest(
-        self, in_flight: list[_Open], after_bucket: Callable[[tuple[str, ...]], None] | None
+        self, in_flight: _InFlight, after_bucket: Callable[[tuple[str, ...]], None] | None
     ) -> None:
         """Wait for the oldest bucket, forward its boxes, unpack and verify it, and release its sources."""
-        opened, index = in_flight[0], self.num_complete
-        program = opened.program
+        (program, pending), index = in_flight[0], self.num_complete
         for number, step in enumerate(program.steps):
             if number:
-                self._start(opened, step)
-            for pending in opened.pending:
-                self._ledger.receive(pending.wait())
+                self._start(step, pending)
+            for messages in pending:
+                self._ledger.receive(messages.wait())
             step.spread.run()
             if step.checks is not None:
                 step.checks.verify(self._rank)
@@ -229,19 +205,19 @@ class PlanExecutor:
             program.local_checks.verify(self._rank)
         in_flight.pop(0)
         program.staging.release()
-        self._ledger.unstage(program.staging_bytes)
+        self._ledger.unstage(program.staging.total_bytes)
         if self._release_source:
-            program.gives_up.release()
+            self._gives_up[index].release()
         self.num_complete = index + 1
         if after_bucket is not None:
             after_bucket(self.plan.buckets[index].destinations.get(self._rank, ()))
 
-    def _abandon(self, in_flight: list[_Open]) -> None:
+    def _abandon(self, in_flight: _InFlight) -> None:
         """Stop all writes into buffers of unfinished buckets after a failure, and free their staging."""
         self._give_up()  # first, so that other ranks do not take what they read from this rank for weights
-        for opened in in_flight:
-            for pending in opened.pending:
-                pending.abandon()
+        for _, pending in in_flight:
+            for messages in pending:
+                messages.abandon()
         for program in self._programs.values():
             program.staging.release()
 
@@ -251,12 +227,11 @@ class PlanExecutor:
 
     @property
     def _notes(self) -> FailureNotes:
-        """Failure notes of the current run; every run, also of another executor for the same plan, has its own."""
+        """Failure notes of the current run only."""
         return FailureNotes(self.plan.ranks, f"{self._operation}/{_num_runs[self._operation]}")
 
     @property
     def _place(self) -> str:
-        """Description of the current run for error messages."""
         index, buckets = self.num_complete, self.plan.buckets
         place = (
             f"bucket {index} of {len(buckets)} ({buckets[index].tensors[0]} ...)"

@@ -36,11 +36,7 @@ class FailureNote:
 
 
 class FailureNotes:
-    """Notes of the ranks of one group, in the store of the process groups.
-
-    Args:
-        name: unique name of the operation, the same on all ranks of the group.
-    """
+    """Notes of the ranks of one group about the operation `name`, in the store of the process groups."""
 
     def __init__(self, ranks: Sequence[int], name: str) -> None:
         self._ranks, self._name = tuple(ranks), name
@@ -51,10 +47,8 @@ class FailureNotes:
         _within(GRACE_S, lambda: _store().set(self._key(note.rank), value))
 
     def read(self, awaited: Sequence[int], grace_s: float = GRACE_S) -> list[FailureNote] | None:
-        """Return the notes left so far, after a short wait for those of `awaited` and of the ranks that these waited for.
-
-        Returns None if the store does not answer, for example because its rank died.
-        """
+        """Return the notes left so far, after a short wait for those of `awaited` and of the ranks that these waited for;
+        None if the store does not answer, for example because its rank died."""
         return _within(grace_s + GRACE_S, lambda: self._read(awaited, time.monotonic() + grace_s))
 
     def _read(self, awaited: Sequence[int], deadline: float) -> list[FailureNote]:
@@ -73,11 +67,7 @@ class FailureNotes:
 
 
 def explain(own: FailureNote, notes: Sequence[FailureNote] | None) -> str:
-    """Return one line that names the missing ranks and the reasons why the others stopped.
-
-    Args:
-        notes: None if they cannot be read.
-    """
+    """Return one line with the missing ranks and why the others stopped; `notes` is None if they cannot be read."""
     if notes is None:
         return (
             f"the rank that hosts the store is missing as well, or alone: ranks {list(own.waited_for)} may only have"

@@ -18,11 +18,13 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Protocol
 
-from hybridengine.errors import StorageError
+import torch.distributed as dist
+
+from hybridengine.errors import PlanError, StorageError, TransferError
+from hybridengine.package_versions import package_versions
 from hybridengine.reshard.plan import Plan
 from hybridengine.reshard.planner import inverse_local
 from hybridengine.weights.executor import PlanExecutor, Verify
-from hybridengine.weights.fingerprint import agreed
 from hybridengine.weights.ledger import StorageLedger, SwitchReport
 from hybridengine.weights.storage import WeightStorage, return_memory_to_system
 from hybridengine.weights.transport import PointToPointTransport
@@ -52,7 +54,7 @@ class TrainingSide(Protocol):
         ...
 
     def leave_training(self) -> None:
-        """Release memory that only training needs: gradients without a pending step, and offloaded optimizer state."""
+        """Release what only training needs: gradients without a pending step, and offloaded optimizer state."""
 
     def enter_training(self) -> None:
         """Reallocate the memory released by `leave_training`."""
@@ -70,15 +72,13 @@ class GenerationSide(Protocol):
     def enter_generation(self, version: int) -> None:
         """Reallocate the KV cache, without contents computed by other weights; the weights of `version` are in place.
 
-        The memory that the trainer's weights have released is still held by the allocator, which reuses it for new
-        tensors. If the KV cache cannot be allocated from there, return the memory to the system first.
+        The allocator still holds the memory that the trainer's weights have released, and reuses it for new tensors. If
+        the KV cache cannot be allocated from there, return the memory to the system first.
         """
 
 
 class HybridEngine:
-    """Switches one rank between training and generation. All ranks of the plan's domain switch together.
-
-    It starts in training mode, with the generation weights released.
+    """Switches one rank, at first in training mode, together with all ranks of the plan's domain.
 
     Args:
         verify: when receivers verify the bits of received weights.
@@ -102,10 +102,9 @@ class HybridEngine:
         self.resume_from = resume_from
         self._rank, self._verify = rank, verify
         self._training, self._generation = training, generation
-        self._verified: set[str] = set()
         self._cut_buckets = 0
         self._ledger = StorageLedger({Mode.TRAINING: training.weights, Mode.GENERATING: generation.weights})
-        with agreed(plan, rank, transport.group, verify.value):
+        with _agreed(plan, rank, transport.group, verify):
             self._gather = PlanExecutor(
                 plan, rank, training.weights, generation.weights, transport, self._ledger
             )
@@ -130,10 +129,15 @@ class HybridEngine:
         """
         self._expect(Mode.TRAINING)
         self._gather.check_fresh()
-        self._leave_training()
+        try:
+            self._training.leave_training()
+        except BaseException as error:  # no memory to offload to: no weight has moved yet
+            self._gather.refuse("leaving training", error)
+            self._training.enter_training()
+            raise
         self._ledger.begin()
         try:
-            self._gather.run(verify=self._verifies("to_generate"))
+            self._gather.run(verify=self._verify)
         except BaseException as error:
             self._restore_training(error)
             raise
@@ -158,10 +162,9 @@ class HybridEngine:
         self._generation.leave_generation()
         self._ledger.begin()
         try:
-            self._cut.run(self._cut_buckets, verify=self._verifies("to_train"))
+            self._cut.run(self._cut_buckets, self._verify)
         except BaseException:
             self._cut.drop_unfinished()
-            self._verified.discard("to_train")
             raise
         finally:
             self._cut_buckets = self._cut.num_complete
@@ -173,7 +176,7 @@ class HybridEngine:
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[SwitchReport]:
-        """Return a context manager that is in generation mode while open and yields the report of the switch."""
+        """Return a context manager for generation mode, which yields the report of the switch."""
         trained = self.mode is Mode.TRAINING
         try:
             yield self.to_generate()
@@ -181,28 +184,8 @@ class HybridEngine:
             if trained and self.mode is Mode.GENERATING:  # also if the KV cache could not be allocated
                 self.to_train()
 
-    def _leave_training(self) -> None:
-        try:
-            self._training.leave_training()
-        except BaseException as error:  # no memory to offload to: no weight has moved yet
-            self._gather.refuse("leaving training", error)
-            self._training.enter_training()
-            raise
-
-    def _verifies(self, direction: str) -> bool:
-        """Return True if this switch is verified; counts attempts, so that all ranks agree."""
-        first = direction not in self._verified
-        self._verified.add(direction)
-        return self._verify is Verify.ALWAYS or (self._verify is Verify.FIRST and first)
-
     def _restore_training(self, error: BaseException) -> None:
-        """Undo a failed switch: drop unfinished buckets, and restore the training weights of all complete ones.
-
-        In reverse order, no step needs more memory than the switch did at the same bucket.
-
-        Raises:
-            StorageError: the restoration failed as well.
-        """
+        """Undo a failed switch in reverse, which at no bucket needs more memory than the switch did."""
         try:
             self._gather.drop_unfinished()
             self._cut.run(len(self.plan.buckets) - self._gather.num_complete)
@@ -235,7 +218,6 @@ class WeightPush:
     Args:
         source: weights of this rank's policy; empty on a rank that only generates.
         destination: weights of this rank's engine; empty on a rank that only trains.
-        verify: when receivers verify the bits of received weights.
 
     Raises:
         PlanError: the layouts do not describe the two models, or the ranks have different plans.
@@ -251,11 +233,11 @@ class WeightPush:
         verify: Verify = Verify.FIRST,
     ) -> None:
         self._ledger = StorageLedger({"policy": source, "engine": destination})
-        with agreed(plan, rank, transport.group, verify.value):
+        with _agreed(plan, rank, transport.group, verify):
             self._executor = PlanExecutor(
                 plan, rank, source, destination, transport, self._ledger, release_source=False
             )
-        self._verify, self._has_pushed = verify, False
+        self._verify = verify
 
     def push(self) -> SwitchReport:
         """Write the policy's present weights into the engines; return this rank's costs.
@@ -268,7 +250,46 @@ class WeightPush:
         """
         self._executor.check_fresh()
         self._ledger.begin()
-        checked = self._verify is Verify.ALWAYS or (self._verify is Verify.FIRST and not self._has_pushed)
-        self._executor.run(verify=checked)
-        self._has_pushed = True
+        self._executor.run(verify=self._verify)
         return self._ledger.finish("push", "engine")
+
+
+@contextlib.contextmanager
+def _agreed(plan: Plan, rank: int, group: dist.ProcessGroup, verify: Verify) -> Iterator[None]:
+    """Check, after the block has bound the plan to this rank's weights, that all ranks of its domain can execute it.
+
+    Collective: a rank whose block raises PlanError takes part, so that the others can name it.
+    """
+    problem = None
+    try:
+        yield
+    except PlanError as error:
+        problem = error
+    members = dist.get_process_group_ranks(group)
+    if members != sorted(plan.ranks):
+        raise PlanError(
+            f"rank {rank}: the plan is for ranks {list(plan.ranks)}, its process group has ranks {members}; give the"
+            " group of the plan's domain"
+        )
+    own = {**package_versions(), "verify": verify.value, "plan": plan.digest}, str(problem or "")
+    found: list[tuple[dict[str, str], str] | None] = [None] * len(members)
+    try:
+        dist.all_gather_object(found, own, group=group)
+    except RuntimeError as error:
+        raise TransferError(
+            f"rank {rank}: not all ranks of {members} have come to make the engine for {plan.source.kind} ->"
+            f" {plan.destination.kind}: {error}; look for one that has failed before"
+        ) from error
+    if problem:
+        raise problem
+    for other, entry in zip(members, found, strict=True):
+        assert entry is not None
+        facts, reason = entry
+        if reason:
+            raise PlanError(f"rank {other} cannot carry out the plan: {reason}")
+        for name, value in own[0].items():
+            if facts.get(name) != value:
+                raise PlanError(
+                    f"ranks {rank} and {other} differ in {name}: {value} and {facts.get(name)}; give all ranks the same"
+                    " packages, model, sizes, bucket size and verify"
+                )

@@ -32,11 +32,7 @@ class SwitchReport:
 
 
 class StorageLedger:
-    """Tracks the weight bytes of a rank: the storages of both modes, and staging buffers.
-
-    Args:
-        storages: mode -> weights of that mode.
-    """
+    """Tracks the weight bytes of a rank: the storages of each mode, and staging buffers."""
 
     def __init__(self, storages: Mapping[str, WeightStorage]) -> None:
         self._storages = dict(storages)
@@ -51,13 +47,12 @@ class StorageLedger:
         return sum(storage.live_bytes for storage in self._storages.values()) + self._staging
 
     def begin(self) -> None:
-        """Start counting a switch."""
         self._received, self._peak, self._staging = 0, 0, 0
         self._started = time.perf_counter()
         self.note()
 
     def note(self) -> None:
-        """Update the peak with the present bytes; called after every allocation."""
+        """Update the peak; called after every allocation."""
         self._peak = max(self._peak, self.live_bytes)
 
     def stage(self, num_bytes: int) -> None:
@@ -66,11 +61,9 @@ class StorageLedger:
         self.note()
 
     def unstage(self, num_bytes: int) -> None:
-        """Stop counting staging buffers that have been freed."""
         self._staging -= num_bytes
 
     def receive(self, num_bytes: int) -> None:
-        """Count bytes that arrived from another rank."""
         self._received += num_bytes
 
     def finish(self, direction: str, mode: str, gradient_bytes: int = 0) -> SwitchReport:

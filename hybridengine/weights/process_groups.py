@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import cache
 from typing import cast
 
 import torch.distributed as dist
@@ -14,8 +15,7 @@ from hybridengine.topology.grid import Groups
 class ProcessGroups:
     """Registry of `torch.distributed` groups of one process.
 
-    Creating a group is collective over the world: all ranks must request the same groups in the same order, which holds
-    because they derive them from the same grids.
+    Creating a group is collective over the world: all ranks request the same groups in the same order.
     """
 
     def __init__(self, timeout_s: float = 600.0) -> None:
@@ -23,7 +23,7 @@ class ProcessGroups:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def of(self, groups: Groups) -> dist.ProcessGroup:
-        """Return this rank's group of `groups`; all ranks create all of them if they do not exist yet.
+        """Return this rank's group of `groups`, all of which are created if they do not exist yet.
 
         Raises:
             TopologyError: this rank is in none of them, or a group is not ascending.
@@ -43,22 +43,14 @@ class ProcessGroups:
         return own
 
     def new(self, groups: Groups) -> dist.ProcessGroup:
-        """Return this rank's group of `groups`, created exclusively for the caller at every call.
+        """Return this rank's group of `groups`, newly created for the caller.
 
-        Use it for operations that may fail half-way and leave messages behind: those of others cannot be mistaken for
-        them, and a new group starts without them.
-
-        Raises:
-            TopologyError: see `of`.
+        Use it for operations that may fail half-way and leave messages behind, which no other may take for its own.
         """
         return ProcessGroups(self._timeout.total_seconds()).of(groups)
 
 
-_of_process: list[ProcessGroups] = []
-
-
+@cache
 def process_groups(timeout_s: float) -> ProcessGroups:
-    """Return the registry shared by all roles of this process; the first call sets the timeout."""
-    if not _of_process:
-        _of_process.append(ProcessGroups(timeout_s))
-    return _of_process[0]
+    """Return the registry shared by all roles of this process that have the same timeout."""
+    return ProcessGroups(timeout_s)

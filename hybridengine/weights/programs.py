@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hybridengine.errors import TransferError
 from hybridengine.reshard.boxes import view_index
-from hybridengine.reshard.plan import Bucket, Move, Pack, Place
+from hybridengine.reshard.plan import Bucket, Move, Place
 from hybridengine.weights.digests import DIGEST_SIZE, digests
 from hybridengine.weights.storage import StoragePart, WeightStorage
 from hybridengine.weights.transport import Messages, PointToPointTransport
@@ -32,8 +31,7 @@ class Copies:
 class Checks:
     """Verification of boxes against their sources, after messages or copies.
 
-    Digests are computed where boxes lie in their parameters, before packing and after unpacking, so that a wrong offset
-    is detected as well as a changed bit.
+    Digests are computed in the parameters, before packing and after unpacking, and so detect wrong offsets as well.
     """
 
     sent: list[Tensor]
@@ -49,17 +47,12 @@ class Checks:
     """Messages that transfer `signed` to `expected`; None if both are the same tensors."""
 
     def sign(self) -> None:
-        """Compute the digests of the boxes to send."""
         if self.sent:
             taken = digests(self.sent).split([len(part) for part in self.signed])
             torch._foreach_copy_(self.signed, list(taken))
 
     def verify(self, rank: int) -> None:
-        """Compare the received boxes with the sent ones.
-
-        Raises:
-            TransferError: names the tensor, interval, sender and receiver of a changed box.
-        """
+        """Raise TransferError with tensor, interval, sender and receiver if a received box differs from the sent one."""
         if not self.received:
             return
         wrong = (digests(self.received) != torch.cat(self.expected)).any(dim=1).nonzero().flatten().tolist()
@@ -92,8 +85,6 @@ class Program:
     """One rank's part in a bucket. Its tensors stay valid while their storages are released and reallocated."""
 
     staging: StoragePart
-    staging_bytes: int
-    gives_up: StoragePart
     local: Copies
     local_checks: Checks | None
     steps: tuple[Step, ...]
@@ -101,35 +92,18 @@ class Program:
 
 
 class ProgramBuilder:
-    """Builds programs of one rank.
-
-    Args:
-        padded: destination parameters with padding, which is zero.
-    """
+    """Builds programs of one rank."""
 
     def __init__(
-        self,
-        rank: int,
-        source: WeightStorage,
-        destination: WeightStorage,
-        padded: frozenset[str],
-        transport: PointToPointTransport,
+        self, rank: int, source: WeightStorage, destination: WeightStorage, transport: PointToPointTransport
     ) -> None:
         self._rank, self._source, self._destination = rank, source, destination
-        self._padded, self._transport = padded, transport
+        self._transport = transport
         storage = source if source.names else destination
         example = storage[storage.names[0]]
         self.device, self._dtype = example.device, example.dtype
 
-    def storages(self, bucket: Bucket) -> tuple[StoragePart, StoragePart]:
-        """Return (storages that the bucket fills, storages that it releases)."""
-        filled = bucket.destinations.get(self._rank, ())
-        return (
-            self._destination.part(filled, self._padded.intersection(filled)),
-            self._source.part(bucket.sources.get(self._rank, ())),
-        )
-
-    def build(self, bucket: Bucket, gives_up: StoragePart, checked: bool) -> Program:
+    def build(self, bucket: Bucket, checked: bool) -> Program:
         """Return the program of a bucket whose storages are allocated; torch cannot create views of empty storages."""
         staging = torch.empty(bucket.staging.get(self._rank, 0), dtype=self._dtype, device=self.device)
         parts = _Parts(staging)
@@ -144,77 +118,49 @@ class ProgramBuilder:
             [_view(self._source, move.source, move) for move in moves],
             [_view(self._destination, move.destination, move) for move in moves],
         )
-        return Program(
-            staging=staged.part(staged.names),
-            staging_bytes=staged.total_bytes,
-            gives_up=gives_up,
-            local=local,
-            local_checks=self._local_checks(local, moves) if checked and moves else None,
-            steps=steps,
-        )
+        local_checks = None
+        if checked and moves:
+            taken = [self._no_digests(len(moves))]
+            local_checks = Checks(local.sources, taken, local.targets, taken, moves)
+        return Program(staged.part(staged.names), local, local_checks, steps)
 
     def _step(self, bucket: Bucket, number: int, staging: _Parts, checked: bool) -> Step:
-        outgoing = [pack for pack in bucket.sends(self._rank) if pack.step == number]
-        incoming = [pack for pack in bucket.receives(self._rank) if pack.step == number]
-        gather, spread = Copies([], []), Copies([], [])
-        sends, receives = [], []
-        for pack in outgoing:
-            views = self._sent_views(pack)
-            buffer = views[0]
-            if not pack.sent_in_place:
-                buffer = staging.take(pack.num_elements)
-                gather.sources.extend(views)
-                gather.targets.extend(_split(buffer, views))
-            sends += [(peer, buffer) for peer in pack.receivers]
-        for pack in incoming:
-            views = self._received_views(pack)
-            buffer = views[0]
-            if not pack.received_in_place[pack.receivers.index(self._rank)]:
-                buffer = staging.take(pack.num_elements)
-                spread.sources.extend(_split(buffer, views))
-                spread.targets.extend(views)
-            receives.append((pack.source_rank, buffer))
-        return Step(
-            gather,
-            self._transport.prepare(sends, receives),
-            spread,
-            self._checks(outgoing, incoming) if checked else None,
-        )
-
-    def _checks(self, outgoing: Sequence[Pack], incoming: Sequence[Pack]) -> Checks:
-        signed, expected = (
-            [self._no_digests(len(pack.moves[0])) for pack in packs] for packs in (outgoing, incoming)
-        )
-        return Checks(
-            sent=[view for pack in outgoing for view in self._sent_views(pack)],
-            signed=signed,
-            received=[view for pack in incoming for view in self._received_views(pack)],
-            expected=expected,
-            moves=[move for pack in incoming for move in pack.moves_to(self._rank)],
-            messages=self._transport.prepare(
-                [
-                    (peer, digest)
-                    for pack, digest in zip(outgoing, signed, strict=True)
-                    for peer in pack.receivers
-                ],
-                [(pack.source_rank, digest) for pack, digest in zip(incoming, expected, strict=True)],
-                are_weights=False,
-            ),
-        )
-
-    def _local_checks(self, local: Copies, moves: Sequence[Move]) -> Checks:
-        taken = [self._no_digests(len(moves))]
-        return Checks(local.sources, taken, local.targets, taken, list(moves))
+        gather, spread, checks = Copies([], []), Copies([], []), Checks([], [], [], [], [])
+        sends, receives, digest_sends, digest_receives = [], [], [], []
+        for pack in bucket.packs:
+            if pack.step == number and pack.source_rank == self._rank:
+                holder = self._destination if number else self._source
+                views = [_view(holder, move.source, move) for move in pack.moves[0]]
+                buffer, digest = views[0], self._no_digests(len(views))
+                if not pack.sent_in_place:
+                    buffer = staging.take(pack.num_elements)
+                    gather.sources.extend(views)
+                    gather.targets.extend(_split(buffer, views))
+                sends += [(peer, buffer) for peer in pack.receivers]
+                digest_sends += [(peer, digest) for peer in pack.receivers]
+                checks.sent.extend(views)
+                checks.signed.append(digest)
+            elif pack.step == number and self._rank in pack.receivers:
+                moves = pack.moves_to(self._rank)
+                views = [_view(self._destination, move.destination, move) for move in moves]
+                buffer, digest = views[0], self._no_digests(len(views))
+                if not pack.received_in_place[pack.receivers.index(self._rank)]:
+                    buffer = staging.take(pack.num_elements)
+                    spread.sources.extend(_split(buffer, views))
+                    spread.targets.extend(views)
+                receives.append((pack.source_rank, buffer))
+                digest_receives.append((pack.source_rank, digest))
+                checks.received.extend(views)
+                checks.expected.append(digest)
+                checks.moves.extend(moves)
+        messages = self._transport.prepare(sends, receives)
+        if checked:
+            signatures = self._transport.prepare(digest_sends, digest_receives, are_weights=False)
+            return Step(gather, messages, spread, replace(checks, messages=signatures))
+        return Step(gather, messages, spread, None)
 
     def _no_digests(self, count: int) -> Tensor:
         return torch.empty(count, DIGEST_SIZE, dtype=torch.int64, device=self.device)
-
-    def _sent_views(self, pack: Pack) -> list[Tensor]:
-        holder = self._destination if pack.step else self._source
-        return [_view(holder, move.source, move) for move in pack.moves[0]]
-
-    def _received_views(self, pack: Pack) -> list[Tensor]:
-        return [_view(self._destination, move.destination, move) for move in pack.moves_to(self._rank)]
 
 
 class _Parts:

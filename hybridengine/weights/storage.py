@@ -13,21 +13,15 @@ from hybridengine.host_memory import trim_heap
 
 
 class StoragePart:
-    """Some of the parameters of a WeightStorage, resolved once, that a bucket allocates or releases.
-
-    Args:
-        spans: a tensor over the whole storage of each parameter.
-        zeroed: tensors of `spans` that are filled with zeros when allocated; others are undefined.
-    """
+    """Storages of some parameters, each given as a tensor that spans it; those in `zeroed` are zero when allocated."""
 
     def __init__(self, spans: Sequence[Tensor], zeroed: Sequence[Tensor]) -> None:
-        self._storages = [(span.untyped_storage(), span.numel() * span.element_size()) for span in spans]
+        self._storages = [(span.untyped_storage(), span.nbytes) for span in spans]
         self._zeroed = list(zeroed)
         self.total_bytes = sum(num_bytes for _, num_bytes in self._storages)
         """Bytes when allocated."""
 
     def materialise(self) -> None:
-        """Allocate the memory of released storages."""
         for storage, num_bytes in self._storages:
             if storage.nbytes() == 0:
                 storage.resize_(num_bytes)
@@ -35,7 +29,6 @@ class StoragePart:
             torch._foreach_zero_(self._zeroed)
 
     def release(self) -> None:
-        """Release the memory."""
         for storage, _ in self._storages:
             storage.resize_(0)
 
@@ -62,7 +55,7 @@ class WeightStorage:
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self._spans = {name: (owners or {}).get(name, tensor).detach() for name, tensor in tensors.items()}
         self._storages = {name: span.untyped_storage() for name, span in self._spans.items()}
-        self._sizes = {name: span.numel() * span.element_size() for name, span in self._spans.items()}
+        self._sizes = {name: span.nbytes for name, span in self._spans.items()}
         self._current = current or (lambda: tensors)
         self._bound = {name: _binding(tensor) for name, tensor in tensors.items()}
         self._check_ownership()
@@ -106,10 +99,7 @@ class WeightStorage:
         return self._storages[name].nbytes() > 0
 
     def moved(self) -> list[str]:
-        """Return the parameters whose tensors in the model have changed since this object was created.
-
-        A plan bound to the old tensors would fill memory that is no longer used.
-        """
+        """Return the parameters whose tensors in the model have changed since this object was created."""
         current = self._current()
         return [
             name
@@ -120,12 +110,7 @@ class WeightStorage:
     def part(self, names: Iterable[str], zero: Iterable[str] = ()) -> StoragePart:
         """Return the storages of `names`; those in `zero`, and owners with padding, are zero-filled when allocated."""
         names, zero = tuple(names), set(zero)
-        padded = [
-            name
-            for name in names
-            if name in zero
-            or self._sizes[name] > self._tensors[name].numel() * self._tensors[name].element_size()
-        ]
+        padded = [name for name in names if name in zero or self._sizes[name] > self._tensors[name].nbytes]
         return StoragePart([self._spans[name] for name in names], [self._spans[name] for name in padded])
 
     def release(self, names: Iterable[str] | None = None) -> None:
@@ -134,8 +119,8 @@ class WeightStorage:
 
     def materialise(self, names: Iterable[str] | None = None, zero: Iterable[str] = ()) -> None:
         """Allocate memory for the released parameters of `names`, or of all; for `zero`, see `part`."""
-        chosen = [name for name in (self.names if names is None else names) if not self.is_live(name)]
-        self.part(chosen, set(zero).intersection(chosen)).materialise()
+        names = self.names if names is None else names
+        self.part([name for name in names if not self.is_live(name)], zero).materialise()
 
 
 def _binding(tensor: Tensor) -> tuple[Any, ...]:

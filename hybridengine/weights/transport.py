@@ -24,12 +24,7 @@ DEVICE_POLL_S = 2e-5
 
 
 class PeerError(TransferError):
-    """Failure of messages with some peers.
-
-    Args:
-        peers: ranks with which messages failed.
-        reason: first error of the transport.
-    """
+    """Failure of messages with some peers, and the transport's first error."""
 
     def __init__(self, peers: tuple[int, ...], reason: str) -> None:
         super().__init__(peers, reason)
@@ -43,8 +38,6 @@ class PeerError(TransferError):
 class Messages:
     """Sends and receives of one rank that start together; created once and posted many times."""
 
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
     operations: tuple[dist.P2POp, ...]
     peers: tuple[int, ...]
     """Peer of each operation."""
@@ -61,11 +54,7 @@ class Pending:
         self._deadline = time.monotonic() + DEVICE_SHARE * transport.timeout_s
 
     def wait(self) -> int:
-        """Wait until all messages are sent and received; return the number of weight bytes received.
-
-        Raises:
-            PeerError: a peer failed or did not take part before the group's timeout.
-        """
+        """Return the weight bytes received, after all messages; PeerError if a peer failed or came too late."""
         failed: dict[int, RuntimeError] = {}
         one_each = len(self._requests) == len(self._messages.peers)  # NCCL and `meet` have one for all
         for index, request in enumerate(self._requests):
@@ -91,7 +80,7 @@ class Pending:
             time.sleep(DEVICE_POLL_S)
 
     def abandon(self) -> None:
-        """Drop the requests, so that nothing more is written into their buffers."""
+        """Write nothing more into the buffers."""
         self._requests.clear()
 
 
@@ -125,19 +114,13 @@ class PointToPointTransport:
     def prepare(
         self, sends: Sequence[Message], receives: Sequence[Message], are_weights: bool = True
     ) -> Messages:
-        """Return messages between this rank's memory, whose address may change until they are posted, and its peers.
-
-        Args:
-            are_weights: count the received bytes.
-        """
+        """Return messages whose memory may move until they are posted; received bytes count if they are weights."""
         operations = [
             dist.P2POp(call, tensor.view(-1).view(torch.uint8), peer, self.group)
             for call, messages in ((dist.irecv, receives), (dist.isend, sends))
             for peer, tensor in messages
         ]
         return Messages(
-            tuple(sends),
-            tuple(receives),
             tuple(operations),
             tuple(peer for messages in (receives, sends) for peer, _ in messages),
             sum(tensor.nbytes for _, tensor in receives) if are_weights else 0,
@@ -156,12 +139,7 @@ class PointToPointTransport:
         return Pending(self, messages, requests)
 
     def meet(self) -> None:
-        """Wait until all ranks of the group have reached this call.
-
-        Raises:
-            PeerError: a rank failed or did not arrive within the group's timeout; lists all other ranks, any of which
-                may be at fault.
-        """
+        """Wait for all ranks of the group; PeerError with all others, any of which may be at fault, if one is missing."""
         others = tuple(rank for rank in dist.get_process_group_ranks(self.group) if rank != dist.get_rank())
         token = torch.zeros(1, device=self._meets_on)
         self._is_on_device |= token.is_cuda
@@ -169,13 +147,10 @@ class PointToPointTransport:
             request = dist.all_reduce(token, group=self.group, async_op=True)
         except RuntimeError as error:
             raise PeerError(others, str(error)) from error
-        Pending(self, Messages((), (), (), others, 0, token.is_cuda), [request]).wait()
+        Pending(self, Messages((), others, 0, token.is_cuda), [request]).wait()
 
     def give_up(self) -> None:
-        """Stop sending and receiving; where the transport allows it, peers are notified at once instead of timing out.
-
-        On a device, operations in progress are ended, so that nothing more is written into released memory.
-        """
+        """Stop sending and receiving; on a device, peers are notified at once and nothing more is written into memory."""
         if self._is_on_device and not self.has_given_up and not self.is_closed:
             self.group.abort()
         self.has_given_up = True

@@ -29,7 +29,7 @@ class CountingTransport(PointToPointTransport):
 
     def post(self, messages: Messages) -> Pending:
         if any(messages is known for known in self._weights):
-            for count, moved in ((self.received_from, messages.receives), (self.sent_to, messages.sends)):
-                for peer, tensor in moved:
-                    count[peer] += tensor.nbytes
+            for each, peer in zip(messages.operations, messages.peers, strict=True):
+                count = self.received_from if each.op is dist.irecv else self.sent_to
+                count[peer] += each.tensor.nbytes
         return super().post(messages)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -54,7 +53,7 @@ class StagedTransport(PointToPointTransport):
     def reach(self, name: str, messages: Messages) -> None:
         if id(messages) in _buckets:
             bucket, step = _buckets[id(messages)]
-            received = tuple(tensor.view(-1).view(torch.uint8) for _, tensor in messages.receives)
+            received = tuple(each.tensor for each in messages.operations if each.op is dist.irecv)
             self._at_stage(Stage(name, bucket, step, received))
 
 

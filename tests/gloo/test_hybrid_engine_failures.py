@@ -153,7 +153,11 @@ def break_a_switch(rank: int, folder: Path, case: Break) -> Aftermath:
         same_weights(before, copy_weights(trainer)),
         len(engine.plan.buckets),
         engine.plan.num_steps,
-        [index for index, bucket in enumerate(engine.plan.buckets) if bucket.sends(BROKEN_RANK)],
+        [
+            index
+            for index, bucket in enumerate(engine.plan.buckets)
+            if any(pack.source_rank == BROKEN_RANK for pack in bucket.packs)
+        ],
     )
 
 

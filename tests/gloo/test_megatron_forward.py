@@ -20,7 +20,7 @@ from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.trainer import MegatronModel
 from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
 from hybridengine.backends.megatron.weights import load_weights, save_weights
-from hybridengine.checkpoints.hf_writer import HfWriter
+from hybridengine.checkpoints.hf_files import HfWriter
 from hybridengine.errors import OutputError
 from hybridengine.families.registry import FAMILIES
 from hybridengine.models.shapes import ModelShape

@@ -56,8 +56,9 @@ class Flip:
         found = [
             (index, pack)
             for index, bucket in enumerate(plan.buckets)
-            for pack in bucket.receives(VICTIM)
-            if pack.step == self.step
+            for pack in bucket.packs
+            if VICTIM in pack.receivers
+            and pack.step == self.step
             and pack.received_in_place[pack.receivers.index(VICTIM)] is self.in_place
         ]
         bucket = found[0 if self.in_middle else -1][0]
@@ -70,7 +71,8 @@ class Flip:
         if (stage.name, stage.step, stage.is_back) != ("arrived", self.step, False):
             return
         if stage.bucket.tensors == plan.buckets[index].tensors:
-            incoming = [pack for pack in stage.bucket.receives(VICTIM) if pack.step == self.step]
+            packs = [pack for pack in stage.bucket.packs if pack.step == self.step]
+            incoming = [pack for pack in packs if VICTIM in pack.receivers]
             stage.received[incoming.index(message)][-1] ^= 0x80
 
 

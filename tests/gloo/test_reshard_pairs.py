@@ -239,7 +239,7 @@ def engine_of(
 
 
 def switched(rank: int, engine: HybridEngine, transport: CountingTransport, rounds: list[Round]) -> Switched:
-    packs = [pack for bucket in engine.plan.buckets for pack in bucket.receives(rank)]
+    packs = [pack for bucket in engine.plan.buckets for pack in bucket.packs if rank in pack.receivers]
     return Switched(
         rounds,
         transport.received_from,

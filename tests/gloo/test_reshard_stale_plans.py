@@ -21,7 +21,7 @@ from hybridengine.models.shapes import ModelShape
 from hybridengine.package_versions import package_versions
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
-from hybridengine.weights import fingerprint
+from hybridengine.weights import hybrid_engine
 from hybridengine.weights.executor import Verify
 from hybridengine.weights.hybrid_engine import HybridEngine, Mode
 from hybridengine.weights.process_groups import ProcessGroups
@@ -205,7 +205,7 @@ def disagree(rank: int, folder: Path) -> list[str]:
     own_size = BUCKET_ELEMENTS // (2 if rank == BROKEN_RANK else 1)
     errors.append(error_of(lambda: make(own_size)))
     versions = {**package_versions(), "torch": f"{rank // 2}"}
-    with mock.patch.object(fingerprint, "package_versions", return_value=versions):
+    with mock.patch.object(hybrid_engine, "package_versions", return_value=versions):
         errors.append(error_of(make))
     pairs = [cast(dist.ProcessGroup, dist.new_group(ranks)) for ranks in ([0, 1], [1, 2])]
     errors.append(error_of(lambda: make(transport=lambda _: PointToPointTransport(pairs[rank // 2]))))

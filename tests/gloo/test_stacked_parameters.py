@@ -10,7 +10,7 @@ from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.planner import compile_plan, inverse_local
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
-from hybridengine.weights.executor import PlanExecutor
+from hybridengine.weights.executor import PlanExecutor, Verify
 from hybridengine.weights.ledger import StorageLedger
 from hybridengine.weights.process_groups import ProcessGroups
 from hybridengine.weights.storage import WeightStorage
@@ -36,10 +36,10 @@ def there_and_back(rank: int, direct_elements: int) -> tuple[Arrays, Arrays]:
     ledger = StorageLedger({"training": training, "generating": generating})
     plan = compile_plan(megatron_layout(SHAPE, GRID), layout, range(4), 300, direct_elements=direct_elements)
     transport = PointToPointTransport(group)
-    PlanExecutor(plan, rank, training, generating, transport, ledger).run(verify=True)
+    PlanExecutor(plan, rank, training, generating, transport, ledger).run(verify=Verify.ALWAYS)
     assert training.live_bytes == 0
     seen = copied(generating)
-    PlanExecutor(inverse_local(plan), rank, generating, training, transport, ledger).run(verify=True)
+    PlanExecutor(inverse_local(plan), rank, generating, training, transport, ledger).run(verify=Verify.ALWAYS)
     assert generating.live_bytes == 0
     return seen, copied(training)
 

@@ -7,6 +7,7 @@ the same elements of the same tensors in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
@@ -54,6 +55,7 @@ def small_shape(
     )
 
 
+@lru_cache(maxsize=64)
 def numbered(shape: ModelShape) -> Arrays:
     """Return all logical tensors, with their elements numbered from 1 without gaps."""
     tensors, first = {}, 1

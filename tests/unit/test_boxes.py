@@ -41,7 +41,7 @@ def mask(box: Box) -> np.ndarray:
 
 
 @given(pairs)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_intersect_is_the_and_of_the_masks(pair: tuple[Box, Box]) -> None:
     one, other = pair
     common = intersect(one, other)
@@ -52,7 +52,7 @@ def test_intersect_is_the_and_of_the_masks(pair: tuple[Box, Box]) -> None:
 
 
 @given(pairs)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_subtract_covers_the_difference_once(pair: tuple[Box, Box]) -> None:
     box, hole = pair
     parts = subtract(box, hole)
@@ -63,7 +63,7 @@ def test_subtract_covers_the_difference_once(pair: tuple[Box, Box]) -> None:
 
 
 @given(st.integers(1, 4).flatmap(boxes))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_sizes_are_those_of_the_mask(box: Box) -> None:
     selected = np.arange(SIDE ** len(box)).reshape((SIDE,) * len(box))[tuple(slice(a, b) for a, b in box)]
     assert extents(box) == selected.shape
@@ -74,7 +74,7 @@ def test_sizes_are_those_of_the_mask(box: Box) -> None:
 
 
 @given(st.integers(1, 3).flatmap(lambda n: st.tuples(boxes(n), boxes(n), boxes(n))))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_moved_keeps_elements_at_their_distance_from_the_origin(triple: tuple[Box, Box, Box]) -> None:
     box, origins, targets = triple
     origin, target = starts(origins), starts(targets)

@@ -86,7 +86,7 @@ def test_a_stored_tied_head_must_be_the_embedding(tmp_path: Path, shards: int, r
     """transformers 5 uses a stored head that differs from the embedding, whatever config.json says."""
     torch = importlib.import_module("torch")
     safetensors = importlib.import_module("safetensors.torch")
-    reader = importlib.import_module("hybridengine.checkpoints.hf_reader")
+    reader = importlib.import_module("hybridengine.checkpoints.hf_files")
     folder = write_checkpoint(tmp_path, shards=shards, change={LM_HEAD: (10, 8)})
     assert reader.check_weights(folder) == ModelShape.from_hf_config(CONFIG)
     file = tensors_of(folder)[LM_HEAD].file
@@ -190,7 +190,7 @@ def test_the_single_file_counts_where_an_index_is_beside_it_as_in_transformers(t
     """A stale index names shards with other weights: the check covers what is loaded."""
     torch = importlib.import_module("torch")
     transformers = importlib.import_module("transformers")
-    reader = importlib.import_module("hybridengine.checkpoints.hf_reader")
+    reader = importlib.import_module("hybridengine.checkpoints.hf_files")
     write_checkpoint(tmp_path, shards=2)
     write_checkpoint(tmp_path, CONFIG | {"model_type": "qwen2"})
     file = tmp_path / "model.safetensors"
@@ -234,7 +234,7 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_weights_that_are_not_finite_are_told_with_file_and_tensor(tmp_path: Path, value: float) -> None:
-    reader = importlib.import_module("hybridengine.checkpoints.hf_reader")
+    reader = importlib.import_module("hybridengine.checkpoints.hf_files")
     file = write_checkpoint(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + struct.pack("<f", value))
     folder = reader.SafetensorsFolder(tmp_path)

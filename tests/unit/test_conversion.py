@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hybridengine.checkpoints.conversion import import_model
 from hybridengine.checkpoints.folders import checkpoint_at
-from hybridengine.checkpoints.hf_writer import HfWriter
+from hybridengine.checkpoints.hf_files import HfWriter
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.cli.main import main
 from hybridengine.models.checkpoint_files import check_checkpoint
@@ -23,13 +24,24 @@ from hybridengine.reshard.boxes import full_box
 from tests.gloo.tiny_models import write_model
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    folder = tmp_path / "source"
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "source"
     write_model(folder, "qwen2", tied=False)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "README.md").write_text("# A model")
     return folder
+
+
+@pytest.fixture(scope="module")
+def converted(source: Path) -> Path:
+    return import_model(source, source.parent / "converted", dtype="float32").folder
+
+
+@pytest.fixture
+def start(converted: Path, tmp_path: Path) -> Path:
+    """Return a checkpoint that the test may change."""
+    return shutil.copytree(converted, tmp_path / "start")
 
 
 def bits(folder: Path) -> dict[str, torch.Tensor]:
@@ -81,8 +93,8 @@ def test_another_type_is_rounded_once(source: Path, tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == torch.bfloat16
 
 
-def test_boxes_are_read_from_the_parts_that_hold_them(source: Path, tmp_path: Path) -> None:
-    checkpoint = import_model(source, tmp_path / "start", dtype="float32")
+def test_boxes_are_read_from_the_parts_that_hold_them(source: Path, converted: Path) -> None:
+    checkpoint = checkpoint_at(converted)
     checkpoint.check()
     assert checkpoint.step == 0
     stored = TensorFolder(checkpoint.folder / "actor")
@@ -114,29 +126,24 @@ REFUSED = {
 def test_bad_input_is_one_error_and_writes_nothing(
     name: str,
     source: Path,
+    converted: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("start", "damaged"):
-        import_model(source, tmp_path / folder, dtype="float32")
-    file = next((tmp_path / "damaged" / "actor").glob("*.distcp"))
+    damaged = shutil.copytree(converted, tmp_path / "damaged")
+    file = next((damaged / "actor").glob("*.distcp"))
     content = bytearray(file.read_bytes())
     content[1000] ^= 1
     file.write_bytes(content)
     arguments, text = REFUSED[name]
-    places = {"source": source, "tmp": tmp_path, "start": tmp_path / "start", "damaged": tmp_path / "damaged"}
+    places = {"source": source, "tmp": tmp_path, "start": converted, "damaged": damaged}
     before = sorted(tmp_path.rglob("*"))
     assert main(["convert", *(one.format(**places) for one in arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and text in err and err.count("hybridengine: ") == 1
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_folder_without_a_manifest_is_no_checkpoint(source: Path, tmp_path: Path) -> None:
-    checkpoint = import_model(source, tmp_path / "start", dtype="float32")
-    assert checkpoint_at(checkpoint.folder).step == 0
 
 
 @pytest.mark.parametrize("where", ["before", "within", "after"])
@@ -186,15 +193,14 @@ def test_a_critic_is_described_as_what_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_companions_of_another_model_are_refused(
-    config: str | None, text: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: str | None, text: str, converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["convert", str(source), str(tmp_path / "start")]) == 0
     other = tmp_path / "other"
     write_model(other, "qwen2", tied=False, hidden_size=32)
     if config is not None:
         (other / "config.json").write_text(config)
     capsys.readouterr()
-    command = ["convert", str(tmp_path / "start"), str(tmp_path / "back"), "--companions", str(other)]
+    command = ["convert", str(converted), str(tmp_path / "back"), "--companions", str(other)]
     assert main(command) == 2
     error = capsys.readouterr().err
     assert text in error and "Traceback" not in error
@@ -213,11 +219,9 @@ def test_a_model_without_the_head_of_its_role_is_refused(
 
 
 def test_bytes_that_are_no_tensor_are_an_error_that_says_where(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    source: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The digests match: the checkpoint was written with these bytes."""
-    start = tmp_path / "start"
-    assert main(["convert", str(source), str(start)]) == 0
     file, manifest = start / "actor" / "__0_0.distcp", start / "manifest.json"
     file.write_bytes(bytes(file.stat().st_size))
     told = json.loads(manifest.read_text())
@@ -241,7 +245,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(
     there = str(start) if back else str(source)
     before, limits = sorted(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
     capsys.readouterr()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     try:
         status = main(
             ["convert", there, str(tmp_path / "out"), *(["--companions", str(source)] if back else [])]

@@ -26,7 +26,7 @@ def transport_over(*kinds: str) -> PointToPointTransport:
 
 def pending_of(transport: PointToPointTransport, request: object, is_on_device: bool = True) -> Pending:
     operations: tuple[Any, ...] = (mock.Mock(), mock.Mock())
-    messages = Messages((), (), operations, (1, 2), received_bytes=8, are_on_device=is_on_device)
+    messages = Messages(operations, (1, 2), received_bytes=8, are_on_device=is_on_device)
     return Pending(transport, messages, [request])  # NCCL has one request for all
 
 

@@ -78,7 +78,7 @@ def exchanging(grid: GenerationGrid) -> Groups:
 @pytest.mark.parametrize("grouping", list(Grouping))
 def test_domains_connect_the_ranks_that_exchange_something(grouping: Grouping) -> None:
     kinds = set()
-    for grid in all_grids(10, grouping):
+    for grid in all_grids(8, grouping):
         found = plane_domains(grid)
         assert found == exchanging(grid), grid
         if grid.nests:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 
+import numpy as np
 import pytest
 
 from hybridengine.reshard.audit import audit
 from hybridengine.reshard.cost import plan_costs
-from hybridengine.reshard.hf import hf_layout
-from hybridengine.reshard.layout import Layout
+from hybridengine.reshard.layout import Layout, hf_layout
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.plan import Plan
 from hybridengine.reshard.planner import compile_plan
@@ -21,7 +21,17 @@ from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.links import LinkClass, NodeMap
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 from tests.unit.numpy_shards import assert_same, cut_shard, numbered, small_shape
-from tests.unit.plan_cases import CASES, FEW, GENERAL, Case, execute, fitting_shape
+from tests.unit.plan_cases import (
+    CASES,
+    FEW,
+    GENERAL,
+    Case,
+    elements,
+    execute,
+    fitting_shape,
+    peak_bound,
+    sent_bytes,
+)
 
 BETWEEN = LinkClass.BETWEEN_NODES
 
@@ -89,7 +99,7 @@ def distinct(boxes: list[tuple[str, tuple]]) -> list[tuple[str, tuple]]:
     return list(dict.fromkeys(boxes))
 
 
-@pytest.mark.parametrize("case", CASES[::2] + FEW + GENERAL, ids=str)
+@pytest.mark.parametrize("case", CASES[::4] + FEW + GENERAL, ids=str)
 def test_a_box_enters_a_node_once_and_only_where_the_node_lacks_it(case: Case) -> None:
     """Compared element by element with what the ranks of the node train with."""
     tensors = numbered(case.shape)
@@ -97,19 +107,19 @@ def test_a_box_enters_a_node_once_and_only_where_the_node_lacks_it(case: Case) -
     for ranks_per_node in {2, 3, max(1, num_ranks // 2)}:
         nodes = NodeMap.uniform(num_ranks, ranks_per_node)
         for plan in case.plans(nodes=nodes):
-            held = Counter[tuple[int, int]]()
+            held, entered = defaultdict[int, list[np.ndarray]](list), defaultdict[int, list[np.ndarray]](list)
             for rank in plan.ranks:
-                for values in case.training(rank).values():
-                    held.update(dict.fromkeys(((nodes.node_of(rank), n) for n in values.ravel().tolist()), 1))
-            entered = Counter[tuple[int, int]]()
+                held[nodes.node_of(rank)].append(elements(case.training(rank)))
             for move in plan.moves:
                 source, target = (nodes.node_of(place.rank) for place in (move.source, move.destination))
                 assert move.step == 0 or source == target, f"{move} leaves its node"
                 if source != target:
                     box = tensors[move.tensor][tuple(slice(a, b) for a, b in move.box)]
-                    entered.update((target, n) for n in box.ravel().tolist())
-            assert not set(entered) & set(held), "a node is sent what it has"
-            assert set(entered.values()) <= {1}, "an element enters a node twice"
+                    entered[target].append(box.ravel())
+            for node, boxes in entered.items():
+                numbers = np.concatenate(boxes)
+                assert not np.isin(numbers, np.concatenate(held[node])).any(), "a node is sent what it has"
+                assert len(np.unique(numbers)) == len(numbers), "an element enters a node twice"
 
 
 def test_ranks_of_a_node_share_what_enters() -> None:
@@ -150,7 +160,7 @@ def test_replicas_share_the_sending() -> None:
     """Four replicas of a model and one rank without: each replica sends a quarter, apart from the largest tensor."""
     shape = fitting_shape("llama", False, 1, 2)
     plan = compile_plan(megatron_layout(shape, Grid(TrainSizes(1, 1, 4))), hf_layout(shape, (4,)), range(5))
-    sent = [cost.sent_bytes for cost in plan_costs(plan, 1).values()]
+    sent = [sent_bytes(cost) for cost in plan_costs(plan, 1).values()]
     assert sum(sent) == shape.num_parameters and sent[4] == 0
     assert max(sent[:4]) - min(sent[:4]) <= max(math.prod(size) for size in shape.tensors.values())
 
@@ -192,13 +202,13 @@ def test_a_separate_pool_is_fed_by_the_least_loaded_owners(
             0,
             0,
         )
-        assert costs[rank].peak_bytes <= costs[rank].peak_bound_bytes
+        assert costs[rank].peak_bytes <= peak_bound(costs[rank])
     if (
         ranks_per_node != 2
     ):  # with two, ranks 0 and 1 and ranks 2 and 3 are nodes; they also send equal amounts
-        assert max(costs[0].sent_bytes, costs[2].sent_bytes) > 0
+        assert max(sent_bytes(costs[0]), sent_bytes(costs[2])) > 0
     for shard in ((0, 2), (1, 3)):  # the two owners of a tensor shard
-        one, other = (costs[rank].sent_bytes for rank in shard)
+        one, other = (sent_bytes(costs[rank]) for rank in shard)
         assert one > 0 and other > 0 and abs(one - other) <= 2 * largest
     if ranks_per_node == 4:  # every engine rank is on the second node: boxes that both need enter once
         needed = {n for rank in (4, 5) for values in made[rank].values() for n in values.ravel().tolist()} - {

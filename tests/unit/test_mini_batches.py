@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.rows.micro_batches import draw_mini_batches
@@ -19,6 +19,7 @@ def drawn(num_rows: int, replicas: int, count: int, unit: int, seed: int) -> lis
     return found
 
 
+@settings(max_examples=30)
 @given(
     shares=st.integers(1, 5),
     count=st.integers(1, 6),
@@ -48,12 +49,12 @@ def test_any_number_of_rows_is_split_evenly(first: int, num_rows: int, count: in
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_every_row_meets_every_mini_batch_equally_often(count: int) -> None:
-    numbers, draws = torch.arange(8), 4000
+    numbers, draws = torch.arange(8), 1000
     times = torch.zeros(8, count)
     for seed in range(draws):
         for number, rows in enumerate(draw_mini_batches(numbers, count, 1, seed)):
             times[rows, number] += 1
-    assert ((times / draws - 1 / count).abs() < 0.04).all()
+    assert ((times / draws - 1 / count).abs() < 0.06).all()
 
 
 def test_epochs_and_updates_differ() -> None:

@@ -180,8 +180,8 @@ def test_generation_needs_kv_heads_that_are_shared_out_or_copied() -> None:
 
 def test_generation_needs_a_layer_for_every_stage() -> None:
     shape = ModelShape.from_hf_config(plain())
-    assert shape.gen_pp_problems(3) == []
-    assert shape.gen_pp_problems(4) == [
+    assert shape.pp_problems(3, "p_g") == []
+    assert shape.pp_problems(4, "p_g") == [
         "p_g=4 pipeline stages need as many layers, the model has num_layers=3; choose p_g <= 3"
     ]
 

@@ -16,13 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.errors import PlanError
-from hybridengine.families.tables import NameSet
+from hybridengine.families.family import NameSet
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.audit import audit, audit_return
 from hybridengine.reshard.boxes import num_elements
 from hybridengine.reshard.cost import plan_costs
-from hybridengine.reshard.hf import hf_layout
-from hybridengine.reshard.layout import Layout, LocalParameter, Shard, row_stack
+from hybridengine.reshard.layout import Layout, LocalParameter, Shard, hf_layout, row_stack
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.planner import compile_plan, inverse_local
 from hybridengine.reshard.vllm import vllm_layout
@@ -45,6 +44,7 @@ from tests.unit.plan_cases import (
     every_nested_pair,
     execute,
     fitting_shape,
+    peak_bound,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -82,8 +82,11 @@ def test_switch_and_return_for_every_nested_pair(case: Case) -> None:
             assert costs[rank].received_bytes == costs[rank].redundant_bytes == 0
 
 
-@pytest.mark.parametrize("direct_elements", [1, 24, 10**9])
-@pytest.mark.parametrize("case", GENERAL, ids=str)
+@pytest.mark.parametrize(
+    ("case", "direct_elements"),
+    [(case, (1, 24, 10**9)[turn % 3]) for turn, case in enumerate(GENERAL)],
+    ids=str,
+)
 def test_switch_and_return_for_layouts_that_need_not_nest(case: Case, direct_elements: int) -> None:
     """To generation: the generation shard, complete, and what is retained. Back: the rest of the training shard."""
     nodes = NodeMap.uniform(case.grid.num_ranks, 2)
@@ -115,7 +118,7 @@ def sized_nodes(num_ranks: int) -> st.SearchStrategy[NodeMap]:
 
 
 @given(st.sampled_from(FEW + GENERAL), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_switch_over_any_nodes(case: Case, data: st.DataObject) -> None:
     """On any nodes, in one step or in two, every rank ends with its shard, and the plan passes its audit."""
     nodes = data.draw(sized_nodes(case.grid.num_ranks))
@@ -183,7 +186,7 @@ RANDOM_SHAPE = small_shape("qwen2", layers=1, vocab=7, kv_heads=1)
     st.none() | sized_nodes(4),
     st.sampled_from((1, 10, 10**9)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_plans_between_random_layouts(
     source: Layout, destination: Layout, bucket_elements: int, nodes: NodeMap | None, direct_elements: int
 ) -> None:
@@ -201,7 +204,7 @@ def test_plans_between_random_layouts(
         assert_same(made[rank], expected, f"rank {rank}")
         missing = np.setdiff1d(elements(expected), before[rank])
         assert costs[rank].received_bytes == len(missing)
-        assert costs[rank].peak_bytes <= costs[rank].peak_bound_bytes
+        assert costs[rank].peak_bytes <= peak_bound(costs[rank])
 
 
 PRINT_DIGESTS = """
@@ -211,24 +214,22 @@ print([plan.digest for case in FEW[::5] for plan in case.plans()])
 
 
 def test_every_process_compiles_the_same_plan() -> None:
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", PRINT_DIGESTS],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
-        ).stdout.strip()
-        for seed in ("1", "2")
-    }
-    assert printed == {str([plan.digest for case in FEW[::5] for plan in case.plans()])}
+    """The other process hashes with another seed."""
+    printed = subprocess.run(
+        [sys.executable, "-c", PRINT_DIGESTS],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)},
+    ).stdout.strip()
+    assert printed == str([plan.digest for case in FEW[::5] for plan in case.plans()])
 
 
 def test_equal_plans_and_only_they_have_equal_digests() -> None:
     shape = fitting_shape("qwen3", False, 2, 2)
     generation = GenerationGrid(Grid(TrainSizes(2, 2, 1)), GenSizes(1, 1))
     source, destination = megatron_layout(shape, generation.train), vllm_layout(shape, generation)
-    one = compile_plan(source, destination, range(4), 400)
+    one = compile_plan(source, destination, tuple(range(4)), 400)
     assert compile_plan(source, destination, (0, 1, 2, 3), 400) is one
     again = compile_plan(dataclasses.replace(source), destination, range(4), 400)  # another layout object
     assert again is not one

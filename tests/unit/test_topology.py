@@ -12,7 +12,7 @@ import pytest
 
 from hybridengine.errors import TopologyError
 from hybridengine.topology.generation import GenerationGrid, Grouping
-from hybridengine.topology.grid import Coordinate, Grid, Groups, RankOrder
+from hybridengine.topology.grid import Coordinate, Grid, Groups, RankOrder, group_with
 from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 
 MAX_RANKS = 8
@@ -234,17 +234,17 @@ def test_ranks_and_coordinates_are_inverse(order: RankOrder) -> None:
         for rank, place in enumerate(places):
             pp, dp, tp = place.pp_rank, place.dp_rank, place.tp_rank
             formula = dp * p * t + pp * t + tp if order is RankOrder.PAPER else pp * t * d + dp * t + tp
-            assert rank == formula == grid.rank(place)
+            assert rank == formula
             assert grid.coordinate(rank) == place
 
 
-def test_group_of_is_the_group_that_holds_the_rank() -> None:
+def test_group_with_is_the_group_that_holds_the_rank() -> None:
     grid = Grid(TrainSizes(2, 2, 2))
-    assert grid.group_of(5, "tp") == (4, 5)
-    assert grid.group_of(5, "dp") == (1, 5)
-    assert grid.group_of(5, "pp") == (5, 7)
-    assert grid.group_of(5, "pp", "tp") == (4, 5, 6, 7)
-    assert grid.group_of(5, "pp", "dp", "tp") == tuple(range(8))
+    assert group_with(5, grid.groups("tp")) == (4, 5)
+    assert group_with(5, grid.groups("dp")) == (1, 5)
+    assert group_with(5, grid.groups("pp")) == (5, 7)
+    assert group_with(5, grid.groups("pp", "tp")) == (4, 5, 6, 7)
+    assert group_with(5, grid.groups("pp", "dp", "tp")) == tuple(range(8))
     assert grid.groups() == tuple((rank,) for rank in range(8))
 
 
@@ -253,7 +253,6 @@ def test_sizes_are_written_as_in_the_paper() -> None:
     assert GenSizes.parse("2-4") == GenSizes(pp_size=2, tp_size=4)
     assert (str(TrainSizes(2, 4, 8)), str(GenSizes(1, 12))) == ("2-4-8", "1-12")
     assert (TrainSizes(2, 4, 8).num_ranks, TrainSizes(2, 4, 8).model_parallel_size) == (64, 8)
-    assert GenSizes(1, 2).micro_dp_size(TrainSizes(2, 4, 8)) == 4
 
 
 @pytest.mark.parametrize(
@@ -290,16 +289,16 @@ def test_ranks_and_coordinates_outside_of_the_grid() -> None:
         ) as caught:
             grid.coordinate(rank)
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-    with pytest.raises(TopologyError, match=r"^dp_rank=1 is outside of 2-2-1, whose dp size is 1$"):
-        grid.rank(Coordinate(pp=0, dp=1, tp=0))
     with pytest.raises(TopologyError, match=r"^axis 'ep' does not exist; axes are pp, dp and tp$"):
         grid.groups("tp", "ep")
     with pytest.raises(
         TopologyError, match=r"^rank 4 is outside of generation 1-1 over training 2-2-1, which has"
     ):
         GenerationGrid(grid, GenSizes(1, 1)).coordinate(4)
-    with pytest.raises(TopologyError, match=r"^rank 4 is outside of 2-2-1, which has ranks 0 to 3$"):
-        grid.group_of(4, "tp")
+    with pytest.raises(
+        TopologyError, match=r"^rank 4 is in none of the 2 groups; choose a rank of one of them$"
+    ):
+        group_with(4, grid.groups("tp"))
 
 
 def test_coordinates_print_their_axes_in_one_order() -> None:

@@ -20,8 +20,8 @@ from torch import nn
 from hybridengine.backends.megatron.compat import stage_spec
 from hybridengine.backends.megatron.shim import device, device_shim, is_needed
 from hybridengine.errors import ConfigError
+from hybridengine.families.family import NameSet
 from hybridengine.families.registry import FAMILIES
-from hybridengine.families.tables import NameSet
 from hybridengine.models.shapes import ModelShape, padded_vocab_size
 from hybridengine.topology.sizes import TrainSizes
 

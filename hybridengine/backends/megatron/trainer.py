@@ -28,7 +28,7 @@ from hybridengine.backends.megatron.step import PipelineRunner, WantedPositions
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.config.sections import OptimizerSection
 from hybridengine.errors import DataError, StorageError
-from hybridengine.families.tables import NameSet
+from hybridengine.families.family import NameSet
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.megatron import megatron_layout

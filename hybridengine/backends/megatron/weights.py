@@ -11,12 +11,12 @@ import torch.distributed as dist
 from hybridengine.backends.megatron.model import DTYPES
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel
-from hybridengine.checkpoints.hf_reader import SafetensorsFolder
-from hybridengine.checkpoints.hf_writer import HfWriter
+from hybridengine.checkpoints.hf_files import HfWriter, SafetensorsFolder
 from hybridengine.errors import CheckpointError
 from hybridengine.models.shapes import SCORE_HEAD
-from hybridengine.reshard.hf import hf_layout
+from hybridengine.reshard.layout import hf_layout
 from hybridengine.reshard.planner import compile_plan
+from hybridengine.topology.grid import group_with
 from hybridengine.weights.executor import PlanExecutor
 from hybridengine.weights.ledger import StorageLedger
 from hybridengine.weights.process_groups import ProcessGroups
@@ -70,7 +70,7 @@ def save_weights(
     model.expect_weights()
     world, fault = registry.of(model.grid.groups("pp", "dp", "tp")), None
     replicas = registry.of(model.grid.groups("pp", "tp"))
-    replica = model.grid.group_of(0, "pp", "tp")
+    replica = group_with(0, model.grid.groups("pp", "tp"))
     if model.rank in replica:
         whole = _empty_checkpoint(model)
         executor = PlanExecutor(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hybridengine.families.tables import NameSet
+from hybridengine.families.family import NameSet
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import Shard
 from hybridengine.reshard.megatron import megatron_shard

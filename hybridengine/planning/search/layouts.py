@@ -45,7 +45,7 @@ def train_problems(shape: ModelShape, sizes: TrainSizes) -> list[str]:
 
 def gen_problems(shape: ModelShape, train: TrainSizes, sizes: GenSizes) -> list[str]:
     """Return the reasons why vLLM cannot hold `shape` at these sizes."""
-    return shape.gen_pp_problems(sizes.pp_size) + shape.gen_tp_problems(sizes.tp_size, train.tp_size)
+    return shape.pp_problems(sizes.pp_size, "p_g") + shape.gen_tp_problems(sizes.tp_size, train.tp_size)
 
 
 def generation_sizes(shape: ModelShape, train: TrainSizes, max_tp_size: int) -> Iterator[GenSizes]:

@@ -234,7 +234,7 @@ class Scenarios:
         capacity = self.cluster.device_memory_bytes - (compute_of(self.cluster).process_bytes or 0)
         found, shape = list[Engines](), self.workload.model("actor").shape
         for gen in choices:
-            if shape.gen_tp_problems(gen.tp_size, gen.tp_size) or shape.gen_pp_problems(gen.pp_size):
+            if shape.gen_tp_problems(gen.tp_size, gen.tp_size) or shape.pp_problems(gen.pp_size, "p_g"):
                 continue
             engine = self._engine(gen, gen.pp_size, self.num_devices)
             elements = generation_holding(shape, gen.pp_size, gen.pp_size, gen.tp_size).num_elements

@@ -10,7 +10,7 @@ from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.costs.clusters import Cluster
 from hybridengine.planning.switch.switch_cost import SwitchCost
-from hybridengine.topology.group_text import format_groups, format_ranks, named_groups
+from hybridengine.topology.grid import format_groups, format_ranks, named_groups
 
 Figures = Mapping[str, Any]
 """Figures of a switch, as written by `--json`."""

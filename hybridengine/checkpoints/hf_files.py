@@ -1,4 +1,4 @@
-"""Writer of Hugging Face checkpoints, tensor by tensor in any order, with at most one tensor in memory.
+"""Hugging Face checkpoints, read box by box, and written tensor by tensor in any order with one tensor in memory.
 
 A safetensors file is 8 bytes (little-endian length n), n bytes of JSON (name -> dtype, shape, data_offsets) and the data.
 The shapes determine the offset of each tensor; the safetensors library can only write whole dictionaries.
@@ -13,20 +13,78 @@ import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
 from torch import Tensor
 
 from hybridengine.checkpoints.digests import settle
-from hybridengine.models.checkpoint_files import COMPANIONS, CONFIG_FILE, INDEX_FILE
-from hybridengine.models.shapes import SCORE_HEAD
+from hybridengine.errors import CheckpointError
+from hybridengine.models.checkpoint_files import (
+    COMPANIONS,
+    CONFIG_FILE,
+    INDEX_FILE,
+    check_checkpoint,
+    tensors_of,
+)
+from hybridengine.models.shapes import EMBEDDING, LM_HEAD, SCORE_HEAD, ModelShape
 from hybridengine.reading import read_object
+from hybridengine.reshard.boxes import Box
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of types in safetensors files."""
+COMPARED_ROWS = 4096
+"""Number of rows of two tensors compared at a time."""
+
+
+class SafetensorsFolder:
+    """Tensors of a Hugging Face checkpoint, read from disk box by box on request."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._files = {name: tensor.file for name, tensor in tensors_of(folder).items()}
+
+    def __contains__(self, tensor: str) -> bool:
+        return tensor in self._files
+
+    def read(self, tensor: str, box: Box) -> Tensor:
+        """Return one box of a tensor, possibly mapped from the file; CheckpointError if a value is NaN or infinite."""
+        file = self._files[tensor]
+        # Opened anew: pages of a file that were read count as memory of this process while it is mapped.
+        with safe_open(file, framework="pt") as opened:
+            found = opened.get_slice(tensor)[tuple(slice(a, b) for a, b in box)]
+        # The extremes propagate NaN, and need no second tensor of this size.
+        if found.numel() and not all(torch.isfinite(extreme) for extreme in torch.aminmax(found)):
+            raise CheckpointError(
+                f"{file}: {tensor} has values that are NaN or infinite; weights must be finite: copy the file again from"
+                " where it came, or use another checkpoint"
+            )
+        return found
+
+
+def check_weights(folder: Path) -> ModelShape:
+    """Return the shape of a checkpoint as `check_checkpoint` does; a stored tied head must equal the embedding.
+
+    transformers 5 loads such a head as stored, whatever config.json says.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, config.json describes other tensors, or the head differs.
+    """
+    shape, files = check_checkpoint(folder), SafetensorsFolder(folder)
+    for first in (
+        range(0, shape.vocab_size, COMPARED_ROWS) if shape.tied_embeddings and LM_HEAD in files else ()
+    ):
+        rows = (first, min(first + COMPARED_ROWS, shape.vocab_size)), (0, shape.hidden_size)
+        if not torch.equal(files.read(LM_HEAD, rows), files.read(EMBEDDING, rows)):
+            raise CheckpointError(
+                f"{folder}: {LM_HEAD} is stored and differs from {EMBEDDING}, where config.json has"
+                " tie_word_embeddings=true; set it to false, or restore the original pair"
+            )
+    return shape
 
 
 class HfWriter:
@@ -61,11 +119,6 @@ class HfWriter:
         self.written_bytes = 0
 
     def __enter__(self) -> HfWriter:
-        """Write headers and companions, which do not depend on the tensors.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
         shutil.rmtree(self._partial, ignore_errors=True)  # left by an attempt that was killed
         self._partial.mkdir(parents=True)
         with gone_on_failure(self._partial):
@@ -74,22 +127,25 @@ class HfWriter:
 
     def _write_headers(self) -> None:
         for file, names in self._files.filename_to_tensors.items():
-            header = _header({name: self._shapes[name] for name in names}, self._dtype)
-            begin = len(header)
-            for name in names:
-                self._places[name] = self._partial / file, begin
-                begin += _num_bytes(self._shapes[name], self._dtype)
+            entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            ends = [0, *accumulate(_num_bytes(self._shapes[name], self._dtype) for name in names)]
+            for name, span in zip(names, pairwise(ends), strict=True):
+                shape = list(self._shapes[name])
+                entries[name] = {"dtype": NAMES[self._dtype], "shape": shape, "data_offsets": list(span)}
+            text = json.dumps(entries, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)  # align tensors to 8 bytes, so that they can be memory-mapped
+            header = struct.pack("<Q", len(text)) + text
             (self._partial / file).write_bytes(header)
+            self._places |= {
+                name: (self._partial / file, len(header) + begin)
+                for name, begin in zip(names, ends, strict=False)
+            }
         if self._files.is_sharded:
             index = {"metadata": self._files.metadata, "weight_map": self._files.tensor_to_filename}
             (self._partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor to its place; once per tensor.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write a tensor to its place; once per tensor."""
         assert tuple(tensor.shape) == self._shapes[name], f"{name} has another shape than was said"
         path, begin = self._places.pop(name)
         flat = tensor.detach().to("cpu", self._dtype).contiguous().view(-1)
@@ -132,11 +188,7 @@ def gone_on_failure(folder: Path) -> Iterator[None]:
 
 
 def _fit(file: Path, dtype: torch.dtype, score: tuple[int, ...] | None) -> None:
-    """Adapt a configuration to the weights next to it.
-
-    Args:
-        score: shape of a score head that replaces the vocabulary; None without one.
-    """
+    """Adapt a configuration to the weights next to it; `score` is the shape of a score head, if there is one."""
     config = read_object(file)
     fitted = dict(config)
     for key in {"dtype", "torch_dtype"} & config.keys():
@@ -155,18 +207,6 @@ def _fit(file: Path, dtype: torch.dtype, score: tuple[int, ...] | None) -> None:
             fitted["label2id"] = {f"LABEL_{label}": label for label in range(score[0])}
     if fitted != config:
         file.write_text(json.dumps(fitted, indent=2) + "\n")
-
-
-def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name, shape in shapes.items():
-        end = begin + _num_bytes(shape, dtype)
-        entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # align tensors to 8 bytes, so that they can be memory-mapped
-    return struct.pack("<Q", len(text)) + text
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
