@@ -13,7 +13,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +111,17 @@ class Row:
 
 def rows(sizes: Sequence[tuple[str, str, str]]) -> list[Row]:
     """Plan the switch of each (model, training, generation)."""
-    cluster = load_cluster(CLUSTER)
-    found = []
-    for model, train, gen in sizes:
-        shape = PRESETS[PRESET_OF[model]].shape()
-        generation = GenerationGrid(Grid(TrainSizes.parse(train)), GenSizes.parse(gen))
-        nodes = cluster.node_map(generation.train.num_ranks)
-        cost = SwitchPricer(shape, DTYPE, BUCKET_BYTES).price(generation, nodes)
-        found.append(Row(model, cost, shape.weight_bytes(DTYPE), cluster))
-    return found
+    return [planned(*one) for one in sizes]
+
+
+@cache
+def planned(model: str, train: str, gen: str) -> Row:
+    """Plan one switch; equal ones are planned once."""
+    cluster, shape = load_cluster(CLUSTER), PRESETS[PRESET_OF[model]].shape()
+    generation = GenerationGrid(Grid(TrainSizes.parse(train)), GenSizes.parse(gen))
+    nodes = cluster.node_map(generation.train.num_ranks)
+    cost = SwitchPricer(shape, DTYPE, BUCKET_BYTES).price(generation, nodes)
+    return Row(model, cost, shape.weight_bytes(DTYPE), cluster)
 
 
 def switch_table(found: Sequence[Row]) -> str:

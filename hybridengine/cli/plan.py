@@ -14,11 +14,9 @@ from hybridengine.cli.outputs import check_outputs, emit, show_status
 from hybridengine.cli.run_request import RunRequest, add_run_options, cluster_of, request_of
 from hybridengine.errors import ConfigError
 from hybridengine.planning.costs.passes import compute_of
-from hybridengine.planning.search.comparison import idle_shares
 from hybridengine.planning.search.options import Options
-from hybridengine.planning.search.plan import Plan
+from hybridengine.planning.search.plan import Plan, idle_shares, run_settings
 from hybridengine.planning.search.plan_tables import plan_lines
-from hybridengine.planning.search.run_settings import run_settings
 from hybridengine.planning.search.search import Found, Search
 from hybridengine.planning.search.shortage import shortage
 

@@ -14,7 +14,7 @@ from hybridengine.families.registry import FAMILIES
 from hybridengine.models.presets import PRESETS, resolve_model
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.costs.clusters import Cluster, load_cluster
-from hybridengine.planning.costs.shards import generation_holding
+from hybridengine.planning.costs.memory import generation_holding
 from hybridengine.planning.search.layouts import check_generates, check_layouts, generation_sizes
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.planning.switch.switch_tables import diff_lines, plan_lines, sweep_lines

@@ -12,7 +12,7 @@ from hybridengine.errors import ConfigError
 from hybridengine.planning.costs.clusters import Cluster, load_planned_cluster
 from hybridengine.planning.costs.lengths import FORMS, Lengths
 from hybridengine.planning.costs.workload import Workload, workload_of
-from hybridengine.planning.search.constraints import Constraints
+from hybridengine.planning.search.placements import Constraints
 
 CALIBRATED = "calibrated.yaml"
 """Default cluster file, which `calibrate` writes."""

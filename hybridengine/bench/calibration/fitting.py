@@ -22,9 +22,8 @@ from hybridengine.planning.costs.clusters import Cluster
 from hybridengine.planning.costs.dataflows import Work
 from hybridengine.planning.costs.passes import compute_of
 from hybridengine.planning.costs.workload import Workload
-from hybridengine.planning.search.given import given_plan
 from hybridengine.planning.search.options import pricer_of
-from hybridengine.planning.search.plan import Plan
+from hybridengine.planning.search.plan import Plan, given_plan
 from hybridengine.planning.switch.switch_cost import SwitchPricer
 
 RANGES: Mapping[str, tuple[float, float, float]] = {

@@ -1,4 +1,4 @@
-"""Description of a cluster's nodes, devices and links, read from a YAML file.
+"""Nodes, devices and links of a cluster, read from a YAML file, and the seconds of collectives and messages over them.
 
 The files are in configs/clusters/. All bandwidths are per direction: half of the figure for links that are specified by
 the sum of both directions, such as NVLink.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import io
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -133,11 +134,7 @@ class Compute(Section):
         return 1.0 if self.devices_at_once is None else max(1.0, num_ranks / self.devices_at_once)
 
     def rate(self, dtype: str) -> float:
-        """Return the peak operations per second for a type.
-
-        Raises:
-            ConfigError: the cluster has no figure for the type.
-        """
+        """Return the peak operations per second for a type; a ConfigError if the cluster has no figure for it."""
         if dtype not in self.flops_per_s:
             raise ConfigError(
                 f"compute.flops_per_s.{dtype} is missing; add it, or choose another model.dtype"
@@ -175,23 +172,25 @@ class Cluster(Section):
     def num_devices(self) -> int:
         return self.nodes * self.devices_per_node
 
-    def resized(self, nodes: int) -> Cluster:
-        """Return the same hardware with `nodes` nodes.
+    @property
+    def process_bytes(self) -> int:
+        """Memory of a rank's process without models."""
+        return (self.compute and self.compute.process_bytes) or 0
 
-        Raises:
-            ConfigError: `nodes` is not positive, or there are no links between nodes.
-        """
+    @property
+    def model_memory_bytes(self) -> int:
+        """Memory of a device for models and KV cache."""
+        return self.device_memory_bytes - self.process_bytes
+
+    def resized(self, nodes: int) -> Cluster:
+        """Return the same hardware with `nodes` nodes; a ConfigError if it cannot have as many."""
         try:
             return Cluster.model_validate(self.model_dump() | {"nodes": nodes})
         except ValidationError as error:
             raise ConfigError(f"cluster {self.name}: {'; '.join(map(_message, error.errors()))}") from None
 
     def node_map(self, num_ranks: int) -> NodeMap:
-        """Return the nodes of ranks 0, 1, 2, ..., with one rank per device.
-
-        Raises:
-            ConfigError: there are more ranks than devices.
-        """
+        """Return the nodes of ranks 0, 1, 2, ..., one per device; a ConfigError if there are too few devices."""
         if num_ranks > self.num_devices:
             needed = -(-num_ranks // self.devices_per_node)
             raise ConfigError(
@@ -203,11 +202,7 @@ class Cluster(Section):
 
 
 def load_planned_cluster(path: str | Path, dtype: str) -> Cluster:
-    """Return a cluster as `load_cluster` does, and check that it has what plans of whole runs need.
-
-    Raises:
-        ConfigError: the file has no section compute, or no rate for `dtype`.
-    """
+    """Return a cluster as `load_cluster` does; a ConfigError if it lacks figures for plans of whole runs in `dtype`."""
     cluster = load_cluster(path)
     if cluster.compute is None:
         raise ConfigError(
@@ -219,11 +214,7 @@ def load_planned_cluster(path: str | Path, dtype: str) -> Cluster:
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Return the cluster that a YAML file describes.
-
-    Raises:
-        ConfigError: the file does not exist, is not YAML, or has invalid values; the message lists all of them.
-    """
+    """Return the cluster that a YAML file describes; a ConfigError lists everything that is invalid."""
     remedy = "name a cluster file such as configs/clusters/h100-80gb.yaml"
     try:
         values = OmegaConf.to_container(OmegaConf.load(io.StringIO(read_text(path))), resolve=True)
@@ -261,3 +252,81 @@ def _message(item: Any) -> str:
         text = f"{key}={shown(item['input'])} must be {rule(item['msg'])}; correct it"
     field = known.get(key)
     return f"{text} ({field.description.rstrip('.')})" if field and field.description else text
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Groups of a grid along one axis, each with `size` ranks at a distance of `stride`."""
+
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Links of `num_ranks` consecutive ranks of a cluster, with one rank per device.
+
+    All groups of a grid communicate at the same time, and groups with members on the same node share its bandwidth.
+    Collectives are rings, like those of gloo and NCCL for large messages: each rank receives (g - 1) / g of the result,
+    and a ring enters a node once. Bytes are numbers, or arrays with one element per message.
+    """
+
+    cluster: Cluster
+    num_ranks: int
+
+    @property
+    def node_ranks(self) -> int:
+        """Number of ranks on a full node."""
+        return min(self.cluster.devices_per_node, self.num_ranks)
+
+    def members_per_node(self, axis: Axis) -> int:
+        """Return the number of ranks of one group on a node."""
+        return max(1, min(axis.size, self.node_ranks // axis.stride))
+
+    def all_gather_s(self, num_bytes: Any, axis: Axis) -> Any:
+        """Return the seconds of an all-gather with a result of `num_bytes`."""
+        if axis.size == 1:
+            return 0.0
+        received = num_bytes * (axis.size - 1) / axis.size
+        members = self.members_per_node(axis)
+        nodes = -(-axis.size // members)
+        inside, seconds, latency = self.cluster.links.same_node, 0.0, 0.0
+        if members > 1:
+            seconds = inside.seconds(received, received * self.node_ranks)
+            latency = inside.latency_s * (members - 1) * nodes
+        if nodes > 1:
+            between = self.cluster.links.network
+            rings = self.node_ranks / members
+            seconds = np.maximum(seconds, between.seconds(received, received * rings))
+            latency += between.latency_s * (nodes - 1)
+        return seconds + latency
+
+    def all_reduce_s(self, num_bytes: Any, axis: Axis) -> Any:
+        """Return the seconds of an all-reduce of `num_bytes`, which is that of two all-gathers."""
+        return 2 * self.all_gather_s(num_bytes, axis) + self._collective_s if axis.size > 1 else 0.0
+
+    @property
+    def _collective_s(self) -> float:
+        return self.cluster.compute.collective_s if self.cluster.compute else 0.0
+
+    def sends_s(self, num_bytes: Any, axis: Axis, count: int = 1) -> Any:
+        """Return the seconds of the slowest rank's messages to `count` neighbours, in all groups at the same time.
+
+        If several ranks of a group share a node, some have one neighbour on another node. Both directions of a link work
+        at once.
+        """
+        if axis.size == 1:
+            return 0.0
+        num_sent, count = count, min(count, axis.size - 1)  # of two ranks, each has one neighbour
+        members, links, inside, across = self.members_per_node(axis), self.cluster.links, 0.0, 0.0
+        if members > 1:
+            inside = links.same_node.seconds(num_bytes, num_bytes * self.node_ranks)
+            inside += links.same_node.latency_s
+        if axis.size > members:
+            # Ranks whose neighbour is on the next node: the last `stride` ranks of a node.
+            leaving = min(axis.stride, self.node_ranks)
+            between = links.network
+            across = between.seconds(num_bytes, num_bytes * leaving) + between.latency_s
+        crossing = (count + 1) // 2 if members > 1 else count
+        slowest_s = np.maximum(inside * count, across * crossing + inside * (count - crossing))
+        return slowest_s + num_sent * self._collective_s

@@ -1,10 +1,11 @@
 """Group calls of an iteration, in order, with the earlier calls that each one waits for.
 
-They are obtained by tracing the algorithm's step.
+They are found by running the algorithm's step with stand-ins: groups that compute nothing, columns and metrics of zeros.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -50,8 +51,6 @@ def phase_of_call(role: str, method: str) -> str:
 
 
 class Work(Enum):
-    """Kinds of calls."""
-
     HOST = "host"
     """Reading data or computing on columns, without a model."""
     SWITCH = "switch"
@@ -62,51 +61,35 @@ class Work(Enum):
 
 
 @dataclass(frozen=True)
-class RowColumns:
-    """Number of columns of each row that a call fetches, by width."""
-
-    tokens: int = 0
-    """Columns as wide as prompt and response, 8 bytes per token."""
-    prompts: int = 0
-    """Columns as wide as the prompt, 8 bytes per token."""
-    numbers: int = 0
-    """Columns as wide as the response, 4 bytes per token."""
-
-    def num_bytes(self, prompt_width: int, response_width: int) -> int:
-        """Return the bytes of a row with columns of these widths, in tokens."""
-        tokens = self.tokens * (prompt_width + response_width) + self.prompts * prompt_width
-        return 8 * tokens + 4 * self.numbers * response_width
-
-
-@dataclass(frozen=True)
 class Method:
-    """Method of a group: kind of work, kind of result, and fetched columns."""
+    """Method of a group: kind of work, and fetched columns except those of one number per row."""
 
     work: Work
-    returns_rows: bool = False
-    columns: RowColumns = RowColumns()
-    """Fetched columns, without those of one number per row."""
+    tokens: int = 0
+    """Number of fetched columns as wide as prompt and response, 8 bytes per token."""
+    prompts: int = 0
+    """Number of columns as wide as the prompt, 8 bytes per token."""
+    numbers: int = 0
+    """Number of columns as wide as the response, 4 bytes per token."""
 
 
 METHODS: Mapping[str, Method] = {
-    "training_prompts": Method(Work.HOST, True),
+    "training_prompts": Method(Work.HOST),
     "switch_to_generate": Method(Work.SWITCH),
-    "generate_sequences": Method(Work.GENERATE, True, RowColumns(prompts=1)),
+    "generate_sequences": Method(Work.GENERATE, prompts=1),
     "switch_to_train": Method(Work.SWITCH),
-    "compute_log_probs": Method(Work.INFER, True, RowColumns(tokens=1)),
-    "compute_values": Method(Work.INFER, True, RowColumns(tokens=1)),
-    "compute_scores": Method(Work.INFER, True, RowColumns(tokens=1)),
-    "map": Method(Work.HOST, True, RowColumns(numbers=3)),
-    "measure": Method(Work.HOST, False, RowColumns(numbers=4)),
-    "update": Method(Work.UPDATE, False, RowColumns(tokens=1, numbers=2)),
-    "update_preferences": Method(Work.UPDATE, False, RowColumns(tokens=1, numbers=1)),
+    "compute_log_probs": Method(Work.INFER, tokens=1),
+    "compute_values": Method(Work.INFER, tokens=1),
+    "compute_scores": Method(Work.INFER, tokens=1),
+    "map": Method(Work.HOST, numbers=3),
+    "measure": Method(Work.HOST, numbers=4),
+    "update": Method(Work.UPDATE, tokens=1, numbers=2),
+    "update_preferences": Method(Work.UPDATE, tokens=1, numbers=1),
 }
 
 
 @dataclass(frozen=True)
 class Call:
-    """One group call."""
-
     role: str
     """Role of the dataflow, or one of `HELPERS`."""
     method: str
@@ -123,17 +106,13 @@ class Call:
     def phase(self) -> str:
         return phase_of_call(self.role, self.method)
 
-    @property
-    def columns(self) -> RowColumns:
-        return METHODS[self.method].columns
-
     def __str__(self) -> str:
         return f"{self.role}.{self.method}"
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Stand-in for rows, with their number and the calls that produced their columns."""
+class _Result:
+    """Stand-in for the rows or the metrics of calls: zeros, with the calls that produced them."""
 
     trace: _Trace
     num_rows: int
@@ -142,48 +121,30 @@ class _Rows:
     def __len__(self) -> int:
         return self.num_rows
 
-    def union(self, *others: _Rows) -> _Rows:
+    def union(self, *others: _Result) -> _Result:
         return replace(self, calls=self.calls.union(*(other.calls for other in others)))
 
-    def repeat(self, times: int) -> _Rows:
+    def repeat(self, times: int) -> _Result:
         return replace(self, num_rows=times * self.num_rows)
 
-    def select(self, *names: str) -> _Rows:
+    def select(self, *names: str, **renamed: str) -> _Result:
         return self
 
-    def select_as(self, **names: str) -> _Rows:
-        return self
+    select_as = select
 
-    def __getitem__(self, index: Any) -> _Rows:
+    def __getitem__(self, index: Any) -> _Result:
         return replace(self, num_rows=len(np.arange(self.num_rows)[index]))
 
-    def wait(self) -> _Rows:
+    def wait(self) -> _Result:
         self.trace.waited |= self.calls
         return self
 
-    def get(self, *names: str) -> dict[str, np.ndarray]:
+    def get(self, *names: str) -> Any:
+        """Return the columns `names`; without names, the metrics of one rank."""
         self.wait()
         kinds = {name: bool if name.endswith("dropped") else float for name in names}
-        return {name: np.zeros(self.num_rows, kind) for name, kind in kinds.items()}
-
-
-class _Metrics(dict[str, float]):
-    """Metrics of a call, all 0."""
-
-    def __missing__(self, name: str) -> float:
-        return 0.0
-
-
-@dataclass(frozen=True)
-class _Future:
-    """Stand-in for the result of a call that returns no rows."""
-
-    trace: _Trace
-    call: int
-
-    def get(self) -> list[_Metrics]:
-        self.trace.waited.add(self.call)
-        return [_Metrics()]
+        columns = {name: np.zeros(self.num_rows, kind) for name, kind in kinds.items()}
+        return columns or [defaultdict[str, float](float)]
 
 
 @dataclass
@@ -196,17 +157,14 @@ class _Trace:
     waited: set[int] = field(default_factory=set)
     """Calls that the controller has waited for; later calls begin after them."""
 
-    def record(self, role: str, method: str, *arguments: Any, **more: Any) -> Any:
+    def record(self, role: str, method: str, *arguments: Any, **more: Any) -> _Result:
         if method not in METHODS:
             raise UnknownNameError(f"{role}.{method} is not one of {', '.join(METHODS)}")
-        rows = [value for value in (*arguments, *more.values()) if isinstance(value, _Rows)]
+        rows = [value for value in (*arguments, *more.values()) if isinstance(value, _Result)]
         reads = self.waited.union(*(one.calls for one in rows))
         num_rows = len(rows[0]) if rows else self.num_rows
-        place = len(self.calls)
         self.calls.append(Call(role, method, tuple(sorted(reads)), num_rows))
-        if METHODS[method].returns_rows:
-            return _Rows(self, num_rows, frozenset({place}))
-        return _Future(self, place)
+        return _Result(self, num_rows, frozenset({len(self.calls) - 1}))
 
 
 @dataclass(frozen=True)
@@ -226,8 +184,6 @@ class _Group:
 def calls_of(algorithm: Algorithm, num_prompts: int, samples_per_prompt: int) -> tuple[Call, ...]:
     """Return the calls of an iteration, in the order in which the algorithm's step makes them.
 
-    The step runs with stand-ins: groups that compute nothing, and columns and metrics of zeros.
-
     Raises:
         ConfigError: the step fails with stand-ins, or makes a call that the planner does not know.
     """
@@ -239,7 +195,7 @@ def calls_of(algorithm: Algorithm, num_prompts: int, samples_per_prompt: int) ->
         num_prompts=num_prompts,
         samples_per_prompt=samples_per_prompt,
         first_seed=0,
-        prompts=_Rows(trace, num_prompts),
+        prompts=_Result(trace, num_prompts),
     )
     try:
         algorithm.step(roles, sampling, {})

@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
-from hybridengine.planning.costs.clusters import Cluster
-from hybridengine.planning.costs.fabric import Axis, Fabric
-from hybridengine.planning.costs.lengths import Lengths
-from hybridengine.planning.costs.passes import GOLDEN, compute_of, layer_weights
-from hybridengine.planning.costs.shards import generation_holding
+from hybridengine.planning.costs.clusters import Axis, Cluster, Fabric
+from hybridengine.planning.costs.lengths import GOLDEN, Lengths
+from hybridengine.planning.costs.memory import generation_holding
+from hybridengine.planning.costs.passes import compute_of, layer_weights
 from hybridengine.topology.sizes import GenSizes
 
 
@@ -47,50 +46,43 @@ class Engine:
 
     @cached_property
     def _num_layers(self) -> int:
-        """Number of layers of the largest stage."""
         return max(map(len, self.shape.gen_stage_layers(self.train_pp_size, self.sizes.pp_size)))
 
     def step_s(self, num_rows: Any, context_tokens: Any) -> Any:
-        """Return the seconds of a step of `num_rows` responses with `context_tokens` tokens in all, including prompts.
-
-        Args:
-            num_rows: a number, or an array with one element per step.
-        """
+        """Return the seconds of a step of `num_rows` responses with `context_tokens` tokens in all, including prompts;
+        arrays have one element per step."""
         compute = compute_of(self.cluster)
-        memory = self._read_bytes + context_tokens * self.kv_token_bytes
-        arithmetic_s = num_rows * self._row_s
+        read = self._read_bytes + context_tokens * self.kv_token_bytes
+        read_s = self.cluster.links.same_device.seconds(read, read * self._working_ranks)
         all_reduce_s, send_s = self._exchanges_s(num_rows)
         beside_s = self._num_layers * (compute.decode_layer_s + 2 * all_reduce_s) + send_s
         beside_s += (compute.decode_step_s + num_rows * compute.decode_row_s) / self.sizes.pp_size
-        waiting = self._waiting
-        read_s = knee(self._read_s(memory), arithmetic_s * waiting, compute.knee)
-        return self.sizes.pp_size * (read_s + beside_s * waiting)
+        waiting = compute.waiting(self._working_ranks)
+        own_s = knee(read_s, num_rows * self._row_s * waiting, compute.knee)
+        return self.sizes.pp_size * (own_s + beside_s * waiting)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on the fullest rank."""
+        held = generation_holding(self.shape, self.train_pp_size, self.sizes.pp_size, self.sizes.tp_size)
+        return held.num_elements * DTYPE_BYTES[self.dtype]
 
     @cached_property
     def _read_bytes(self) -> int:
-        """Bytes of weights that a step reads."""
-        shape, t = self.shape, self.sizes.tp_size
-        held = generation_holding(shape, self.train_pp_size, self.sizes.pp_size, t)
-        looked_up = shape.vocab_size * shape.hidden_size // t  # rows of the embedding
-        return (held.num_elements - looked_up) * DTYPE_BYTES[self.dtype]
+        """Bytes of weights that a step reads: all but the embedding, of which it looks up rows."""
+        looked_up = self.shape.vocab_size * self.shape.hidden_size // self.sizes.tp_size
+        return self.weight_bytes - looked_up * DTYPE_BYTES[self.dtype]
 
     @cached_property
     def _row_s(self) -> float:
-        """Seconds of arithmetic per row."""
         compute, shape = compute_of(self.cluster), self.shape
         weights = self._num_layers * layer_weights(shape) + shape.vocab_size * shape.hidden_size
         return 2 * weights / self.sizes.tp_size / (compute.rate(self.dtype) * compute.decode_efficiency)
 
-    def _read_s(self, num_bytes: Any) -> Any:
-        """Return the seconds in which each rank reads bytes from memory, with one stage of each engine at work."""
-        ranks = min(self.cluster.devices_per_node, self.num_ranks) / self.sizes.pp_size
-        return self.cluster.links.same_device.seconds(num_bytes, num_bytes * ranks)
-
     @cached_property
-    def _waiting(self) -> float:
-        """Slowdown of work if the ranks of a node share its devices."""
-        ranks = min(self.cluster.devices_per_node, self.num_ranks)
-        return compute_of(self.cluster).waiting(ranks / self.sizes.pp_size)  # stages take turns
+    def _working_ranks(self) -> float:
+        """Number of ranks of a node that work at the same time: stages take turns."""
+        return min(self.cluster.devices_per_node, self.num_ranks) / self.sizes.pp_size
 
     def prefill_s(self, num_tokens: float) -> float:
         """Return the seconds of the prefill of `num_tokens` prompt tokens."""
@@ -102,11 +94,10 @@ class Engine:
         launches = chunks * (shape.num_layers * compute.layer_s + compute.decode_step_s)
         all_reduce_s, send_s = self._exchanges_s(num_tokens / chunks)
         exchanged = chunks * (2 * shape.num_layers * all_reduce_s + self.sizes.pp_size * send_s)
-        return (own + launches) * self._waiting + exchanged
+        return (own + launches) * compute.waiting(self._working_ranks) + exchanged
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of KV cache on a rank."""
         return self.kv_token_bytes * compute_of(self.cluster).kv_block_tokens
 
     def row_bytes(self, lengths: Lengths, prompt_tokens: float) -> float:

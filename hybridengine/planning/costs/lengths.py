@@ -1,6 +1,7 @@
-"""Distributions of response lengths. Their tails determine how long an engine works on its last rows.
+"""Distributions of response lengths, and the micro-batches of rows with such lengths.
 
-They are written as KIND:PARAMETERS, with lengths in tokens:
+Tails of the distributions determine how long an engine works on its last rows. They are written as KIND:PARAMETERS, with
+lengths in tokens:
 
     constant:512                      the same length for every response
     uniform:1-1024                    every length of the range with equal probability
@@ -16,27 +17,26 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from hybridengine.errors import ConfigError, UnreadableError, shown
 from hybridengine.reading import read_text
+from hybridengine.rows.balance import balance_rows
 
 FORMS = "constant:N, uniform:LOW-HIGH, lognormal:mean=M,cv=C, or a file with one length a line"
 RANGES = "N and LOW from 1 on, HIGH no lower than LOW, M from 1 to 1e9, C above 0 and at most 20"
+GOLDEN = 0.6180339887498949
+"""Golden ratio minus 1; the fractional parts of its multiples are evenly spread."""
 NUMBER = r"[0-9]{1,9}(?:\.[0-9]+)?(?:e[0-9])?"
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """Distribution of response lengths in tokens.
-
-    Guarantees: every length is from 1 to `max_tokens`.
-    """
+    """Distribution of response lengths, from 1 to `max_tokens` tokens."""
 
     name: str
-    """Text that describes the distribution."""
     survival_T: np.ndarray
     """P(length > i) for i = 0, 1, ..., max_tokens - 1: the share that runs while token i + 1 is made. The first is 1."""
     cut_share: float = 0.0
@@ -57,22 +57,17 @@ class Lengths:
 
     @cached_property
     def mean_square(self) -> float:
-        """Mean of the squared lengths, E[length^2]."""
         return float(((2 * np.arange(self.max_tokens) + 1) * self.survival_T).sum())
 
     @property
     def mean_position(self) -> float:
-        """Mean number of generated tokens of a running response, averaged over time.
-
-        A response that runs at a random moment has length l with probability proportional to l times its frequency.
-        """
+        """Mean number of generated tokens of a response that runs at a random moment: of length l with probability
+        proportional to l times its frequency."""
         return self.mean_square / (2 * self.mean)
 
     def quantiles(self, shares: np.ndarray) -> np.ndarray:
         """Return, for each share, the smallest length that at least this share of the responses does not exceed."""
-        cumulative = (
-            1.0 - self.survival_T[1:]
-        )  # P(length <= 1), P(length <= 2), ..., without the last, which is 1
+        cumulative = 1.0 - self.survival_T[1:]  # P(length <= 1), P(length <= 2), ..., without the last, 1
         return 1 + np.searchsorted(cumulative, np.asarray(shares) - 1e-12)
 
     def spread(self, count: int) -> np.ndarray:
@@ -80,16 +75,11 @@ class Lengths:
         return self.quantiles((np.arange(count) + 0.5) / count)
 
     def sample(self, generator: np.random.Generator, count: int) -> np.ndarray:
-        """Return `count` independent lengths."""
         return self.quantiles(generator.random(count))
 
     @classmethod
     def of(cls, text: str, max_tokens: int) -> Lengths:
-        """Return the distribution that `text` describes, with no length above `max_tokens`.
-
-        Raises:
-            ConfigError: the form is unknown, numbers are out of range, or the file has no lengths.
-        """
+        """Return the distribution that `text` describes, cut to `max_tokens`; a ConfigError says why it is none."""
         kind, colon, values = text.partition(":")
         if colon and kind in _KINDS:
             pattern, survival_of = _KINDS[kind]
@@ -161,9 +151,8 @@ def _read(path: str) -> list[int]:
     try:
         lines = read_text(path).splitlines()
     except (UnreadableError, FileNotFoundError) as error:
-        fault = (
-            error if isinstance(error, UnreadableError) else f"{shown(path)}: no such form, and no such file"
-        )
+        missing = f"{shown(path)}: no such form, and no such file"
+        fault = error if isinstance(error, UnreadableError) else missing
         raise ConfigError(f"lengths {fault}; write {FORMS}") from None
     found = []
     for number, line in enumerate(lines, start=1):
@@ -176,3 +165,39 @@ def _read(path: str) -> list[int]:
     if not found:
         raise ConfigError(f"lengths {path}: the file has no lengths; write one a line")
     return found
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Micro-batches of one replica, including padding to the longest row of each."""
+
+    count: int
+    tokens: float
+    """Mean number of tokens of a micro-batch, prompts and responses."""
+    response_tokens: float
+    """Mean number of tokens of a micro-batch whose logits are needed."""
+    length: float
+    """Number of tokens of a row, averaged over tokens."""
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(
+        cls, num_rows: int, prompt_tokens: float, lengths: Lengths, max_tokens: int, unit: int = 1
+    ) -> MicroBatches:
+        """Return the micro-batches of rows with quantiles of `lengths` as lengths; `unit` rows stay together."""
+        prompt, responses = round(prompt_tokens), lengths.spread(num_rows)
+        # Lengths within a group differ as much as any others.
+        responses = responses[np.argsort(np.arange(num_rows) * GOLDEN % 1.0)] if unit > 1 else responses
+        longest = np.resize(responses, -(-num_rows // unit) * unit).reshape(-1, unit).max(axis=1)
+        runs = balance_rows(
+            ((prompt + longest) * unit).tolist(), max(max_tokens, (prompt + longest.max()) * unit)
+        )
+        rows = np.array([len(run) * unit for run in runs], dtype=np.float64)
+        padded = np.array([longest[run].max() for run in runs], dtype=np.float64)
+        tokens = rows * (prompt + padded)
+        return cls(
+            len(runs),
+            float(tokens.mean()),
+            float((rows * padded).mean()),
+            float((tokens * (prompt + padded)).sum() / tokens.sum()),
+        )

@@ -8,19 +8,58 @@ Source: Korthikanti et al., arXiv 2205.05198, section 4, adapted to grouped quer
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hybridengine.config import RunConfig, holder_shape, model_holders
 from hybridengine.config.run_config import TRAINED
+from hybridengine.families.family import NameSet
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
-from hybridengine.planning.costs.passes import GRADIENT_BYTES, MicroBatches
-from hybridengine.planning.costs.shards import training_holding
+from hybridengine.planning.costs.lengths import MicroBatches
+from hybridengine.reshard.layout import Shard
+from hybridengine.reshard.megatron import megatron_shard
+from hybridengine.reshard.vllm import vllm_shard
 from hybridengine.topology.sizes import TrainSizes
 
+GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
 """Bytes of Adam's two moments in float32."""
 LOGIT_COPIES = 3
 """Number of float32 tensors of the logits' size kept for log-probs and entropies: logits, softmax, gradient."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    num_elements: int
+    num_parameters: int
+    """Number of parameter tensors."""
+
+
+@lru_cache(maxsize=4096)
+def training_holding(shape: ModelShape, pp_size: int, tp_size: int) -> Holding:
+    """Return the parameters that a rank trains at (p, t); t divides evenly, so that the ranks of a stage are equal."""
+    return _most(
+        megatron_shard(shape, stage, pp_size, 0, tp_size, NameSet.LOCAL) for stage in _busy_stages(pp_size)
+    )
+
+
+@lru_cache(maxsize=4096)
+def generation_holding(shape: ModelShape, train_pp_size: int, pp_size: int, tp_size: int) -> Holding:
+    """Return the parameters of an engine's rank at (p_g, t_g), given `train_pp_size` training stages."""
+    stages = shape.gen_stage_layers(train_pp_size, pp_size)
+    return _most(vllm_shard(shape, stages, stage, 0, tp_size) for stage in _busy_stages(pp_size))
+
+
+def _busy_stages(pp_size: int) -> list[int]:
+    """Return the stages that may be the fullest: the first (embedding), the second (most layers of the inner stages), and
+    the last (head)."""
+    return sorted({0, min(1, pp_size - 1), pp_size - 1})
+
+
+def _most(shards: Iterable[Shard]) -> Holding:
+    counts = [(shard.num_elements, len(shard.parameters)) for shard in shards]
+    return Holding(*map(max, zip(*counts, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -46,12 +85,10 @@ class ModelMemory:
     """Moments, and float32 master weights if the weights are not float32; sharded over d."""
 
     def states(self, *, is_actor: bool, offloads: bool, infer: int = 0, update: int = 0) -> StateBytes:
-        """Return the bytes of the model by activity.
+        """Return the bytes of the model by activity, given the bytes of activations of forward passes and of updates.
 
         Args:
             offloads: True if the optimizer state is in host memory while the model does not train.
-            infer: bytes of activations of a forward pass.
-            update: bytes of activations of an update.
         """
         whole = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
         kept = 0 if offloads else self.optimizer_bytes
@@ -70,7 +107,6 @@ def model_memory(shape: ModelShape, sizes: TrainSizes, dtype: str, *, trains: bo
 
 
 def optimizer_weight_bytes(dtype: str) -> int:
-    """Return the bytes of optimizer state per weight."""
     return MOMENT_BYTES + (4 if dtype != "float32" else 0)
 
 
@@ -99,12 +135,10 @@ def activation_bytes(
     trains: bool,
     recompute: bool = False,
 ) -> int:
-    """Return the largest bytes of activations that a pass keeps on a rank.
-
-    The fullest rank is on the first stage, which holds the most micro-batches in flight, or on the last, with the logits.
+    """Return the largest bytes of activations that a pass keeps on a rank: of the first stage, which holds the most
+    micro-batches in flight, or of the last, which has the logits.
 
     Args:
-        trains: True if activations are kept for a backward pass.
         recompute: True if only the input of each layer is kept.
     """
     element = DTYPE_BYTES[dtype]

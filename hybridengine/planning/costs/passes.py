@@ -26,19 +26,12 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
-from hybridengine.planning.costs.clusters import Cluster, Compute
-from hybridengine.planning.costs.fabric import Axis, Fabric
-from hybridengine.planning.costs.lengths import Lengths
-from hybridengine.planning.costs.shards import training_holding
-from hybridengine.rows.balance import balance_rows
+from hybridengine.planning.costs.clusters import Axis, Cluster, Compute, Fabric
+from hybridengine.planning.costs.lengths import MicroBatches
+from hybridengine.planning.costs.memory import GRADIENT_BYTES, training_holding
 from hybridengine.topology.sizes import TrainSizes
 
-GOLDEN = 0.6180339887498949
-"""Golden ratio minus 1; the fractional parts of its multiples are evenly spread."""
-GRADIENT_BYTES = 4
 OPTIMIZER_TRAFFIC_BYTES = 30
 """Bytes that a step reads and writes for each weight of its part: it reads a gradient, two moments and a master weight in
 float32, and writes all but the gradient, and the weight."""
@@ -47,55 +40,11 @@ GRADIENT_TRAFFIC_BYTES = 8
 
 
 @dataclass(frozen=True)
-class MicroBatches:
-    """Micro-batches of one replica, including padding to the longest row of each."""
-
-    count: int
-    tokens: float
-    """Mean number of tokens of a micro-batch, prompts and responses."""
-    response_tokens: float
-    """Mean number of tokens of a micro-batch whose logits are needed."""
-    length: float
-    """Number of tokens of a row, averaged over tokens."""
-
-    @classmethod
-    @lru_cache(maxsize=4096)
-    def of(
-        cls, num_rows: int, prompt_tokens: float, lengths: Lengths, max_tokens: int, unit: int = 1
-    ) -> MicroBatches:
-        """Return the micro-batches of rows with quantiles of `lengths` as lengths; `unit` rows stay together."""
-        prompt, responses = round(prompt_tokens), lengths.spread(num_rows)
-        # Lengths within a group differ as much as any others.
-        responses = responses[np.argsort(np.arange(num_rows) * GOLDEN % 1.0)] if unit > 1 else responses
-        longest = np.resize(responses, -(-num_rows // unit) * unit).reshape(-1, unit).max(axis=1)
-        runs = balance_rows(
-            ((prompt + longest) * unit).tolist(), max(max_tokens, (prompt + longest.max()) * unit)
-        )
-        rows = np.array([len(run) * unit for run in runs], dtype=np.float64)
-        padded = np.array([longest[run].max() for run in runs], dtype=np.float64)
-        tokens = rows * (prompt + padded)
-        return cls(
-            len(runs),
-            float(tokens.mean()),
-            float((rows * padded).mean()),
-            float((tokens * (prompt + padded)).sum() / tokens.sum()),
-        )
-
-
-@dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of a pass."""
-
     path_s: float
     """Seconds of the critical path, if ranks do not share devices."""
     work_s: float
     """Seconds that a rank computes and communicates, without bubbles; the mean of the stages."""
-
-    def __add__(self, other: PassSeconds) -> PassSeconds:
-        return PassSeconds(self.path_s + other.path_s, self.work_s + other.work_s)
-
-    def __mul__(self, times: float) -> PassSeconds:
-        return PassSeconds(self.path_s * times, self.work_s * times)
 
     def on(self, cluster: Cluster, num_ranks: int) -> float:
         """Return the seconds on a cluster, on which the ranks of a node may share its devices."""
@@ -105,27 +54,13 @@ class PassSeconds:
         return max(self.path_s, self.work_s * min(cluster.devices_per_node, num_ranks) / at_once)
 
 
-@dataclass(frozen=True)
-class _Done:
-    """Work per micro-batch."""
-
-    passes: int
-    """Number of forward passes; a backward pass counts as two."""
-    all_reduces: int
-    """Number of all-reduces of the hidden state per layer."""
-    sends: int
-    """Number of messages to the next stage and back."""
-
-
-_FORWARD, _TRAINED, _RECOMPUTED = _Done(1, 2, 1), _Done(3, 4, 2), _Done(4, 6, 2)
-
-
 def compute_of(cluster: Cluster) -> Compute:
     """Return the cluster's section compute, whose presence `load_planned_cluster` has checked."""
     assert cluster.compute is not None, "a plan of a whole run needs the section"
     return cluster.compute
 
 
+@lru_cache(maxsize=64)
 def layer_weights(shape: ModelShape) -> int:
     """Return the number of weights in the matrices of a layer."""
     return sum(math.prod(size) for size in shape.layer_tensors(0).values() if len(size) > 1)
@@ -142,29 +77,30 @@ class ModelPasses:
 
     def forward(self, micro: MicroBatches) -> PassSeconds:
         """Return the seconds of a forward pass over all micro-batches."""
-        return self._pipeline(micro, _FORWARD)
+        return self._pipeline(micro, passes=1)
 
     def update(
         self, micro: MicroBatches, num_steps: int, *, recompute: bool = False, num_passes: int = 1
     ) -> PassSeconds:
-        """Return the seconds of optimizer steps, each after forward and backward passes over `micro`.
+        """Return the seconds of `num_passes` over the rows, each of `num_steps` optimizer steps, which have forward and
+        backward passes over `micro`."""
+        one, step_s = self._pipeline(micro, passes=4 if recompute else 3), self._optimizer_step_s()
+        times = num_steps * num_passes
+        return PassSeconds((one.path_s + step_s) * times, (one.work_s + step_s) * times)
 
-        Args:
-            num_steps: number of optimizer steps in each pass over the rows.
-            num_passes: number of passes over the rows.
-        """
-        one = self._pipeline(micro, _RECOMPUTED if recompute else _TRAINED) + self._optimizer_step()
-        return one * (num_steps * num_passes)
-
-    def _pipeline(self, micro: MicroBatches, done: _Done) -> PassSeconds:
+    def _pipeline(self, micro: MicroBatches, passes: int) -> PassSeconds:
+        """Return the seconds of `passes` forward passes; a backward pass counts as two, or three with recomputation."""
         p, t = self.sizes.pp_size, self.sizes.tp_size
+        num_all_reduces = {1: 2, 3: 4, 4: 6}[passes]  # of the hidden state per layer
+        num_sends = 1 if passes == 1 else 2  # to the next stage and back
         layers = [len(stage) for stage in self.shape.split_layers(p)]
         inner = {count: self._stage(micro, count, last=False) for count in set(layers)}
         work = [*(inner[count] for count in layers[:-1]), self._stage(micro, layers[-1], last=True)]
-        all_reduce_s = self._fabric.all_reduce_s(self._hidden_bytes(micro), Axis(t, 1))
-        sends_s = self._fabric.sends_s(self._hidden_bytes(micro), Axis(p, t), done.sends)
+        fabric, hidden_bytes = Fabric(self.cluster, self.sizes.num_ranks), self._hidden_bytes(micro)
+        all_reduce_s = fabric.all_reduce_s(hidden_bytes, Axis(t, 1))
+        sends_s = fabric.sends_s(hidden_bytes, Axis(p, t), num_sends)
         slots = [
-            done.passes * own + count * done.all_reduces * all_reduce_s + sends_s
+            passes * own + count * num_all_reduces * all_reduce_s + sends_s
             for own, count in zip(work, layers, strict=True)
         ]
         return PassSeconds((micro.count - 1) * max(slots) + sum(slots), micro.count * sum(slots) / p)
@@ -186,11 +122,7 @@ class ModelPasses:
     def _hidden_bytes(self, micro: MicroBatches) -> float:
         return micro.tokens * self.shape.hidden_size * DTYPE_BYTES[self.dtype]
 
-    @property
-    def _fabric(self) -> Fabric:
-        return Fabric(self.cluster, self.sizes.num_ranks)
-
-    def _optimizer_step(self) -> PassSeconds:
+    def _optimizer_step_s(self) -> float:
         compute, d = compute_of(self.cluster), self.sizes.dp_size
         held = training_holding(self.shape, self.sizes.pp_size, self.sizes.tp_size)
         memory = held.num_elements * (OPTIMIZER_TRAFFIC_BYTES / d + GRADIENT_TRAFFIC_BYTES)
@@ -200,12 +132,12 @@ class ModelPasses:
             + compute.optimizer_step_s
         )
         # Gradients are scattered, weights gathered.
-        replicas = Axis(d, self.sizes.model_parallel_size)
+        fabric, replicas = Fabric(self.cluster, self.sizes.num_ranks), Axis(d, self.sizes.model_parallel_size)
         gathers_s = [
-            self._fabric.all_gather_s(held.num_elements * num_bytes, replicas)
+            fabric.all_gather_s(held.num_elements * num_bytes, replicas)
             for num_bytes in (GRADIENT_BYTES, DTYPE_BYTES[self.dtype])
         ]
         exchanged = (1 - compute.overlap) * sum(gathers_s)
         if d > 1:
             exchanged += held.num_parameters * compute.exchange_s
-        return PassSeconds(own + exchanged, own + exchanged)
+        return own + exchanged

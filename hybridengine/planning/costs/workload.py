@@ -9,9 +9,8 @@ from hybridengine.config import RunConfig, holder_shape, model_holders, rows_for
 from hybridengine.config.algorithm import Role
 from hybridengine.config.run_config import TRAINED
 from hybridengine.models.shapes import ModelShape
-from hybridengine.planning.costs.dataflows import Call, Work, calls_of
-from hybridengine.planning.costs.lengths import Lengths
-from hybridengine.planning.costs.passes import MicroBatches
+from hybridengine.planning.costs.dataflows import METHODS, Call, Work, calls_of
+from hybridengine.planning.costs.lengths import Lengths, MicroBatches
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,6 @@ class PlannedModel:
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """Work of one iteration."""
-
     algorithm: str
     calls: tuple[Call, ...]
     """Calls of the iteration, with one for each model of a reward of several terms."""
@@ -43,7 +40,6 @@ class Workload:
     num_prompts: int
     samples_per_prompt: int
     prompt_tokens: float
-    """Mean number of tokens of a prompt."""
     lengths: Lengths
     max_tokens: int
     """Largest number of tokens of prompt and response together."""
@@ -57,13 +53,13 @@ class Workload:
 
     @property
     def rows_per_step(self) -> int:
-        """Number of responses in an iteration."""
         return self.num_prompts * self.samples_per_prompt
 
     def row_bytes(self, call: Call) -> int:
         """Return the bytes per row that a call fetches."""
-        response_width = self.lengths.max_tokens
-        return call.columns.num_bytes(self.max_tokens - response_width, response_width)
+        method, response_width = METHODS[call.method], self.lengths.max_tokens
+        tokens = method.tokens * self.max_tokens + method.prompts * (self.max_tokens - response_width)
+        return 8 * tokens + 4 * method.numbers * response_width
 
     @property
     def num_tokens(self) -> float:
@@ -71,16 +67,9 @@ class Workload:
         return self.rows_per_step * (self.prompt_tokens + self.lengths.mean)
 
     def without_generation(self) -> Workload:
-        """Return the workload of devices that only train: all calls except switches and generation."""
-        kept = [
-            place for place, call in enumerate(self.calls) if call.work not in (Work.SWITCH, Work.GENERATE)
-        ]
-        place_of = {old: new for new, old in enumerate(kept)}
-        calls = [
-            replace(call, reads=tuple(place_of[read] for read in call.reads if read in place_of))
-            for call in (self.calls[place] for place in kept)
-        ]
-        return replace(self, calls=tuple(calls))
+        """Return the workload of one pool that only trains: all calls except switches and generation, in turn."""
+        kept = [call for call in self.calls if call.work not in (Work.SWITCH, Work.GENERATE)]
+        return replace(self, calls=tuple(replace(call, reads=()) for call in kept))
 
     @property
     def roles(self) -> dict[str, tuple[str, ...]]:
@@ -91,7 +80,6 @@ class Workload:
         return found
 
     def model(self, name: str) -> PlannedModel:
-        """Return the model of a group."""
         return next(model for model in self.models if model.name == name)
 
     def micro_batches(self, model: PlannedModel, call: Call, dp_size: int) -> MicroBatches:
@@ -103,10 +91,7 @@ class Workload:
 
 
 def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None = None) -> Workload:
-    """Return the workload of a run.
-
-    Args:
-        prompt_tokens: mean length of the prompts; by default the largest allowed length.
+    """Return the workload of a run, with a mean length of prompts of `prompt_tokens`, by default the largest allowed.
 
     Raises:
         ConfigError: the step cannot be traced, or a model does not exist.

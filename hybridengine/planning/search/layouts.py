@@ -10,11 +10,7 @@ from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 
 
 def check_generates(shape: ModelShape) -> None:
-    """Check that `shape` is a model that generates.
-
-    Raises:
-        ConfigError: the model has a score head.
-    """
+    """Raise a ConfigError if `shape` has a score head instead of a vocabulary."""
     if shape.num_labels:
         raise ConfigError(
             "the model has a score head instead of a vocabulary; a switch to generation needs a language model"
@@ -22,11 +18,7 @@ def check_generates(shape: ModelShape) -> None:
 
 
 def check_layouts(shape: ModelShape, train: TrainSizes, gen: GenSizes | None = None) -> None:
-    """Check that `shape` can train at `train` and, if given, generate at `gen` on the same ranks.
-
-    Raises:
-        TopologyError: the sizes are impossible; the message lists all reasons.
-    """
+    """Raise a TopologyError with all reasons why `shape` cannot train at `train` or generate at `gen` on its ranks."""
     if broken := train_problems(shape, train):
         raise TopologyError(f"training {train}: {'; '.join(broken)}")
     if gen is not None and (broken := [*gen.problems_over(train), *gen_problems(shape, train, gen)]):

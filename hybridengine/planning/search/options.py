@@ -1,21 +1,29 @@
-"""Options of the models: sizes on a number of ranks, with the seconds of calls and the memory."""
+"""Options of the models: parallel sizes on a number of ranks, with the seconds of calls and the memory.
+
+The cost of a switch follows from its plan, which is expensive to compute. Until an option is about to be chosen, a lower
+bound is used instead.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from hybridengine.models.shapes import DTYPE_BYTES
 from hybridengine.planning.costs.clusters import Cluster
 from hybridengine.planning.costs.dataflows import Call, Work
 from hybridengine.planning.costs.decoding import Engine
-from hybridengine.planning.costs.memory import ModelMemory, StateBytes, activation_bytes, model_memory
+from hybridengine.planning.costs.memory import (
+    ModelMemory,
+    StateBytes,
+    activation_bytes,
+    model_memory,
+)
 from hybridengine.planning.costs.passes import ModelPasses, compute_of
-from hybridengine.planning.costs.shards import generation_holding
 from hybridengine.planning.costs.workload import PlannedModel, Workload
 from hybridengine.planning.search.layouts import gen_problems, train_problems
-from hybridengine.planning.search.option import EngineOption, Option, SwitchFigures
 from hybridengine.planning.switch.switch_cost import SwitchPricer
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
@@ -23,6 +31,68 @@ from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 
 NOT_REPLICATED = 0.98
 """Lower bound of the share of a generation shard that tensor parallelism divides; norms are replicated."""
+
+
+@dataclass(frozen=True)
+class SwitchFigures:
+    """Cost of switching the actor's weights."""
+
+    there_s: float
+    back_s: float
+    peak_bytes: int
+    """Peak bytes of weights on any rank."""
+    received_bytes: int = 0
+    """Largest bytes received by a rank in the switch to generation; 0 in lower bounds."""
+
+
+@dataclass(frozen=True)
+class EngineOption:
+    """Option for the actor's engine; bytes are those of a rank."""
+
+    sizes: GenSizes
+    gen_bytes: int
+    """Bytes of weights."""
+    kv_bytes: int
+    """Bytes of KV cache; at most those that generation can use."""
+    least_kv_bytes: int
+    """Bytes of KV cache for one response of the greatest length."""
+    switch: SwitchFigures
+    """Lower bounds, until the switch is planned."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Sizes of a model, with the resulting seconds and memory."""
+
+    model: str
+    sizes: TrainSizes
+    works: tuple[Work, ...]
+    """Kind of each of the model's calls."""
+    seconds: tuple[float, ...]
+    """Seconds of each call, without the transfers of a switch."""
+    memory: StateBytes
+    engine: EngineOption | None = None
+    """Engine of the actor; None for other models."""
+
+    @cached_property
+    def least_seconds(self) -> tuple[float, ...]:
+        """Seconds of each call, with a lower bound for switches that are not planned."""
+        if self.engine is None:
+            return self.seconds
+        switches = iter((self.engine.switch.there_s, self.engine.switch.back_s))
+        return tuple(
+            own + next(switches) if work is Work.SWITCH else own
+            for own, work in zip(self.seconds, self.works, strict=True)
+        )
+
+    @cached_property
+    def extra_bytes(self) -> int:
+        """Peak bytes that the model needs in addition to those that it always holds."""
+        peak = max(self.memory.infer, self.memory.update)
+        if (engine := self.engine) is not None:
+            generating = engine.gen_bytes + engine.least_kv_bytes
+            peak = max(peak, self.memory.generating + max(generating, engine.switch.peak_bytes))
+        return max(0, peak - self.memory.idle)
 
 
 def pricer_of(workload: Workload) -> SwitchPricer:
@@ -54,29 +124,21 @@ class Options:
         self._generations: dict[tuple[object, ...], float] = {}
         self._pricer = pricer or pricer_of(workload)
 
-    @property
-    def _actor(self) -> PlannedModel:
-        return self.workload.model("actor")
-
     def of(self, name: str, num_ranks: int) -> list[Option]:
         """Return the options of a model on `num_ranks` ranks; empty if there are none."""
-        key = (name, num_ranks)
+        key, model = (name, num_ranks), self.workload.model(name)
         if key not in self._found:
-            model = self.workload.model(name)
-            self._found[key] = [
-                option
-                for sizes in self._train_sizes(model, num_ranks)
-                for option in self._options(model, sizes)
-            ]
+            sizes = self._train_sizes(model, num_ranks)
+            self._found[key] = [option for one in sizes for option in self._options(model, one)]
         return self._found[key]
 
     def planned(self, option: Option) -> Option:
         """Return the option with the figures of its switch's plan."""
         engine = option.engine
-        if engine is None or engine.is_planned:
+        if engine is None:
             return option
         switch = self._switch(option.sizes, engine.sizes)
-        return replace(option, engine=replace(engine, switch=switch, is_planned=True))
+        return replace(option, engine=replace(engine, switch=switch))
 
     def with_cache(self, option: Option, kv_bytes: int) -> Option:
         """Return the actor's option with `kv_bytes` of KV cache."""
@@ -118,60 +180,56 @@ class Options:
         return True
 
     def _options(self, model: PlannedModel, sizes: TrainSizes) -> Iterator[Option]:
-        calls = self._calls(model.name)
+        calls, held = self._calls(model.name), self._held(model, sizes)
         passes = ModelPasses(model.shape, sizes, self.workload.dtype, self.cluster)
         plain = Option(
             model.name,
             sizes,
             tuple(call.work for call in calls),
-            tuple(self._pass_s(model, passes, call) for call in calls),
-            self._state_bytes(model, sizes),
+            tuple(self._pass_s(model, passes, held, call) for call in calls),
+            self._state_bytes(model, sizes, held),
         )
         if Work.GENERATE not in plain.works:
             yield plain
             return
-        for gen in self._gen_sizes(sizes):
-            yield self._with_engine(plain, gen)
+        for pp_size, tp_size in itertools.product(divisors(sizes.pp_size), divisors(sizes.tp_size)):
+            gen = GenSizes(pp_size, tp_size)
+            if gen == (self.fixed_gen or gen) and not gen_problems(model.shape, sizes, gen):
+                yield self._with_engine(plain, gen, held.weights_bytes)
 
-    def _pass_s(self, model: PlannedModel, passes: ModelPasses, call: Call) -> float:
-        beside_s = self.compute.call_s + self._fetch_s(call, passes.sizes)
-        if call.work is Work.SWITCH:
-            return beside_s + self._offload_s(model, passes.sizes)
-        if call.work is Work.GENERATE:
+    def _held(self, model: PlannedModel, sizes: TrainSizes) -> ModelMemory:
+        return model_memory(model.shape, sizes, self.workload.dtype, trains=model.trains)
+
+    def _pass_s(self, model: PlannedModel, passes: ModelPasses, held: ModelMemory, call: Call) -> float:
+        """Return the seconds of a call, without the transfers of a switch and without generation."""
+        sizes, link, host = passes.sizes, self.cluster.links.network, self.cluster.links.host
+        beside_s = self.compute.call_s
+        # At most, a rank fetches all rows of its replica; nothing moves if producer and consumer have the same sizes.
+        if num_bytes := self.workload.row_bytes(call) * call.num_rows / sizes.dp_size:
+            node_ranks = min(self.cluster.devices_per_node, sizes.num_ranks)
+            beside_s += link.seconds(num_bytes, num_bytes * node_ranks) + link.latency_s
+        if call.work is Work.SWITCH and model.offloads and host:
+            beside_s += held.optimizer_bytes / host.bytes_per_s
+        if call.work in (Work.SWITCH, Work.GENERATE):
             return beside_s
-        micro = self.workload.micro_batches(model, call, passes.sizes.dp_size)
+        micro = self.workload.micro_batches(model, call, sizes.dp_size)
         if call.work is Work.INFER:
             done = passes.forward(micro)
         else:
             done = passes.update(
                 micro, model.mini_batches, recompute=model.recompute, num_passes=model.ppo_epochs
             )
-        return done.on(self.cluster, passes.sizes.num_ranks) + beside_s
+        return done.on(self.cluster, sizes.num_ranks) + beside_s
 
-    def _offload_s(self, model: PlannedModel, sizes: TrainSizes) -> float:
-        """Return the seconds of moving optimizer state to host memory, or back."""
-        host = self.cluster.links.host
-        return self._held(model, sizes).optimizer_bytes / host.bytes_per_s if model.offloads and host else 0.0
-
-    def _fetch_s(self, call: Call, sizes: TrainSizes) -> float:
-        """Return an upper bound of the seconds in which a rank fetches its replica's rows from other ranks; nothing moves
-        if producer and consumer have the same sizes."""
-        link, ranks = self.cluster.links.network, min(self.cluster.devices_per_node, sizes.num_ranks)
-        num_bytes = self.workload.row_bytes(call) * call.num_rows / sizes.dp_size
-        seconds = link.seconds(num_bytes, num_bytes * ranks)
-        return seconds + link.latency_s if num_bytes else 0.0
-
-    def _state_bytes(self, model: PlannedModel, sizes: TrainSizes) -> StateBytes:
-        workload, held = self.workload, self._held(model, sizes)
+    def _state_bytes(self, model: PlannedModel, sizes: TrainSizes, held: ModelMemory) -> StateBytes:
         kept = {Work.INFER: 0, Work.UPDATE: 0}
         for call in self._calls(model.name):
             if call.work in kept:
-                micro = workload.micro_batches(model, call, sizes.dp_size)
                 own = activation_bytes(
                     model.shape,
                     sizes,
-                    workload.dtype,
-                    micro,
+                    self.workload.dtype,
+                    self.workload.micro_batches(model, call, sizes.dp_size),
                     trains=call.work is Work.UPDATE,
                     recompute=model.recompute,
                 )
@@ -183,66 +241,37 @@ class Options:
             update=kept[Work.UPDATE],
         )
 
-    def _held(self, model: PlannedModel, sizes: TrainSizes) -> ModelMemory:
-        return model_memory(model.shape, sizes, self.workload.dtype, trains=model.trains)
-
-    def _gen_sizes(self, sizes: TrainSizes) -> Iterator[GenSizes]:
-        """Yield the engine sizes that nest in the training sizes."""
-        for pp_size in divisors(sizes.pp_size):
-            for tp_size in divisors(sizes.tp_size):
-                gen = GenSizes(pp_size, tp_size)
-                if gen == (self.fixed_gen or gen) and not gen_problems(self._actor.shape, sizes, gen):
-                    yield gen
-
-    def _with_engine(self, plain: Option, gen: GenSizes) -> Option:
-        workload, model, sizes = self.workload, self._actor, plain.sizes
-        held, engine = self._held(model, sizes), self._engine(sizes, gen)
-        elements = generation_holding(model.shape, sizes.pp_size, gen.pp_size, gen.tp_size).num_elements
-        gen_bytes = elements * DTYPE_BYTES[workload.dtype]
+    def _with_engine(self, plain: Option, gen: GenSizes, train_bytes: int) -> Option:
+        workload, sizes, engine = self.workload, plain.sizes, self._engine(plain.sizes, gen)
         rows = max(call.num_rows for call in self._calls("actor") if call.work is Work.GENERATE)
         running = min(-(-rows * gen.num_ranks // sizes.num_ranks), workload.max_num_seqs)
         row_bytes = engine.row_bytes(workload.lengths, workload.prompt_tokens)
         blocks = 1 + math.ceil(workload.max_tokens / self.compute.kv_block_tokens)
         least_kv = blocks * engine.block_bytes
         kv_bytes = max(math.ceil(running * row_bytes) + engine.block_bytes, least_kv)
-        option = replace(
-            plain,
-            engine=EngineOption(
-                gen,
-                gen_bytes,
-                kv_bytes=kv_bytes,
-                least_kv_bytes=least_kv,
-                switch=self._least_switch(sizes, gen, held.weights_bytes, gen_bytes),
-            ),
-        )
+        switch = self._least_switch(sizes, gen, train_bytes, engine.weight_bytes)
+        option = replace(plain, engine=EngineOption(gen, engine.weight_bytes, kv_bytes, least_kv, switch))
         return self.with_cache(option, kv_bytes)
 
     def _engine(self, sizes: TrainSizes, gen: GenSizes) -> Engine:
-        return Engine(
-            self._actor.shape, gen, sizes.pp_size, self.workload.dtype, self.cluster, sizes.num_ranks
-        )
+        shape = self.workload.model("actor").shape
+        return Engine(shape, gen, sizes.pp_size, self.workload.dtype, self.cluster, sizes.num_ranks)
 
     def _generate_s(self, sizes: TrainSizes, gen: GenSizes, call: Call, kv_bytes: int) -> float:
         workload, engine = self.workload, self._engine(sizes, gen)
         rows = -(-call.num_rows * gen.num_ranks // sizes.num_ranks)
-        running = engine.num_running(
-            workload.lengths, workload.prompt_tokens, workload.max_num_seqs, kv_bytes
-        )
-        key = (sizes.pp_size, sizes.num_ranks, gen, rows, running := min(running, rows))
+        lengths, prompt_tokens = workload.lengths, workload.prompt_tokens
+        running = min(rows, engine.num_running(lengths, prompt_tokens, workload.max_num_seqs, kv_bytes))
+        key = (sizes.pp_size, sizes.num_ranks, gen, rows, running)
         if key not in self._generations:
-            self._generations[key] = engine.generate_s(
-                rows, workload.prompt_tokens, workload.lengths, running
-            )
+            self._generations[key] = engine.generate_s(rows, prompt_tokens, lengths, running)
         return self._generations[key] + self.compute.call_s
 
     def _least_switch(
         self, sizes: TrainSizes, gen: GenSizes, train_bytes: int, gen_bytes: int
     ) -> SwitchFigures:
-        """Return a lower bound of the cost of a switch.
-
-        It assumes one copy of the weights and fully used links; the links into a node carry the weights that none of its
-        ranks holds.
-        """
+        """Return a lower bound of the cost of a switch: one copy of the weights, links that are fully used, and for those
+        into a node the weights that none of its ranks holds."""
         links, received = self.cluster.links, max(0, gen_bytes - train_bytes)
         between, fastest, entering_s = links.between_nodes, links.same_node.bytes_per_s, 0.0
         if between is not None:
@@ -254,10 +283,7 @@ class Options:
         return SwitchFigures(max(received / fastest, entering_s), 0.0, max(train_bytes, gen_bytes))
 
     def _switch(self, sizes: TrainSizes, gen: GenSizes) -> SwitchFigures:
-        """Return the figures of a switch from its plan, cached.
-
-        Only as many replicas are planned as differ in their position on the nodes; the others repeat them.
-        """
+        """Return the figures of a switch from a plan with as many replicas as differ in their position on the nodes."""
         node = self.cluster.devices_per_node
         replicas = min(sizes.dp_size, node // math.gcd(sizes.model_parallel_size, node))
         key = (sizes.pp_size, sizes.tp_size, replicas, gen)
@@ -266,10 +292,6 @@ class Options:
             cost = self._pricer.price(
                 GenerationGrid(Grid(train), gen), self.cluster.node_map(train.num_ranks)
             )
-            self._switches[key] = SwitchFigures(
-                cost.seconds_there(self.cluster),
-                cost.seconds_back(self.cluster),
-                cost.peak_weight_bytes_max,
-                cost.received_bytes_max,
-            )
+            seconds = cost.seconds_there(self.cluster), cost.seconds_back(self.cluster)
+            self._switches[key] = SwitchFigures(*seconds, cost.peak_weight_bytes_max, cost.received_bytes_max)
         return self._switches[key]

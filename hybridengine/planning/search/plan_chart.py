@@ -14,20 +14,14 @@ from hybridengine.planning.costs.dataflows import Work
 from hybridengine.planning.search.plan import Plan
 from hybridengine.planning.search.plan_tables import pool_text
 
-COLOURS = {
-    Work.SWITCH: "#D55E00",
-    Work.GENERATE: "#56B4E9",
-    Work.INFER: "#009E73",
-    Work.UPDATE: "#CC79A7",
-    Work.HOST: "#999999",
+KINDS = {
+    Work.SWITCH: ("#D55E00", "switch"),
+    Work.GENERATE: ("#56B4E9", "generate"),
+    Work.INFER: ("#009E73", "infer"),
+    Work.UPDATE: ("#CC79A7", "update"),
+    Work.HOST: ("#999999", "prompts, advantages, statistics"),
 }
-NAMES = {
-    Work.SWITCH: "switch",
-    Work.GENERATE: "generate",
-    Work.INFER: "infer",
-    Work.UPDATE: "update",
-    Work.HOST: "prompts, advantages, statistics",
-}
+"""Colour and label of each kind of calls."""
 LETTER_SHARE = 0.006
 """Width of a letter as a share of the axis; bars too short for their label have none."""
 
@@ -42,13 +36,13 @@ def draw_plans(title: str, plans: Sequence[Plan], file: Path) -> None:
         for number, (plan, (own,)) in enumerate(zip(plans, axes, strict=True), start=1):
             _draw(own, number, plan, longest)
         axes[-1][0].set_xlabel("seconds of an iteration, predicted")
-        handles = [Patch(color=COLOURS[work], label=NAMES[work]) for work in COLOURS]
+        handles = [Patch(color=colour, label=label) for colour, label in KINDS.values()]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
 
 
 def _draw(axes: Axes, number: int, plan: Plan, longest: float) -> None:
     for bar in plan.bars:
-        colour = COLOURS[bar.call.work]
+        colour, _ = KINDS[bar.call.work]
         axes.barh(bar.pool, bar.seconds, 0.7, bar.begin_s, color=colour, edgecolor="white", linewidth=0.5)
         if bar.seconds > LETTER_SHARE * longest * len(bar.call.phase):
             middle = (bar.begin_s + bar.end_s) / 2

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hybridengine.figure_tables import aligned
 from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.planning.costs.dataflows import Work
-from hybridengine.planning.search.comparison import Comparison, compare, idle_shares
-from hybridengine.planning.search.iteration import Bar
-from hybridengine.planning.search.plan import Plan, PoolPlan
+from hybridengine.planning.search.plan import Bar, Plan, PoolPlan, idle_shares, phases
 
 BAR_WIDTH = 60
 COLUMNS = {work: work.name.lower() for work in (Work.SWITCH, Work.GENERATE, Work.INFER, Work.UPDATE)}
 """Heading of the seconds of each kind of calls."""
+SHOWN_SHARE = 0.005
+"""Share of the step below which differences of phases are omitted."""
 LETTERS = {Work.SWITCH: "s", Work.GENERATE: "g", Work.INFER: "i", Work.UPDATE: "U", Work.HOST: "h"}
 
 
@@ -24,7 +24,7 @@ def plan_lines(plans: Sequence[Plan], num_devices: int) -> list[str]:
     rest = f", on {used} of {num_devices} devices: none with more is faster" if used < num_devices else ""
     lines = ["", *plan_table(plans), "", f"sizes of plan 1{rest}", *role_table(best), "", *timeline(best)]
     if len(plans) > 1:
-        lines += ["", *comparison_lines(compare(plans[1], best))]
+        lines += ["", *comparison_lines(plans[1], best)]
     return lines
 
 
@@ -57,14 +57,9 @@ def role_table(plan: Plan) -> list[str]:
     for pool in plan.pools:
         for option in pool.options:
             engine = option.engine
-            row = [
-                f"  {option.model}",
-                str(pool.num_ranks),
-                str(option.sizes),
-                str(engine.sizes) if engine else "",
-            ]
+            sizes = [str(pool.num_ranks), str(option.sizes), str(engine.sizes) if engine else ""]
             kv_cache = format_bytes(pool.kv_bytes) if engine else ""
-            rows.append([*row, format_seconds(sum(option.least_seconds)), kv_cache])
+            rows.append([f"  {option.model}", *sizes, format_seconds(sum(option.least_seconds)), kv_cache])
     return aligned(rows)
 
 
@@ -76,26 +71,48 @@ def timeline(plan: Plan) -> list[str]:
         f"timeline of plan 1, {format_seconds(plan.step_s)}: s switch, g generate, i infer, U update, h neither, . idle"
     ]
     for place, pool in enumerate(plan.pools):
-        bars = [bar for bar in plan.bars if bar.pool == place]
-        lines.append(f"  {pool_text(pool):<{width}} |{_letters(bars, plan.step_s)}| {shares[place]:.0%} idle")
+        letters = ["."] * BAR_WIDTH
+        for bar in (bar for bar in plan.bars if bar.pool == place):
+            first, last = (round(moment / plan.step_s * BAR_WIDTH) for moment in (bar.begin_s, bar.end_s))
+            letters[first:last] = LETTERS[bar.call.work] * (last - first)
+        lines.append(f"  {pool_text(pool):<{width}} |{''.join(letters)}| {shares[place]:.0%} idle")
     return lines
 
 
-def _letters(bars: Sequence[Bar], step_s: float) -> str:
-    found = ["."] * BAR_WIDTH
-    for bar in bars:
-        first, last = (round(moment / step_s * BAR_WIDTH) for moment in (bar.begin_s, bar.end_s))
-        for place in range(first, min(last, BAR_WIDTH)):
-            found[place] = LETTERS[bar.call.work]
-    return "".join(found)
+def longest_path(bars: Sequence[Bar]) -> list[Bar]:
+    """Return the calls on the longest path of the iteration, in order: each begins when the previous one ends."""
+    path = [max(bars, key=lambda bar: bar.end_s)]
+    while path[-1].begin_s > 0:
+        last = path[-1]
+        ended = [bar for bar in bars[: bars.index(last)] if bar.end_s == last.begin_s]
+        reads = [bars[place] for place in last.call.reads]
+        path.append(
+            next((bar for bar in reversed(ended) if bar.pool == last.pool or bar in reads), ended[-1])
+        )
+    return path[::-1]
 
 
-def comparison_lines(found: Comparison) -> list[str]:
-    """Return lines that explain why the second plan is slower, by phases on the longest paths."""
-    lines = [f"plan 2 takes {format_seconds(found.seconds)} longer; on its longest path"]
-    beside = "beside something longer"
-    for one in found.differences:
-        word = "more" if one.seconds > 0 else "less"
-        ways = f"{one.own or beside}; plan 1: {one.best or beside}"
-        lines.append(f"  {format_seconds(abs(one.seconds)):>9} {word} of {one.phase}: {ways}")
-    return lines
+def comparison_lines(other: Plan, best: Plan) -> Iterator[str]:
+    """Yield lines that explain why `other` is slower, by phases on the longest paths, the largest difference first."""
+    yield f"plan 2 takes {format_seconds(other.step_s - best.step_s)} longer; on its longest path"
+    own, there = (phases(longest_path(plan.bars)) for plan in (other, best))
+    seconds = {phase: own.get(phase, 0.0) - there.get(phase, 0.0) for phase in own | there}
+    for phase in sorted(seconds, key=lambda phase: -abs(seconds[phase])):
+        if abs(seconds[phase]) >= SHOWN_SHARE * best.step_s:
+            word = "more" if seconds[phase] > 0 else "less"
+            ways = [
+                _sizes(plan, phase) if phase in path else "beside something longer"
+                for plan, path in ((other, own), (best, there))
+            ]
+            yield f"  {format_seconds(abs(seconds[phase])):>9} {word} of {phase}: {ways[0]}; plan 1: {ways[1]}"
+
+
+def _sizes(plan: Plan, phase: str) -> str:
+    """Return the sizes and ranks of the first model that works in a phase: "1-8-8 on 64"."""
+    role = next(bar.call.role for bar in plan.bars if bar.call.phase == phase)
+    for pool in plan.pools:
+        for option in pool.options:
+            if option.model == role:
+                sizes = option.engine.sizes if phase == "generate" and option.engine else option.sizes
+                return f"{sizes} on {pool.num_ranks}"
+    return "no model"

@@ -25,11 +25,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridengine.planning.costs.passes import compute_of
-from hybridengine.planning.search.iteration import schedule_of
-from hybridengine.planning.search.option import Option
-from hybridengine.planning.search.options import Options
+from hybridengine.planning.search.options import Option, Options
 from hybridengine.planning.search.placements import Placement, allocations, placements, pool_sizes
-from hybridengine.planning.search.plan import Plan
+from hybridengine.planning.search.plan import Plan, Schedule
 
 MAX_ALLOCATIONS = 400_000
 """Largest number of allocations per placement; above it, pools get only round sizes, and the search is not exact."""
@@ -39,8 +37,6 @@ CHUNK = 50_000
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search."""
-
     plans: tuple[Plan, ...]
     """Best plan of each of the best placements, best first."""
     exact: bool
@@ -72,10 +68,9 @@ class Search:
         self._num_best, self._progress = num_best, progress
         self.options, self.workload, self.cluster = options, options.workload, options.cluster
         self.num_devices, self.only = num_devices, only
-        self.process_bytes = compute_of(self.cluster).process_bytes or 0
-        self.capacity_bytes = self.cluster.device_memory_bytes - self.process_bytes
+        self.capacity_bytes = self.cluster.model_memory_bytes
         self.sizes = pool_sizes(self.cluster, num_devices)
-        self._least: dict[str, np.ndarray] = {}
+        self._least: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._allocations: dict[int, tuple[np.ndarray, bool]] = {}
 
     def run(self) -> Found:
@@ -89,11 +84,12 @@ class Search:
             plan = search.run(plans[-1].step_s if enough else math.inf)
             if plan is not None:
                 plans = sorted([*plans, plan], key=lambda plan: plan.step_s)[: self._num_best]
+        every = [self.allocations(len(search.placement)) for search in searches]
         return Found(
             tuple(plans),
-            all(search.is_complete for search in searches),
+            all(complete for _, complete in every),
             len(searches),
-            sum(search.num_allocations for search in searches),
+            sum(len(candidates) for candidates, _ in every),
             sum(search.num_solved for search in searches),
         )
 
@@ -111,21 +107,19 @@ class Search:
     def allocations(self, num_pools: int) -> tuple[np.ndarray, bool]:
         """Return the ranks of each pool, [A, pools], and True if the allocations are complete."""
         if num_pools not in self._allocations:
-            sizes, complete = self._pool_sizes(num_pools)
+            sizes: Sequence[int] = self.sizes
+            complete = math.comb(len(sizes), num_pools - 1) <= MAX_ALLOCATIONS
+            if not complete:
+                coarse = {size for size in sizes if _is_round(size)}
+                coarse |= {self.num_devices - size for size in coarse}
+                sizes = sorted(coarse & set(sizes))
             found = allocations(sizes, num_pools, self.num_devices, self.cluster.devices_per_node)
             self._allocations[num_pools] = found, complete
         return self._allocations[num_pools]
 
-    def _pool_sizes(self, num_pools: int) -> tuple[Sequence[int], bool]:
-        """Return the sizes of pools to try, and True if they are complete."""
-        if math.comb(len(self.sizes), num_pools - 1) <= MAX_ALLOCATIONS:
-            return self.sizes, True
-        coarse = {size for size in self.sizes if _is_round(size)}
-        rest = {self.num_devices - size for size in coarse}
-        return sorted((coarse | rest) & set(self.sizes)), False
-
-    def least_seconds(self, model: str) -> np.ndarray:
-        """Return the least seconds of a model's calls by ranks, [calls, num_devices + 1]; infinite without an option."""
+    def least_seconds(self, model: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the least seconds of a model's calls with exactly and with at most n ranks, [calls, num_devices + 1];
+        infinite without an option."""
         if model not in self._least:
             num_calls = sum(call.role == model for call in self.workload.calls)
             table = np.full((num_calls, self.num_devices + 1), np.inf)
@@ -133,16 +127,12 @@ class Search:
                 fitting = [option.least_seconds for option in self.fitting(model, size)]
                 if fitting:
                     table[:, size] = np.min(fitting, axis=0)
-            self._least[model] = table
+            self._least[model] = table, np.minimum.accumulate(table, axis=1)
         return self._least[model]
 
     def fitting(self, model: str, size: int) -> list[Option]:
         """Return the options of a model that fit on a rank without other models."""
-        return [
-            option
-            for option in self.options.of(model, size)
-            if option.memory.idle + option.extra_bytes <= self.capacity_bytes
-        ]
+        return [option for option in self.options.of(model, size) if self.fits([option])]
 
     def fits(self, options: Sequence[Option], others_idle_bytes: int = 0) -> bool:
         """Return True if the models fit on a rank together, with one at work at a time."""
@@ -164,82 +154,59 @@ class _PlacementSearch:
 
     least_s: float
     """Lower bound of the seconds of all plans; infinite if there are none."""
-    num_allocations: int
-    is_complete: bool
-    """True if all possible allocations are included."""
     num_solved: int
     """Number of allocations that were examined."""
 
     def __init__(self, search: Search, placement: Placement) -> None:
-        self._search, self._placement = search, placement
-        self._models = [name for pool in placement for name in pool]
-        self._schedule = schedule_of(search.workload, compute_of(search.cluster), placement)
+        self._search, self.placement = search, placement
+        self._pool_of = {name: pool for pool in placement for name in pool}
+        self._schedule = Schedule(search.workload.calls, placement, compute_of(search.cluster).call_s)
         self._tried: set[tuple[int, ...]] = set()
         self._best: Plan | None = None
-        self._limit_s = math.inf
+        self._best_s = math.inf
         self.num_solved = 0
-        candidates, self.is_complete = search.allocations(len(placement))
-        self.num_allocations = len(candidates)
-        self.least_s = float(self._bounds(candidates).min(initial=math.inf))
-
-    @property
-    def _best_s(self) -> float:
-        return self._limit_s if self._best is None else self._best.step_s
-
-    @property
-    def _tables(self) -> Mapping[str, np.ndarray]:
-        return {name: self._search.least_seconds(name) for name in self._models}
-
-    @property
-    def _reachable(self) -> Mapping[str, np.ndarray]:
-        """Least seconds of each model's calls with at most the given number of ranks."""
-        return {name: np.minimum.accumulate(table, axis=1) for name, table in self._tables.items()}
+        self.least_s = float(self._bounds().min(initial=math.inf))
 
     def run(self, limit_s: float) -> Plan | None:
         """Return the best plan; None if the models fit in no allocation, or no plan takes less than `limit_s`."""
-        self._limit_s = limit_s
+        self._best_s = limit_s
         if self.least_s >= limit_s:
             return None
-        candidates, _ = self._search.allocations(len(self._placement))
-        # Recomputed rather than stored: few placements get here, and the bounds of all of them take much memory.
-        tables, reachable, bounds = self._tables, self._reachable, self._bounds(candidates)
+        candidates, _ = self._search.allocations(len(self.placement))
+        bounds = self._bounds()  # recomputed: few placements get here, and the bounds of all take much memory
         for row in np.argsort(bounds, kind="stable"):
             if bounds[row] >= self._best_s or not np.isfinite(bounds[row]):
                 break
-            for sizes in self._smaller(tuple(candidates[row].tolist()), tables, reachable):
+            for sizes in self._smaller(tuple(candidates[row].tolist())):
                 self._solve(sizes)
         return self._best
 
-    def _bounds(self, candidates: np.ndarray) -> np.ndarray:
-        """Return lower bounds, in seconds, of plans with at most the ranks of each candidate, [A]."""
-        reachable, found = self._reachable, [np.empty(0)]
+    def _bounds(self) -> np.ndarray:
+        """Return lower bounds, in seconds, of plans with at most the ranks of each allocation, [A]."""
+        candidates, _ = self._search.allocations(len(self.placement))
+        found = [np.empty(0)]
         for first in range(0, len(candidates), CHUNK):
             chunk = candidates[first : first + CHUNK]
             seconds = {
-                name: list(reachable[name][:, chunk[:, place]])
-                for place, pool in enumerate(self._placement)
+                name: list(self._search.least_seconds(name)[1][:, chunk[:, place]])
+                for place, pool in enumerate(self.placement)
                 for name in pool
             }
             found.append(np.broadcast_to(self._schedule.step_s(seconds, np.maximum), (len(chunk),)))
         return np.concatenate(found)
 
-    def _smaller(
-        self,
-        sizes: tuple[int, ...],
-        tables: Mapping[str, np.ndarray],
-        reachable: Mapping[str, np.ndarray],
-    ) -> Iterator[tuple[int, ...]]:
+    def _smaller(self, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Yield the allocation, and those with fewer ranks in some pools, if they may be better than the best so far."""
         choices = []
         for place, most in enumerate(sizes):
             useful = []
             for size in (size for size in self._search.sizes if size <= most):
-                tried = (*sizes[:place], size, *sizes[place + 1 :])
-                seconds = {
-                    name: (tables if other == place else reachable)[name][:, tried[other]].tolist()
-                    for other, names in enumerate(self._placement)
-                    for name in names
-                }
+                seconds = {}
+                for other, names in enumerate(self.placement):
+                    for name in names:
+                        exactly, at_most = self._search.least_seconds(name)
+                        table = exactly[:, size] if other == place else at_most[:, sizes[other]]
+                        seconds[name] = table.tolist()
                 if self._schedule.step_s(seconds) < self._best_s:
                     useful.append(size)
             choices.append(useful[::-1])
@@ -250,16 +217,17 @@ class _PlacementSearch:
 
     def _solve(self, sizes: tuple[int, ...]) -> None:
         """Examine all options of the models on pools of the given sizes."""
-        size_of = {name: size for pool, size in zip(self._placement, sizes, strict=True) for name in pool}
-        least = {name: self._search.least_seconds(name)[:, size].tolist() for name, size in size_of.items()}
+        size_of = {name: size for pool, size in zip(self.placement, sizes, strict=True) for name in pool}
+        least = {
+            name: self._search.least_seconds(name)[0][:, size].tolist() for name, size in size_of.items()
+        }
         if self._schedule.step_s(least) >= self._best_s:
             return
         self.num_solved += 1
         options = {name: self._search.fitting(name, size) for name, size in size_of.items()}
         least_idle = {name: min(option.memory.idle for option in options[name]) for name in options}
-        pool_of = {name: pool for pool in self._placement for name in pool}
         for name, own in options.items():
-            others = sum(least_idle[other] for other in pool_of[name] if other != name)
+            others = sum(least_idle[other] for other in self._pool_of[name] if other != name)
             beside = [
                 self._search.beside(option, others) for option in own if self._search.fits([option], others)
             ]
@@ -273,7 +241,7 @@ class _PlacementSearch:
             if not options[name]:
                 return
             least[name] = np.min([option.least_seconds for option in options[name]], axis=0).tolist()
-        self._branch(sizes, options, least_idle, dict(least), {})
+        self._branch(sizes, options, least_idle, least, {})
 
     def _branch(
         self,
@@ -284,19 +252,16 @@ class _PlacementSearch:
         chosen: dict[str, Option],
     ) -> None:
         """Assign each option to the next model in turn."""
-        if len(chosen) == len(self._models):
+        name = next((name for name in self._pool_of if name not in chosen), None)
+        if name is None:
             self._settle(sizes, chosen)
             return
-        name = self._models[len(chosen)]
-        pool = next(pool for pool in self._placement if name in pool)
-        before = seconds[name]
+        pool, before = self._pool_of[name], seconds[name]
         for option in options[name]:
             there = [chosen[other] for other in pool if other in chosen]
             waiting = sum(least_idle[other] for other in pool if other not in chosen and other != name)
-            if not self._search.fits([*there, option], waiting):
-                continue
             seconds[name] = option.least_seconds
-            if self._schedule.step_s(seconds) < self._best_s:
+            if self._search.fits([*there, option], waiting) and self._schedule.step_s(seconds) < self._best_s:
                 chosen[name] = option
                 self._branch(sizes, options, least_idle, seconds, chosen)
                 del chosen[name]
@@ -304,22 +269,21 @@ class _PlacementSearch:
 
     def _settle(self, sizes: tuple[int, ...], chosen: Mapping[str, Option]) -> None:
         """Keep the plan with the chosen options if it is the best so far."""
-        limited = dict(chosen)
-        for pool in self._placement:  # the KV cache is cheap to check, the switch is not
-            for name in pool:
-                others = sum(chosen[other].memory.idle for other in pool if other != name)
-                beside = self._search.beside(chosen[name], others)
-                if beside is None:
-                    return
-                limited[name] = beside
+        limited: dict[str, Option] = {}
+        for name, pool in self._pool_of.items():  # the KV cache is cheap to check, the switch is not
+            others = sum(chosen[other].memory.idle for other in pool if other != name)
+            beside = self._search.beside(chosen[name], others)
+            if beside is None:
+                return
+            limited[name] = beside
         seconds = {name: option.least_seconds for name, option in limited.items()}
         if self._schedule.step_s(seconds) >= self._best_s:
             return
-        pools = [[self._search.options.planned(limited[name]) for name in pool] for pool in self._placement]
+        pools = [[self._search.options.planned(limited[name]) for name in pool] for pool in self.placement]
         if all(self._search.fits(pool) for pool in pools):
-            plan = Plan.of(self._placement, pools, sizes, self._schedule, self._search.cluster)
+            plan = Plan.of(self.placement, pools, sizes, self._schedule, self._search.cluster)
             if plan.step_s < self._best_s:
-                self._best = plan
+                self._best, self._best_s = plan, plan.step_s
 
 
 def _is_round(size: int) -> bool:

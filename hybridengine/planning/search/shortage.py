@@ -10,9 +10,8 @@ from functools import cached_property
 import numpy as np
 
 from hybridengine.planning.costs.workload import Workload
-from hybridengine.planning.search.constraints import GENERATE
-from hybridengine.planning.search.option import Option
-from hybridengine.planning.search.options import Options
+from hybridengine.planning.search.options import Option, Options
+from hybridengine.planning.search.placements import GENERATE
 from hybridengine.planning.search.search import Search
 
 GIB = 2**30
@@ -45,7 +44,8 @@ class _Need:
 
 def shortage(search: Search) -> str:
     """Return the reason why `search` has no result, as value, rule and remedy."""
-    capacity, names = search.capacity_bytes, [model.name for model in search.workload.models]
+    capacity, processes = search.capacity_bytes, search.cluster.process_bytes
+    names = [model.name for model in search.workload.models]
     alone = []
     for name in names:
         need = _least(search, (name,), search.sizes)
@@ -56,7 +56,7 @@ def shortage(search: Search) -> str:
     devices = "1 device" if search.num_devices == 1 else f"{search.num_devices} devices"
     where = f"on {devices} of {search.cluster.name}"
     pools = _nearest(search)
-    if pools is None:
+    if not pools:
         given = _given(search)
         return (
             f"no plan of {', '.join(names)} exists {where}: each model can have sizes by itself, and no pools can have"
@@ -69,7 +69,7 @@ def shortage(search: Search) -> str:
         missing = ["models and KV caches would, but the plans of switches need more at their peak"]
         remedies.append(f"a lower actor.bucket_bytes={search.workload.bucket_bytes}")
     return (
-        f"nothing fits {where} ({max(0, capacity) / GIB:.1f} GiB of each are for models, {search.process_bytes / GIB:.1f}"
+        f"nothing fits {where} ({max(0, capacity) / GIB:.1f} GiB of each are for models, {processes / GIB:.1f}"
         f" GiB for processes): {'; '.join(missing)}; {' or '.join(remedies)} would do"
     )
 
@@ -99,13 +99,11 @@ def _no_sizes(search: Search, name: str) -> str:
     )
 
 
-def _nearest(search: Search) -> Sequence[_Need] | None:
-    """Return the pools of the allowed placement closest to fitting; None if none is possible."""
-    best: Sequence[_Need] | None = None
+def _nearest(search: Search) -> list[_Need]:
+    """Return the pools of the allowed placement closest to fitting; empty if none is possible."""
+    best: list[_Need] = []
     for placement in search.wanted:
         sizes, _ = search.allocations(len(placement))
-        if not len(sizes):
-            continue
         found = [{size: _least(search, pool, (size,)) for size in search.sizes} for pool in placement]
         needed = np.zeros(len(sizes))
         for place, by_size in enumerate(found):
@@ -113,15 +111,14 @@ def _nearest(search: Search) -> Sequence[_Need] | None:
             for size, need in by_size.items():
                 table[size] = need.num_bytes if need else np.inf
             needed = np.maximum(needed, table[sizes[:, place]])
-        row = int(np.argmin(needed))
-        if np.isfinite(needed[row]) and (best is None or needed[row] < _largest(best)):
-            nearest = [by_size[size] for by_size, size in zip(found, sizes[row].tolist(), strict=True)]
-            best = [need for need in nearest if need is not None]
+        if needed.min(initial=np.inf) < _largest(best):
+            row = sizes[needed.argmin()].tolist()
+            best = [need for by_size, size in zip(found, row, strict=True) if (need := by_size[size])]
     return best
 
 
-def _largest(needs: Sequence[_Need]) -> int:
-    return max(need.num_bytes for need in needs)
+def _largest(needs: Sequence[_Need]) -> float:
+    return max((need.num_bytes for need in needs), default=math.inf)
 
 
 def _least(search: Search, names: Sequence[str], sizes: Sequence[int]) -> _Need | None:
@@ -142,17 +139,13 @@ def _remedies(search: Search, needs: Sequence[_Need]) -> Iterator[str]:
     names = [option.model for need in needs for option in need.options]
     for offloads, recompute in ((True, False), (False, True), (True, True)):
         settings, workload = _with_settings(search.workload, names, offloads, recompute)
-        options = Options(workload, search.cluster, search.options.fixed, search.options.fixed_gen)
-        nearest = _nearest(Search(options, search.num_devices, search.only)) if settings else None
-        if nearest is not None and _largest(nearest) <= search.capacity_bytes:
+        if settings and _changed_bytes(search, workload, search.num_devices) <= search.capacity_bytes:
             yield " ".join(settings)
             break
     if (devices := _enough_devices(search)) is not None:
         yield f"{devices} devices"
-    nearest = _nearest(search)
-    if nearest is not None and _largest(nearest) > search.capacity_bytes:
-        needed = math.ceil((_largest(nearest) + search.process_bytes) / GIB * 10) / 10
-        yield f"devices with {needed:.1f} GiB"
+    if search.capacity_bytes < (largest := _largest(_nearest(search))) < math.inf:
+        yield f"devices with {math.ceil((largest + search.cluster.process_bytes) / GIB * 10) / 10:.1f} GiB"
 
 
 def _with_settings(
@@ -161,33 +154,34 @@ def _with_settings(
     """Return the settings to add to the trained models, and the workload with them."""
     models, settings = [], []
     for model in workload.models:
-        if model.trains and model.name in names and offloads and not model.offloads:
-            model = replace(model, offloads=True)
-            settings.append(f"{model.name}.offload=optimizer")
-        if model.trains and model.name in names and recompute and not model.recompute:
-            model = replace(model, recompute=True)
-            settings.append(f"{model.name}.recompute=full")
+        if model.trains and model.name in names:
+            if offloads and not model.offloads:
+                settings.append(f"{model.name}.offload=optimizer")
+            if recompute and not model.recompute:
+                settings.append(f"{model.name}.recompute=full")
+            model = replace(
+                model, offloads=offloads or model.offloads, recompute=recompute or model.recompute
+            )
         models.append(model)
     return settings, replace(workload, models=tuple(models))
+
+
+def _changed_bytes(search: Search, workload: Workload, num_devices: int) -> float:
+    """Return the bytes that a rank needs at best with another workload or number of devices; infinite if impossible."""
+    nodes = max(search.cluster.nodes, -(-num_devices // search.cluster.devices_per_node))
+    options = Options(workload, search.cluster.resized(nodes), search.options.fixed, search.options.fixed_gen)
+    return _largest(_nearest(Search(options, num_devices, search.only)))
 
 
 def _enough_devices(search: Search) -> int | None:
     """Return a number of devices, found by doubling, on which all models fit; None if there is none."""
     cluster, devices, least = search.cluster, 2 * search.num_devices, math.inf
     while devices <= MOST_DEVICES and (devices <= cluster.num_devices or cluster.links.between_nodes):
-        nodes = -(-devices // cluster.devices_per_node)
-        options = Options(
-            search.workload,
-            cluster.resized(max(nodes, cluster.nodes)),
-            search.options.fixed,
-            search.options.fixed_gen,
-        )
-        nearest = _nearest(Search(options, devices, search.only))
-        if nearest is not None:
-            if _largest(nearest) <= search.capacity_bytes:
-                return devices
-            if _largest(nearest) >= least:  # more devices do not reduce the memory per rank
-                return None
-            least = _largest(nearest)
+        needed = _changed_bytes(search, search.workload, devices)
+        if needed <= search.capacity_bytes:
+            return devices
+        if least <= needed < math.inf:  # more devices do not reduce the memory per rank
+            return None
+        least = min(least, needed)
         devices *= 2
     return None

@@ -1,10 +1,7 @@
 """Runs to simulate for a workload on a cluster.
 
-    synchronous    the best plan with every model on all devices: generation, then all other calls
-    asynchronous   engines on separate devices, which hold only weights and KV cache; actor and all other models train and
-                   infer on the other devices, with the best sizes for them
-
-Separate engines receive new weights over the links between nodes: each device receives its shard, all at the same time.
+synchronous    the best plan with every model on all devices: generation, then all other calls
+asynchronous   engines on separate devices, with weights and KV cache only; all models train and infer on the others
 """
 
 from __future__ import annotations
@@ -17,17 +14,13 @@ from functools import cached_property
 import numpy as np
 
 from hybridengine.errors import ConfigError
-from hybridengine.models.shapes import DTYPE_BYTES
 from hybridengine.planning.costs.clusters import Cluster
 from hybridengine.planning.costs.dataflows import Work
 from hybridengine.planning.costs.decoding import Engine
 from hybridengine.planning.costs.lengths import Lengths
-from hybridengine.planning.costs.passes import compute_of
-from hybridengine.planning.costs.shards import generation_holding
 from hybridengine.planning.costs.workload import Workload
-from hybridengine.planning.search.constraints import Constraints
 from hybridengine.planning.search.options import Options
-from hybridengine.planning.search.placements import pool_sizes
+from hybridengine.planning.search.placements import Constraints, pool_sizes
 from hybridengine.planning.search.plan import Plan
 from hybridengine.planning.search.search import Search
 from hybridengine.planning.search.shortage import shortage
@@ -42,13 +35,10 @@ class Engines:
     engine: Engine
     workload: Workload
     max_running: int
-    """Largest number of responses that an engine advances at once."""
-    gen_bytes: int
-    """Bytes of weights on a device."""
+    kv_bytes: int
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of one engine."""
         return self.engine.sizes.num_ranks
 
     @cached_property
@@ -60,26 +50,20 @@ class Engines:
     def rates(self) -> np.ndarray:
         """Tokens per second of one engine with 1, 2, ... responses at once, in a steady state, prefill included."""
         lengths, prompt_tokens = self.workload.lengths, self.workload.prompt_tokens
-        counts = range(1, self.max_running + 1)
-        seconds = [
-            self.engine.step_s(count, count * (prompt_tokens + lengths.mean_position)) for count in counts
-        ]
-        running = np.array(counts)
+        running = np.arange(1, self.max_running + 1)
+        seconds = self.engine.step_s(running, running * (prompt_tokens + lengths.mean_position))
         return running / (seconds + running / lengths.mean * self.prefill_s)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Run to simulate, with its plan."""
-
     setting: Setting
     plan: Plan
     """Plan of the training side; in a synchronous run, of all calls."""
     engines: Engines
     num_training: int
-    """Number of devices that train."""
+    """Number of devices that train; in a synchronous run, they also generate."""
     num_generating: int
-    """Number of devices that generate."""
     train_s: float
     """Seconds of a step without generation and the switch."""
 
@@ -89,9 +73,7 @@ class SteadyState:
     """Figures of a division of devices by the analytical model."""
 
     running: int
-    """Number of responses that each engine advances at once."""
     tokens_per_s: float
-    """Response tokens generated and trained on per second."""
     staleness: float
     """Most optimizer steps between the first and the last token of a response; excludes waiting for the trainer."""
 
@@ -116,10 +98,7 @@ def steady_state(
 
 
 def role_idle_shares(run: Run, outcome: Outcome) -> dict[str, float]:
-    """Return the idle share of a run's time for the engines and for each model.
-
-    The models of the training side take turns on its devices, each for its time in the plan.
-    """
+    """Return the idle share of the run for the engines and for each model; models take turns on the training side."""
     trained = [bar for bar in run.plan.bars if bar.call.work not in (Work.SWITCH, Work.GENERATE)]
     share_of_s = (1.0 - outcome.train_idle_share) / sum(bar.seconds for bar in trained)
     shares = {"generation": outcome.generate_idle_share}
@@ -129,72 +108,56 @@ def role_idle_shares(run: Run, outcome: Outcome) -> dict[str, float]:
     return shares
 
 
+@dataclass(frozen=True)
 class Scenarios:
     """Runs of a workload on `num_devices` devices of a cluster.
-
-    Args:
-        num_steps: number of optimizer steps of every simulated run.
-        max_staleness: number of batches that may be begun ahead of the trainer.
-        seed: seed of the response lengths.
 
     Raises:
         ConfigError: the algorithm generates more than once in an iteration.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        cluster: Cluster,
-        num_devices: int,
-        constraints: Constraints,
-        *,
-        num_steps: int,
-        max_staleness: float,
-        seed: int,
-    ) -> None:
-        if sum(call.work is Work.GENERATE for call in workload.calls) > 1:
+    workload: Workload
+    cluster: Cluster
+    num_devices: int
+    constraints: Constraints
+    num_steps: int
+    max_staleness: float
+    """Number of batches that may be begun ahead of the trainer."""
+    seed: int
+
+    def __post_init__(self) -> None:
+        if sum(call.work is Work.GENERATE for call in self.workload.calls) > 1:
             raise ConfigError(
-                f"algorithm.name={workload.algorithm} generates twice in an iteration, which the simulation does not"
-                " model; simulate one that generates once"
+                f"algorithm.name={self.workload.algorithm} generates twice in an iteration, which the simulation does"
+                " not model; simulate one that generates once"
             )
-        self.workload, self.cluster, self.num_devices = workload, cluster, num_devices
-        self._constraints = constraints
-        self._num_steps, self._max_staleness, self._seed = num_steps, max_staleness, seed
-        self._batch_size = workload.num_prompts * workload.samples_per_prompt
-        self._training = Options(workload.without_generation(), cluster, constraints.sizes)
+
+    @cached_property
+    def _training(self) -> Options:
+        return Options(self.workload.without_generation(), self.cluster, self.constraints.sizes)
 
     def synchronous(self) -> Run:
-        """Return the run of the best colocated plan.
-
-        Raises:
-            ConfigError: no plan fits.
-        """
-        options = Options(self.workload, self.cluster, self._constraints.sizes, self._constraints.gen_sizes)
+        """Return the run of the best colocated plan; a ConfigError says why none fits."""
+        options = Options(self.workload, self.cluster, self.constraints.sizes, self.constraints.gen_sizes)
         search, plan = self._best_plan(options, self.num_devices)
         if plan is None:
             raise ConfigError(shortage(search))
         pool, actor = plan.pools[0], plan.option("actor")
         assert actor.engine is not None, "an actor generates"
-        engine = self._engine(actor.engine.sizes, actor.sizes.pp_size, pool.num_ranks)
-        engines = self._engines(engine, actor.engine.gen_bytes, pool.kv_bytes)
+        engines = self._engines(actor.engine.sizes, actor.sizes.pp_size, pool.num_ranks, pool.kv_bytes)
         switch_s = sum(bar.seconds for bar in plan.bars if bar.call.work is Work.SWITCH)
-        generate_s = sum(bar.seconds for bar in plan.bars if bar.call.work is Work.GENERATE)
-        others_s = plan.step_s - switch_s - generate_s
+        others_s = plan.step_s - switch_s - plan.phases_s["generate"]
         setting = self._setting(engines, pool.num_ranks, others_s, switch_s)
         return Run(setting, plan, engines, pool.num_ranks, pool.num_ranks, others_s)
 
     def asynchronous(self, num_training: int) -> Run | None:
-        """Return the run with `num_training` training devices; None if the training side does not fit.
-
-        Raises:
-            ConfigError: no engine fits.
-        """
+        """Return the run with `num_training` training devices; None if the training side does not fit."""
         _, plan = self._best_plan(self._training, num_training)
         if plan is None:
             return None
-        num_generating = self.num_devices - num_training
-        setting = self._setting(self.engines, num_generating, plan.step_s, self.update_s)
-        return Run(setting, plan, self.engines, num_training, num_generating, plan.step_s)
+        rest = self.num_devices - num_training
+        setting = self._setting(self.engines, rest, plan.step_s, self.update_s)
+        return Run(setting, plan, self.engines, num_training, rest, plan.step_s)
 
     def divisions(self) -> Iterator[int]:
         """Yield the numbers of training devices that leave whole engines on the other devices."""
@@ -205,18 +168,14 @@ class Scenarios:
 
     def steady_state(self, run: Run) -> SteadyState:
         """Return the steady state of an asynchronous run by the analytical model."""
-        workload, setting = self.workload, run.setting
-        tokens = self._batch_size * workload.lengths.mean
-        if self._max_staleness >= 1:
-            rates, train_tokens_per_s = run.engines.rates, tokens / run.train_s
-            return steady_state(
-                setting.num_engines, rates, train_tokens_per_s, workload.lengths, self._batch_size
-            )
+        setting, lengths, engines = run.setting, self.workload.lengths, run.engines
+        tokens = setting.batch_size * lengths.mean
+        if self.max_staleness >= 1:
+            rate = tokens / run.train_s
+            return steady_state(setting.num_engines, engines.rates, rate, lengths, setting.batch_size)
         # Nothing is begun ahead: engines and trainer work in turns.
-        each = math.ceil(self._batch_size / setting.num_engines)
-        generate_s = run.engines.engine.generate_s(
-            each, workload.prompt_tokens, workload.lengths, setting.max_running
-        )
+        each = math.ceil(setting.batch_size / setting.num_engines)
+        generate_s = engines.engine.generate_s(each, setting.prompt_tokens, lengths, setting.max_running)
         iteration_s = generate_s + run.train_s + setting.update_s
         return SteadyState(min(each, setting.max_running), tokens / iteration_s, 0.0)
 
@@ -227,25 +186,26 @@ class Scenarios:
         Raises:
             ConfigError: no engine can hold the weights and one response.
         """
-        wanted = self._constraints.gen_sizes
+        wanted, shape = self.constraints.gen_sizes, self.workload.model("actor").shape
         choices = (
             [wanted] if wanted else [GenSizes(1, size) for size in divisors(self.cluster.devices_per_node)]
         )
-        capacity = self.cluster.device_memory_bytes - (compute_of(self.cluster).process_bytes or 0)
-        found, shape = list[Engines](), self.workload.model("actor").shape
-        for gen in choices:
-            if shape.gen_tp_problems(gen.tp_size, gen.tp_size) or shape.pp_problems(gen.pp_size, "p_g"):
-                continue
-            engine = self._engine(gen, gen.pp_size, self.num_devices)
-            elements = generation_holding(shape, gen.pp_size, gen.pp_size, gen.tp_size).num_elements
-            gen_bytes = elements * DTYPE_BYTES[self.workload.dtype]
-            room = capacity - gen_bytes
-            if room >= engine.kv_token_bytes * self.workload.max_tokens and gen.num_ranks < self.num_devices:
-                found.append(self._engines(engine, gen_bytes, room))
+        possible = [
+            self._engines(gen, gen.pp_size, self.num_devices)
+            for gen in choices
+            if gen.num_ranks < self.num_devices
+            and not shape.gen_tp_problems(gen.tp_size, gen.tp_size)
+            and not shape.pp_problems(gen.pp_size, "p_g")
+        ]
+        tokens = self.workload.max_tokens
+        found = [
+            engines for engines in possible if engines.kv_bytes >= engines.engine.kv_token_bytes * tokens
+        ]
         if not found:
             raise ConfigError(
                 f"no engine of {', '.join(map(str, choices))} (p_g-t_g) fits on fewer than {self.num_devices} devices"
-                f" with {capacity / 2**30:.1f} GiB for weights and one response; take more devices, or others"
+                f" with {self.cluster.model_memory_bytes / 2**30:.1f} GiB for weights and one response; take more"
+                " devices, or others"
             )
         return max(found, key=lambda engines: engines.rates[-1] / engines.num_devices)
 
@@ -253,28 +213,28 @@ class Scenarios:
     def update_s(self) -> float:
         """Seconds for all devices of the engines to receive their shards from the trainers."""
         links, node = self.cluster.links, self.cluster.devices_per_node
-        link = links.between_nodes if self.num_devices > node and links.between_nodes else links.same_node
-        node_bytes = self.engines.gen_bytes * min(node, self.num_devices)
-        return link.seconds(self.engines.gen_bytes, node_bytes) + link.latency_s
+        link = links.network if self.num_devices > node else links.same_node
+        num_bytes = self.engines.engine.weight_bytes
+        return link.seconds(num_bytes, num_bytes * min(node, self.num_devices)) + link.latency_s
 
     def _best_plan(self, options: Options, num_devices: int) -> tuple[Search, Plan | None]:
-        """Search for the best plan with all models on the same devices."""
         search = Search(options, num_devices, [(tuple(self.workload.roles),)])
         return search, next(iter(search.run().plans), None)
 
-    def _engine(self, gen: GenSizes, train_pp_size: int, num_ranks: int) -> Engine:
-        shape = self.workload.model("actor").shape
-        return Engine(shape, gen, train_pp_size, self.workload.dtype, self.cluster, num_ranks)
-
-    def _engines(self, engine: Engine, gen_bytes: int, kv_bytes: int) -> Engines:
-        work = self.workload
-        running = engine.num_running(work.lengths, work.prompt_tokens, work.max_num_seqs, kv_bytes)
-        return Engines(engine, work, running, gen_bytes)
+    def _engines(
+        self, gen: GenSizes, train_pp_size: int, num_ranks: int, kv_bytes: int | None = None
+    ) -> Engines:
+        """Return engines with `kv_bytes` of KV cache on a device; by default all that the weights leave."""
+        work, shape = self.workload, self.workload.model("actor").shape
+        engine = Engine(shape, gen, train_pp_size, work.dtype, self.cluster, num_ranks)
+        room = self.cluster.model_memory_bytes - engine.weight_bytes if kv_bytes is None else kv_bytes
+        running = engine.num_running(work.lengths, work.prompt_tokens, work.max_num_seqs, room)
+        return Engines(engine, work, running, room)
 
     def _setting(self, engines: Engines, num_generating: int, train_s: float, update_s: float) -> Setting:
         return Setting(
-            num_steps=self._num_steps,
-            batch_size=self._batch_size,
+            num_steps=self.num_steps,
+            batch_size=self.workload.rows_per_step,
             num_engines=num_generating // engines.num_devices,
             max_running=engines.max_running,
             prompt_tokens=self.workload.prompt_tokens,
@@ -283,6 +243,6 @@ class Scenarios:
             prefill_s=engines.prefill_s,
             train_token_s=train_s / self.workload.num_tokens,
             update_s=update_s,
-            max_staleness=self._max_staleness,
-            seed=self._seed,
+            max_staleness=self.max_staleness,
+            seed=self.seed,
         )

@@ -1,11 +1,12 @@
 """Deterministic discrete-event simulation of training runs: engines, a queue of responses, a trainer, weight updates.
 
-    synchronous    all devices generate a batch, then all train on it
+    synchronous    all devices generate a batch, then all train on it: nothing is begun ahead
     asynchronous   some devices generate all the time, the others train; after each optimizer step the engines receive
                    new weights, between two tokens
 
-An event is the end of a response or of an optimizer step; simulated_engine.py describes the work of an engine between two
-events.
+An event is the end of a response or of an optimizer step. An engine advances all its responses by one token per step, and
+the seconds of a step depend on the number of responses and of their tokens; until a response begins or ends, or weights
+arrive, nothing else changes, so a span of steps is one event.
 
 A response is begun only while floor((N_r - 1) / B) <= i + eta, so that the responses begun, N_r, are at most eta batches
 ahead of the trainer's step i (AReaL, arXiv 2505.24298, section 5.1). None is begun once all responses that the run trains
@@ -16,25 +17,28 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from hybridengine.planning.costs.lengths import Lengths
-from hybridengine.planning.simulation.simulated_engine import Response, SimulatedEngine, StepSeconds
 
+StepSeconds = Callable[[float, float], float]
+"""Function that returns the seconds of a step from the running responses and their total tokens, including prompts."""
+Response = tuple[tuple[int, int], ...]
+"""Complete response as spans of tokens of one policy each: (version of the policy, number of tokens)."""
 TRAINER, ARRIVAL = -1, -2
 """Owners of events that do not belong to an engine."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a simulated run."""
-
     num_steps: int
-    """Number of optimizer steps, one per batch."""
     batch_size: int
     """Number of responses in a batch."""
     num_engines: int
@@ -56,8 +60,6 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Figures of a simulated run."""
-
     staleness_counts: Mapping[int, int]
     """Number of response tokens by staleness: optimizer steps from the policy of a token to the one trained on it."""
     train_busy_s: float
@@ -74,7 +76,6 @@ class Outcome:
 
     @property
     def tokens(self) -> int:
-        """Number of response tokens that were trained on."""
         return sum(self.staleness_counts.values())
 
     @property
@@ -106,64 +107,110 @@ def _lengths(setting: Setting) -> Iterator[int]:
         yield from setting.lengths.sample(generator, 4096).tolist()
 
 
-def _engines(setting: Setting) -> list[SimulatedEngine]:
-    return [
-        SimulatedEngine(setting.step_s, setting.prompt_tokens, setting.prefill_s, setting.update_s)
-        for _ in range(setting.num_engines)
-    ]
-
-
-def _train_s(setting: Setting, tokens: int) -> float:
-    """Return the seconds of an optimizer step on a batch with `tokens` response tokens."""
-    return setting.train_token_s * (tokens + setting.batch_size * setting.prompt_tokens)
-
-
 def simulate_asynchronous(setting: Setting) -> Outcome:
-    """Simulate engines and a trainer that work at the same time, deterministically."""
-    return _Asynchronous(setting).run()
+    """Simulate engines and a trainer that work at the same time."""
+    return _Simulation(setting).run()
 
 
 def simulate_synchronous(setting: Setting) -> Outcome:
-    """Simulate engines that divide each batch, and training that begins when the last response is complete."""
-    lengths, now, tokens, idle, train_busy = _lengths(setting), 0.0, 0, 0.0, 0.0
-    step_ends: list[float] = []
-    queue: list[tuple[float, int]] = [(0.0, 0)]
-    for _ in range(setting.num_steps):
-        engines, begin = _engines(setting), now + setting.update_s / 2
-        batch = list(itertools.islice(lengths, setting.batch_size))
-        finished: list[float] = []
-        for place, engine in enumerate(engines):
-            waiting = deque(batch[place :: setting.num_engines])
-            while waiting or engine.running:
-                while waiting and len(engine.running) < setting.max_running:
-                    engine.begin(waiting.popleft())
-                finished += [begin + engine.now_s for _ in engine.advance(engine.next_end_s())]
-        queue += [(moment, count) for count, moment in enumerate(sorted(finished), start=1)]
-        generated, train_s = max(engine.now_s for engine in engines), _train_s(setting, sum(batch))
-        now += generated + setting.update_s
-        queue.append((max(now, queue[-1][0]), 0))
-        now += train_s
-        idle += sum(generated - engine.now_s + setting.update_s + train_s for engine in engines)
-        train_busy += train_s
-        tokens += sum(batch)
-        step_ends.append(now)
-    return Outcome({0: tokens}, train_busy, idle, queue, step_ends, setting.num_engines)
+    """Simulate engines and a trainer that work in turns: no response of a batch is begun before the previous batch is
+    trained on, and the switch of each batch, the first one included, takes `update_s`."""
+    simulation = _Simulation(replace(setting, max_staleness=0.0))
+    for engine in simulation.engines:
+        engine.take_weights(0, 0.0)
+    return simulation.run()
 
 
-class _Asynchronous:
-    """Simulation of engines and a trainer that work at the same time."""
+class _Engine:
+    """One engine, with its running responses, its time, and the policy version of each token."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting, self.now_s = setting, 0.0
+        # Heap of the running responses: (step at which one ends, step at which it began).
+        self.running: list[tuple[int, int]] = []
+        self._steps, self._begun_sum = 0, 0
+        self._changes, self._versions = [0], [0]
+        self._has_weights_s = 0.0
+        self._idle_s = 0.0
+
+    def begin(self, length: int) -> None:
+        """Start a response after the prefill of its prompt."""
+        heapq.heappush(self.running, (self._steps + length, self._steps))
+        self._begun_sum += self._steps
+        self.now_s += self._setting.prefill_s
+
+    def take_weights(self, version: int, now_s: float) -> None:
+        """Pause for new weights between two tokens; they replace weights that are still being received."""
+        if self._has_weights_s > now_s and self._changes[-1] == self._steps:
+            self._versions[-1] = version
+            return
+        self.now_s += self._setting.update_s
+        self._idle_s += self._setting.update_s
+        self._has_weights_s = self.now_s
+        self._changes.append(self._steps)
+        self._versions.append(version)
+
+    def wait(self, until_s: float) -> None:
+        """Wait until a moment if no response is running."""
+        if not self.running and self.now_s < until_s:
+            self._idle_s += until_s - self.now_s
+            self.now_s = until_s
+
+    def idle_s(self, end_s: float) -> float:
+        """Return the seconds spent without a response or receiving weights, up to the end of the run."""
+        return self._idle_s - min(self._setting.update_s, max(0.0, self._has_weights_s - end_s))
+
+    def next_end_s(self) -> float:
+        """Return the moment at which the next response ends, if no other event comes first."""
+        end = self.running[0][0]
+        return self.now_s + (end - self._steps) * self._step_s(end)
+
+    def advance(self, until_s: float) -> Iterator[Response]:
+        """Work until a moment, finish the step in progress, and yield the responses that complete."""
+        while self.running and self.now_s < until_s:
+            end = self.running[0][0]
+            step_s = self._step_s(end)
+            steps = min(end - self._steps, max(1, math.ceil((until_s - self.now_s) / step_s - 1e-9)))
+            self._steps += steps
+            self.now_s += steps * step_s
+            while self.running and self.running[0][0] == self._steps:
+                _, begin = heapq.heappop(self.running)
+                self._begun_sum -= begin
+                yield self._response(begin)
+            if self._steps < end:
+                return
+        self.wait(until_s)
+
+    def _step_s(self, end: int) -> float:
+        """Return the mean seconds of a step until step `end`, computed with the number of tokens at the halfway point."""
+        count = len(self.running)
+        made = count * (self._steps + end) / 2 - self._begun_sum
+        return self._setting.step_s(count, count * self._setting.prompt_tokens + made)
+
+    def _response(self, begin: int) -> Response:
+        """Return the response that began at step `begin` and ends now."""
+        first = bisect_right(self._changes, begin) - 1
+        marks = pairwise([begin, *self._changes[first + 1 :], self._steps])
+        return tuple(
+            (version, end - start)
+            for version, (start, end) in zip(self._versions[first:], marks, strict=True)
+            if end > start
+        )
+
+
+class _Simulation:
+    """Engines, the queue of complete responses, and the trainer."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting, self._lengths = setting, _lengths(setting)
-        self._engines = _engines(setting)
+        self.engines = [_Engine(setting) for _ in range(setting.num_engines)]
         self._submitted = 0
         self._ready: deque[Response] = deque()
         self._training: list[Response] = []
         self._events: list[tuple[float, int, int]] = []  # (seconds, owner, stamp)
         self._arrivals = itertools.count()
-        self._arriving: dict[
-            int, Response
-        ] = {}  # by stamp: responses that end between two events of their engine
+        # By stamp: responses that end between two events of their engine.
+        self._arriving: dict[int, Response] = {}
         self._stamps = [0] * setting.num_engines
         self._staleness = Counter[int]()
         self._train_busy_s = 0.0
@@ -171,8 +218,7 @@ class _Asynchronous:
         self._step_ends: list[float] = []  # its length is the version of the policy
 
     def run(self) -> Outcome:
-        """Simulate the run to the end of its last optimizer step."""
-        self._fill(range(len(self._engines)), 0.0)
+        self._fill(range(len(self.engines)), 0.0)
         now = 0.0
         while len(self._step_ends) < self._setting.num_steps:
             now, place, stamp = heapq.heappop(self._events)
@@ -182,21 +228,21 @@ class _Asynchronous:
                 self._arrive(self._arriving.pop(stamp), now)
                 self._start_step(now)
             elif stamp == self._stamps[place]:
-                self._take_responses(self._engines[place], now)
+                self._take_responses(self.engines[place], now)
                 self._fill([place], now)
                 self._start_step(now)
-        for engine in self._engines:
+        for engine in self.engines:
             self._take_responses(engine, now)
         return Outcome(
             dict(sorted(self._staleness.items())),
             self._train_busy_s,
-            sum(engine.idle_s(now) for engine in self._engines),
+            sum(engine.idle_s(now) for engine in self.engines),
             self._queue,
             self._step_ends,
-            len(self._engines),
+            len(self.engines),
         )
 
-    def _take_responses(self, engine: SimulatedEngine, now: float) -> None:
+    def _take_responses(self, engine: _Engine, now: float) -> None:
         """Advance an engine to a moment; responses that complete later, in its last step, become events."""
         for response in engine.advance(now):
             if engine.now_s <= now:
@@ -212,7 +258,7 @@ class _Asynchronous:
 
     def _fill(self, places: Iterable[int], now: float) -> None:
         """Begin responses on engines with free slots, the emptiest first, and schedule the engines' next events."""
-        engines, places = self._engines, list(places)
+        engines, places = self.engines, list(places)
         for place in places:
             engines[place].wait(now)
         free = [(len(engines[place].running), place) for place in places]
@@ -244,7 +290,8 @@ class _Asynchronous:
             return
         self._training = [self._ready.popleft() for _ in range(setting.batch_size)]
         self._queue.append((now, len(self._ready)))
-        train_s = _train_s(setting, sum(count for response in self._training for _, count in response))
+        tokens = sum(count for response in self._training for _, count in response)
+        train_s = setting.train_token_s * (tokens + setting.batch_size * setting.prompt_tokens)
         self._train_busy_s += train_s
         heapq.heappush(self._events, (now + train_s, TRAINER, 0))
 
@@ -257,9 +304,9 @@ class _Asynchronous:
         self._step_ends.append(now)
         if len(self._step_ends) == self._setting.num_steps:
             return
-        for engine in self._engines:
+        for engine in self.engines:
             self._take_responses(engine, now)
             engine.wait(now)
             engine.take_weights(len(self._step_ends), now)
-        self._fill(range(len(self._engines)), now)
+        self._fill(range(len(self.engines)), now)
         self._start_step(now)

@@ -2,11 +2,26 @@
 
 Training replicas and tensor shards repeat each other, so that most domains differ only in the numbers of their ranks and
 in the start of their boxes, which do not affect the cost. One plan is compiled for each set of equivalent domains.
+
+Seconds are predicted from the bytes that each rank moves and the links of the cluster, for each bucket in turn:
+
+    gather    copies into messages, at memory bandwidth (each byte is read and written)
+    transfer  in each step, links of different classes, and both directions of a link, work at the same time; a rank
+              takes max(received, sent) / bandwidth + latency · messages on its busiest class; if the ranks of a node
+              share a link, the node takes the sum of its ranks' bytes divided by the node's bandwidth
+    spread    copies out of messages and within the rank, at memory bandwidth
+
+Every part ends when its slowest rank ends; all domains are in the same bucket at the same time. The spread of a bucket
+overlaps with the transfer of the next one if the plan allows both in flight. Kernels, stragglers and other traffic are
+ignored.
+
+Shapes: those of `reshard.cost`, with R ranks of all distinct domains, and N nodes that host different ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import operator
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -14,11 +29,19 @@ import numpy as np
 
 from hybridengine.errors import PlanError
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
-from hybridengine.planning.costs.clusters import Cluster
-from hybridengine.planning.switch.switch_time import hosted_ranks, joined, line_rate_seconds, predict_seconds
+from hybridengine.planning.costs.clusters import Cluster, Link
 from hybridengine.reshard.audit import audit, audit_return
 from hybridengine.reshard.boxes import moved, starts
-from hybridengine.reshard.cost import REMOTE, RankCost, Traffic, plan_traffic, rank_costs
+from hybridengine.reshard.cost import (
+    COPIED,
+    GATHERED,
+    REMOTE,
+    SPREAD,
+    RankCost,
+    Traffic,
+    plan_traffic,
+    rank_costs,
+)
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.layout import Layout, LocalParameter
 from hybridengine.reshard.megatron import megatron_layout
@@ -35,15 +58,12 @@ Pattern = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Way:
-    """Plan of one domain in one direction, with its costs."""
-
     plan: Plan
     nodes: NodeMap
     element_bytes: int
 
     @cached_property
     def costs(self) -> tuple[RankCost, ...]:
-        """Costs of the ranks, in the order of the plan."""
         return tuple(rank_costs(self.plan, self.traffic, self.element_bytes).values())
 
     @cached_property
@@ -53,23 +73,11 @@ class Way:
 
 @dataclass(frozen=True)
 class DomainPlan:
-    """Plans of one domain in both directions."""
-
     there: Way
 
     @cached_property
     def back(self) -> Way:
         return Way(inverse_local(self.there.plan), self.there.nodes, self.there.element_bytes)
-
-    @cached_property
-    def problems(self) -> tuple[str, ...]:
-        """Findings of the audit of both directions; empty unless the planner has a bug."""
-        return (*audit(self.there.plan), *audit_return(self.there.plan, self.back.plan))
-
-    @property
-    def num_moves(self) -> int:
-        """Number of moves in both directions."""
-        return sum(len(bucket.moves) for way in (self.there, self.back) for bucket in way.plan.buckets)
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,6 @@ class SwitchCost:
     num_crossing_domains: int
     """Number of domains with ranks on more than one node."""
     received_bytes_max: int
-    """Bytes received in the switch to generation."""
     received_bytes_max_by_link: dict[LinkClass, int]
     received_bytes_total_by_link: dict[LinkClass, int]
     """Bytes received by all ranks together."""
@@ -107,33 +114,24 @@ class SwitchCost:
     def of(
         cls, generation: GenerationGrid, domains: tuple[tuple[DomainPlan, Groups], ...], nodes: NodeMap
     ) -> SwitchCost:
-        """Return the cost of planned domains."""
         there = [cost for domain, _ in domains for cost in domain.there.costs]
         back = [cost for domain, _ in domains for cost in domain.back.costs]
+        repeats = [len(repeats) for domain, repeats in domains for _ in domain.there.costs]
         highest = max(zip(there, back, strict=True), key=lambda pair: max(cost.peak_bytes for cost in pair))
-
-        def total(link: LinkClass) -> int:
-            return sum(
-                len(repeats) * cost.received_by_link[link]
-                for domain, repeats in domains
-                for cost in domain.there.costs
-            )
-
+        received = {link: [cost.received_by_link[link] for cost in there] for link in REMOTE}
         return cls(
             generation=generation,
             domains=domains,
             nodes=nodes,
             element_bytes=domains[0][0].there.element_bytes,
             num_crossing_domains=sum(
-                len({nodes.node_of(rank) for rank in ranks}) > 1
-                for _, repeats in domains
-                for ranks in repeats
+                len(set(map(nodes.node_of, ranks))) > 1 for _, repeats in domains for ranks in repeats
             ),
             received_bytes_max=max(cost.received_bytes for cost in there),
-            received_bytes_max_by_link={
-                link: max(cost.received_by_link[link] for cost in there) for link in REMOTE
+            received_bytes_max_by_link={link: max(by_rank) for link, by_rank in received.items()},
+            received_bytes_total_by_link={
+                link: sum(map(operator.mul, repeats, by_rank)) for link, by_rank in received.items()
             },
-            received_bytes_total_by_link={link: total(link) for link in REMOTE},
             copied_bytes_max=max(cost.copied_bytes for cost in there),
             copied_back_bytes_max=max(cost.copied_bytes for cost in back),
             train_shard_bytes_max=max(cost.source_bytes for cost in there),
@@ -165,27 +163,25 @@ class SwitchCost:
         return max(*self.memory_bytes_there, *self.memory_bytes_back)
 
     def check(self) -> int:
-        """Audit the plans of the distinct domains, and return the number of their moves in both directions.
-
-        Raises:
-            PlanError: a plan is wrong.
-        """
+        """Return the number of moves of the distinct domains in both directions; a PlanError says which plan is wrong."""
+        num_moves = 0
         for domain, _ in self.domains:
-            if domain.problems:
+            there, back = domain.there.plan, domain.back.plan
+            if problems := [*audit(there), *audit_return(there, back)]:
                 raise PlanError(
-                    f"the plan {domain.there.plan} is wrong ({len(domain.problems)} problems, first:"
-                    f" {domain.problems[0]}); this is an error of hybridengine: report it with this command"
+                    f"the plan {there} is wrong ({len(problems)} problems, first: {problems[0]}); this is an error of"
+                    " hybridengine: report it with this command"
                 )
-        return sum(domain.num_moves for domain, _ in self.domains)
+            num_moves += sum(len(bucket.moves) for plan in (there, back) for bucket in plan.buckets)
+        return num_moves
 
     def seconds_there(self, cluster: Cluster) -> float:
-        """Return the predicted seconds to generation on `cluster`."""
+        """Return the predicted seconds to generation."""
         return predict_seconds(self._there, self._hosts_RN, cluster, self.element_bytes)
 
     def seconds_back(self, cluster: Cluster) -> float:
-        """Return the predicted seconds back to training on `cluster`."""
-        back = joined([domain.back.traffic for domain, _ in self.domains])
-        return predict_seconds(back, self._hosts_RN, cluster, self.element_bytes)
+        """Return the predicted seconds back to training."""
+        return predict_seconds(self._back, self._hosts_RN, cluster, self.element_bytes)
 
     def line_rate_seconds(self, cluster: Cluster) -> float:
         """Return the seconds of the busiest link for its bytes in the switch to generation: a lower bound of
@@ -197,6 +193,10 @@ class SwitchCost:
         return joined([domain.there.traffic for domain, _ in self.domains])
 
     @cached_property
+    def _back(self) -> Traffic:
+        return joined([domain.back.traffic for domain, _ in self.domains])
+
+    @cached_property
     def _hosts_RN(self) -> np.ndarray:
         return hosted_ranks([repeats for _, repeats in self.domains], self.nodes)
 
@@ -206,36 +206,28 @@ MOST_PRICED = 2
 
 
 class SwitchPricer:
-    """Computes the costs of switches of one model.
-
-    Args:
-        bucket_bytes: bytes of weights in flight at once.
-    """
+    """Computes the costs of switches of one model, with `bucket_bytes` of weights in flight at once."""
 
     def __init__(self, shape: ModelShape, dtype: str, bucket_bytes: int) -> None:
         self.shape, self.dtype, self.bucket_bytes = shape, dtype, bucket_bytes
         self._kept = lru_cache(MOST_PRICED)(self._price)
 
     def price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool = True) -> SwitchCost:
-        """Return the cost of switching to `generation` and back.
+        """Return the cost of switching to `generation` and back; a PlanError if the engines cannot hold the model.
 
         Args:
             two_step: send each box to a node once and forward it within the node.
-
-        Raises:
-            PlanError: the engines cannot hold the model, or a domain lacks part of it.
         """
         return self._kept(generation, nodes, two_step)
 
     def _price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool) -> SwitchCost:
-        source = megatron_layout(self.shape, generation.train)
-        destination = vllm_layout(self.shape, generation)
+        layouts = megatron_layout(self.shape, generation.train), vllm_layout(self.shape, generation)
         element_bytes = DTYPE_BYTES[self.dtype]
         found = []
-        for ranks, *others in distinct_domains(source, destination, nodes):
+        for repeats in distinct_domains(*layouts, nodes):
             bucket_elements = self.bucket_bytes // element_bytes
-            plan = compile_plan(source, destination, ranks, bucket_elements, nodes=nodes, two_step=two_step)
-            found.append((DomainPlan(Way(plan, nodes, element_bytes)), (ranks, *others)))
+            plan = compile_plan(*layouts, repeats[0], bucket_elements, nodes=nodes, two_step=two_step)
+            found.append((DomainPlan(Way(plan, nodes, element_bytes)), repeats))
         return SwitchCost.of(generation, tuple(found), nodes)
 
 
@@ -258,30 +250,97 @@ def distinct_domains(source: Layout, destination: Layout, nodes: NodeMap) -> lis
 def _contents(source: Layout, destination: Layout, ranks: tuple[int, ...]) -> Pattern:
     """Return every parameter of every distinct shard with its pieces, and the index of each rank's shards.
 
-    Boxes of each logical tensor are relative to their smallest corner.
-
-    Equal contents have equal plans, because the planner uses only the overlaps of boxes, their sizes and their places in
-    the parameters.
+    Boxes are relative to their tensor's smallest corner. Equal contents have equal plans, because the planner uses only
+    the overlaps of boxes, their sizes and their places in the parameters.
     """
     shards = [layout.shard(rank) for layout in (source, destination) for rank in ranks]
-    places: dict[int, int] = {}  # index of each distinct shard
-    for shard in shards:
-        places.setdefault(id(shard), len(places))
     distinct = list({id(shard): shard for shard in shards}.values())
+    places = {id(shard): place for place, shard in enumerate(distinct)}
     origin: dict[str, tuple[int, ...]] = {}
     for shard in distinct:
         for parameter in shard.parameters:
             for piece in parameter.pieces:
                 corner = starts(piece.box)
                 origin[piece.tensor] = tuple(map(min, corner, origin.get(piece.tensor, corner)))
-    zero = {tensor: (0,) * len(corner) for tensor, corner in origin.items()}
 
     def content(parameter: LocalParameter) -> Hashable:
-        relative = tuple(
-            (piece.tensor, moved(piece.box, origin[piece.tensor], zero[piece.tensor]), piece.offset)
-            for piece in parameter.pieces
-        )
-        return parameter.name, parameter.shape, relative
+        relative = []
+        for piece in parameter.pieces:
+            corner = origin[piece.tensor]
+            relative.append((piece.tensor, moved(piece.box, corner, (0,) * len(corner)), piece.offset))
+        return parameter.name, parameter.shape, tuple(relative)
 
-    contents = tuple(tuple(content(parameter) for parameter in shard.parameters) for shard in distinct)
+    contents = tuple(tuple(map(content, shard.parameters)) for shard in distinct)
     return contents, tuple(places[id(shard)] for shard in shards)
+
+
+def joined(domains: Sequence[Traffic]) -> Traffic:
+    """Return the joint traffic of several domains, which are in the same bucket at the same time."""
+    num_buckets = max(len(domain.overlaps_K) for domain in domains)
+
+    def padded(values: np.ndarray, filler: int = 0) -> np.ndarray:
+        missing = [(0, num_buckets - len(values)), *[(0, 0)] * (values.ndim - 1)]
+        return np.pad(values, missing, constant_values=filler)
+
+    return Traffic(
+        np.concatenate([padded(domain.moved_KLDSR) for domain in domains], axis=-1),
+        np.concatenate([padded(domain.messages_KLSR) for domain in domains], axis=-1),
+        np.concatenate([padded(domain.copied_KPR) for domain in domains], axis=-1),
+        np.all([padded(domain.overlaps_K, True) for domain in domains], axis=0),
+    )
+
+
+def hosted_ranks(domains: Sequence[Groups], nodes: NodeMap) -> np.ndarray:
+    """Return how often each node hosts each rank of the distinct domains (`hosts_RN`), with equal nodes merged, given the
+    ranks of all domains that are equivalent to each of them."""
+    num_nodes = len(nodes.ranks_per_node)
+    hosts_RN = [
+        np.bincount([nodes.node_of(rank) for rank in ranks], minlength=num_nodes)
+        for repeats in domains
+        for ranks in zip(*repeats, strict=True)
+    ]
+    return np.unique(hosts_RN, axis=1)
+
+
+def predict_seconds(traffic: Traffic, hosts_RN: np.ndarray, cluster: Cluster, element_bytes: int) -> float:
+    """Return the seconds from the start of the first bucket to the end of the last one."""
+    moved_KLDSR = element_bytes * traffic.moved_KLDSR
+    transfer_KS = np.zeros_like(moved_KLDSR[:, 0, 0, :, 0], dtype=float)
+    for place, link in enumerate(REMOTE):
+        messages_KDSR = traffic.messages_KLSR[:, place, np.newaxis]
+        if messages_KDSR.any():  # else the cluster may lack the link
+            seconds_KDS = _slowest(moved_KLDSR[:, place], messages_KDSR, hosts_RN, cluster.links.of(link))
+            transfer_KS = np.maximum(transfer_KS, seconds_KDS.max(axis=1))
+
+    def copy_s(copied_KR: np.ndarray) -> list[float]:
+        read_and_written_KR = 2 * element_bytes * copied_KR
+        return _slowest(read_and_written_KR, copied_KR > 0, hosts_RN, cluster.links.same_device).tolist()
+
+    gather_K = copy_s(traffic.copied_KPR[:, GATHERED])
+    spread_K = copy_s(traffic.copied_KPR[:, SPREAD] + traffic.copied_KPR[:, COPIED])
+    total = pending = 0.0  # seconds of the previous bucket's spread
+    for gather, transfer, spread, overlaps in zip(
+        gather_K, transfer_KS.sum(axis=1).tolist(), spread_K, traffic.overlaps_K, strict=True
+    ):
+        total += gather + (max(transfer, pending) if overlaps else transfer + pending)
+        pending = spread
+    return total + pending
+
+
+def line_rate_seconds(traffic: Traffic, hosts_RN: np.ndarray, cluster: Cluster, element_bytes: int) -> float:
+    """Return the seconds of the busiest link for its bytes, a lower bound for any order of buckets."""
+    seconds = [0.0]
+    for link, moved_DR in zip(REMOTE, element_bytes * traffic.moved_KLDSR.sum(axis=(0, 3)), strict=True):
+        if moved_DR.any():
+            seconds.append(
+                _slowest(moved_DR, np.zeros_like(moved_DR), hosts_RN, cluster.links.of(link)).max()
+            )
+    return float(max(seconds))
+
+
+def _slowest(bytes_R: np.ndarray, messages_R: np.ndarray, hosts_RN: np.ndarray, link: Link) -> np.ndarray:
+    """Return the seconds of the slowest rank or node on one class of links; the last axis is ranks."""
+    seconds = (bytes_R / link.bytes_per_s + link.latency_s * messages_R).max(axis=-1)
+    if link.node_bytes_per_s is not None:
+        seconds = np.maximum(seconds, (bytes_R @ hosts_RN).max(axis=-1) / link.node_bytes_per_s)
+    return seconds

@@ -66,20 +66,14 @@ def _group_lines(cost: SwitchCost, figures: Figures) -> list[str]:
 
 def _traffic_lines(figures: Figures) -> list[str]:
     most, total = figures["received_bytes_max_by_link"], figures["received_bytes_total_by_link"]
-    rows = {
-        "same device (copied)": (figures["copied_bytes_max"], None),
-        **{f"{link.replace('_', ' ')} (received)": (most[link], total[link]) for link in most},
-        "received in all": (figures["received_bytes_max"], sum(total.values())),
-        "beyond nested shards": (figures["extra_bytes_max"], None),
-    }
-    headings = {"name": "moved to generation", "most_bytes": "most of a rank", "total_bytes": "all ranks"}
-    return table(
-        [
-            {"name": f"  {name}", "most_bytes": most, "total_bytes": total}
-            for name, (most, total) in rows.items()
-        ],
-        headings,
-    )
+    rows = [
+        ("  same device (copied)", figures["copied_bytes_max"], None),
+        *((f"  {link.replace('_', ' ')} (received)", most[link], total[link]) for link in most),
+        ("  received in all", figures["received_bytes_max"], sum(total.values())),
+        ("  beyond nested shards", figures["extra_bytes_max"], None),
+    ]
+    cells = [[name, cell("bytes", of_rank), cell("bytes", of_all)] for name, of_rank, of_all in rows]
+    return aligned([["moved to generation", "most of a rank", "all ranks"], *cells])
 
 
 def _memory_lines(cluster: Cluster, figures: Figures) -> list[str]:
