@@ -21,9 +21,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from hybridengine.checkpoints.digests import settle
+from hybridengine.files import read_object
 from hybridengine.models.checkpoint_files import COMPANIONS, CONFIG_FILE, INDEX_FILE
 from hybridengine.models.shapes import SCORE_HEAD
-from hybridengine.reading import read_object
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of types in safetensors files."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from hybridengine.errors import PlanError, TransferError
-from hybridengine.package_versions import package_versions
+from hybridengine.machine import package_versions
 from hybridengine.reshard.plan import Plan
 
 

@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from hybridengine.errors import ConfigError, UnreadableError, shown
-from hybridengine.reading import read_text
+from hybridengine.files import read_text
 
 FORMS = "constant:N, uniform:LOW-HIGH, lognormal:mean=M,cv=C, or a file with one length a line"
 RANGES = "N and LOW from 1 on, HIGH no lower than LOW, M from 1 to 1e9, C above 0 and at most 20"
