@@ -1,8 +1,10 @@
-"""Human-readable bytes and seconds, in ASCII."""
+"""Human-readable bytes, seconds and tables of figures, in ASCII."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -40,3 +42,37 @@ def format_seconds(seconds: float) -> str:
         return f"{minutes} min {rest_s:02d} s"
     hours, rest_min = divmod(round(seconds / 60), 60)
     return f"{hours} h {rest_min:02d} min"
+
+
+def cell(name: str, value: Any) -> str:
+    """Return the text of the figure `name`: bytes and seconds with units, shares in percent, "-" for None."""
+    if value is None:
+        return "-"
+    if "_over_" in name:
+        return f"{value:.2f}"
+    if name.endswith("_per_s"):
+        return f"{value:,.0f}"
+    if "bytes" in name:
+        return format_bytes(value)
+    if name.endswith("_s") or "seconds" in name:
+        return format_seconds(value)
+    if name.endswith("_share"):
+        return f"{value:.0%}"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> list[str]:
+    """Return the lines of a table of the figures that `columns` names, each with its heading, from left to right."""
+    return aligned([list(columns.values()), *([cell(name, row[name]) for name in columns] for row in rows)])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines with the first column aligned left and the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            text.ljust(width) if index == 0 else text.rjust(width)
+            for index, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

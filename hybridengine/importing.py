@@ -16,11 +16,7 @@ from hybridengine.errors import ConfigError
 
 
 def import_object(path: str) -> Any:
-    """Return the object at "package.module.Name", or at "package.module:name".
-
-    Raises:
-        ConfigError: the module or name does not exist.
-    """
+    """Return the object at "package.module.Name" or "package.module:name"; raise ConfigError if there is none."""
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
         return getattr(import_module(module), name)
@@ -31,12 +27,7 @@ def import_object(path: str) -> Any:
 
 
 def import_module(name: str) -> ModuleType:
-    """Import a module of the user's.
-
-    Raises:
-        ImportError: the module calls `sys.exit`, as a script without a `__main__` guard does.
-        Exception: any error that the module raises.
-    """
+    """Import a module of the user's; raise ImportError if it calls `sys.exit`, as a script without a guard does."""
     try:
         return importlib.import_module(name)
     except SystemExit as end:

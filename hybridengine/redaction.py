@@ -69,11 +69,7 @@ _known = set[str]()
 
 
 def remember_secrets(value: Any, name: str = "") -> None:
-    """Register the secrets of a configuration, or a part of it, for removal from all later texts.
-
-    Args:
-        name: key of `value`.
-    """
+    """Register the secrets of a configuration, or of its part under the key `name`, for removal from later texts."""
     if isinstance(value, Mapping):
         for key, one in value.items():
             remember_secrets(one, _beneath(name, str(key)))
@@ -101,11 +97,7 @@ def without_secrets(text: str) -> str:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """Return a configuration, or a part of it, with its secrets hidden.
-
-    Args:
-        name: key of `value`.
-    """
+    """Return a configuration, or its part under the key `name`, with its secrets hidden."""
     if isinstance(value, Mapping):
         return {key: redacted(one, _beneath(name, str(key))) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -15,11 +15,7 @@ NAME = re.compile(r"hybridengine-[a-z]+-(?P<machine>[0-9a-f]{8}\.\d+)-(?P<owner>
 
 
 def make_folder(kind: str) -> Path:
-    """Create a temporary folder for this process, after removing those of processes that have ended.
-
-    Args:
-        kind: one word for the purpose of the folder.
-    """
+    """Create a temporary folder whose name has `kind`, a word, after removing those of processes that have ended."""
     remove_leftovers()
     return Path(tempfile.mkdtemp(prefix=f"hybridengine-{kind}-{_machine()}-{_owner(os.getpid())}-"))
 

@@ -17,7 +17,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from hybridengine.bench.reshard.formulas import formula
+from hybridengine.bench.reshard.results import formula
 from hybridengine.bench.reshard.spec import LayoutPair, MethodName
 from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.models.presets import PRESETS

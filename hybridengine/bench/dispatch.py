@@ -8,28 +8,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hybridengine.bench.machine import PROCESS_BYTES
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from hybridengine.backends.vllm import environment
+from hybridengine.controller.calls import call_log
+from hybridengine.controller.pool import ResourcePool
+from hybridengine.controller.rows import Rows
+from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import ConfigError, TopologyError, TransferError
+from hybridengine.machine import PROCESS_BYTES
+from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 from hybridengine.topology.sizes import TrainSizes
 
 NUM_TOKENS = 1024
-"""Number of tokens in a row."""
 ROW_BYTES = 8 * NUM_TOKENS
+EMPTY_CALLS = 200
+COLUMN = "tokens"
+STRIDE = 1_000_003
+"""Entry j of row i is i · STRIDE + j, so that all rows differ."""
 
 
 @dataclass(frozen=True)
 class DispatchSpec:
-    """Settings of one measurement.
-
-    Raises:
-        ConfigError, TopologyError: inconsistent values.
-    """
+    """Settings of one measurement."""
 
     producer: TrainSizes
     consumer: TrainSizes
     batch_bytes: int
     repetitions: int
-    num_empty_calls: int
     timeout_s: float
 
     def __post_init__(self) -> None:
@@ -51,14 +59,41 @@ class DispatchSpec:
 
     @property
     def needed_bytes(self) -> int:
-        """Approximate peak memory of all processes together, in bytes.
+        """Approximate peak memory of all processes together.
 
-        It includes the producers' rows in Ray's object store, and every consumer's rows (its data-parallel part on all
-        its ranks), twice while they pass through the controller: as an object and as a tensor. The controller holds all
-        rows, and their parts in the object store.
+        The batch is held by its producers, by the controller and in Ray's object store, and each consumer holds its
+        data-parallel part twice: as an object and as a tensor.
         """
         consumed = self.batch_bytes * self.consumer.model_parallel_size
         return 3 * self.batch_bytes + 2 * consumed + self.producer.num_ranks * PROCESS_BYTES
+
+
+class DispatchWorker:
+    """Producer or consumer of rows whose contents are a function of their numbers."""
+
+    def __init__(self, context: RankContext) -> None:
+        pass
+
+    @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
+    def make_rows(self, rows: TensorDictBase) -> TensorDict:
+        """Return the rows: `tokens` [B, T] int64."""
+        return TensorDict({COLUMN: expected_tokens(rows[ROW_NUMBERS])}, batch_size=[len(rows)])
+
+    @register(PROTO_3D, [COLUMN, ROW_NUMBERS])
+    def take_rows(self, rows: TensorDictBase, checks: bool) -> bool:
+        """Read the rows; with `checks`, return True if their values are correct."""
+        if not checks:
+            return bool(rows[COLUMN].max() > 0)
+        return torch.equal(rows[COLUMN], expected_tokens(rows[ROW_NUMBERS]))
+
+    @register(ONE_TO_ALL)
+    def answer(self) -> None:
+        """Do nothing; serves as an empty call."""
+
+
+def expected_tokens(numbers_B: Tensor) -> Tensor:
+    """Return the `tokens` of the rows with the given numbers. Shapes: [B] -> [B, T]."""
+    return numbers_B[:, None] * STRIDE + torch.arange(NUM_TOKENS)
 
 
 def dispatch_figures(
@@ -93,49 +128,38 @@ def measure_dispatch(spec: DispatchSpec, say: Callable[[str], None]) -> dict[str
         TransferError: rows arrived with wrong values.
         HybridEngineError: a rank failed or did not answer in time.
     """
-    from hybridengine.backends.vllm import environment
-    from hybridengine.controller.calls import call_log
-    from hybridengine.controller.pool import ResourcePool
-    from hybridengine.controller.rows import Rows
-    from hybridengine.controller.worker_group import WorkerGroup
-
-    workers = "hybridengine.bench.dispatch_workers"
     log = call_log()
-    env = environment.ON_CPU  # as in a run
-    with ResourcePool([spec.producer.num_ranks], env=env, timeout_s=spec.timeout_s) as pool:
+    with ResourcePool([spec.producer.num_ranks], env=environment.ON_CPU, timeout_s=spec.timeout_s) as pool:
         say(f"starting {spec.producer.num_ranks} ranks")
-        producer = WorkerGroup(pool, f"{workers}.MakeRowsWorker", parallel=spec.producer)
-        consumer = WorkerGroup(pool, f"{workers}.TakeRowsWorker", parallel=spec.consumer)
+        producer = WorkerGroup(pool, DispatchWorker, role="producer", parallel=spec.producer)
+        consumer = WorkerGroup(pool, DispatchWorker, role="consumer", parallel=spec.consumer)
         say(f"making {spec.num_rows} rows of {ROW_BYTES} bytes on {spec.producer}")
-        rows = producer.make_rows(Rows.numbered(spec.num_rows), NUM_TOKENS).wait()
+        rows = producer.make_rows(Rows.numbered(spec.num_rows)).wait()
 
-        def hand_over(through_controller: bool, checks: bool = False) -> tuple[float, int]:
+        def hand_over(way: str, checks: bool) -> tuple[float, int]:
             """Return the seconds, and the bytes that passed through the controller."""
             before, started = log.payload_bytes, time.perf_counter()
-            right = consumer.take_rows(rows.get() if through_controller else rows, checks).get()
+            right = consumer.take_rows(rows if way == "direct" else rows.get(), checks).get()
             seconds = time.perf_counter() - started
             if not all(right):
-                way = "through the controller" if through_controller else "from rank to rank"
-                raise TransferError(f"rows arrived wrong {way}; look for faulty memory or network")
+                raise TransferError(f"rows arrived wrong, {way}; look for faulty memory or network")
             return seconds, log.payload_bytes - before
 
         say(f"handing them to {spec.consumer} both ways, {1 + spec.repetitions} times; the first is checked")
         log.take_records()
-        hand_over(False, checks=True)
+        hand_over("direct", checks=True)
         pool.wait()
         received = sum(sum(record.transferred.values()) for record in log.take_records())
-        hand_over(True, checks=True)
+        hand_over("through the controller", checks=True)
         direct, through = [], []
         for repetition in range(spec.repetitions):
-            direct.append(hand_over(False))
-            through.append(hand_over(True))
-            say(
-                f"{repetition + 1} of {spec.repetitions}: direct {direct[-1][0]:.2f} s, through the controller"
-                f" {through[-1][0]:.2f} s"
-            )
-        say(f"{spec.num_empty_calls} empty calls")
+            direct.append(hand_over("direct", checks=False))
+            through.append(hand_over("through the controller", checks=False))
+            seconds = f"direct {direct[-1][0]:.2f} s, through the controller {through[-1][0]:.2f} s"
+            say(f"{repetition + 1} of {spec.repetitions}: {seconds}")
+        say(f"{EMPTY_CALLS} empty calls")
         empty_call_s = []
-        for _ in range(spec.num_empty_calls):
+        for _ in range(EMPTY_CALLS):
             started = time.perf_counter()
             producer.answer().get()
             empty_call_s.append(time.perf_counter() - started)

@@ -27,9 +27,9 @@ from hybridengine.checkpoints.hf_files import HfWriter, SafetensorsFolder, check
 from hybridengine.checkpoints.making import complete_checkpoint
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError, UnreadableError
+from hybridengine.files import read_object
 from hybridengine.models.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE
 from hybridengine.models.shapes import LM_HEAD, SCORE_HEAD, ModelShape
-from hybridengine.reading import read_object
 from hybridengine.reshard.boxes import full_box
 
 ROLE_FILE = "role.json"

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hybridengine.checkpoints.digests import settle
 from hybridengine.errors import CheckpointError
+from hybridengine.files import read_object
 from hybridengine.models.checkpoint_files import (
     COMPANIONS,
     CONFIG_FILE,
@@ -33,7 +34,6 @@ from hybridengine.models.checkpoint_files import (
     tensors_of,
 )
 from hybridengine.models.shapes import EMBEDDING, LM_HEAD, SCORE_HEAD, ModelShape
-from hybridengine.reading import read_object
 from hybridengine.reshard.boxes import Box
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

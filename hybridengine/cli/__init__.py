@@ -1,1 +1,1 @@
-"""Command-line interface."""
+"""Commands: modules with DESCRIPTION, EPILOG, `add_options(parser)` and `run(options)`, which returns the exit status."""

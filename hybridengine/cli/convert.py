@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -15,13 +14,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from hybridengine.cli.options import DTYPES, byte_size
 from hybridengine.config.run_config import TRAINED
 from hybridengine.errors import ConfigError
+from hybridengine.files import writing
 from hybridengine.formatting import format_bytes
-from hybridengine.writing import writing
 
 VALUE_ROLES = tuple(role for role in TRAINED if role != "actor")
 """Roles whose model has a score head in place of the language model head."""
-MAX_FILE_BYTES = 4 * 2**30
-"""Default size limit of a safetensors file."""
 DESCRIPTION = """Convert a checkpoint of a run to a Hugging Face checkpoint, or the other way round.
 
 SOURCE says which: a folder with manifest.json (runs/NAME/checkpoints/step-00000020) becomes safetensors with an index,
@@ -34,15 +31,7 @@ EPILOG = """examples:
   hybridengine convert models/Qwen2.5-7B start --dtype bfloat16"""
 
 
-def add_convert_command(subparsers: Any) -> None:
-    """Add `convert` to the commands of `hybridengine`."""
-    parser = subparsers.add_parser(
-        "convert",
-        help="turn a run's checkpoint into Hugging Face safetensors, or the other way round",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
-    parser.set_defaults(run=run_convert)
+def add_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("source", metavar="SOURCE", type=Path, help="checkpoint of a run, or of Hugging Face")
     option("destination", metavar="DESTINATION", type=Path, help="folder to write; must not exist")
@@ -52,8 +41,7 @@ def add_convert_command(subparsers: Any) -> None:
     option("--companions", type=Path, metavar="FOLDER", help="where config.json and the tokenizer are")
 
 
-def run_convert(options: argparse.Namespace) -> int:
-    """Carry out the command; return the exit status."""
+def run(options: argparse.Namespace) -> int:
     source, out = options.source, options.destination
     if os.path.lexists(out):  # includes broken links
         raise ConfigError(f"DESTINATION {out} exists; name a folder that does not, so that nothing is lost")
@@ -79,11 +67,8 @@ def _export(options: argparse.Namespace) -> int:
     checkpoint.check()
     companions = options.companions or default_companions(checkpoint)
     if companions is None or not (companions / "config.json").is_file():
-        where = (
-            f"--companions {options.companions}"
-            if options.companions
-            else "the folder that the run began with"
-        )
+        given = f"--companions {options.companions}"
+        where = given if options.companions else "the folder that the run began with"
         raise ConfigError(
             f"{where} has no config.json; give --companions with the model's configuration and tokenizer"
         )
@@ -93,7 +78,7 @@ def _export(options: argparse.Namespace) -> int:
             options.role,
             options.destination,
             dtype=options.dtype,
-            max_file_bytes=options.max_file or MAX_FILE_BYTES,
+            max_file_bytes=options.max_file or 4 * 2**30,
             companions=companions,
             progress=progress,
         )

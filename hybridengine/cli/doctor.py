@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from hybridengine.cli.options import STDOUT, add_json_option
-from hybridengine.cli.outputs import check_outputs, progress_printer, write_outputs
+from hybridengine.cli.options import add_json_option
+from hybridengine.cli.outputs import check_outputs, emit, progress_printer
 from hybridengine.config import RunConfig, load_config
 from hybridengine.doctor.findings import THIS_MACHINE, Finding, Level, Subject, failure, merged
 from hybridengine.doctor.judging import RunNeeds
@@ -25,19 +23,12 @@ from hybridengine.errors import HybridEngineError
 from hybridengine.planning.costs.memory import checkpoint_bytes
 from hybridengine.training.dry_run import RANK_BYTES, cost_of, phase_bytes
 
-DESCRIPTION = """Examine this machine's installation, then every node of the cluster, and print what to fix.
+DESCRIPTION = """Examine this machine's installation, then every node of the cluster, and print what to fix: versions of
+packages and Python, devices and drivers, memory, the shared run.folder, clocks, and ports and links between all nodes.
 
-versions       packages: there, new enough, importable; they and Python the same on all nodes
-devices        GPUs, their drivers and what else runs on them
-memory         of hosts, and shared memory
-shared files   whether all nodes write to the same run.folder and see its locks; its speed and space; with CONFIG, whether
-               they read its models and data
-clock          of every node, against this machine's
-ports, links   every node to every other one; a world of ranks that sums a tensor
-
-With CONFIG, also whether the run fits: ranks, memory, checkpoints. The cluster is that of cluster.address or RAY_ADDRESS;
-without either, a local Ray is started. Takes about a minute, writes nothing that stays, and ends with status 1 where a
-run would fail."""
+With CONFIG, also whether the run fits: ranks, memory, files, checkpoints. The cluster is that of cluster.address or
+RAY_ADDRESS; without either, a local Ray is started. Takes about a minute, writes nothing that stays, and ends with status
+1 where a run would fail."""
 EPILOG = """examples:
   hybridengine doctor                                     this machine, with a local Ray
   hybridengine doctor --here                              the installation alone; starts nothing
@@ -46,27 +37,16 @@ EPILOG = """examples:
 COLORS = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 
 
-def add_doctor_command(subparsers: Any) -> None:
-    """Add `doctor` to the commands of `hybridengine`."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="examine an installation and a cluster, and print what to fix",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file of a run that shall fit")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="values that replace those of the file"
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
+    option("config", metavar="CONFIG", nargs="?", help="YAML file of a run that shall fit")
+    option("overrides", nargs="*", metavar="KEY=VALUE", help="values that replace those of the file")
     option("--here", action="store_true", help="this machine's installation only; starts nothing")
     option("--folder", metavar="FOLDER", help="of runs, in place of run.folder (default runs)")
     add_json_option(parser)
-    parser.set_defaults(run=run_doctor)
 
 
-def run_doctor(options: argparse.Namespace) -> int:
-    """Carry out the command; return the exit status."""
+def run(options: argparse.Namespace) -> int:
     check_outputs({"--json": options.json}, {"CONFIG": options.config})
     config = load_config(options.config, options.overrides, dry_run=True) if options.config else None
     needs = _needs(config, options.folder)
@@ -83,21 +63,13 @@ def run_doctor(options: argparse.Namespace) -> int:
         try:
             _start_ray(config, needs, say)
             findings = examine_cluster(needs, own, say)
-        except (
-            HybridEngineError,
-            RayError,
-            OSError,
-        ) as error:  # this machine's findings are still printed
+        except (HybridEngineError, RayError, OSError) as error:  # this machine's findings are still printed
             findings.append(failure(Subject.PORTS, error))
     findings = merged(findings)
-    figures = json.dumps([asdict(found) for found in findings], indent=1) + "\n"
-    if options.json == STDOUT:
-        print(figures, end="")
-    else:
-        _print(findings)
-        if broken and not options.here:
-            print("the cluster was not examined: fix this machine's versions first")
-        write_outputs({"--json": (options.json, figures)})
+    lines = [_text(findings)]
+    if broken and not options.here:
+        lines.append("the cluster was not examined: fix this machine's versions first")
+    emit(options, [asdict(found) for found in findings], lines)
     return 1 if any(found.level == Level.PROBLEM for found in findings) else 0
 
 
@@ -131,9 +103,10 @@ def _start_ray(config: RunConfig | None, needs: RunNeeds, say: Say) -> None:
     start_ray(num_cpus=max(2, sum(map(sum, needs.pools))))
 
 
-def _print(findings: Sequence[Finding]) -> None:
-    """Print the findings by subject, each followed by its remedy."""
+def _text(findings: Sequence[Finding]) -> str:
+    """Return the findings by subject, each followed by its remedy, with colours for a terminal."""
     console = Console(highlight=False, soft_wrap=True)
+    console.begin_capture()
     width = max(len(level) for level in Level)
     for number, found in enumerate(findings):
         if number == 0 or found.subject != findings[number - 1].subject:
@@ -150,3 +123,4 @@ def _print(findings: Sequence[Finding]) -> None:
         console.print("nothing to fix")
     else:
         console.print(f"{problems} problem(s), with which a run fails; {warnings} warning(s)")
+    return console.end_capture().rstrip("\n")

@@ -14,26 +14,40 @@ import warnings
 from collections.abc import Sequence
 
 from hybridengine import __version__
-from hybridengine.cli.calibrate import add_calibrate_command
-from hybridengine.cli.convert import add_convert_command
-from hybridengine.cli.dispatch_bench import add_dispatch_command
-from hybridengine.cli.doctor import add_doctor_command
+from hybridengine.cli import (
+    calibrate,
+    convert,
+    dispatch_bench,
+    doctor,
+    plan,
+    report,
+    reshard_bench,
+    reshard_plan,
+    simulate,
+    step_bench,
+    train,
+)
 from hybridengine.cli.options import Parser
-from hybridengine.cli.plan import add_planner_command
-from hybridengine.cli.report import add_report_command
-from hybridengine.cli.reshard_bench import add_bench_command
-from hybridengine.cli.reshard_plan import add_plan_command
-from hybridengine.cli.simulate import add_simulate_command
-from hybridengine.cli.step_bench import add_step_command
 from hybridengine.errors import CheckpointError, ConfigError, HybridEngineError, OutputError
 from hybridengine.redaction import without_secrets
 
-EXAMPLES = """examples:
-  hybridengine train configs/arithmetic.yaml                       the demo: four ranks on a CPU
-  hybridengine train configs/arithmetic.yaml actor.generate=1-2    any key of the file can be overridden
-  hybridengine train configs/llama3-70b-16nodes.yaml --dry-run     groups, plan and memory; starts nothing
-  hybridengine train configs/arithmetic.yaml resume=auto           resume from the newest complete checkpoint
-"""
+GROUPS = {
+    "reshard": "plan or measure the switch between training and generation",
+    "bench": "measure a whole step beside TRL, and what handing rows over costs",
+}
+COMMANDS = {
+    "train": (train, "train a model as a configuration file says"),
+    "calibrate": (calibrate, "measure this machine and fit the planner's cost model to it"),
+    "convert": (convert, "turn a run's checkpoint into Hugging Face safetensors, or the other way round"),
+    "doctor": (doctor, "examine an installation and a cluster, and print what to fix"),
+    "plan": (plan, "choose placement and parallel sizes for a run on a cluster; starts nothing"),
+    "report": (report, "write a run's report as an HTML page"),
+    "simulate": (simulate, "simulate synchronous and asynchronous training on a cluster; starts nothing"),
+    "reshard plan": (reshard_plan, "plan the switch for a cluster: bytes, memory, seconds; starts nothing"),
+    "reshard bench": (reshard_bench, "measure the switch on real ranks, beside the methods that others use"),
+    "bench dispatch": (dispatch_bench, "hand a batch to another worker group, also through the controller"),
+    "bench step": (step_bench, "a step of GRPO, and one of TRL's in turn"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,15 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 0 on success, 1 if the run failed, 2 for bad input, 130 if interrupted, and 141 if the reader of stdout
     has exited, as in `| head -1`.
     """
+    # Megatron-core warns for every GPU package that is not installed; without a GPU that is expected.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # pytest replaces them
             stream.reconfigure(errors="replace")
     with contextlib.suppress(ValueError):  # only the main thread may handle signals
-        signal.signal(signal.SIGTERM, _terminate)
+        # SystemExit, so that temporary folders are removed and child processes end.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with contextlib.suppress(FileNotFoundError):  # the working directory has been removed
-        if (
-            here := os.getcwd()
-        ) not in sys.path:  # for the user's algorithms and rewards, as with `python -m`
+        if (here := os.getcwd()) not in sys.path:  # for the user's algorithms and rewards
             sys.path.append(here)
     try:
         return _run(parse(arguments))
@@ -67,16 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("hybridengine: interrupted; what has been written so far is kept", file=sys.stderr)
         return 130
     finally:
-        # While libraries clean up, a signal ends the process without a traceback.
-        atexit.register(_end_at_signals)
+        for number in (signal.SIGINT, signal.SIGTERM):  # no traceback while libraries clean up
+            atexit.register(signal.signal, number, signal.SIG_DFL)
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Carry out a command and return its exit status.
-
-    Raises:
-        ConfigError: the user's code called sys.exit, whose status would be mistaken for the command's.
-    """
+    """Carry out a command and return its exit status; calls of sys.exit in the user's code are errors."""
     try:
         status = options.run(options)
         print(end="", flush=True)
@@ -108,11 +119,6 @@ def _is_stdout_closed() -> bool:
     return False
 
 
-def _end_at_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options of a command; `key=value` overrides may appear anywhere among them."""
     parser = _parser()
@@ -125,73 +131,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def _terminate(number: int, frame: object) -> None:
-    """Raise SystemExit, so that temporary folders are removed and child processes end."""
-    raise SystemExit(128 + number)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="hybridengine", description=__doc__, epilog=EXAMPLES)
+    parser = Parser(prog="hybridengine", description=__doc__, epilog=train.EPILOG)
     parser.add_argument("--version", action="version", version=f"hybridengine {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser(
-        "train",
-        help="train a model as a configuration file says",
-        description="Train a model as a configuration file says. Writes runs/NAME/: metrics.jsonl (a row per step),"
-        " tensorboard/, and the trained model as a Hugging Face checkpoint.",
-        epilog=EXAMPLES,
-    )
-    train.add_argument("config", metavar="CONFIG", help="YAML file, e.g. configs/arithmetic.yaml")
-    train.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="KEY=VALUE",
-        help="values that replace those of the file, e.g. actor.parallel=2-2-1 (p-t-d), actor.generate=1-1 (p_g-t_g)",
-    )
-    train.add_argument(
-        "--dry-run", action="store_true", help="print groups, plan and memory estimate, and start nothing"
-    )
-    train.set_defaults(run=_train)
-    add_calibrate_command(commands)
-    add_convert_command(commands)
-    add_doctor_command(commands)
-    add_planner_command(commands)
-    add_report_command(commands)
-    add_simulate_command(commands)
-    reshard = commands.add_parser(
-        "reshard",
-        help="plan or measure the switch between training and generation",
-        description="Switching the actor's weights between its training and generation layouts: what it will cost on a"
-        " cluster, and what it costs on real ranks.",
-    ).add_subparsers(dest="reshard_command", required=True, metavar="COMMAND")
-    add_plan_command(reshard)
-    add_bench_command(reshard)
-    bench = commands.add_parser(
-        "bench",
-        help="measure a whole step beside TRL, and what handing rows over costs",
-        description="Measurements on this machine.",
-    ).add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
-    add_dispatch_command(bench)
-    add_step_command(bench)
+    groups = {"": parser.add_subparsers(required=True, metavar="COMMAND")}
+    for words, (module, text) in COMMANDS.items():
+        group, _, name = words.rpartition(" ")
+        if group not in groups:
+            added = groups[""].add_parser(group, help=GROUPS[group], description=GROUPS[group])
+            groups[group] = added.add_subparsers(required=True, metavar="COMMAND")
+        command = groups[group].add_parser(
+            name, help=text, description=module.DESCRIPTION, epilog=module.EPILOG
+        )
+        module.add_options(command)
+        command.set_defaults(run=module.run)
     return parser
-
-
-def _train(options: argparse.Namespace) -> int:
-    from hybridengine.config import load_config
-
-    config = load_config(options.config, options.overrides, dry_run=options.dry_run)
-    if options.dry_run:
-        from hybridengine.training.dry_run import print_dry_run
-
-        print_dry_run(config)
-        return 0
-    # Megatron-core warns for every GPU package that is not installed; on a machine without a GPU that is expected.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    from hybridengine.training.run import train
-
-    train(config)
-    return 0
 
 
 if __name__ == "__main__":

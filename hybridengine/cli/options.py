@@ -6,50 +6,40 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 
 from hybridengine.config.values import Bytes
-from hybridengine.errors import ConfigError, HybridEngineError
-from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.errors import ConfigError
 
 STDOUT = Path("-")
 """Value of `--json` without a file: print only the figures, to stdout."""
 DTYPES = ("float32", "bfloat16")
-"""Supported types of weights."""
 
-Value = TypeVar("Value")
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Formatter that prints descriptions and examples verbatim, and adds defaults to the help of options."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if (
+            action.default in (None, False, argparse.SUPPRESS)
+            or not action.option_strings
+            or not action.metavar
+        ):
+            return action.help
+        return f"{action.help} (default %(default)s)"
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that raises its errors, and prints descriptions and examples verbatim."""
+    """Argument parser that raises its errors."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+        super().__init__(formatter_class=_Formatter, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Reject the command line.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: the command line is rejected."""
         raise ConfigError(f"{message}; see {self.prog} --help")
-
-
-def parsed(parse: Callable[[str], Value]) -> Callable[[str], Value]:
-    """Return a `type=` for argparse that calls `parse` and names the option in errors."""
-
-    def convert(text: str) -> Value:
-        try:
-            return parse(text)
-        except HybridEngineError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return convert
-
-
-train_sizes, gen_sizes = parsed(TrainSizes.parse), parsed(GenSizes.parse)
 
 
 def between(least: float, most: float, kind: type[int] | type[float] = int) -> Callable[[str], Any]:

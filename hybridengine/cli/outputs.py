@@ -102,14 +102,7 @@ def _problem(option: str, file: Path) -> str | None:
 
 
 def write_outputs(files: Mapping[str, tuple[Path | None, Content]]) -> None:
-    """Write files atomically; if one fails, it is unchanged and the others are still written.
-
-    Args:
-        files: file of each option, None if the option is not given, and the content.
-
-    Raises:
-        ConfigError: files could not be written; the message lists all of them.
-    """
+    """Write the file of each option, if given, atomically; raise ConfigError for all that fail, which are unchanged."""
     problems = list[str]()
     for option, (file, content) in files.items():
         if file is None or file == STDOUT:

@@ -21,9 +21,8 @@ from hybridengine.planning.search.search import Found, Search
 from hybridengine.planning.search.shortage import shortage
 
 DESCRIPTION = """Choose placement and parallel sizes for a run: which models share devices, how many devices each pool
-has, (p, t, d) of every model and (p_g, t_g) of generation. Searches all placements (15 for PPO's four models), all
-allocations of devices to pools, and all sizes that can be; prunes by memory and by lower bounds, and says whether what
-it has found is exact.
+has, (p, t, d) of every model and (p_g, t_g) of generation. Searches all placements, allocations and sizes, prunes by
+memory and by lower bounds, and says whether what it has found is exact.
 
 Nothing is started and no GPU is needed. Seconds and bytes are predicted from the figures of the cluster file
 (configs/clusters/; `hybridengine calibrate` measures those of the machine it runs on)."""
@@ -39,34 +38,22 @@ EPILOG = """examples:
 The sizes in CONFIG are not used. docs/how-to/plan.md has more."""
 
 
-def add_planner_command(subparsers: Any) -> None:
-    """Add `plan` to the commands of `hybridengine`."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="choose placement and parallel sizes for a run on a cluster; starts nothing",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
-    parser.set_defaults(run=run_planner)
+def add_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
     option = parser.add_argument
     option(
         "--placement", metavar="POOLS",
-        help="only this placement: colocate, standalone, split (actor and reference apart from the others), or pools"
-        " such as 'actor,reference | critic,reward'",
+        help="only this one: colocate, standalone, split (actor and reference apart from the others), or pools such as"
+        " 'actor,reference | critic,reward'",
     )  # fmt: skip
-    option("--top", type=between(1, 1000), default=5, metavar="N", help="placements to show (default 5)")
+    option("--top", type=between(1, 1000), default=5, metavar="N", help="placements to show")
     add_json_option(parser)
     option("--out", type=Path, metavar="FILE", help="write the best plan as a configuration for train")
     option("--plot", type=Path, metavar="FILE", help="draw the timelines (.png, .svg, .pdf)")
-    option(
-        "--check", nargs="+", metavar="FOLDER",
-        help="no search: compare what the model says of these runs with what they have taken",
-    )  # fmt: skip
+    option("--check", nargs="+", metavar="FOLDER", help="compare these runs with their predictions instead")
 
 
-def run_planner(options: argparse.Namespace) -> int:
-    """Carry out the command; return the exit status."""
+def run(options: argparse.Namespace) -> int:
     if options.check:
         return _check(options)
     request = request_of(options)
@@ -90,8 +77,7 @@ def run_planner(options: argparse.Namespace) -> int:
     def draw(place: Path) -> None:
         from hybridengine.planning.search.plan_chart import draw_plans
 
-        title = f"{request.workload.algorithm} on {request.num_devices} devices of {request.cluster.name}"
-        draw_plans(title, found.plans, place)
+        draw_plans(request.title, found.plans, place)
 
     planned = train_config(request, found.plans[0]) if options.out else ""
     files = {"--out": (options.out, planned), "--plot": (options.plot, draw)}
@@ -118,16 +104,14 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _lines(request: RunRequest, found: Found, search_s: float) -> list[str]:
-    workload = request.workload
-    models = ", ".join(f"{model.name} {model.shape.num_parameters / 1e9:.3g}B" for model in workload.models)
+    models = (f"{model.name} {model.shape.num_parameters / 1e9:.3g}B" for model in request.workload.models)
     exact = (
         "nothing better exists in the search space"
         if found.exact
         else "NOT exact: too many allocations to enumerate, so pools have round sizes, or what those leave"
     )
     return [
-        f"run: {workload.algorithm} of {models}; {workload.num_prompts} prompts x {workload.samples_per_prompt},"
-        f" {workload.prompt_tokens:g} tokens each, responses {workload.lengths}",
+        f"run: {request.workload.algorithm} of {', '.join(models)}; {request.rows}",
         f"cluster: {request.num_devices} devices of {request.cluster.name}",
         f"search: {_counted(found.num_placements, 'placement')}, {_counted(found.num_allocations, 'allocation')} bounded,"
         f" {found.num_solved:,} looked into, {search_s:.1f} s; {exact}",
@@ -153,12 +137,8 @@ def train_config(request: RunRequest, plan: Plan) -> str:
 
 def as_json(request: RunRequest, found: Found, search_s: float) -> dict[str, Any]:
     """Return the figures of a search as JSON values. Units: bytes and seconds."""
-    workload = request.workload
     return {
-        "algorithm": workload.algorithm,
-        "cluster": request.cluster.name,
-        "num_devices": request.num_devices,
-        "lengths": workload.lengths.name,
+        **request.figures,
         "search_s": search_s,
         "exact": found.exact,
         "num_placements": found.num_placements,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from hybridengine.cli.outputs import check_outputs, write_outputs
 from hybridengine.errors import ConfigError
@@ -15,23 +14,20 @@ DESCRIPTION = """Write a report of a run, finished or still going, as one HTML p
 that show whether it is healthy (evaluation, reward, KL, losses, time of each phase, memory, transfers), the timeline of
 the last step, samples of prompts, responses and scores, and the configuration."""
 
+EPILOG = ""
+
 REPORT_FILE = "report.html"
 
 
-def add_report_command(subparsers: Any) -> None:
-    """Add `report` to the commands of `hybridengine`."""
-    parser = subparsers.add_parser(
-        "report", help="write a run's report as an HTML page", description=DESCRIPTION
-    )
-    parser.add_argument("folder", type=Path, metavar="RUN", help="folder of the run, e.g. runs/arithmetic")
-    parser.add_argument(
+def add_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("folder", type=Path, metavar="RUN", help="folder of the run, e.g. runs/arithmetic")
+    option(
         "--output", type=Path, metavar="FILE", help=f"the page (default: {REPORT_FILE} in the run's folder)"
     )
-    parser.set_defaults(run=run_report)
 
 
-def run_report(options: argparse.Namespace) -> int:
-    """Carry out the command; return the exit status."""
+def run(options: argparse.Namespace) -> int:
     if find_spec("matplotlib") is None:
         raise ConfigError("hybridengine report needs matplotlib; install hybridengine[plots]")
     from hybridengine.report.page import render_page

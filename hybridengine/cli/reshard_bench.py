@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from pathlib import Path
-from typing import Any
 
-from hybridengine.bench.machine import check_memory, num_gpus
 from hybridengine.bench.reshard.results import PairResult, report
-from hybridengine.bench.reshard.spec import DEFAULT_MODEL, VERIFY_TIMES, BenchSpec, LayoutPair, MethodName
-from hybridengine.cli.options import (
-    DTYPES,
-    add_json_option,
-    between,
-    byte_size,
-    gen_sizes,
-    parsed,
-    train_sizes,
-)
+from hybridengine.bench.reshard.spec import DEFAULT_MODEL, BenchSpec, LayoutPair, MethodName
+from hybridengine.cli.options import DTYPES, add_json_option, between, byte_size
 from hybridengine.cli.outputs import check_outputs, emit, progress_printer
-from hybridengine.figure_tables import cell, table
-from hybridengine.formatting import format_bytes
+from hybridengine.formatting import cell, format_bytes, table
+from hybridengine.machine import check_memory, num_gpus
 from hybridengine.models.presets import resolve_model
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
@@ -32,9 +21,7 @@ gloo where there is no GPU), builds a real Megatron model of the given shape on 
 weights in turn: micro-dp (this project), model-parallel (HybridFlow-V), full (DeepSpeed-Chat), per-tensor (verl and most
 others) and megatron-core (megatron.core.resharding). A method that delivers a wrong bit ends the benchmark.
 
-Bytes are those of the rank with the most, "formula" is the ratio to table 2 of the paper (HybridFlow, arXiv 2409.19256),
-"ours" seconds there over those of micro-dp, and "raw" the rate at which bytes arrive over that of a bare all-gather of
-the training shards inside the micro-DP group. docs/how-to/benchmarks.md describes the methods."""
+docs/how-to/benchmarks.md describes the methods and the figures."""
 
 EPILOG = """examples:
   hybridengine reshard bench                                          1-4-2 to 1-2 on 8 ranks, every method
@@ -59,52 +46,28 @@ COLUMNS = {
 }
 
 
-def add_bench_command(subparsers: Any) -> None:
-    """Add `bench` to the sub-commands of `hybridengine reshard`."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure the switch on real ranks, beside the methods that others use",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
-    parser.set_defaults(run=run_bench)
-    option, names = parser.add_argument, [method.value for method in MethodName]
-    option("--train", type=train_sizes, metavar="P-T-D", help="training sizes (default 1-4-2)")
-    option("--gen", type=gen_sizes, metavar="PG-TG", help="generation sizes (default 1-2)")
-    option(
-        "--pair", type=parsed(LayoutPair.parse), action="append", default=[], metavar="TRAIN:GEN",
-        help="a pair of layouts such as 2-4-1:1-2; can be repeated",
-    )  # fmt: skip
+def add_options(parser: argparse.ArgumentParser) -> None:
+    option, names, many = parser.add_argument, [method.value for method in MethodName], between(1, 10_000)
+    seconds, parse_pair = between(1, 86400, float), LayoutPair.parse
+    option("--train", type=TrainSizes.parse, metavar="P-T-D", help="training sizes (default 1-4-2)")
+    option("--gen", type=GenSizes.parse, metavar="PG-TG", help="generation sizes (default 1-2)")
+    option("--pair", type=parse_pair, action="append", metavar="TRAIN:GEN", help="2-4-1:1-2; repeatable")
     option(
         "--model", metavar="PRESET_OR_FILE",
         help="a preset, a Hugging Face config.json or a folder with one; weights are made up (default: a Llama of"
         f" {format_bytes(DEFAULT_MODEL.weight_bytes('float32'))} in float32)",
     )  # fmt: skip
     option("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of the weights (default {DTYPES[0]})")
-    option("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="(default all)")
-    option("--repetitions", type=between(1, 10_000), default=7, metavar="N", help="counted ones (default 7)")
-    option(
-        "--verify", choices=VERIFY_TIMES, default=VERIFY_TIMES[0],
-        help="when micro-dp checks digests of what arrives (default first); `always` is measured in any case",
-    )  # fmt: skip
-    option(
-        "--bucket-bytes", type=byte_size, default="16MiB", metavar="BYTES",
-        help="weights that move together, in every method that has buckets (default 16MiB)",
-    )  # fmt: skip
-    option(
-        "--nodes", type=between(1, 10_000), default=1, metavar="N",
-        help="nodes of the Ray cluster, with equally many ranks each (default 1)",
-    )  # fmt: skip
-    option(
-        "--timeout", type=between(1, 86400, float), default=120.0, metavar="SECONDS",
-        help="longest that a method may take there and back (default 120)",
-    )  # fmt: skip
+    option("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="methods to compare")
+    option("--repetitions", type=many, default=7, metavar="N", help="counted ones")
+    option("--bucket-bytes", type=byte_size, default="16MiB", metavar="BYTES", help="that move together")
+    option("--nodes", type=many, default=1, metavar="N", help="nodes with equally many ranks")
+    option("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="longest way there and back")
     add_json_option(parser)
     option("--plot", type=Path, metavar="FILE", help="draw seconds and bytes to FILE (.png, .svg, .pdf)")
 
 
-def run_bench(options: argparse.Namespace) -> int:
-    """Carry out the command; return the exit status."""
+def run(options: argparse.Namespace) -> int:
     spec = spec_of(options)
     check_outputs({"--json": options.json, "--plot": options.plot}, {"--model": options.model})
     for pair in () if num_gpus() else spec.pairs:
@@ -113,8 +76,6 @@ def run_bench(options: argparse.Namespace) -> int:
             spec.needed_bytes(pair),
             "choose a smaller model, --dtype bfloat16 or fewer methods",
         )
-    # Megatron-core warns for every GPU package that is not installed; on a machine without a GPU that is expected.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from hybridengine.bench.reshard.measurement import measure_switches
 
     measured: list[PairResult] = []
@@ -135,12 +96,8 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def spec_of(options: argparse.Namespace) -> BenchSpec:
-    """Return the benchmark that the options describe.
-
-    Raises:
-        ConfigError, TopologyError: invalid options.
-    """
-    pairs = list(options.pair)
+    """Return the benchmark that the options describe."""
+    pairs: list[LayoutPair] = [*(options.pair or ())]
     if options.train or options.gen or not pairs:
         pairs.insert(0, LayoutPair(options.train or TrainSizes(1, 4, 2), options.gen or GenSizes(1, 2)))
     return BenchSpec(
@@ -150,7 +107,6 @@ def spec_of(options: argparse.Namespace) -> BenchSpec:
         dtype=options.dtype,
         repetitions=options.repetitions,
         bucket_bytes=options.bucket_bytes,
-        verify=options.verify,
         timeout_s=options.timeout,
         num_nodes=options.nodes,
     )

@@ -31,38 +31,51 @@ class RunRequest:
     workload: Workload
     constraints: Constraints
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Figures of the request as JSON values."""
+        return {
+            "algorithm": self.workload.algorithm,
+            "cluster": self.cluster.name,
+            "num_devices": self.num_devices,
+            "lengths": self.workload.lengths.name,
+        }
+
+    @property
+    def title(self) -> str:
+        return f"{self.workload.algorithm} on {self.num_devices} devices of {self.cluster.name}"
+
+    @property
+    def rows(self) -> str:
+        """Rows of a step as text."""
+        workload = self.workload
+        return (
+            f"{workload.num_prompts} prompts x {workload.samples_per_prompt}, {workload.prompt_tokens:g} tokens each,"
+            f" responses {workload.lengths}"
+        )
+
 
 def add_run_options(parser: Any) -> None:
     """Add the options that name the run and the cluster."""
     option = parser.add_argument
     option("config", metavar="CONFIG", nargs="?", help="YAML file of the run")
     option("overrides", nargs="*", metavar="KEY=VALUE", help="values that replace those of the file")
-    option(
-        "--cluster", metavar="FILE",
-        help=f"YAML file of nodes, devices and links (default: {CALIBRATED}, which calibrate writes)",
-    )  # fmt: skip
+    option("--cluster", metavar="FILE", help=f"YAML file of nodes, devices and links (default: {CALIBRATED})")
     option("--nodes", type=int, metavar="N", help="number of nodes, instead of the cluster file's")
     option("--devices", type=int, metavar="N", help="devices to use: part of a node, or whole nodes")
     option(
         "--lengths", metavar="LENGTHS",
         help=f"lengths of responses: {FORMS}, or the folder of a run (default: all of rollout.max_response_tokens)",
     )  # fmt: skip
-    option(
-        "--prompt-tokens", type=float, metavar="MEAN",
-        help="mean length of prompts (default: rollout.max_prompt_tokens)",
-    )  # fmt: skip
+    option("--prompt-tokens", type=float, metavar="MEAN", help="of prompts (default: max_prompt_tokens)")
     option(
         "--fix", action="append", default=[], metavar="NAME=SIZES",
-        help="sizes that a model must have, e.g. actor=1-8-16 (p-t-d) or generate=1-2 (p_g-t_g); can be repeated",
+        help="sizes of a model, e.g. actor=1-8-16 (p-t-d) or generate=1-2 (p_g-t_g); can be repeated",
     )  # fmt: skip
 
 
 def request_of(options: argparse.Namespace) -> RunRequest:
-    """Return the run and the devices that the options name.
-
-    Raises:
-        ConfigError: invalid files, overrides or options.
-    """
+    """Return the run and the devices that the options name."""
     if options.config is None:
         raise ConfigError(
             "CONFIG is missing; name the YAML file of a run, e.g. configs/llama3-70b-16nodes.yaml"
@@ -71,7 +84,13 @@ def request_of(options: argparse.Namespace) -> RunRequest:
     cluster = cluster_of(options, config.model.dtype)
     num_devices = devices_of(cluster, options.devices)
     limit = config.rollout.max_response_tokens
-    lengths = _lengths(f"constant:{limit}" if options.lengths is None else options.lengths, limit)
+    lengths_text = f"constant:{limit}" if options.lengths is None else options.lengths
+    if lengths_text and Path(lengths_text).is_dir():
+        from hybridengine.bench.calibration.measured_run import run_lengths
+
+        lengths = run_lengths(lengths_text, limit)
+    else:
+        lengths = Lengths.of(lengths_text, limit)
     prompt_tokens = options.prompt_tokens
     if prompt_tokens is not None and not 1 <= prompt_tokens <= config.rollout.max_prompt_tokens:
         raise ConfigError(
@@ -88,21 +107,8 @@ def request_of(options: argparse.Namespace) -> RunRequest:
     return RunRequest(config, cluster, num_devices, workload, constraints)
 
 
-def _lengths(text: str, limit: int) -> Lengths:
-    """Return the lengths that `text` describes, or those of the run in the folder `text`."""
-    if text and Path(text).is_dir():
-        from hybridengine.bench.calibration.measured_run import run_lengths
-
-        return run_lengths(text, limit)
-    return Lengths.of(text, limit)
-
-
 def cluster_of(options: argparse.Namespace, dtype: str) -> Cluster:
-    """Return the cluster that the options name, or the calibrated one.
-
-    Raises:
-        ConfigError: its file is missing or invalid.
-    """
+    """Return the cluster that the options name, or the calibrated one."""
     file = options.cluster or CALIBRATED
     if options.cluster is None and not Path(CALIBRATED).exists():
         raise ConfigError(
@@ -114,11 +120,7 @@ def cluster_of(options: argparse.Namespace, dtype: str) -> Cluster:
 
 
 def devices_of(cluster: Cluster, wanted: int | None) -> int:
-    """Return the number of devices to use: `wanted`, or all devices if None.
-
-    Raises:
-        ConfigError: `wanted` exceeds the cluster, or is neither a part of a node nor whole nodes.
-    """
+    """Return the number of devices to use: `wanted`, a part of a node or whole nodes, or all devices if None."""
     node, most = cluster.devices_per_node, min(cluster.num_devices, MOST_DEVICES)
     number = cluster.num_devices if wanted is None else wanted
     if not 1 <= number <= most or (number % node if number > node else node % number):

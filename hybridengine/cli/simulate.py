@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from hybridengine.cli.options import add_json_option, between
-from hybridengine.cli.outputs import check_outputs, emit
+from hybridengine.cli.outputs import check_outputs, emit, show_status
 from hybridengine.cli.run_request import RunRequest, add_run_options, request_of
 from hybridengine.errors import ConfigError
-from hybridengine.figure_tables import table
-from hybridengine.formatting import format_seconds
+from hybridengine.formatting import format_seconds, table
 from hybridengine.planning.simulation.scenarios import Run, Scenarios, SteadyState, role_idle_shares
 from hybridengine.planning.simulation.simulation import Outcome, simulate_asynchronous, simulate_synchronous
 
@@ -33,9 +29,7 @@ T = TypeVar("T")
 DESCRIPTION = """Simulate training, event by event: engines with continuous batching, the queue of complete responses, the
 trainer, and new weights for the engines. Synchronous, where all devices generate and then train, beside asynchronous,
 where some devices generate all the time and the others train; new weights arrive between two tokens, and no response is
-begun that would be more than --staleness batches ahead of the trainer. Whose policy every token is from is known.
-
-The same command gives the same run. Nothing is started; seconds come from the cluster file, as those of `plan`."""
+begun that would be more than --staleness batches ahead of the trainer. Seconds come from the cluster file."""
 
 EPILOG = """examples:
   # synchronous beside the best division of 128 devices between training and generation
@@ -47,48 +41,20 @@ EPILOG = """examples:
   hybridengine simulate CONFIG --cluster FILE --train-devices 48 --fix generate=1-4"""
 
 
-def add_simulate_command(subparsers: Any) -> None:
-    """Add `simulate` to the commands of `hybridengine`."""
-    parser = subparsers.add_parser(
-        "simulate",
-        help="simulate synchronous and asynchronous training on a cluster; starts nothing",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
-
-    option = parser.add_argument
+def add_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
-    option(
-        "--steps",
-        type=between(1, 100_000),
-        default=100,
-        metavar="N",
-        help="training steps to simulate (default 100)",
-    )
-    option(
-        "--staleness",
-        type=between(0, math.inf, float),
-        default=4.0,
-        metavar="ETA",
-        help="batches that may be begun ahead of the trainer (default 4; inf for no bound)",
-    )
-    option(
-        "--train-devices",
-        type=between(1, 2**31),
-        metavar="N",
-        help="devices that train (default: the analytical model's best)",
-    )
-    parser.add_argument("--sweep", action="store_true", help="simulate every division")
-    option(
-        "--seed", type=between(0, 2**32 - 1), default=0, metavar="N", help="seed of the lengths (default 0)"
-    )
+    parser.set_defaults(placement=None)
+    option, ages = parser.add_argument, between(0, math.inf, float)
+    option("--steps", type=between(1, 100_000), default=100, metavar="N", help="training steps to simulate")
+    option("--staleness", type=ages, default=4.0, metavar="ETA", help="batches ahead of the trainer, or inf")
+    option("--train-devices", type=between(1, 2**31), metavar="N", help="(default: the model's best)")
+    option("--sweep", action="store_true", help="simulate every division")
+    option("--seed", type=between(0, 2**32 - 1), default=0, metavar="N", help="of the lengths")
     add_json_option(parser)
     option("--plot", type=Path, metavar="FILE", help="draw the runs (.png, .svg, .pdf)")
-    parser.set_defaults(run=run_simulate, placement=None)
 
 
-def run_simulate(options: argparse.Namespace) -> int:
-    """Carry out the command; return the exit status."""
+def run(options: argparse.Namespace) -> int:
     request = request_of(options)
     scenarios = _scenarios(request, options)
     check_outputs(
@@ -98,35 +64,27 @@ def run_simulate(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     synchronous = scenarios.synchronous()
     outcome = simulate_synchronous(synchronous.setting)
-    chosen = track(
-        _divisions(scenarios, options),
-        "simulating",
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    sweep = [(run, state, simulate_asynchronous(run.setting)) for run, state in chosen]
-    best = _best(sweep, options.staleness, lambda one: one[2].mean_staleness, lambda one: one[2].tokens_per_s)
+    sweep = []
+    for division, state in _divisions(scenarios, options):
+        show_status(f"simulating {division.num_training} devices that train")
+        sweep.append((division, state, simulate_asynchronous(division.setting)))
+    best = _best(sweep, options.staleness, lambda one: (one[2].mean_staleness, one[2].tokens_per_s))
     figures = {
-        "algorithm": request.workload.algorithm,
-        "cluster": request.cluster.name,
-        "num_devices": request.num_devices,
-        "lengths": request.workload.lengths.name,
+        **request.figures,
         "num_steps": options.steps,
         "max_staleness": options.staleness if math.isfinite(options.staleness) else None,
         "seed": options.seed,
         "simulation_s": time.perf_counter() - begin,
-        "synchronous": _figures(synchronous, outcome),
-        "asynchronous": _division_figures(*best),
-        "sweep": [_division_figures(*one) for one in sweep],
+        "synchronous": _figures(synchronous, None, outcome),
+        "asynchronous": _figures(*best),
+        "sweep": [_figures(*one) for one in sweep],
     }
 
     def draw(place: Path) -> None:
         from hybridengine.planning.simulation.simulate_chart import draw_runs
 
-        title = f"{request.workload.algorithm} on {request.num_devices} devices of {request.cluster.name}, simulated"
         outcomes = {"synchronous": outcome, "asynchronous": best[2]}
-        draw_runs(title, outcomes, sweep, options.staleness, place)
+        draw_runs(f"{request.title}, simulated", outcomes, sweep, options.staleness, place)
 
     emit(options, figures, _lines(request, figures, options.staleness), {"--plot": (options.plot, draw)})
     return 0
@@ -139,15 +97,9 @@ def _scenarios(request: RunRequest, options: argparse.Namespace) -> Scenarios:
         raise ConfigError(
             "one device cannot be divided between training and generation; give --devices or --nodes for more"
         )
-    return Scenarios(
-        request.workload,
-        request.cluster,
-        request.num_devices,
-        request.constraints,
-        num_steps=options.steps,
-        max_staleness=options.staleness,
-        seed=options.seed,
-    )
+    settings = {"num_steps": options.steps, "max_staleness": options.staleness, "seed": options.seed}
+    constraints = request.constraints
+    return Scenarios(request.workload, request.cluster, request.num_devices, constraints, **settings)
 
 
 def _divisions(scenarios: Scenarios, options: argparse.Namespace) -> list[tuple[Run, SteadyState]]:
@@ -168,9 +120,7 @@ def _divisions(scenarios: Scenarios, options: argparse.Namespace) -> list[tuple[
         )
     found = [(run, scenarios.steady_state(run)) for run in runs]
     if not options.sweep:
-        return [
-            _best(found, options.staleness, lambda one: one[1].staleness, lambda one: one[1].tokens_per_s)
-        ]
+        return [_best(found, options.staleness, lambda one: (one[1].staleness, one[1].tokens_per_s))]
     chosen = {round(place) for place in np.linspace(0, len(found) - 1, min(len(found), MOST_SIMULATED))}
     return [found[place] for place in sorted(chosen)]
 
@@ -180,12 +130,10 @@ def _some(numbers: Sequence[int]) -> str:
     return ", ".join(shown if len(shown) <= 12 else [*shown[:6], "...", *shown[-5:]])
 
 
-def _best(
-    found: Sequence[T], max_staleness: float, staleness: Callable[[T], float], rate: Callable[[T], float]
-) -> T:
-    """Return the fastest division within the staleness bound; if none is, the fastest of all."""
-    young = [one for one in found if staleness(one) <= max_staleness]
-    return max(young or found, key=rate)
+def _best(found: Sequence[T], max_staleness: float, figures: Callable[[T], tuple[float, float]]) -> T:
+    """Return the fastest division within the staleness bound, or of all, by its (staleness, tokens per second)."""
+    young = [one for one in found if figures(one)[0] <= max_staleness]
+    return max(young or found, key=lambda one: figures(one)[1])
 
 
 RUN_COLUMNS = {
@@ -198,7 +146,6 @@ RUN_COLUMNS = {
     "staleness_max": "most",
     "queue_max": "queue most",
 }
-"""Heading of each figure in the table of runs."""
 SWEEP_COLUMNS = {
     "num_training": "train",
     "num_generating": "generate",
@@ -211,17 +158,12 @@ SWEEP_COLUMNS = {
     "generate_idle_share": "engines idle",
     "mark": "",
 }
-"""Heading of each figure in the table of divisions."""
 
 
 def _lines(request: RunRequest, figures: dict[str, Any], max_staleness: float) -> Iterator[str]:
-    workload = request.workload
     both = {name: figures[name] for name in ("synchronous", "asynchronous")}
     one, other = both.values()
-    yield (
-        f"run: {workload.algorithm} of {workload.num_prompts} prompts x {workload.samples_per_prompt},"
-        f" {workload.prompt_tokens:g} tokens each, responses {workload.lengths}"
-    )
+    yield f"run: {request.workload.algorithm} of {request.rows}"
     yield (
         f"cluster: {request.num_devices} devices of {request.cluster.name}; {figures['num_steps']} steps, staleness bound"
         f" {max_staleness:g}, seed {figures['seed']}, simulated in {figures['simulation_s']:.1f} s"
@@ -249,9 +191,10 @@ def _lines(request: RunRequest, figures: dict[str, Any], max_staleness: float) -
     yield from table(rows, SWEEP_COLUMNS)
 
 
-def _figures(run: Run, outcome: Outcome) -> dict[str, Any]:
-    """Return the figures of a run as JSON values. Units: seconds, response tokens, optimizer steps."""
+def _figures(run: Run, state: SteadyState | None, outcome: Outcome) -> dict[str, Any]:
+    """Return the figures of a run, and of its steady state by the model. Units: seconds, tokens, optimizer steps."""
     moments, waiting = zip(*outcome.queue[:: 1 + len(outcome.queue) // QUEUE_POINTS], strict=True)
+    names = ("running", "tokens_per_s", "staleness") if state else ()
     return {
         "num_training": run.num_training,
         "num_generating": run.num_generating,
@@ -271,14 +214,5 @@ def _figures(run: Run, outcome: Outcome) -> dict[str, Any]:
         "staleness_tokens": {str(age): count for age, count in outcome.staleness_counts.items()},
         "queue_max": max(count for _, count in outcome.queue),
         "queue": {"seconds": moments, "responses": waiting},
-    }
-
-
-def _division_figures(run: Run, state: SteadyState, outcome: Outcome) -> dict[str, Any]:
-    """Return the figures of a division, and those of the analytical model."""
-    return {
-        **_figures(run, outcome),
-        "model_running": state.running,
-        "model_tokens_per_s": state.tokens_per_s,
-        "model_staleness": state.staleness,
+        **{f"model_{name}": getattr(state, name) for name in names},
     }

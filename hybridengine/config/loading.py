@@ -26,7 +26,7 @@ from hybridengine.config.checks import find_conflicts
 from hybridengine.config.run_config import RunConfig
 from hybridengine.config.wording import first_line, rule, yaml_fault
 from hybridengine.errors import ConfigError, UnreadableError, raise_all, shown
-from hybridengine.reading import read_text
+from hybridengine.files import read_text
 from hybridengine.redaction import remember_secrets
 
 MAX_NESTING = 100

@@ -80,7 +80,7 @@ class Outcome:
     inline_bytes: int = 0
     """Bytes of rows inside the call's arguments and result, transferred by Ray through the controller."""
     held_bytes: dict[str, int] = field(default_factory=dict)
-    """Memory held by the rank's process at the end of the call, by name (`host_memory.held_bytes`)."""
+    """Memory held by the rank's process at the end of the call, by name (`machine.held_bytes`)."""
 
     @property
     def seconds(self) -> float:

@@ -22,8 +22,8 @@ from hybridengine.controller.calls import Arguments, Call
 from hybridengine.controller.failures import Outcome, failure_of
 from hybridengine.controller.whereabouts import telling
 from hybridengine.errors import WorkerError
-from hybridengine.host_memory import held_bytes
 from hybridengine.importing import import_object, nothing_collected
+from hybridengine.machine import held_bytes
 from hybridengine.rows.protocols import RankContext
 
 

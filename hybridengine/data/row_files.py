@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from hybridengine.config.wording import rule
 from hybridengine.errors import DataError, UnreadableError, raise_all, shown
-from hybridengine.reading import check_regular
+from hybridengine.files import check_regular
 
 MAX_LISTED_PROBLEMS = 10
 """Largest number of malformed rows listed in one error; the rest are counted."""

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hybridengine.errors import DataError, raise_all
-from hybridengine.reading import read_object
+from hybridengine.files import read_object
 
 PAD, UNKNOWN, TURN_START, TURN_END = "<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>"
 

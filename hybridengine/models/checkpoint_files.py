@@ -9,8 +9,8 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, raise_all, shown
+from hybridengine.files import check_regular, read_object
 from hybridengine.models.shapes import EMBEDDING, LM_HEAD, ModelShape
-from hybridengine.reading import check_regular, read_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

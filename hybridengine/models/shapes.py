@@ -17,6 +17,7 @@ from typing import Any
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, raise_all, shown
 from hybridengine.families.family import DecoderSizes, Family
 from hybridengine.families.registry import ARCHITECTURES, FAMILIES
+from hybridengine.files import read_object
 from hybridengine.models.config_json import (
     MAX_PARAMETERS,
     ROPE_NUMBERS,
@@ -27,7 +28,6 @@ from hybridengine.models.config_json import (
     is_number,
     without_nulls,
 )
-from hybridengine.reading import read_object
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from hybridengine.errors import DataError
+from hybridengine.files import writing
 from hybridengine.report.keys import STEP
 from hybridengine.report.step_rows import METRICS_FILE, Row
-from hybridengine.writing import writing
 
 TENSORBOARD_FOLDER = "tensorboard"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hybridengine.errors import DataError
-from hybridengine.reading import check_regular
+from hybridengine.files import check_regular
 from hybridengine.report.samples import SAMPLES_FOLDER, Sample, read_samples
 from hybridengine.report.step_rows import METRICS_FILE, Row, latest_rows, read_rows
 from hybridengine.report.timeline import TIMELINE_FILE, Timeline, read_timeline

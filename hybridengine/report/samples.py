@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hybridengine.files import writing
 from hybridengine.report.step_rows import is_step, json_lines
-from hybridengine.writing import writing
 
 SAMPLES_FOLDER = "samples"
 MAX_CHARACTERS = 500

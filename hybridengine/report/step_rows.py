@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from hybridengine.errors import DataError, UnreadableError
-from hybridengine.reading import check_regular, parse_json
+from hybridengine.files import check_regular, parse_json
 from hybridengine.report.keys import STEP
 
 METRICS_FILE = "metrics.jsonl"

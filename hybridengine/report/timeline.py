@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.errors import DataError, UnreadableError, shown
-from hybridengine.reading import check_regular, parse_json
-from hybridengine.writing import writing
+from hybridengine.files import check_regular, parse_json, writing
 
 TIMELINE_FILE = "timeline.json"
 FIRST_PID = 1_000_000_001

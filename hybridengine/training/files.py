@@ -20,10 +20,9 @@ from hybridengine.data.rewards import check_reward_functions
 from hybridengine.data.tasks import write_arithmetic_files
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
 from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all, shown
+from hybridengine.files import read_object, writing
 from hybridengine.models.checkpoint_files import copy_companions
-from hybridengine.reading import read_object
 from hybridengine.report.run_record import CONFIG_FILE
-from hybridengine.writing import writing
 
 T = TypeVar("T")
 P = ParamSpec("P")

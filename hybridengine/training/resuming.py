@@ -14,14 +14,13 @@ from hybridengine.checkpoints.folders import Checkpoint, checkpoint_at
 from hybridengine.checkpoints.making import settle_checkpoints
 from hybridengine.config import RunConfig
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, shown
+from hybridengine.files import read_object, writing
 from hybridengine.models.checkpoint_files import checkpoint_problems
-from hybridengine.reading import read_object
 from hybridengine.report.keys import STEP
 from hybridengine.report.run_record import CONFIG_FILE
 from hybridengine.report.step_rows import read_rows
 from hybridengine.training.files import config_text
 from hybridengine.training.saving import changed_values, check_roles
-from hybridengine.writing import writing
 
 SETTLED = ("model.build", "model.gguf", "data.task", "warmup")
 """Keys that must not change on resume, because their results (model, data, warmed-up weights) are in the run's folder."""

@@ -34,7 +34,7 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.roles import Roles, State
 from hybridengine.errors import CheckpointError
 from hybridengine.formatting import format_bytes
-from hybridengine.package_versions import package_versions
+from hybridengine.machine import package_versions
 from hybridengine.planning.costs.memory import checkpoint_bytes
 
 SPARE_SHARE = 1.05

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from hybridengine.errors import PlanError, StorageError, TransferError
-from hybridengine.package_versions import package_versions
+from hybridengine.machine import package_versions
 from hybridengine.reshard.plan import Plan
 from hybridengine.reshard.planner import inverse_local
 from hybridengine.weights.executor import PlanExecutor, Verify

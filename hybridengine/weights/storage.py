@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.errors import StorageError
-from hybridengine.host_memory import trim_heap
+from hybridengine.machine import trim_heap
 
 
 class StoragePart:

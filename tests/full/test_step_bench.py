@@ -32,7 +32,6 @@ def test_our_side_alone_measures_whole_steps(
         "response-tokens": 5,
         "repetitions": 2,
         "parallel": "1-1-2",
-        "micro-rows": 2,
     }
     work = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     code = main(["bench", "step", str(config), "--only", "hybridengine", *work, "--json", str(report)])

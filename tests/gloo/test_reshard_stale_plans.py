@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.errors import HybridEngineError
+from hybridengine.machine import package_versions
 from hybridengine.models.shapes import ModelShape
-from hybridengine.package_versions import package_versions
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
 from hybridengine.weights import hybrid_engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -11,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridengine.bench import machine
-from hybridengine.bench.machine import check_memory, num_gpus
+from hybridengine import machine
 from hybridengine.bench.reshard.results import PairResult, Sample, summarise
 from hybridengine.bench.reshard.spec import DEFAULT_MODEL, BenchSpec, LayoutPair, MethodName
 from hybridengine.cli import reshard_bench
-from hybridengine.cli.main import main
-from hybridengine.cli.reshard_bench import add_bench_command, spec_of
+from hybridengine.cli.main import main, parse
+from hybridengine.cli.reshard_bench import spec_of
 from hybridengine.errors import ConfigError, TopologyError, WorkerError
+from hybridengine.machine import check_memory, num_gpus
 
 
 def replace_measurement(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., object]) -> None:
@@ -47,9 +46,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def parsed(*arguments: str) -> BenchSpec:
-    parser = argparse.ArgumentParser()
-    add_bench_command(parser.add_subparsers())
-    return spec_of(parser.parse_args(["bench", *arguments]))
+    return spec_of(parse(["reshard", "bench", *arguments]))
 
 
 def test_defaults_are_the_main_pair_and_every_method() -> None:
@@ -69,12 +66,12 @@ def test_options() -> None:
     spec = parsed(
         *("--train", "2-2-1", "--gen", "1-1", "--pair", "2-4-1:1-2", "--pair", "2-4-1:1-2"),
         *("--methods", "micro-dp", "megatron-core", "--dtype", "bfloat16", "--bucket-bytes", "1MiB"),
-        *("--repetitions", "3", "--verify", "never", "--timeout", "9"),
+        *("--repetitions", "3", "--timeout", "9"),
     )
     assert [str(pair) for pair in spec.pairs] == ["2-2-1 -> 1-1", "2-4-1 -> 1-2"]
     assert spec.methods == (MethodName.MICRO_DP, MethodName.MEGATRON_CORE)
     assert (spec.dtype, spec.bucket_bytes, spec.repetitions) == ("bfloat16", 2**20, 3)
-    assert (spec.verify, spec.timeout_s) == ("never", 9.0)
+    assert spec.timeout_s == 9.0
 
 
 @pytest.mark.parametrize(
@@ -86,7 +83,6 @@ def test_options() -> None:
         (["--pair", "1-4-2"], ["'1-4-2' is not a pair", "2-4-1:1-2"]),
         (["--methods", "micro-db"], ["--methods", "'micro-db'", "micro-dp", "model-parallel"]),
         (["--dtype", "int4"], ["--dtype", "'int4'", "float32", "bfloat16"]),
-        (["--verify", "sometimes"], ["--verify", "'sometimes'", "first", "always", "never"]),
         (["--repetitions", "0"], ["--repetitions: '0' must be an integer from 1 to 10000"]),
         (["--bucket-bytes", "lots"], ["'lots' is no size in bytes", "64MiB"]),
         (["--timeout", "0"], ["--timeout: '0' must be a number from 1 to 86400"]),

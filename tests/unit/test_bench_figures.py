@@ -7,8 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from hybridengine.bench.reshard.formulas import formula, ratio
-from hybridengine.bench.reshard.results import Sample, report, spread, summarise
+from hybridengine.bench.reshard.results import Sample, formula, ratio, report, spread, summarise
 from hybridengine.bench.reshard.spec import DEFAULT_MODEL, BenchSpec, LayoutPair, MethodName
 
 M = 960

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hybridengine.cli import main as command_line
 from hybridengine.cli.main import main
+from hybridengine.cli.train import EPILOG
 from hybridengine.controller.failures import failure_of, rank_failed
 from hybridengine.errors import CheckpointError, ConfigError, OutputError, StorageError
 from tests.unit.run_bench import Bench, Reached
@@ -56,9 +56,7 @@ def test_examples_of_the_help_are_accepted(
     monkeypatch.setattr(
         "hybridengine.training.dry_run.print_dry_run", lambda config: print(config.num_ranks, "ranks")
     )
-    examples = [
-        line.split("  ") for line in command_line.EXAMPLES.splitlines() if "hybridengine train" in line
-    ]
+    examples = [line.split("  ") for line in EPILOG.splitlines() if "hybridengine train" in line]
     assert len(examples) == 4
     for words in examples:
         _, *arguments = next(word for word in words if word).split()

@@ -21,7 +21,6 @@ def spec(**changes: object) -> DispatchSpec:
         "consumer": TrainSizes.parse("2-2-2"),
         "batch_bytes": 1_000_000_000,
         "repetitions": 5,
-        "num_empty_calls": 200,
         "timeout_s": 300.0,
     }
     return DispatchSpec(**values | changes)  # pyright: ignore[reportArgumentType]
@@ -70,7 +69,7 @@ def test_the_command_prints_and_writes_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """tests/full/test_dispatch_bench.py covers the measurement itself."""
-    monkeypatch.setattr("hybridengine.cli.dispatch_bench.measure_dispatch", lambda spec, say: FIGURES)
+    monkeypatch.setattr("hybridengine.bench.dispatch.measure_dispatch", lambda spec, say: FIGURES)
     file = tmp_path / "out.json"
     assert main(["bench", "dispatch", "--bytes", "8MiB", "--json", str(file)]) == 0
     text = capsys.readouterr().out
@@ -89,7 +88,6 @@ def test_the_command_prints_and_writes_what_was_measured(
         (["--json", "/nowhere/out.json"], "/nowhere"),
         (["--bytes", "1000GiB"], "choose a smaller batch"),
         (["--repetitions", "0"], "--repetitions: '0' must be an integer from 1 to 1000"),
-        (["--empty-calls", "100001"], "--empty-calls: '100001' must be an integer from 1 to 100000"),
         (["--timeout", "nan"], "--timeout: 'nan' must be a number from 1 to 86400"),
     ],
 )

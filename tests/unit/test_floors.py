@@ -6,8 +6,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 HEAVY = ("torch", "ray", "megatron", "vllm", "transformers", "tensordict")
 
 LIGHT = (
@@ -17,41 +15,36 @@ LIGHT = (
     "hybridengine.reshard",
     "hybridengine.planning",
     "hybridengine.models.presets",
+    "hybridengine.rows.protocols",
 )
 
 REPORT = """
 import importlib, json, pkgutil, sys
-package = importlib.import_module(sys.argv[1])
-for module in pkgutil.walk_packages(getattr(package, "__path__", []), sys.argv[1] + "."):
-    importlib.import_module(module.name)
-ours = [name for name in sys.modules if name.startswith(sys.argv[1])]
-print(json.dumps([sorted({name.partition(".")[0] for name in sys.modules}), len(ours)]))
+for name in sys.argv[1:]:
+    package = importlib.import_module(name)
+    for module in pkgutil.walk_packages(getattr(package, "__path__", []), name + "."):
+        importlib.import_module(module.name)
+print(json.dumps([*sys.modules]))
 """
 
 
-def loaded_by(name: str) -> tuple[set[str], int]:
-    """Return (top-level modules of a fresh interpreter that imported all modules of `name`, number of the latter)."""
-    done = subprocess.run([sys.executable, "-c", REPORT, name], capture_output=True, text=True, check=True)
-    modules, count = json.loads(done.stdout)
-    return set(modules), count
+def loaded_by(*names: str) -> tuple[set[str], set[str]]:
+    """Return (modules of a fresh interpreter that imported all modules of `names`, their top-level packages)."""
+    done = subprocess.run([sys.executable, "-c", REPORT, *names], capture_output=True, text=True, check=True)
+    modules = json.loads(done.stdout)
+    return set(modules), {name.partition(".")[0] for name in modules}
 
 
-@pytest.mark.parametrize("name", [*LIGHT, "hybridengine.rows.protocols"])
-def test_light_floor_loads_nothing_heavy(name: str) -> None:
-    modules, count = loaded_by(name)
-    assert count >= 1
-    assert sorted(modules & set(HEAVY)) == []
+def test_light_floors_load_nothing_heavy() -> None:
+    modules, packages = loaded_by(*LIGHT)
+    assert {"hybridengine.planning.search.search", "hybridengine.config.sections", *LIGHT} <= modules
+    assert sorted(packages & set(HEAVY)) == []
 
 
 def test_topology_loads_the_standard_library_only() -> None:
-    modules, count = loaded_by("hybridengine.topology")
-    assert count >= 4  # the package, sizes, grid, generation
-    foreign = modules - set(sys.stdlib_module_names) - {"hybridengine"}
+    modules, packages = loaded_by("hybridengine.topology")
+    assert {f"hybridengine.topology.{name}" for name in ("sizes", "grid", "generation")} <= modules
+    foreign = packages - set(sys.stdlib_module_names) - {"hybridengine"}
     assert {
         name for name in foreign if not name.startswith("_")
     } == set()  # "_": hooks of the installation itself
-
-
-def test_heavy_modules_would_be_seen() -> None:
-    modules, _ = loaded_by("tensordict")
-    assert {"torch", "tensordict"} <= modules

@@ -19,10 +19,16 @@ from tests.unit.numpy_shards import small_shape
 from tests.unit.plan_cases import FEW, GENERAL, Case, at, fitting_shape
 
 
-@pytest.mark.parametrize("ranks_per_node", [2, 8])
-@pytest.mark.parametrize("direct_elements", [1, 50, 10**9])
+def parameter_view(plan: Plan, place: Place, move: Move, in_destination: bool) -> np.ndarray:
+    """Return the box of a move in an array of the shape of its parameter."""
+    layout = plan.destination if in_destination else plan.source
+    return np.empty(layout.shard(place.rank).by_name[place.parameter].shape, dtype=np.int8)[at(place, move)]
+
+
+@pytest.mark.parametrize(("direct_elements", "ranks_per_node"), [(1, 8), (50, 2), (10**9, 4)])
 @pytest.mark.parametrize("case", FEW + GENERAL, ids=str)
 def test_messages_carry_every_remote_move_once(case: Case, direct_elements: int, ranks_per_node: int) -> None:
+    """Boxes of at least `direct_elements` are not staged where numpy finds them contiguous; others share messages."""
     nodes = NodeMap.uniform(12, ranks_per_node)
     for plan in case.plans(nodes=nodes, direct_elements=direct_elements):
         for bucket in plan.buckets:
@@ -46,20 +52,6 @@ def test_messages_carry_every_remote_move_once(case: Case, direct_elements: int,
                     assert sum(move.num_elements for move in moves) == pack.num_elements
             for rank in plan.ranks:
                 assert [m for m in bucket.moves if m.is_local and m.source.rank == rank] == bucket.local(rank)
-
-
-def parameter_view(plan: Plan, place: Place, move: Move, in_destination: bool) -> np.ndarray:
-    """Return the box of a move in an array of the shape of its parameter."""
-    layout = plan.destination if in_destination else plan.source
-    return np.empty(layout.shard(place.rank).by_name[place.parameter].shape, dtype=np.int8)[at(place, move)]
-
-
-@pytest.mark.parametrize("direct_elements", [1, 50, 10**9])
-@pytest.mark.parametrize("case", FEW + GENERAL, ids=str)
-def test_messages_have_no_staging_where_memory_is_one_run(case: Case, direct_elements: int) -> None:
-    """Boxes of at least `direct_elements` are not staged where numpy finds them contiguous; others share messages."""
-    for plan in case.plans(nodes=NodeMap.uniform(12, 4), direct_elements=direct_elements):
-        for bucket in plan.buckets:
             shared: Counter[object] = Counter()
             for pack in bucket.packs:
                 large = all(move.num_elements >= direct_elements for move in pack.moves[0])
@@ -78,7 +70,7 @@ def test_messages_have_no_staging_where_memory_is_one_run(case: Case, direct_ele
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_one_run_of_memory_is_what_numpy_says(sizes: list[int], data: st.DataObject) -> None:
     shape = small_shape(layers=1)
     starts = [data.draw(st.integers(0, size - 1)) for size in sizes]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from hybridengine.cli.main import main
 from hybridengine.models.presets import PRESETS
-from tests.unit.plan_runs import GOOD, H100, Plan
+from tests.unit.plan_runs import GOOD, H100, ROOT, Plan
 
 COMMAND = [sys.executable, "-m", "hybridengine.cli.main", "reshard", "plan", *GOOD]
 COMMAND += ["--model", "llama3-8b", "--cluster", H100]
@@ -63,10 +68,14 @@ def test_a_disk_that_fills_up_takes_nothing_away(plan: Plan, tmp_path: Path) -> 
     file, linked = tmp_path / "x.json", tmp_path / "linked.json"
     file.write_text('["of an earlier run"]')
     linked.symlink_to(file)
-    limited = ["sh", "-c", 'ulimit -f 1; exec "$0" "$@"', *COMMAND, "--json", str(linked)]  # files of 1 KiB
-    done = subprocess.run(limited, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert f"--json {linked} cannot be written (File too large)" in done.stderr
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        code, _, err = plan(*GOOD, "--json", str(linked))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 2
+    assert f"--json {linked} cannot be written (File too large)" in err
     assert file.read_text() == '["of an earlier run"]'
     assert sorted(tmp_path.iterdir()) == [linked, file]
     code, _, _ = plan(*GOOD, "--json", str(linked))
@@ -87,47 +96,59 @@ def test_json_does_not_take_the_place_of_a_configuration(
     assert config.read_text() == "run: {steps: 4}\n"
 
 
-@pytest.mark.parametrize("arguments", [(), ("--json",)])
-def test_a_reader_that_goes_away(arguments: tuple[str, ...]) -> None:
-    """Outputs that fit in Python's buffer (the plan) and that do not (its JSON)."""
+@contextlib.contextmanager
+def unread() -> Iterator[IO[str]]:
+    """Yield a pipe whose reader has gone away."""
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "w") as stdout:
-        done = subprocess.run([*COMMAND, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True)
+    with os.fdopen(writer, "w") as pipe:
+        yield pipe
+
+
+def test_a_reader_that_goes_away() -> None:
+    """Nothing is printed while the interpreter ends, either."""
+    with unread() as stdout:
+        done = subprocess.run(COMMAND, stdout=stdout, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_reader_of_tables_that_goes_away() -> None:
-    """Rich, which prints the tables, would end the program in its own way."""
-    config = Path(__file__).parents[2] / "configs" / "arithmetic.yaml"
-    command = [sys.executable, "-m", "hybridengine.cli.main", "train", str(config), "--dry-run"]
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as stdout:
-        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (141, "")
+@pytest.mark.parametrize(
+    "command",
+    [[*COMMAND[3:], "--json"], ["train", str(ROOT / "configs/arithmetic.yaml"), "--dry-run"]],
+    ids=["more than Python's buffer", "tables of Rich, which would end the program in its own way"],
+)
+def test_a_reader_of_other_output_that_goes_away(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with unread() as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(command) == 141
+    assert capsys.readouterr().err == ""
 
 
-def test_a_closed_stdout_does_not_keep_files_from_being_written(tmp_path: Path) -> None:
+def test_a_closed_stdout_does_not_keep_files_from_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, picture = tmp_path / "x.json", tmp_path / "x.svg"
-    command = [*COMMAND, "--json", str(file), "--plot", str(picture)]
-    done = subprocess.run(["sh", "-c", 'exec "$0" "$@" >&-', *command], stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    monkeypatch.setattr(sys, "stdout", None)  # as Python starts with `>&-`
+    assert main([*COMMAND[3:], "--json", str(file), "--plot", str(picture)]) == 0
+    assert capsys.readouterr().err == ""
     assert json.loads(file.read_text())["layout"] == "2-4-2:1-2"
     assert picture.read_text().startswith("<?xml")
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",)])
-def test_what_the_terminal_cannot_show_is_replaced(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_what_the_terminal_cannot_show_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = tmp_path / "cluster.yaml"
     text = Path(H100).read_text()
     cluster.write_text(text.replace("name: H100-80GB", "name: Zürich"))
     assert cluster.read_text() != text
-    command = [*COMMAND[:-1], str(cluster), *arguments]
-    environment = os.environ | {"PYTHONIOENCODING": "ascii:strict"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert ("p?t?d ranks" if arguments else "cluster: Z?rich") in done.stdout
+    for arguments, part in (([], "cluster: Z?rich"), (["--help"], "p?t?d ranks")):
+        shown = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", errors="strict"))
+        with contextlib.suppress(SystemExit):
+            assert main([*COMMAND[3:-1], str(cluster), *arguments]) == 0
+        sys.stdout.flush()
+        assert part in shown.getvalue().decode()
 
 
 def test_a_file_that_is_read_is_not_written(plan: Plan, tmp_path: Path) -> None:

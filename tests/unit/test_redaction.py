@@ -233,7 +233,7 @@ def test_an_exception_that_nobody_expects_shows_no_secrets(
         raise RuntimeError(f"refused {SECRET}")
 
     monkeypatch.setenv("JUDGE_API_KEY", SECRET)
-    monkeypatch.setattr("hybridengine.config.load_config", fail)
+    monkeypatch.setattr("hybridengine.cli.train.load_config", fail)
     assert main(["train", "configs/arithmetic.yaml"]) == 1
     error = capsys.readouterr().err
     assert (

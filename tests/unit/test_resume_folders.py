@@ -15,7 +15,7 @@ from hybridengine.checkpoints.making import begin_checkpoint, complete_checkpoin
 from hybridengine.cli.main import main
 from hybridengine.config import load_config
 from hybridengine.config.run_config import TRAINED
-from hybridengine.package_versions import package_versions
+from hybridengine.machine import package_versions
 from hybridengine.training.files import build_model
 from hybridengine.training.saving import Progress, changes_since
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,14 +20,8 @@ from hybridengine.bench.step.spec import (
     trl_ways,
 )
 from hybridengine.bench.step.trl_process import Clock, arguments, digit_share
-from hybridengine.cli import step_bench
-from hybridengine.cli.main import main
-from hybridengine.cli.step_bench import (
-    add_step_command,
-    chosen_own_ways,
-    chosen_trl_ways,
-    result_lines,
-)
+from hybridengine.cli.main import main, parse
+from hybridengine.cli.step_bench import chosen_own_ways, result_lines
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 CONFIG = "configs/arithmetic.yaml"
@@ -42,7 +35,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     def nothing(*_: object) -> None:
         raise AssertionError("something was prepared")
 
-    monkeypatch.setattr(step_bench, "prepare_step", nothing)
+    monkeypatch.setattr("hybridengine.bench.step.measure.measure_steps", nothing)
 
     def run(*arguments: str) -> str:
         code = main(["bench", "step", CONFIG, *arguments])
@@ -54,12 +47,6 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
-def parsed(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_step_command(parser.add_subparsers())
-    return parser.parse_args(["step", CONFIG, *arguments])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -68,14 +55,11 @@ def parsed(*arguments: str) -> argparse.Namespace:
         (["--dtype", "float16"], "--dtype: invalid choice: 'float16'"),
         (["--timeout", "nan"], "--timeout: 'nan' must be a number from 10 to 86400"),
         (["--only", "trl"], "--only: invalid choice: 'trl'"),
-        (["--generate", "1-1"], "--generate and --micro-rows need the training sizes; add --parallel"),
-        (["--micro-rows", "4"], "--generate and --micro-rows need the training sizes; add --parallel"),
+        (["--generate", "1-1"], "--generate needs the training sizes; add --parallel"),
         (["--parallel", "1-1"], "1-1"),
-        (["--only", "hybridengine", "--trl-rows", "8"], "--only hybridengine measures without TRL"),
-        (["--parallel", "1-1-2", "--micro-rows", "65"], "--micro-rows 65: a replica has 64 rows"),
-        (["--parallel", "1-1-2", "--micro-rows", "-1"], "--micro-rows: '-1' must be an integer from 1"),
+        (["--only", "hybridengine", "--trl-precision", "float32"], "--only measures without TRL"),
+        (["--parallel", "1-1-2", "--generate", "1-4"], "--generate 1-4"),
         (["--parallel", "1-1-3"], "--parallel 1-1-3: 16 prompts and 128 rows do not split over its 3 ranks"),
-        (["--trl-rows", "24"], "--trl-rows 24 must divide the 128 rows of a step; choose a divisor"),
         (["--trl-precision", "half"], "--trl-precision: invalid choice: 'half'"),
         (["--json", "/no/such/folder/step.json"], "--json /no/such/folder/step.json cannot be written"),
     ],
@@ -105,14 +89,18 @@ def test_our_ways_share_the_cores_and_divide_the_prompts() -> None:
     ]
 
 
-def test_a_way_that_is_named_is_the_only_one() -> None:
-    options = parsed("--parallel", "1-2-2", "--generate", "1-2", "--micro-rows", "8", "--trl-rows", "32")
-    assert chosen_own_ways(options, SPEC, num_cores=2) == [OwnWay(TrainSizes(1, 2, 2), GenSizes(1, 2), 1, 8)]
-    assert chosen_trl_ways(options, SPEC) == [TrlWay(32)]
+def test_sizes_that_are_named_are_the_only_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    options = parse(["bench", "step", CONFIG, "--parallel", "1-2-2", "--generate", "1-2"])
+    sizes = TrainSizes(1, 2, 2), GenSizes(1, 2)
+    assert chosen_own_ways(options, SPEC) == [OwnWay(*sizes, 1, 64), OwnWay(*sizes, 1, 16)]
+
+
+def test_trl_tries_batches_and_with_bfloat16_precisions() -> None:
     assert trl_ways(SPEC) == [TrlWay(128), TrlWay(32)]
     mixed = replace(SPEC, dtype="bfloat16")
-    assert trl_ways(mixed, 32) == [TrlWay(32, "float32"), TrlWay(32, "autocast")]
-    assert trl_ways(mixed, 32, "weights") == [TrlWay(32, "weights")]
+    assert trl_ways(mixed) == [TrlWay(rows, name) for name in ("float32", "autocast") for rows in (128, 32)]
+    assert trl_ways(mixed, "weights") == [TrlWay(128, "weights"), TrlWay(32, "weights")]
 
 
 def made_up(times: list[float], tokens: int, phases: list[dict[str, float]]) -> list[StepTime]:
@@ -132,7 +120,7 @@ def sides() -> tuple[Side, Side]:
     )
     trl = made_up([0.5, 0.4, 1.0], 6144, [{"generate": 0.2, "update": 0.3}] * 3)
     way = OwnWay(TrainSizes(1, 1, 2), GenSizes(1, 1), 1, 64)
-    return Side(way, [(way, 0.24)], own), Side(TrlWay(128), [(TrlWay(128), 0.4)], trl)
+    return Side(way, own), Side(TrlWay(128), trl)
 
 
 def test_json_has_medians_ratio_and_the_controllers_share(sides: tuple[Side, Side]) -> None:
@@ -146,7 +134,7 @@ def test_json_has_medians_ratio_and_the_controllers_share(sides: tuple[Side, Sid
     assert report["controller_overhead_share"] == 0.005 / 0.25  # of 1 %, 5 % and 2 %
     assert report["hybridengine"]["way"] == "1-1-2 / 1-1, 1 thread a rank, micro-batches of 64"
     assert report["hybridengine"]["samples_step_s"] == [0.5, 0.2, 0.25]
-    assert report["trl"]["trials"] == [{"way": "batches of 128, float32", "step_s": 0.4}]
+    assert report["trl"]["way"] == "batches of 128, float32"
     assert report["tokens_per_step"] == 6144
 
 
@@ -193,16 +181,16 @@ def test_reward_is_the_share_of_digits() -> None:
 
 def test_the_clock_separates_phases_and_counts_tokens() -> None:
     class Trainer:
-        def rollout(self) -> list[list[int]]:
+        def rollout(self, rows: int) -> list[list[int]]:
             return self.generate([[1, 2], [3]])
 
         def generate(self, prompts: list[list[int]]) -> list[list[int]]:
             return [[4, 5, 6], [7]]
 
     clock, trainer = Clock(), Trainer()
-    clock.around(trainer, "rollout", "rollout")
+    clock.around(trainer, "rollout", "rollout", lambda *_: 0)
     clock.around(trainer, "generate", "generate", lambda prompts, result: sum(map(len, [*prompts, *result])))
-    assert trainer.rollout() == [[4, 5, 6], [7]]
+    assert trainer.rollout(2) == [[4, 5, 6], [7]]
     taken = clock.take()
     assert taken["tokens"] == 7
     assert taken["phases"]["generate"] > 0

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from hybridengine.bench.step import environment as step_environment
-from hybridengine.bench.step.environment import STAMP, make_environment, requirements
-from hybridengine.bench.step.turns import TurnTaker
+from hybridengine.bench.step import trl_side
+from hybridengine.bench.step.trl_side import STAMP, Ask, child_process, make_environment, requirements
 from hybridengine.errors import ConfigError, WorkerError, WorkerTimeoutError
 
 CHANNEL = """
@@ -30,21 +29,21 @@ while True:
 @pytest.fixture
 def child(tmp_path: Path):
     @contextmanager
-    def start(program: str) -> Iterator[TurnTaker]:
-        with TurnTaker("TRL", [sys.executable, "-c", CHANNEL + program], tmp_path / "log") as taker:
-            yield taker
+    def start(program: str) -> Iterator[Ask]:
+        with child_process([sys.executable, "-Sc", CHANNEL + program], tmp_path / "log") as ask:
+            yield ask
 
     return start
 
 
 def test_each_question_gets_its_answer(child):
-    with child(DOUBLER) as taker:
-        assert [taker.ask(number, 20)["twice"] for number in (1, 2, 30)] == [2, 4, 60]
+    with child(DOUBLER) as ask:
+        assert [ask(number, 20)["twice"] for number in (1, 2, 30)] == [2, 4, 60]
 
 
 def test_a_waiting_child_takes_no_time_of_the_cores(child):
-    with child(DOUBLER) as taker:
-        pid = taker.ask(1, 20)["pid"]
+    with child(DOUBLER) as ask:
+        pid = ask(1, 20)["pid"]
 
         def ticks() -> int:
             return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
@@ -55,12 +54,12 @@ def test_a_waiting_child_takes_no_time_of_the_cores(child):
 
 
 def test_silence_has_a_limit(child):
-    with child("time.sleep(600)") as taker:
+    with child("time.sleep(600)") as ask:
         begin = time.monotonic()
         with pytest.raises(
             WorkerTimeoutError, match=r"TRL has not answered within 1 s; allow more with --timeout"
         ):
-            taker.ask(1, 1)
+            ask(1, 1)
         assert time.monotonic() - begin < 60
 
 
@@ -73,8 +72,8 @@ def test_silence_has_a_limit(child):
     ],
 )
 def test_a_child_that_fails_says_why(child, program: str, message: str):
-    with child(program) as taker, pytest.raises(WorkerError, match=message):
-        taker.ask(1, 20)
+    with child(program) as ask, pytest.raises(WorkerError, match=message):
+        ask(1, 20)
 
 
 def test_the_child_and_what_it_has_started_end_with_the_context(child):
@@ -83,8 +82,8 @@ def test_the_child_and_what_it_has_started_end_with_the_context(child):
         "own = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "channel.recv(); channel.send({'pid': own.pid}); channel.recv()"
     )
-    with child(program) as taker:
-        pid = taker.ask(1, 20)["pid"]
+    with child(program) as ask:
+        pid = ask(1, 20)["pid"]
         assert _lives(pid)
     deadline = time.monotonic() + 60
     while _lives(pid) and time.monotonic() < deadline:
@@ -119,7 +118,7 @@ class Installer:
 @pytest.fixture
 def installer(monkeypatch: pytest.MonkeyPatch) -> Installer:
     installer = Installer()
-    monkeypatch.setattr(step_environment, "run", installer)
+    monkeypatch.setattr(trl_side, "install", installer)
     return installer
 
 
@@ -163,8 +162,8 @@ def test_torch_is_this_environments_own():
     assert all("==" in one for one in requirements())
 
 
-def test_a_command_that_fails_is_shown_with_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(step_environment, "requirements", lambda: ("no-such-package==0",))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(ConfigError, match=r"(?s)cannot be made.*no-such-package.*PIP_EXTRA_INDEX_URL"):
-        make_environment(tmp_path, lambda text: None)
+def test_a_command_that_fails_is_shown_with_its_last_lines():
+    with pytest.raises(
+        ConfigError, match=r"(?s)cannot be made.*no package of this name.*PIP_EXTRA_INDEX_URL"
+    ):
+        trl_side.install([sys.executable, "-Sc", "import sys; sys.exit('no package of this name')"])

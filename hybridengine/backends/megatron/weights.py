@@ -13,6 +13,7 @@ from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel
 from hybridengine.checkpoints.hf_files import HfWriter, SafetensorsFolder
 from hybridengine.errors import CheckpointError
+from hybridengine.files import writing
 from hybridengine.models.shapes import SCORE_HEAD
 from hybridengine.reshard.layout import hf_layout
 from hybridengine.reshard.planner import compile_plan
@@ -22,7 +23,6 @@ from hybridengine.weights.ledger import StorageLedger
 from hybridengine.weights.process_groups import ProcessGroups
 from hybridengine.weights.storage import WeightStorage
 from hybridengine.weights.transport import PointToPointTransport
-from hybridengine.writing import writing
 
 
 def load_weights(model: MegatronModel, folder: str | Path) -> None:

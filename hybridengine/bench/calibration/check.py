@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hybridengine.bench.calibration.fitting import LIGHT_SHARE, MeasuredRun
-from hybridengine.figure_tables import table
-from hybridengine.formatting import format_bytes
+from hybridengine.formatting import format_bytes, table
 from hybridengine.planning.costs.clusters import Cluster
 
 PHASE_TOLERANCE, STEP_TOLERANCE = 0.25, 0.15
@@ -19,15 +18,10 @@ COLUMNS = {
     "deviation_share": "deviation",
     "verdict": "",
 }
-"""Heading of each figure of a phase."""
 
 
 def check_run(run: MeasuredRun, cluster: Cluster) -> dict[str, Any]:
-    """Return the measured and predicted figures of a run. Units: seconds and bytes.
-
-    Raises:
-        TopologyError: the planner has no costs for the run's sizes.
-    """
+    """Return the measured and predicted figures of a run. Units: seconds and bytes."""
     plan = run.predicted(cluster)
     engine = plan.option("actor").engine
     assert engine is not None, "an actor generates"

@@ -1,9 +1,7 @@
 """Fitting of the cost model's coefficients to the measured times of runs.
 
-Peak rates and links are measured separately. The other coefficients are the share of the peak that a model's matrix
-products reach, and the costs of every layer, micro-batch, token, collective and tensor in addition to arithmetic and
-bytes. They are fitted to the seconds of whole phases by robust least squares on the logarithms of predicted over measured
-seconds, so that a single disturbed phase has little influence.
+Peak rates and links are measured separately. The other coefficients are fitted to the seconds of whole phases by robust
+least squares on the logarithms of predicted over measured seconds, so that one disturbed phase has little influence.
 """
 
 from __future__ import annotations
@@ -59,7 +57,6 @@ class MeasuredRun:
     """Measurements of a finished run."""
 
     name: str
-    """Folder of the run."""
     config: RunConfig
     workload: Workload
     """Workload with the measured lengths of prompts and responses."""
@@ -71,18 +68,13 @@ class MeasuredRun:
     peak_weight_bytes: int
     """Largest bytes of weights on a rank during a switch."""
     num_steps: int
-    """Number of counted steps."""
 
     @cached_property
     def _pricer(self) -> SwitchPricer:
         return pricer_of(self.workload)
 
     def predicted(self, cluster: Cluster) -> Plan:
-        """Return the predicted plan of the run.
-
-        Raises:
-            TopologyError: the planner has no costs for the run's sizes.
-        """
+        """Return the predicted plan of the run; raise TopologyError if the planner has no costs for its sizes."""
         return given_plan(self.config, self.workload, cluster, self._pricer)
 
     @property
@@ -95,14 +87,7 @@ class MeasuredRun:
 
 
 def fit(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Cluster:
-    """Return the cluster with coefficients fitted to the runs.
-
-    Args:
-        cluster: cluster with measured rates and links.
-
-    Raises:
-        ConfigError: there are fewer phases than coefficients.
-    """
+    """Return the cluster, which has measured rates and links, with coefficients fitted to the runs."""
     num_phases = sum(len(run.model_phases) for run in runs)
     if num_phases < len(RANGES):
         raise ConfigError(

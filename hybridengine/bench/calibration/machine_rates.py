@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
+from hybridengine.backends.vllm.environment import rank_environment
+from hybridengine.controller.cluster import start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.planning.costs.clusters import Cluster
 from hybridengine.rows.protocols import ONE_TO_ALL, RankContext, register
 from hybridengine.topology.sizes import TrainSizes
 
@@ -32,9 +38,7 @@ class MachineWorker:
 
     def __init__(self, context: RankContext) -> None:
         self._rank, self._world_size = context.rank, context.world_size
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-        )
+        self._device = "cuda" if torch.cuda.is_available() else None
 
     @register(ONE_TO_ALL)
     def answer(self) -> None:
@@ -43,10 +47,8 @@ class MachineWorker:
     @register(ONE_TO_ALL)
     def multiply(self, dtype: str, num_working: int) -> float:
         """Return the operations per second of a square matrix product, a multiply-add being two; 0 on waiting ranks."""
-        one, other = (
-            torch.randn(MATRIX, MATRIX, dtype=getattr(torch, dtype), device=self._device) for _ in range(2)
-        )
-        return self._rate(num_working, 2 * MATRIX**3, lambda: torch.mm(one, other))
+        matrix = torch.randn(MATRIX, MATRIX, dtype=getattr(torch, dtype), device=self._device)
+        return self._rate(num_working, 2 * MATRIX**3, lambda: torch.mm(matrix, matrix))
 
     @register(ONE_TO_ALL)
     def copy(self, num_working: int) -> float:
@@ -65,15 +67,12 @@ class MachineWorker:
             return 0.0
         # A fixed number of repetitions, so that both sides agree on the end; the first one warms up.
         repetitions, begin = 4 if num_bytes > MEBIBYTE else 50, 0.0
+        hops = (dist.send, dist.recv) if self._rank < neighbour else (dist.recv, dist.send)
         for number in range(repetitions + 1):
             if number == 1:
                 begin = time.perf_counter()
-            if self._rank < neighbour:
-                dist.send(message, neighbour)
-                dist.recv(message, neighbour)
-            else:
-                dist.recv(message, neighbour)
-                dist.send(message, neighbour)
+            for hop in hops:
+                hop(message, neighbour)
         if self._device is not None:
             torch.cuda.synchronize()
         seconds = (time.perf_counter() - begin) / repetitions
@@ -90,27 +89,39 @@ class MachineWorker:
         return rate
 
 
-def measure_machine(pool: ResourcePool, num_ranks: int, dtypes: Sequence[str]) -> dict[str, Any]:
-    """Return the sections `links` and `compute` of a cluster file for the machine of a pool's ranks.
-
-    Args:
-        dtypes: types of matrices; the first one is used to detect whether ranks share devices.
-    """
-    group = WorkerGroup(
-        pool,
-        "hybridengine.bench.calibration.machine_rates.MachineWorker",
-        parallel=TrainSizes(1, 1, num_ranks),
+def measured_cluster(num_ranks: int, on_gpus: bool) -> Cluster:
+    """Return this machine as a cluster with measured rates and unfitted coefficients."""
+    start_ray(num_cpus=num_ranks)
+    with ResourcePool([num_ranks], use_gpus=on_gpus, env=rank_environment(use_gpus=on_gpus)) as pool:
+        rates = _measured_rates(
+            WorkerGroup(pool, MachineWorker, parallel=TrainSizes(1, 1, num_ranks)), on_gpus
+        )
+    host_bytes = psutil.virtual_memory().total
+    memory = torch.cuda.get_device_properties(0).total_memory if on_gpus else host_bytes // num_ranks
+    machine = f"{num_ranks} GPUs" if on_gpus else f"{os.cpu_count()} cores of {platform.machine()}"
+    return Cluster.model_validate(
+        {
+            "name": f"{machine}, {num_ranks} ranks",
+            "source": f"Measured by hybridengine calibrate with {num_ranks} ranks on {machine}.",
+            "nodes": 1,
+            "devices_per_node": num_ranks,
+            "device_memory_bytes": memory,
+            **rates,
+        }
     )
+
+
+def _measured_rates(group: WorkerGroup, on_gpus: bool) -> dict[str, Any]:
+    """Return the sections `links` and `compute` of a cluster file."""
+    num_ranks = group.num_ranks
 
     def rates(method: str, *arguments: object) -> tuple[float, float]:
         """Return the rate of one rank while the others wait, and the sum over all ranks at once."""
-        alone, together = (
-            sum(getattr(group, method)(*arguments, num_working).get()) for num_working in (1, num_ranks)
-        )
-        return alone, together
+        call = getattr(group, method)
+        return sum(call(*arguments, 1).get()), sum(call(*arguments, num_ranks).get())
 
-    flops = {dtype: rates("multiply", dtype) for dtype in dtypes}
-    alone, together = flops[dtypes[0]]
+    flops = {dtype: rates("multiply", dtype) for dtype in ("float32", "bfloat16")}
+    alone, together = flops["bfloat16" if on_gpus else "float32"]
     shared = together < OWN_DEVICES_SHARE * num_ranks * alone
 
     def link(alone: float, together: float, latency_s: float) -> dict[str, float | None]:
@@ -136,5 +147,6 @@ def measure_machine(pool: ResourcePool, num_ranks: int, dtypes: Sequence[str]) -
             "flops_per_s": {dtype: rate for dtype, (rate, _) in flops.items()},
             "devices_at_once": max(1, round(together / alone)) if shared else None,
             "call_s": (time.perf_counter() - begin) / EMPTY_CALLS,
+            "kv_block_tokens": 16 if on_gpus else 128,
         },
     }

@@ -1,8 +1,7 @@
 """Measurements of a run in the terms of a plan: lengths from its metrics, seconds of each call from its timeline.
 
 As in a plan, a call begins when its ranks are free and the calls that it reads have ended, and ends with its last rank.
-It thus includes the time in which ranks wait for each other. (The metric `time/PHASE_s` counts from the slowest rank's
-own begin: early ranks begin the next call early and wait in it, so that the sum of these seconds exceeds the step.)
+It thus includes the time in which ranks wait for each other, which the metric `time/PHASE_s` counts twice.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybridengine.bench.calibration.fitting import MeasuredRun
-from hybridengine.config import RunConfig, load_config
+from hybridengine.config import load_config
 from hybridengine.errors import ConfigError, DataError
 from hybridengine.planning.costs.dataflows import Call
 from hybridengine.planning.costs.lengths import Lengths
@@ -32,8 +31,7 @@ def read_run(folder: str | Path) -> MeasuredRun:
     """Return the measurements of the run in a folder, without its first steps.
 
     Raises:
-        ConfigError: the folder does not have a run.
-        DataError: there are too few steps, or figures are missing.
+        ConfigError, DataError: the folder has no run, too few steps, or not all figures.
     """
     folder = Path(folder)
     for name in (CONFIG_FILE, METRICS_FILE, TIMELINE_FILE):
@@ -48,7 +46,12 @@ def read_run(folder: str | Path) -> MeasuredRun:
             f" {WARM_STEPS + FEWEST_STEPS + 1}"
         )
     lengths = _lengths_of(str(folder), config.rollout.max_response_tokens, rows)
-    workload = workload_of(config, lengths, _prompt_tokens(config, rows))
+    prompt_tokens = statistics.fmean(
+        float(row.get(keys.TOKENS) or 0.0) / config.rows_per_step
+        - float(row[keys.RESPONSE_TOKENS_MEAN] or 0.0)
+        for row in rows
+    )
+    workload = workload_of(config, lengths, prompt_tokens)
     spans = defaultdict[int | None, list[Span]](list)
     for span in read_timeline(folder / TIMELINE_FILE).spans:
         spans[span.step].append(span)
@@ -76,9 +79,7 @@ def read_run(folder: str | Path) -> MeasuredRun:
 def call_seconds(calls: Sequence[Call], spans: Sequence[Span]) -> list[float | None]:
     """Return the seconds of each call of a step, None if the step has no such call.
 
-    Args:
-        spans: spans of one step; if a call is made more often than the dataflow makes it, for example in an evaluation,
-            the first ones count.
+    If a call is made more often than the dataflow makes it, for example in an evaluation, its first spans count.
     """
     by_name = defaultdict[str, dict[tuple[str, str], list[Span]]](dict)
     for span in sorted(spans, key=lambda span: span.start_s):
@@ -113,11 +114,7 @@ def _counted(folder: Path) -> list[Row]:
 
 
 def run_lengths(folder: str | Path, max_tokens: int) -> Lengths:
-    """Return the response lengths of a run, cut to `max_tokens`.
-
-    Raises:
-        DataError: the folder has no steps, or their rows lack the lengths.
-    """
+    """Return the response lengths of a run, cut to `max_tokens`; raise DataError if its metrics lack them."""
     rows = _counted(Path(folder))
     if not rows:
         raise DataError(
@@ -137,13 +134,4 @@ def _lengths_of(name: str, max_tokens: int, rows: Sequence[Row]) -> Lengths:
         [percent / 100 for percent in keys.LENGTH_SHARES],
         [[float(row[name] or 0.0) for name in names] for row in rows],
         max_tokens,
-    )
-
-
-def _prompt_tokens(config: RunConfig, rows: Sequence[Row]) -> float:
-    """Return the mean length of the prompts."""
-    return statistics.fmean(
-        float(row.get(keys.TOKENS) or 0.0) / config.rows_per_step
-        - float(row[keys.RESPONSE_TOKENS_MEAN] or 0.0)
-        for row in rows
     )

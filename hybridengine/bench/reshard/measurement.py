@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -13,22 +12,35 @@ import torch.distributed as dist
 
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.vllm.environment import rank_environment
-from hybridengine.bench.machine import num_gpus
-from hybridengine.bench.reshard.actor import Actor
-from hybridengine.bench.reshard.methods import METHODS
-from hybridengine.bench.reshard.methods.method import Setting
+from hybridengine.bench.reshard.actor import Actor, differing_parameters
+from hybridengine.bench.reshard.methods.gather_all import Full, ModelParallel
+from hybridengine.bench.reshard.methods.megatron_core import MegatronCore
+from hybridengine.bench.reshard.methods.method import Method
+from hybridengine.bench.reshard.methods.micro_dp import MicroDp
+from hybridengine.bench.reshard.methods.per_tensor import PerTensor
 from hybridengine.bench.reshard.results import PairResult, Sample, summarise
-from hybridengine.bench.reshard.spec import BenchSpec, LayoutPair
+from hybridengine.bench.reshard.spec import BenchSpec, LayoutPair, MethodName
 from hybridengine.controller.cluster import start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.errors import TransferError
 from hybridengine.formatting import format_seconds
+from hybridengine.machine import num_gpus
 from hybridengine.reshard.domains import domains
+from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.rows.protocols import ONE_TO_ALL, RankContext, register
 from hybridengine.topology.grid import group_with
 from hybridengine.weights.process_groups import ProcessGroups
+from hybridengine.weights.storage import WeightStorage
 
+METHODS: dict[MethodName, type[Method]] = {
+    MethodName.MICRO_DP: MicroDp,
+    MethodName.MODEL_PARALLEL: ModelParallel,
+    MethodName.FULL: Full,
+    MethodName.PER_TENSOR: PerTensor,
+    MethodName.MEGATRON_CORE: MegatronCore,
+}
 Say = Callable[[str], None]
 Result = TypeVar("Result")
 
@@ -44,7 +56,7 @@ def measure_switches(spec: BenchSpec, say: Say) -> Iterator[PairResult]:
     on_gpus = num_gpus() > 0
     start_ray(num_cpus=max(pair.train.num_ranks for pair in spec.pairs))
     for pair in spec.pairs:
-        say(f"{spec.describe(pair)}; starting ranks")
+        say(f"{pair}: starting {pair.train.num_ranks} ranks")
         with ResourcePool(
             spec.nodes(pair).ranks_per_node,
             use_gpus=on_gpus,
@@ -63,14 +75,10 @@ def measure_switches(spec: BenchSpec, say: Say) -> Iterator[PairResult]:
 
 
 def measure_pair(spec: BenchSpec, pair: LayoutPair, ranks: Any, say: Say) -> PairResult:
-    """Return the results of one pair.
-
-    Args:
-        ranks: worker group of `SwitchBenchWorker`.
-    """
+    """Return the results of one pair, measured by a worker group of `SwitchBenchWorker`."""
     for version, label in enumerate(spec.contestants, start=1):
         say(f"warming up and checking {label}")
-        ranks.check(label, version).wait()
+        ranks.repeat(label, version).wait()
     say("weights of every method are right")
     samples: dict[str, list[list[Sample]]] = {label: [] for label in spec.contestants}
     for repetition in range(spec.repetitions):
@@ -93,13 +101,10 @@ class SwitchBenchWorker:
         assert generation is not None, "the group is made with generation sizes"
         registry = ProcessGroups(spec.timeout_s)
         self._actor = actor = Actor(spec.shape, grid, context.rank, registry, spec.dtype)
-        setting = Setting(actor, pair.gen, spec.bucket_bytes, spec.verify, spec.timeout_s, spec.nodes(pair))
         self._methods = {
-            label: METHODS[name](replace(setting, verify=verify))
+            label: METHODS[name](actor, spec, pair, verify)
             for label, (name, verify) in spec.contestants.items()
         }
-        for method in self._methods.values():
-            method.prepare()
         # The reference is a bare all-gather of training shards in the micro-DP group, into memory already touched.
         groups = domains(actor.layout, vllm_layout(spec.shape, generation))
         self._domain, self._group = group_with(actor.rank, groups), registry.of(groups)
@@ -108,28 +113,20 @@ class SwitchBenchWorker:
         self._gathered = torch.zeros(size * len(self._domain), dtype=actor.dtype, device=actor.device)
 
     @register(ONE_TO_ALL)
-    def check(self, label: str, version: int) -> None:
-        """Warm up a method with the weights of `version`, and check the delivered weights.
+    def repeat(self, label: str, version: int | None = None) -> Sample:
+        """Switch to generation and back by one method, then all-gather the bare shards.
 
-        Raises:
-            TransferError: it delivered wrong weights, or changed the training weights.
+        With `version`, switch its weights, and raise TransferError if one is wrong there or back.
         """
-        self._actor.fill(version)
-        self._repeat(label, checks=True)
-
-    @register(ONE_TO_ALL)
-    def repeat(self, label: str) -> Sample:
-        """Switch to generation and back by one method, then all-gather the bare shards."""
-        return self._repeat(label)
-
-    def _repeat(self, label: str, checks: bool = False) -> Sample:
         method = self._methods[label]
+        if version is not None:
+            self._actor.fill(version)
         seconds_there, there = timed(method.there)
-        if checks:
-            method.check(label)
+        if version is not None:
+            self._check(method.layout, method.destination, f"method {label}")
         seconds_back, back = timed(method.back)
-        if checks:
-            self._actor.check(f"method {label}, on the way back,")
+        if version is not None:
+            self._check(self._actor.layout, self._actor.weights, f"method {label}, on the way back,")
         seconds_raw, _ = timed(
             lambda: dist.all_gather_into_tensor(self._gathered, self._own, group=self._group)
         )
@@ -143,6 +140,15 @@ class SwitchBenchWorker:
             there.redundant_bytes,
             (len(self._domain) - 1) * self._own.nbytes,
         )
+
+    def _check(self, layout: Layout, weights: WeightStorage, after: str) -> None:
+        wrong = differing_parameters(layout.shard(self._actor.rank), weights, self._actor.version)
+        if wrong:
+            shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+            raise TransferError(
+                f"{after} left wrong weights on rank {self._actor.rank} in {layout.kind}: {shown} differ from the values"
+                " of the logical tensors; no timing of it counts"
+            )
 
 
 def timed(call: Callable[[], Result]) -> tuple[float, Result]:

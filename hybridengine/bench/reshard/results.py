@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
-from hybridengine.bench.machine import machine_figures
-from hybridengine.bench.reshard.formulas import formula, ratio
 from hybridengine.bench.reshard.spec import VERIFYING, BenchSpec, LayoutPair, MethodName
+from hybridengine.machine import machine_figures
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,7 @@ def spread(name: str, repetitions: Iterable[Iterable[Sample]]) -> dict[str, floa
 def summarise(
     spec: BenchSpec, pair: LayoutPair, samples: Mapping[str, Sequence[Sequence[Sample]]]
 ) -> PairResult:
-    """Return the results of a pair.
-
-    Args:
-        samples: samples of each contestant by label, then by repetition and rank.
-    """
+    """Return the results of a pair from the samples of each contestant, by repetition and rank."""
     layouts = {"train": str(pair.train), "gen": str(pair.gen)}
     there = {label: spread("seconds_there", measured) for label, measured in samples.items()}
     medians = {label: found["seconds_there"] for label, found in there.items()}
@@ -98,6 +94,43 @@ def summarise(
     return PairResult(figures, results)
 
 
+FIGURES = ("received_bytes", "peak_weight_bytes", "redundant_bytes")
+
+
+def formula(method: MethodName, pair: LayoutPair, weight_bytes: int) -> dict[str, float | None]:
+    """Return the bytes of one rank by formula for a model of `weight_bytes` (M); None for figures without a formula.
+
+    The weights divide evenly. per-tensor receives as much as model-parallel. per-tensor and megatron-core hold training
+    and generation weights at once; no formula covers their buffers.
+
+    Source: HybridFlow, arXiv 2409.19256, table 2, for micro-dp, model-parallel and full.
+    """
+    if method is MethodName.MICRO_DP and not pair.gen.nests_in(pair.train):
+        return dict.fromkeys(FIGURES)
+    model_parallel, ranks = pair.train.model_parallel_size, pair.train.num_ranks
+    shard = Fraction(1, model_parallel)
+    gen_shard = Fraction(1, pair.gen.num_ranks)
+    rest_of_model = 1 - shard
+    fractions: dict[MethodName, tuple[Fraction | int | None, Fraction | int, Fraction | int]] = {
+        MethodName.MICRO_DP: ((Fraction(model_parallel, pair.gen.num_ranks) - 1) * shard, gen_shard, 0),
+        MethodName.MODEL_PARALLEL: (rest_of_model, 1, shard),
+        MethodName.FULL: (1 - Fraction(1, ranks), 1, Fraction(1, ranks)),
+        MethodName.PER_TENSOR: (rest_of_model, shard + gen_shard, shard),
+        MethodName.MEGATRON_CORE: (None, shard + gen_shard, shard),
+    }
+    values = (None if part is None else float(part * weight_bytes) for part in fractions[method])
+    return dict(zip(FIGURES, values, strict=True))
+
+
+def ratio(measured: float, expected: float | None) -> float | None:
+    """Return measured / expected; 1 if both are 0, None if the ratio is undefined."""
+    if expected is None:
+        return None
+    if expected == 0:
+        return 1.0 if measured == 0 else None
+    return measured / expected
+
+
 def report(spec: BenchSpec, pairs: Sequence[PairResult]) -> dict[str, Any]:
     """Return the JSON form of a whole benchmark: `results` has one entry per method and pair."""
     return {
@@ -105,6 +138,6 @@ def report(spec: BenchSpec, pairs: Sequence[PairResult]) -> dict[str, Any]:
         "pairs": [pair.figures for pair in pairs],
         "model": asdict(spec.shape),
         "weight_bytes": spec.weight_bytes,
-        **{name: getattr(spec, name) for name in ("dtype", "repetitions", "bucket_bytes", "verify")},
+        **{name: getattr(spec, name) for name in ("dtype", "repetitions", "bucket_bytes")},
         "machine": machine_figures(),
     }

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from hybridengine.bench.machine import PROCESS_BYTES
 from hybridengine.errors import TopologyError, raise_all
-from hybridengine.formatting import format_bytes
+from hybridengine.machine import PROCESS_BYTES
 from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.search.layouts import check_generates, check_layouts
 from hybridengine.topology.links import NodeMap
@@ -25,10 +24,8 @@ class MethodName(str, Enum):
     MEGATRON_CORE = "megatron-core"
 
 
-VERIFY_TIMES = ("first", "always", "never")
-"""Times at which micro-dp's receivers check received data; values of `weights.executor.Verify`, which needs torch."""
 VERIFYING = "micro-dp (verify: {})"
-"""Label of micro-dp in runs that measure the cost of verification."""
+"""Label of micro-dp if its receivers check received data always, or never, to measure the cost of verification."""
 
 DEFAULT_MODEL = ModelShape(
     family="llama",
@@ -41,10 +38,7 @@ DEFAULT_MODEL = ModelShape(
     vocab_size=8192,
     max_positions=2048,
 )
-"""Llama model of 33.6 million parameters, 134 MB in float32, for up to t = 4 and 2, 4 or 8 stages.
-
-Three quarters of its weights are in layers; in a large model nearly all are.
-"""
+"""Llama model of 33.6 million parameters, 134 MB in float32, for up to t = 4 and 2, 4 or 8 stages."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +50,7 @@ class LayoutPair:
 
     @classmethod
     def parse(cls, text: str) -> LayoutPair:
-        """Return the pair written as TRAIN:GEN, e.g. "2-4-1:1-2".
-
-        Raises:
-            TopologyError: the text has another form.
-        """
+        """Return the pair written as TRAIN:GEN, e.g. "2-4-1:1-2"; raise TopologyError for another form."""
         train, separator, gen = text.partition(":")
         if not separator:
             raise TopologyError(f'{text!r} is not a pair of layouts; write TRAIN:GEN such as "2-4-1:1-2"')
@@ -86,7 +76,6 @@ class BenchSpec:
     repetitions: int = 7
     """Number of counted repetitions, after an uncounted one for warm-up."""
     bucket_bytes: int = 16 * 2**20
-    verify: str = "first"
     timeout_s: float = 120.0
     """Time limit for one switch to generation and back."""
     num_nodes: int = 1
@@ -97,13 +86,12 @@ class BenchSpec:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights (M)."""
         return self.shape.weight_bytes(self.dtype)
 
     @property
     def contestants(self) -> dict[str, tuple[MethodName, str]]:
         """Method and verification time of each contestant, by label, in the order of a repetition."""
-        named = {method.value: (method, self.verify) for method in self.methods}
+        named = {method.value: (method, "first") for method in self.methods}
         if MethodName.MICRO_DP in self.methods:
             named |= {
                 VERIFYING.format(verify): (MethodName.MICRO_DP, verify) for verify in ("always", "never")
@@ -111,18 +99,10 @@ class BenchSpec:
         return named
 
     def nodes(self, pair: LayoutPair) -> NodeMap:
-        """Return the nodes of a pair's ranks."""
         return NodeMap.uniform(pair.train.num_ranks, -(-pair.train.num_ranks // self.num_nodes))
 
-    def describe(self, pair: LayoutPair) -> str:
-        """Return one line that describes the measurement of a pair."""
-        return (
-            f"{pair}: {pair.train.num_ranks} ranks, {format_bytes(self.weight_bytes)} of {self.dtype} weights,"
-            f" methods {', '.join(method.value for method in self.methods)}"
-        )
-
     def needed_bytes(self, pair: LayoutPair) -> int:
-        """Return the approximate peak memory of a node's ranks together, in bytes.
+        """Return the approximate peak memory of a node's ranks together.
 
         The training shard, the buffers of the bare all-gather and megatron-core's target are always resident. One method
         at a time adds its destination and a few buckets.

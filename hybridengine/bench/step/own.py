@@ -16,9 +16,11 @@ from hybridengine.config import RunConfig, load_config
 from hybridengine.controller.calls import call_log
 from hybridengine.data.datasets import PromptDataset, rows_after
 from hybridengine.drivers.roles import Sampling, State
+from hybridengine.errors import ConfigError
+from hybridengine.files import read_object
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
-from hybridengine.reading import read_object
 from hybridengine.report import keys
+from hybridengine.training.files import claim_run, prepare_files
 from hybridengine.training.launch import RunPools
 from hybridengine.training.step_metrics import call_metrics
 
@@ -44,26 +46,42 @@ class StepFiles:
         return rows_after(len(self.prompts), num_prompts, 0, (step - 1) * num_prompts)
 
 
-def copy_without_end(model: Path, folder: Path) -> Path:
-    """Copy a checkpoint without its end tokens, with links to its weights, and return the folder."""
-    folder.mkdir(parents=True)
-    for file in model.iterdir():
+def prepare_step(config_file: str, spec: StepSpec, folder: Path) -> StepFiles:
+    """Return the model and the prompts of a configuration, building them if it says so.
+
+    The model is a copy without end tokens, whose weights are links, so that every response has all its tokens.
+    """
+    config, _ = claim_run(load_config(config_file, [f"run.folder={folder}", "run.name=files", "warmup=null"]))
+    read = prepare_files(config)
+    if len(read.prompts) < spec.num_prompts:
+        raise ConfigError(
+            f"--prompts {spec.num_prompts} is more than the {len(read.prompts)} prompts of {config_file}; choose fewer"
+        )
+    endless = folder / "endless"
+    endless.mkdir(parents=True)
+    for file in config.model_folder.iterdir():
         if file.name in ("config.json", "generation_config.json"):
             described = read_object(file)
             described["eos_token_id"] = None  # if omitted, the architecture's default applies
-            (folder / file.name).write_text(json.dumps(described, indent=2))
+            (endless / file.name).write_text(json.dumps(described, indent=2))
         elif file.is_file():
-            (folder / file.name).symlink_to(file.resolve())
-    return folder
+            (endless / file.name).symlink_to(file.resolve())
+    return StepFiles(
+        model=endless,
+        tokenizer=config.tokenizer_folder,
+        train_file=config.train_file.absolute(),
+        prompts=read.prompts,
+        texts=read.tokenizer.batch_decode(read.prompts.tokens),
+    )
 
 
 def run_config(spec: StepSpec, way: OwnWay, files: StepFiles, folder: Path) -> RunConfig:
-    """Return the configuration of a run that does the steps of `spec` in the given way.
-
-    Raises:
-        ConfigError: the sizes do not fit the model or the rows.
-    """
+    """Return the configuration of a run that does the steps of `spec` in the given way."""
     longest = max(map(len, files.prompts.tokens))
+    shape = ModelShape.from_folder(files.model)
+    rows = -(-spec.num_rows // (way.train.num_ranks // way.gen.num_ranks))
+    blocks = rows * -(-(longest + spec.response_tokens) // CACHE_BLOCK_TOKENS) + SPARE_BLOCKS
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * DTYPE_BYTES[spec.dtype]
     micro_batch = {"micro_batch_tokens": way.rows_per_micro_batch * (longest + spec.response_tokens)}
     sections = {
         "run": {"name": "own", "folder": str(folder), "steps": spec.num_steps},
@@ -87,7 +105,7 @@ def run_config(spec: StepSpec, way: OwnWay, files: StepFiles, folder: Path) -> R
             "max_response_tokens": spec.response_tokens,
             "samples_per_prompt": spec.samples_per_prompt,
             "max_num_seqs": max(2, spec.num_rows // way.train.dp_size),
-            "kv_cache_bytes": _cache_bytes(spec, way, files, longest),
+            "kv_cache_bytes": blocks * CACHE_BLOCK_TOKENS * token_bytes // way.gen.num_ranks,
         },
         "algorithm": {"name": "grpo_from_engine"},
         "timeouts": {"start_s": spec.timeout_s, "call_s": spec.timeout_s},
@@ -97,17 +115,12 @@ def run_config(spec: StepSpec, way: OwnWay, files: StepFiles, folder: Path) -> R
     return load_config(file)
 
 
-def _cache_bytes(spec: StepSpec, way: OwnWay, files: StepFiles, longest: int) -> int:
-    shape = ModelShape.from_folder(files.model)
-    blocks = -(-(longest + spec.response_tokens) // CACHE_BLOCK_TOKENS)
-    rows = -(-spec.num_rows // (way.train.num_ranks // way.gen.num_ranks))
-    entry_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * DTYPE_BYTES[spec.dtype]
-    return (rows * blocks + SPARE_BLOCKS) * CACHE_BLOCK_TOKENS * entry_bytes // way.gen.num_ranks
-
-
 @contextlib.contextmanager
-def own_steps(config: RunConfig, way: OwnWay) -> Iterator[Callable[[int], StepTime]]:
+def own_steps(
+    spec: StepSpec, way: OwnWay, files: StepFiles, folder: Path
+) -> Iterator[Callable[[int], StepTime]]:
     """Start the ranks of a run and yield a function that does the step of a given number; end the ranks on exit."""
+    config = run_config(spec, way, files, folder)
     threads = mock.patch.dict(environment.ON_CPU, OMP_NUM_THREADS=str(way.threads_per_rank))
     with threads, RunPools(config) as pools:
         pools.start()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybridengine.bench.machine import machine_figures
+from hybridengine.machine import machine_figures
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 TRIAL_STEPS = 3
@@ -38,12 +38,11 @@ class StepSpec:
 
     @property
     def num_rows(self) -> int:
-        """Number of sequences in a step."""
         return self.num_prompts * self.samples_per_prompt
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that need prompts; trials reuse the first ones."""
+        """Number of steps that need prompts."""
         return max(TRIAL_STEPS, WARM_UP_STEPS + self.repetitions)
 
 
@@ -72,37 +71,44 @@ class TrlWay:
 
     rows_per_batch: int
     precision: str = "float32"
-    """Precision, one of `PRECISIONS`."""
+    """One of `PRECISIONS`."""
 
     def __str__(self) -> str:
         return f"batches of {self.rows_per_batch}, {PRECISIONS[self.precision]}"
 
 
-def own_ways(spec: StepSpec, num_cores: int, num_gpus: int = 0) -> list[OwnWay]:
-    """Return the ways worth trying on a machine whose ranks share its cores evenly.
+def own_ways(
+    spec: StepSpec,
+    num_cores: int,
+    num_gpus: int = 0,
+    train: TrainSizes | None = None,
+    gen: GenSizes | None = None,
+) -> list[OwnWay]:
+    """Return the ways worth trying on a machine whose ranks share its cores evenly, with the given sizes or with any.
 
-    They have data-parallel replicas with an engine each, because the communication of tensor shards costs more than it
-    saves if the weights fit, and from one rank with all cores to one rank per core or GPU, in powers of two.
+    Without sizes, they have data-parallel replicas with an engine each, because the communication of tensor shards costs
+    more than it saves if the weights fit, and from one rank with all cores to one rank per core or GPU, in powers of two.
     """
-    ways = []
+    sizes = [train] if train else []
     num_ranks = 1
-    while num_ranks <= min(num_gpus or num_cores, spec.num_prompts) and spec.num_rows % num_ranks == 0:
-        ways += [
-            OwnWay(TrainSizes(1, 1, num_ranks), GenSizes(1, 1), num_cores // num_ranks, micro_rows)
-            for micro_rows in _cuts(spec.num_rows // num_ranks)
-        ]
+    while not train and num_ranks <= min(num_gpus or num_cores, spec.num_prompts):
+        if spec.num_rows % num_ranks == 0:
+            sizes.append(TrainSizes(1, 1, num_ranks))
         num_ranks *= 2
-    return ways
+    return [
+        OwnWay(tried, gen or GenSizes(1, 1), max(1, num_cores // tried.num_ranks), micro_rows)
+        for tried in sizes
+        for micro_rows in _cuts(spec.num_rows // tried.dp_size)
+    ]
 
 
-def trl_ways(spec: StepSpec, rows_per_batch: int | None = None, precision: str | None = None) -> list[TrlWay]:
-    """Return the ways worth trying: the whole batch and a quarter of it, or `rows_per_batch`, in each precision.
+def trl_ways(spec: StepSpec, precision: str | None = None) -> list[TrlWay]:
+    """Return the ways worth trying: the whole batch and a quarter of it, in `precision` or each precision.
 
     With bfloat16, float32 is tried as well, so that TRL uses its faster precision with float32 weights, as here.
     """
     precisions = [precision] if precision else list(PRECISIONS)[: 2 if spec.dtype == "bfloat16" else 1]
-    cuts = _cuts(spec.num_rows) if rows_per_batch is None else [rows_per_batch]
-    return [TrlWay(rows, precision) for precision in precisions for rows in cuts]
+    return [TrlWay(rows, precision) for precision in precisions for rows in _cuts(spec.num_rows)]
 
 
 def _cuts(rows: int) -> list[int]:
@@ -125,19 +131,15 @@ class Side:
     """Counted steps of one side, in order, and the way chosen."""
 
     way: OwnWay | TrlWay
-    trials: Sequence[tuple[OwnWay | TrlWay, float]]
-    """Ways tried, with the seconds of the fastest trial step of each; empty if there was one way."""
     steps: Sequence[StepTime]
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the side: medians and all samples."""
         seconds = [step.seconds for step in self.steps]
         phases = {
             name: statistics.median(step.phases[name] for step in self.steps) for name in self.steps[0].phases
         }
         return {
             "way": str(self.way),
-            "trials": [{"way": str(way), "step_s": step_s} for way, step_s in self.trials],
             "tokens_per_s": statistics.median(step.tokens / step.seconds for step in self.steps),
             "step_s": statistics.median(seconds),
             "step_s_min": min(seconds),
@@ -149,12 +151,7 @@ class Side:
 
 
 def step_figures(spec: StepSpec, model: str, own: Side, trl: Side | None) -> dict[str, Any]:
-    """Return the figures of a measurement. Units: seconds and tokens.
-
-    Args:
-        model: name of the configuration with the model.
-        trl: steps of TRL; None if it was not measured.
-    """
+    """Return the figures of a measurement of `model`, the name of its configuration. Units: seconds and tokens."""
     ours, theirs = own.figures(), trl.figures() if trl else None
     return {
         "model": model,

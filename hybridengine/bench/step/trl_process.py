@@ -1,9 +1,7 @@
 """Program that runs one step of TRL's GRPOTrainer per request. Runs in TRL's environment, without this project's modules.
 
-    python trl_process.py FILE_DESCRIPTOR
-
-The descriptor belongs to a `Connection`. The first message has the settings; the answer means that TRL is ready. Each
-further message requests a step, and the answer has its figures. The program ends when the connection closes.
+Its argument is the file descriptor of a `Connection`. The first message has the settings; the answer means that TRL is
+ready. Each further message requests a step, and the answer has its figures. It ends when the connection closes.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ class Clock:
         self.phases: dict[str, float] = {}
         self.tokens = 0
 
-    def around(self, owner: Any, method: str, phase: str, count: Callable[..., int] | None = None) -> None:
+    def around(self, owner: Any, method: str, phase: str, count: Callable[..., int]) -> None:
         """Time a method as `phase`, and count tokens with `count`, which gets its first argument and its result."""
         function = getattr(owner, method)
 
@@ -35,27 +33,22 @@ class Clock:
             begin = time.perf_counter()
             result = function(*args, **kwargs)
             self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - begin
-            self.tokens += count(args[0], result) if count else 0
+            self.tokens += count(args[0], result)
             return result
 
         setattr(owner, method, timed)
 
     def take(self) -> dict[str, Any]:
         """Return the figures of the step, and reset them for the next one."""
-        phases, tokens, self.phases, self.tokens = self.phases, self.tokens, {}, 0
-        generate, rollout = phases.get("generate", 0.0), phases.get("rollout", 0.0)
-        return {
-            "phases": {"generate": generate, "reference and rewards": rollout - generate},
-            "tokens": tokens,
-        }
+        generate, rollout = (self.phases.get(phase, 0.0) for phase in ("generate", "rollout"))
+        phases = {"generate": generate, "reference and rewards": rollout - generate}
+        taken = {"phases": phases, "tokens": self.tokens}
+        self.phases, self.tokens = {}, 0
+        return taken
 
 
 def arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of GRPOConfig.
-
-    Gradient checkpointing, logging, saving and shuffling are off, and the end token cannot be sampled before a response
-    has all its tokens.
-    """
+    """Return the arguments of GRPOConfig; the end token cannot be sampled before a response has all its tokens."""
     rows, samples = settings["rows_per_batch"], settings["samples_per_prompt"]
     return {
         "output_dir": settings["folder"],
@@ -91,7 +84,6 @@ def arguments(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(channel: Connection) -> None:
-    """Load everything, then train; every step waits for a request."""
     try:
         build_trainer(channel.recv(), channel).train()
     except EOFError:
@@ -122,8 +114,6 @@ def build_trainer(settings: dict[str, Any], channel: Connection) -> Any:
     clock = Clock()
 
     class Turns(TrainerCallback):
-        """Callback that waits for a message before every step."""
-
         begin = 0.0
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -151,13 +141,12 @@ def build_trainer(settings: dict[str, Any], channel: Connection) -> Any:
         processing_class=tokenizer,
         callbacks=[Turns()],
     )
-    clock.around(trainer, "_generate_and_score_completions", "rollout")
-    clock.around(
-        trainer,
-        "_generate_single_turn",
-        "generate",
-        lambda prompts, result: sum(map(len, prompts)) + sum(map(len, result[0])),
-    )
+
+    def num_tokens(prompts: Sequence[Sequence[int]], result: Sequence[Any]) -> int:
+        return sum(map(len, prompts)) + sum(map(len, result[0]))
+
+    clock.around(trainer, "_generate_and_score_completions", "rollout", lambda *_: 0)
+    clock.around(trainer, "_generate_single_turn", "generate", num_tokens)
     return trainer
 
 

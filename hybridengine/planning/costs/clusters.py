@@ -23,7 +23,7 @@ from hybridengine.config.loading import known_fields
 from hybridengine.config.values import Bytes, Section, Share
 from hybridengine.config.wording import rule, yaml_fault
 from hybridengine.errors import ConfigError, UnreadableError, raise_all, shown
-from hybridengine.reading import read_text
+from hybridengine.files import read_text
 from hybridengine.topology.links import LinkClass, NodeMap
 
 Text = Annotated[str, Field(min_length=1)]

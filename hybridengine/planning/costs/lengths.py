@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from hybridengine.errors import ConfigError, UnreadableError, shown
-from hybridengine.reading import read_text
+from hybridengine.files import read_text
 from hybridengine.rows.balance import balance_rows
 
 FORMS = "constant:N, uniform:LOW-HIGH, lognormal:mean=M,cv=C, or a file with one length a line"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hybridengine.figure_tables import aligned
-from hybridengine.formatting import format_bytes, format_seconds
+from hybridengine.formatting import aligned, format_bytes, format_seconds
 from hybridengine.planning.costs.dataflows import Work
 from hybridengine.planning.search.plan import Bar, Plan, PoolPlan, idle_shares, phases
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridengine.figure_tables import aligned, cell, table
-from hybridengine.formatting import format_bytes, format_seconds
+from hybridengine.formatting import aligned, cell, format_bytes, format_seconds, table
 from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.costs.clusters import Cluster
 from hybridengine.planning.switch.switch_cost import SwitchCost

@@ -54,16 +54,15 @@ class _Counting:
 
 
 class MegatronCore(Method):
-    """Slices move point to point into a second, complete model with the generation sizes; both stay resident.
+    """Slices move point to point into a second GPTModel with the generation sizes; both stay resident.
 
-    The target is a separate GPTModel, as the library requires, not vLLM's parameters, so that no repacking is
-    measured. The library makes its plan in the first call and reuses it. On the way back nothing moves.
+    The library makes its plan in the first call and reuses it. On the way back nothing moves.
 
     Source: megatron-core, megatron/core/resharding/refit.py.
     """
 
     def prepare(self) -> None:
-        actor, gen = self.actor, self.setting.gen
+        actor, gen = self.actor, self.pair.gen
         sizes = TrainSizes(gen.pp_size, gen.tp_size, actor.grid.num_ranks // gen.num_ranks)
         grid = Grid(sizes, actor.grid.order)
         self._target = Actor(actor.shape, grid, actor.rank, actor.registry, actor.dtype_name)
@@ -79,7 +78,7 @@ class MegatronCore(Method):
             # The service creates its own group, whose default timeout is half an hour.
             group = cast(dist.ProcessGroup, self._service.gloo_pg)
             backend = group._get_backend(torch.device("cpu"))
-            backend._set_default_timeout(timedelta(seconds=self.setting.timeout_s))
+            backend._set_default_timeout(timedelta(seconds=self.spec.timeout_s))
 
     def there(self) -> SwitchReport:
         self.ledger.begin()
@@ -94,10 +93,7 @@ class MegatronCore(Method):
 
 @contextlib.contextmanager
 def _cuda_calls() -> Iterator[None]:
-    """Patch the few CUDA calls of a switch on a CPU; do nothing on a GPU.
-
-    The device shim would also work, but intercepts every tensor operation, which would slow the library down.
-    """
+    """Patch the few CUDA calls of a switch on a CPU; the device shim would slow every tensor operation down."""
     if not is_needed():
         yield
         return
@@ -123,10 +119,9 @@ _ANSWERS: dict[str, Any] = {
 
 
 def _mark(model: Actor) -> None:
-    """Set attributes of a model that the library reads and that Megatron's own construction would have set.
+    """Set attributes that the library reads: layer numbers over all stages, and gate and up rows that alternate by rank.
 
-    They are the alternation of gate and up rows by rank, set by Megatron's weight initialisation (skipped here), and the
-    layer numbers over all stages, which Megatron sets for even stages only.
+    Megatron sets the former for even stages only, and the latter in its weight initialisation, which is skipped here.
     """
     place = model.grid.coordinate(model.rank)
     layers = model.shape.split_layers(model.grid.sizes.pp_size)[place.pp_rank]

@@ -4,54 +4,38 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.bench.reshard.actor import Actor, check_weights
+from hybridengine.bench.reshard.actor import Actor
+from hybridengine.bench.reshard.spec import BenchSpec, LayoutPair
 from hybridengine.reshard.boxes import Box
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid, Grouping
-from hybridengine.topology.links import NodeMap
-from hybridengine.topology.sizes import GenSizes
 from hybridengine.weights.ledger import StorageLedger, SwitchReport
 from hybridengine.weights.storage import WeightStorage, return_memory_to_system
 
 TRAINING, GENERATING = "training", "generating"
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Settings of a method on one rank."""
-
-    actor: Actor
-    gen: GenSizes
-    bucket_bytes: int
-    verify: str
-    timeout_s: float
-    """Time limit of any wait."""
-    nodes: NodeMap
-
-    @property
-    def bucket_elements(self) -> int:
-        return self.bucket_bytes // self.actor.dtype.itemsize
-
-
 class Method(ABC):
     """Method of moving weights from training to generation and back, on one rank. Calls are collective.
 
-    Bytes, peaks and redundancy come from a `StorageLedger` over the weights of the actor and the destination, and the
-    method's own buffers.
+    Bytes come from a `StorageLedger` over the weights of the actor, the destination, and the method's own buffers.
     """
 
     layout: Layout
     """Layout of the destination."""
     destination: WeightStorage
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting, self.actor = setting, setting.actor
+    def __init__(self, actor: Actor, spec: BenchSpec, pair: LayoutPair, verify: str) -> None:
+        self.actor, self.spec, self.pair, self.verify = actor, spec, pair, verify
+        self.bucket_elements = spec.bucket_bytes // actor.dtype.itemsize
+        self.prepare()
 
     @abstractmethod
     def prepare(self) -> None:
@@ -65,14 +49,6 @@ class Method(ABC):
     def back(self) -> SwitchReport:
         """Make the actor ready to train again."""
 
-    def check(self, name: str) -> None:
-        """Check the weights delivered by `there`, bit for bit.
-
-        Raises:
-            TransferError: a parameter differs.
-        """
-        check_weights(self.layout, self.actor.rank, self.destination, self.actor.version, f"method {name}")
-
 
 class Copies:
     """Batch of copies between views, which stay valid when their memory is released and reallocated."""
@@ -82,26 +58,36 @@ class Copies:
         self._targets: list[Tensor] = []
 
     def add(self, source: Tensor, target: Tensor) -> None:
-        """Add a copy from one view to another."""
         self._sources.append(source)
         self._targets.append(target)
 
     def run(self) -> None:
-        """Execute all copies."""
         if self._sources:
             torch._foreach_copy_(self._targets, self._sources)
 
 
-class CopyingMethod(Method):
-    """Method that keeps the training copy in memory and fills separate engine parameters.
+@dataclass(frozen=True)
+class Bucket:
+    """One gather, with views that stay valid when buffers are released and reallocated."""
 
-    The engine's parameters are allocated before the weights arrive and released on the way back, as vLLM's are between
-    `wake_up(tags=["weights"])` and `sleep`. Nothing else happens on the way back.
-    """
+    gathered: Tensor
+    """Gathered parts, [ranks of the group, elements of the largest part]."""
+    own: Copies = field(default_factory=Copies)
+    """Copies of this rank's contribution into the buffer."""
+    root: int = 0
+    """Global rank that broadcasts this rank's part over the stages (per-tensor)."""
+    assembled: Copies = field(default_factory=Copies)
+    """Copies from the buffer into full tensors (per-tensor)."""
+    loaded: Copies = field(default_factory=Copies)
+    """Copies of the parts that this rank's engine needs."""
+
+
+class CopyingMethod(Method):
+    """Method that keeps the training copy in memory and fills engine parameters, which are released on the way back."""
 
     def prepare(self) -> None:
         actor = self.actor
-        self.layout = vllm_layout(actor.shape, GenerationGrid(actor.grid, self.setting.gen, Grouping.VANILLA))
+        self.layout = vllm_layout(actor.shape, GenerationGrid(actor.grid, self.pair.gen, Grouping.VANILLA))
         self.destination = engine_weights(actor, self.layout)
         self._padded = [p.name for p in self.layout.shard(actor.rank).parameters if p.has_padding]
         self.buffers = self.make_buffers()
@@ -114,11 +100,7 @@ class CopyingMethod(Method):
 
     @abstractmethod
     def make_buffers(self) -> WeightStorage:
-        """Return the method's own buffers.
-
-        They and the destination have memory during this call, so that views can be made; afterwards the buffers have it
-        only during `there`, and the destination until `back`.
-        """
+        """Return the method's own buffers, which have memory during this call, so that views can be made, and `there`."""
 
     @abstractmethod
     def move(self) -> int:
@@ -147,10 +129,16 @@ def empty_weights(actor: Actor, shapes: Mapping[str, tuple[int, ...]]) -> Weight
 
 
 def engine_weights(actor: Actor, layout: Layout) -> WeightStorage:
-    """Return empty tensors for this rank's shard of `layout`."""
+    """Return uninitialised tensors for this rank's shard of `layout`."""
     return empty_weights(actor, {p.name: p.shape for p in layout.shard(actor.rank).parameters})
 
 
+def all_gather(gathered: Tensor, group: dist.ProcessGroup) -> int:
+    """Fill `gathered`, [ranks of the group, elements], in which this rank has written its row; return received bytes."""
+    if len(gathered) > 1:
+        dist.all_gather_into_tensor(gathered.view(-1), gathered[dist.get_rank(group)], group=group)
+    return gathered[1:].nbytes
+
+
 def box_view(tensor: Tensor, box: Box) -> Tensor:
-    """Return the view of a box of a tensor."""
     return tensor[tuple(slice(start, stop) for start, stop in box)]

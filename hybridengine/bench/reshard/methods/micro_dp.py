@@ -22,10 +22,10 @@ class _PlainEngine:
         self.weights = weights
 
     def leave_generation(self) -> None:
-        """Do nothing: there is no KV cache."""
+        pass
 
     def enter_generation(self, version: int) -> None:
-        """Do nothing: there is no KV cache."""
+        pass
 
 
 class MicroDp(Method):
@@ -33,15 +33,15 @@ class MicroDp(Method):
 
     def prepare(self) -> None:
         actor = self.actor
-        self.layout = vllm_layout(actor.shape, GenerationGrid(actor.grid, self.setting.gen))
+        self.layout = vllm_layout(actor.shape, GenerationGrid(actor.grid, self.pair.gen))
         self.destination = engine_weights(actor, self.layout)
         groups = domains(actor.layout, self.layout)
         plan = compile_plan(
             actor.layout,
             self.layout,
             group_with(actor.rank, groups),
-            self.setting.bucket_elements,
-            self.setting.nodes,
+            self.bucket_elements,
+            self.spec.nodes(self.pair),
         )
         self._engine = HybridEngine(
             plan,
@@ -49,7 +49,7 @@ class MicroDp(Method):
             actor,
             _PlainEngine(self.destination),
             PointToPointTransport(actor.registry.new(groups)),
-            Verify(self.setting.verify),
+            Verify(self.verify),
         )
 
     def there(self) -> SwitchReport:

@@ -2,110 +2,84 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
 
-from torch import Tensor
+import torch.distributed as dist
 
-from hybridengine.bench.reshard.collectives import CollectiveTransport
-from hybridengine.bench.reshard.methods.method import Copies, CopyingMethod, box_view, empty_weights
-from hybridengine.reshard.boxes import Box, full_box, num_elements
+from hybridengine.bench.reshard.methods.method import (
+    Bucket,
+    CopyingMethod,
+    all_gather,
+    box_view,
+    empty_weights,
+)
+from hybridengine.reshard.boxes import Box
 from hybridengine.reshard.layout import LocalParameter
 from hybridengine.weights.storage import WeightStorage
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """Parameters of one pipeline stage, with views that stay valid when buffers are released and reallocated."""
-
-    root: int
-    """Global rank that broadcasts this tensor-parallel rank's part over the stages."""
-    gathered: Tensor
-    """Gathered parts, [tensor-parallel ranks, elements of a part]."""
-    own: Copies = field(default_factory=Copies)
-    """Copies of this rank's contribution; empty on ranks of other stages."""
-    assembled: Copies = field(default_factory=Copies)
-    """Copies from `gathered` into full tensors."""
-    loaded: Copies = field(default_factory=Copies)
-    """Copies of the slices that this rank's engine needs."""
 
 
 class PerTensor(CopyingMethod):
     """Stream of full tensors, stage by stage.
 
     Shards are broadcast over the pipeline group and all-gathered over the tensor-parallel group; full Hugging Face
-    tensors are assembled, and every rank copies its slice into the engine's parameters. This is how verl loads vLLM
-    (`per_tensor_generator`, then the engine's `load_weights`), in the same order. Unlike in verl, every collective is
-    bucketed, buffers are made once, and names, owners and views are known in advance. As with verl's defaults, the
-    training copy stays in memory and the engine drops its weights on the way back.
+    tensors are assembled, and every rank copies its slice into the engine's parameters, as verl loads vLLM. Unlike in
+    verl, every collective is bucketed, buffers are made once, and names, owners and views are known in advance.
 
     Source: verl, verl/utils/megatron_utils.py (`per_tensor_generator`, `broadcast_from_megatron_pp`).
     """
 
     def make_buffers(self) -> WeightStorage:
-        actor = self.actor
-        self._tensor = CollectiveTransport(actor.groups.tp)
-        self._pipeline = CollectiveTransport(actor.groups.pp)
+        self._stages = dist.get_process_group_ranks(self.actor.groups.pp)
         batches = self._batches()
-        widths = [sum(parameter.num_elements for parameter in batch) for _, batch in batches]
-        full_sizes = [sum(map(num_elements, self._full_boxes(batch).values())) for _, batch in batches]
-        made = empty_weights(
-            actor, {"gathered": (max(widths) * self._tensor.size,), "full": (max(full_sizes),)}
-        )
-        self._buckets = [
-            self._bucket(stage, batch, width, made)
-            for (stage, batch), width in zip(batches, widths, strict=True)
-        ]
+        largest = max(sum(parameter.num_elements for parameter in batch) for _, batch in batches)
+        size = largest * self.actor.grid.sizes.tp_size
+        made = empty_weights(self.actor, {"gathered": (size,), "full": (size,)})
+        self._buckets = [self._bucket(stage, batch, made) for stage, batch in batches]
         return made
 
     def move(self) -> int:
-        before = self._tensor.received_bytes + self._pipeline.received_bytes
+        groups, received = self.actor.groups, 0
         for bucket in self._buckets:
             bucket.own.run()
-            self._pipeline.broadcast(bucket.gathered[self._tensor.rank], bucket.root)
-            self._tensor.all_gather(bucket.gathered)
+            part = bucket.gathered[dist.get_rank(groups.tp)]
+            if len(self._stages) > 1:
+                dist.broadcast(part, bucket.root, group=groups.pp)
+            received += part.nbytes if bucket.root != self.actor.rank else 0
+            received += all_gather(bucket.gathered, groups.tp)
             bucket.assembled.run()
             bucket.loaded.run()
-        return self._tensor.received_bytes + self._pipeline.received_bytes - before
+        return received
 
     def _batches(self) -> list[tuple[int, list[LocalParameter]]]:
-        """Return (stage, parameters sent together) in model order; a tensor that two stages hold is sent once.
-
-        The parameters are those of the first tensor-parallel rank; those of the others have the same sizes and tensors.
-        """
+        """Return (stage, parameters of its first rank, sent together); a tensor that two stages hold is sent once."""
         seen: set[str] = set()
         batches: list[tuple[int, list[LocalParameter]]] = []
-        for stage, rank in enumerate(self._pipeline.ranks):
-            assert self.actor.grid.coordinate(rank).pp_rank == stage, "pipeline groups list stages in order"
-            size = self.setting.bucket_elements
+        for stage in range(len(self._stages)):
+            size = self.bucket_elements
             for parameter in self.actor.layout.shards[(stage, 0)].parameters:
                 if parameter.tensor in seen:
                     continue
                 seen.add(parameter.tensor)
-                added = parameter.num_elements * self._tensor.size
-                if not batches or batches[-1][0] != stage or size + added > self.setting.bucket_elements:
+                added = parameter.num_elements * self.actor.grid.sizes.tp_size
+                if not batches or batches[-1][0] != stage or size + added > self.bucket_elements:
                     batches.append((stage, []))
                     size = 0
                 batches[-1][1].append(parameter)
                 size += added
         return batches
 
-    def _full_boxes(self, batch: list[LocalParameter]) -> dict[str, Box]:
-        """Return the full box of each tensor of which a batch has parts."""
-        tensors = self.actor.shape.tensors
-        return {
-            piece.tensor: full_box(tensors[piece.tensor]) for parameter in batch for piece in parameter.pieces
-        }
-
-    def _bucket(self, stage: int, batch: list[LocalParameter], width: int, made: WeightStorage) -> _Bucket:
-        actor, size = self.actor, self._tensor.size
-        bucket = _Bucket(self._pipeline.ranks[stage], made["gathered"][: width * size].view(size, width))
+    def _bucket(self, stage: int, batch: list[LocalParameter], made: WeightStorage) -> Bucket:
+        actor, size = self.actor, self.actor.grid.sizes.tp_size
+        width = sum(parameter.num_elements for parameter in batch)
+        bucket = Bucket(made["gathered"][: width * size].view(size, width), root=self._stages[stage])
         full, offset = {}, 0
-        for name, box in self._full_boxes(batch).items():
-            end = offset + num_elements(box)
-            full[name] = made["full"][offset:end].view([stop for _, stop in box])
+        for name in dict.fromkeys(piece.tensor for parameter in batch for piece in parameter.pieces):
+            shape = actor.shape.tensors[name]
+            end = offset + math.prod(shape)
+            full[name] = made["full"][offset:end].view(shape)
             offset = end
         arrived: set[tuple[str, Box]] = set()
-        is_own_stage = actor.grid.coordinate(actor.rank).pp_rank == stage
+        place = actor.grid.coordinate(actor.rank)
         for tp_rank in range(size):
             by_name = actor.layout.shards[(stage, tp_rank)].by_name
             offset = 0
@@ -113,7 +87,7 @@ class PerTensor(CopyingMethod):
                 end = offset + parameter.num_elements
                 view = bucket.gathered[tp_rank, offset:end].view(parameter.shape)
                 offset = end
-                if is_own_stage and tp_rank == self._tensor.rank:
+                if (place.pp_rank, place.tp_rank) == (stage, tp_rank):
                     bucket.own.add(actor.weights[parameter.name], view)
                 for piece in parameter.pieces:
                     if (piece.tensor, piece.box) not in arrived:  # norms are on every tensor-parallel rank

