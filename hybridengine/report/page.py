@@ -11,17 +11,18 @@ from jinja2 import Environment, StrictUndefined
 
 from hybridengine.formatting import format_seconds
 from hybridengine.report import keys
+from hybridengine.report.console import held_out_results
 from hybridengine.report.figures import FIGURES, draw_figure, draw_timeline
 from hybridengine.report.run_record import CONFIG_FILE, RunRecord
 from hybridengine.report.samples import SAMPLES_FOLDER, Sample
 from hybridengine.report.step_rows import METRICS_FILE, Row
-from hybridengine.report.summary import summarise
 from hybridengine.report.timeline import TIMELINE_FILE
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MAX_EVALUATIONS = 5
 MAX_RESPONSES = 12
 """Largest number of samples per evaluation on the page."""
+ARROW = " \N{RIGHTWARDS ARROW} "
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,12 @@ def render_page(run: RunRecord) -> str:
 
 def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Return the name and value of a few key figures of the run."""
-    summary = summarise(rows)
-    facts = [("training steps", str(summary.num_steps))]
-    if before := summary.held_out_before:
-        ends = [str(one) for one in (before, summary.held_out_after) if one]
-        facts.append((before.name, " \N{RIGHTWARDS ARROW} ".join(ends)))
+    facts = [("training steps", str(sum(bool(row[keys.STEP]) for row in rows)))]
+    if results := held_out_results(rows):
+        ends = [str(results[place]) for place in sorted({0, len(results) - 1})]
+        facts.append((results[0].name, ARROW.join(ends)))
     if rewards := _known(rows, keys.REWARD_MEAN):
-        facts.append(("mean reward", f"{rewards[0]:.3g} \N{RIGHTWARDS ARROW} {rewards[-1]:.3g}"))
+        facts.append(("mean reward", f"{rewards[0]:.3g}{ARROW}{rewards[-1]:.3g}"))
     if seconds := _known(rows, keys.STEP_S):
         facts.append(("step, mean", format_seconds(sum(seconds) / len(seconds))))
     if rates := _known(rows, keys.TOKENS_PER_S):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -62,7 +61,7 @@ def read_rows(folder: str | Path) -> list[Row]:
     return rows
 
 
-def latest_rows(rows: list[Row]) -> list[Row]:
+def latest_rows(rows: Sequence[Row]) -> list[Row]:
     """Return one row per step, in order of steps; a row replaces all earlier rows of its step and later steps."""
     latest: list[Row] = []
     for row in rows:
@@ -81,8 +80,3 @@ def _is_row(value: object) -> TypeGuard[Row]:
 def is_step(value: object) -> bool:
     """Return True if `value` can be the number of an iteration."""
     return type(value) is int and 0 <= value < LARGEST
-
-
-def number(value: float | None) -> float:
-    """Return a value of a row as a float; NaN for None."""
-    return math.nan if value is None else float(value)

@@ -46,7 +46,7 @@ def _cells(markdown: str) -> list[list[str]]:
     ]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(texts=st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=1, max_size=4))
 def test_a_markdown_reader_sees_every_text_word_for_word(texts: list[tuple[str, str, str]]) -> None:
     table = markdown_table(7, [_sample(*three, score=0.5) for three in texts])
