@@ -112,10 +112,8 @@ def read_rows(path: str | Path, needs_response: bool = False) -> list[Row]:
             problems.append(f"{place}: the line has more than {MAX_LINE_BYTES} bytes; shorten it")
             continue
         try:
-            if isinstance(content, bytes):
-                found = model.model_validate_json(content)
-            else:
-                found = model.model_validate(content)
+            validate = model.model_validate_json if isinstance(content, bytes) else model.model_validate
+            found = validate(content)  # type: ignore[arg-type]
         except ValidationError as error:
             problems += [
                 f"{place}: {_problem(fault, content, model)}" for fault in error.errors(include_url=False)

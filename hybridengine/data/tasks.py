@@ -68,19 +68,12 @@ def write_arithmetic_files(folder: str | Path, task: TaskSection) -> dict[str, P
     held_out, train = problems[: task.eval_rows], problems[task.eval_rows :]
     rng = random.Random(task.seed)
     rows = {
-        TRAIN_FILE: [{"prompt": problem.prompt, "answer": problem.answer} for problem in train],
-        HELD_OUT_FILE: [{"prompt": problem.prompt, "answer": problem.answer} for problem in held_out],
-        DEMONSTRATIONS_FILE: [
-            {
-                "prompt": problem.prompt,
-                "answer": problem.answer,
-                "response": demonstrated_response(
-                    problem, is_sloppy=problem.subtracts and rng.random() < task.sloppy_fraction
-                ),
-            }
-            for problem in train
-        ],
+        name: [{"prompt": problem.prompt, "answer": problem.answer} for problem in some]
+        for name, some in ((TRAIN_FILE, train), (HELD_OUT_FILE, held_out), (DEMONSTRATIONS_FILE, train))
     }
+    for problem, row in zip(train, rows[DEMONSTRATIONS_FILE], strict=True):
+        is_sloppy = problem.subtracts and rng.random() < task.sloppy_fraction
+        row["response"] = demonstrated_response(problem, is_sloppy)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, file_rows in rows.items():

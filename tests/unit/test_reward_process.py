@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def process() -> Iterator[Callable[..., RewardProcess]]:
 @pytest.fixture(scope="module")
 def failing() -> Iterator[RewardProcess]:
     """One process that fails in many ways and survives them."""
-    with RewardProcess(f"{CASES}:does_what_responses_say") as one:
+    with closing(RewardProcess(f"{CASES}:does_what_responses_say")) as one:
         yield one
 
 
