@@ -34,8 +34,7 @@ def run_report(options: argparse.Namespace) -> int:
     """Carry out the command; return the exit status."""
     if find_spec("matplotlib") is None:
         raise ConfigError("hybridengine report needs matplotlib; install hybridengine[plots]")
-    from hybridengine.report.page import render_page
-    from hybridengine.report.run_record import read_run
+    from hybridengine.report.page import read_run, render_page
 
     run = read_run(options.folder)
     file = options.output or options.folder / REPORT_FILE

@@ -62,44 +62,40 @@ Say = Callable[[str], None]
 
 
 def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
-    """Examine every node of the connected cluster, and a world of ranks on it.
-
-    Args:
-        own: facts about this machine, which may be one of the nodes.
-    """
+    """Examine every node of the connected cluster, of which this machine may be one, and a world of ranks on it."""
     offers = cluster.node_offers()
     use_gpus = needs.uses_gpus(any(one.num_gpus for one in offers))
     findings = list[Finding]()
-    with Posts(offers) as posts:
-        here = ray.get_runtime_context().get_node_id()
-        own = replace(own, node=next((one.address for one in offers if one.node_id == here), own.node))
-        elsewhere = [one.address for one in offers if one.address != own.node]
-        if elsewhere:
-            say(f"asking {len(elsewhere)} other node(s); they import torch, Megatron-core and vLLM")
-        answers = posts.ask_all(node_facts, of=elsewhere, limit_s=IMPORT_LIMIT_S + START_LIMIT_S)
-        facts = [own, *(replace(one, node=node) for node, one in answers.items())]
-        ranks, misfits = ranks_on_nodes(needs.pools, offers, use_gpus)
-        rooms = {offer.address: offer.num_ranks(1, use_gpus) for offer in offers}
-        computing = [node for node, room in rooms.items() if (ranks[node] if needs.pools else room)]
-        findings += [failure(Subject.DEVICES, text) for text in misfits]
-        findings += judge_versions([one for one in facts if one.node in (own.node, *computing)])
-        # Only nodes that compute count: the controller may run elsewhere, and a head node may have no GPUs.
-        nodes = [one for one in facts if one.node in computing]
-        findings += judge_devices(nodes, needs)
-        findings += judge_memory(nodes, {n: count * needs.rank_bytes(use_gpus) for n, count in ranks.items()})
-        say(f"writing to {needs.folder} from every node")
-        findings += _folder_findings(posts, needs)
-        read = posts.ask_all(unreadable, list(needs.reads.values()), of=computing)
-        findings += judge_reads(needs.reads, read)
-        say("comparing clocks")
-        findings += judge_clocks(clock_offsets(posts))
-        if len(posts.nodes) > 1:
-            say("connecting nodes with each other")
-            limit_s = ASK_LIMIT_S + CONNECT_LIMIT_S * len(posts.nodes)
-            findings += judge_ports(posts.ask_all(unreachable, posts.ask_all(open_port), limit_s=limit_s))
-        context = ray.init(ignore_reinit_error=True, logging_level=logging.ERROR)
-        findings += judge_dashboard(getattr(context, "dashboard_url", None))
-        findings += posts.failures
+    posts = Posts(offers)
+    here = ray.get_runtime_context().get_node_id()
+    own = replace(own, node=next((one.address for one in offers if one.node_id == here), own.node))
+    elsewhere = [one.address for one in offers if one.address != own.node]
+    if elsewhere:
+        say(f"asking {len(elsewhere)} other node(s); they import torch, Megatron-core and vLLM")
+    answers = posts.ask_all(node_facts, of=elsewhere, limit_s=IMPORT_LIMIT_S + START_LIMIT_S)
+    facts = [own, *(replace(one, node=node) for node, one in answers.items())]
+    ranks, misfits = ranks_on_nodes(needs.pools, offers, use_gpus)
+    rooms = {offer.address: offer.num_ranks(1, use_gpus) for offer in offers}
+    computing = [node for node, room in rooms.items() if (ranks[node] if needs.pools else room)]
+    findings += [failure(Subject.DEVICES, text) for text in misfits]
+    findings += judge_versions([one for one in facts if one.node in (own.node, *computing)])
+    # Only nodes that compute count: the controller may run elsewhere, and a head node may have no GPUs.
+    nodes = [one for one in facts if one.node in computing]
+    findings += judge_devices(nodes, needs)
+    findings += judge_memory(nodes, {n: count * needs.rank_bytes(use_gpus) for n, count in ranks.items()})
+    say(f"writing to {needs.folder} from every node")
+    findings += _folder_findings(posts, needs)
+    read = posts.ask_all(unreadable, list(needs.reads.values()), of=computing)
+    findings += judge_reads(needs.reads, read)
+    say("comparing clocks")
+    findings += judge_clocks(clock_offsets(posts))
+    if len(posts.nodes) > 1:
+        say("connecting nodes with each other")
+        limit_s = ASK_LIMIT_S + CONNECT_LIMIT_S * len(posts.nodes)
+        findings += judge_ports(posts.ask_all(unreachable, posts.ask_all(open_port), limit_s=limit_s))
+    context = ray.init(ignore_reinit_error=True, logging_level=logging.ERROR)
+    findings += judge_dashboard(getattr(context, "dashboard_url", None))
+    findings += posts.failures
     if not misfits:
         num_ranks = (1,) * len(computing) if len(computing) > 1 else (min(2, max(rooms.values())),)
         findings.append(_world_finding(needs, needs.pools[0] if needs.pools else num_ranks, use_gpus, say))
@@ -129,25 +125,17 @@ def ranks_on_nodes(
 
 
 class Posts:
-    """Actors (`NodePost`) on every node of the cluster; a context manager that ends them."""
+    """Actors (`NodePost`) on every node of the cluster, which end with this object."""
 
     def __init__(self, offers: Sequence[cluster.NodeOffer]) -> None:
-        self._offers = offers
+        post_class = ray.remote(NodePost)
         self._posts = dict[str, Any]()
         self.failures: list[Finding] = []
         """Findings for nodes that did not answer."""
-
-    def __enter__(self) -> Posts:
-        post_class = ray.remote(NodePost)
-        for offer in self._offers:
+        for offer in offers:
             where = NodeAffinitySchedulingStrategy(offer.node_id, soft=False)
             options = post_class.options(num_cpus=0, scheduling_strategy=where)
             self._posts[offer.address] = options.remote()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for post in self._posts.values():
-            ray.kill(post)
 
     @property
     def nodes(self) -> list[str]:
@@ -161,18 +149,11 @@ class Posts:
         of: Sequence[str] | None = None,
         limit_s: float = ASK_LIMIT_S,
     ) -> dict[str, Any]:
-        """Call a function on nodes and return the result of each; a node that does not answer is not asked again.
-
-        Args:
-            of: the nodes; all by default.
-        """
-        asked = {
-            node: post.call.remote(function, *arguments)
-            for node, post in self._posts.items()
-            if of is None or node in of
-        }
-        if not asked:
+        """Call a function on nodes (default: all); return the results. A node without an answer is not asked again."""
+        nodes = [node for node in self._posts if of is None or node in of]
+        if not nodes:
             return {}
+        asked = {node: self._posts[node].call.remote(function, *arguments) for node in nodes}
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s)
         answers = {}
         for node, reference in asked.items():

@@ -35,7 +35,6 @@ class RunNeeds:
     """Requirements of a run; without a configuration, its folder alone."""
 
     folder: str
-    """Folder of all runs."""
     device: str = "auto"
     """Device in the configuration: auto, cpu or cuda."""
     pools: tuple[tuple[int, ...], ...] = ()
@@ -48,7 +47,6 @@ class RunNeeds:
     """Disk space of all kept checkpoints and the one being written."""
     checkpoint_bytes: int = 0
     start_limit_s: float = 600.0
-    """Time limit for starting the ranks."""
     reads: Mapping[str, str] = field(default_factory=dict)
     """Files and folders that ranks read on every node, by key of the configuration."""
 
@@ -90,8 +88,7 @@ def _differing(facts: Sequence[NodeFacts], value: Callable[[NodeFacts], str]) ->
 def judge_versions(facts: Sequence[NodeFacts], required: Sequence[str] = ()) -> Iterator[Finding]:
     """Check that packages are installed, recent enough, importable and, like Python, the same on all nodes.
 
-    Args:
-        required: requirements (PEP 508); by default those in this project's metadata, including extras.
+    `required` are requirements (PEP 508), by default those in this project's metadata, including extras.
     """
     required = required or metadata.requires("hybridengine") or []
     faults = [fault for one in facts for fault in _node_versions(one, required)]
@@ -191,11 +188,7 @@ def _cpu_findings(one: NodeFacts) -> Iterator[Finding]:
 
 
 def judge_memory(facts: Sequence[NodeFacts], taken_bytes: Mapping[str, int]) -> Iterator[Finding]:
-    """Check host memory and shared memory.
-
-    Args:
-        taken_bytes: host memory that the run takes on each node; 0 if absent.
-    """
+    """Check shared memory, and host memory against what the run takes on each node."""
     for one in facts:
         needed = taken_bytes.get(one.node, 0)
         text = f"{format_bytes(one.available_bytes)} of {format_bytes(one.total_bytes)} available"
@@ -217,12 +210,7 @@ def judge_memory(facts: Sequence[NodeFacts], taken_bytes: Mapping[str, int]) -> 
 
 
 def judge_reads(reads: Mapping[str, str], unreadable: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """Check the files and folders that a run reads.
-
-    Args:
-        reads: path of each key of the configuration.
-        unreadable: reason for each path that a node cannot read, by node.
-    """
+    """Check the paths that a run reads, by key; `unreadable` has each node's reason for each path that it cannot read."""
     remedy = "mount its file system there under the same path, or copy it there"
     faults = [
         problem(Subject.FILES, f"{key}={path} cannot be read ({reasons[path]})", remedy, node)
@@ -244,7 +232,6 @@ def judge_folder(
     """Check the folder of runs, as every node sees it.
 
     Args:
-        seen: facts about the folder from each node.
         apart: nodes that do not see the controller's file in it.
         without_locks: nodes that do not see the controller's lock of that file.
     """
@@ -282,11 +269,7 @@ def judge_folder(
 
 
 def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
-    """Compare the clocks with the controller's.
-
-    Args:
-        offsets: seconds by which each node is ahead, and the error bound.
-    """
+    """Compare the clocks with the controller's, given the seconds by which each node is ahead and the error bound."""
     remedy = "synchronise the clocks of all nodes with chrony or ntpd"
     certain = {node: abs(offset) - doubt for node, (offset, doubt) in offsets.items()}
     for node, (offset, _) in offsets.items():
@@ -301,11 +284,7 @@ def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding
 
 
 def judge_ports(unreachable: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """Check that every node can connect to an ephemeral port of every other node.
-
-    Args:
-        unreachable: reason for each node that a node cannot connect to, by node.
-    """
+    """Check that every node reaches every other one; `unreachable` has each node's reason for each that it does not."""
     remedy = (
         "open the ports that the system chooses (net.ipv4.ip_local_port_range) between the nodes, and have names"
         " resolve to addresses that the others reach"
@@ -319,11 +298,7 @@ def judge_ports(unreachable: Mapping[str, Mapping[str, str]]) -> Iterator[Findin
 
 
 def judge_dashboard(address: str | None) -> Iterator[Finding]:
-    """Check that other machines cannot reach Ray's dashboard, which runs any code that it receives.
-
-    Args:
-        address: host:port; None without a dashboard.
-    """
+    """Check that other machines cannot reach Ray's dashboard (host:port), which runs any code that it receives."""
     host = (address or "").rpartition(":")[0].strip("[]")
     if host and host not in ("127.0.0.1", "localhost", "::1"):
         remedy = (

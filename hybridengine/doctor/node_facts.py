@@ -61,8 +61,6 @@ print("\\n" + json.dumps(found))
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of a node."""
-
     name: str
     free_bytes: int
     total_bytes: int
@@ -76,23 +74,19 @@ class NodeFacts:
     packages: Mapping[str, str]
     """Versions of installed distributions, by normalised name."""
     import_errors: Mapping[str, str] = field(default_factory=dict)
-    """Errors of installed modules that cannot be imported."""
     gpus: Sequence[Gpu] = ()
     has_gpu_device: bool = False
     """True if the system has an NVIDIA GPU, even if torch does not see it."""
     gpu_error: str = ""
-    """Error of a GPU that does not respond; empty otherwise."""
     cuda: str | None = None
     """CUDA version that torch was built for; None for a CPU build."""
     nccl: str | None = None
     node: str = THIS_MACHINE
-    """Address in the cluster."""
     num_cpus: int = 0
     available_bytes: int = 0
-    """Memory that is available without swapping."""
     total_bytes: int = 0
     shared_memory_bytes: int | None = None
-    """Free space in /dev/shm; None if it does not exist."""
+    """Free space in /dev/shm; None without it."""
 
 
 def node_facts() -> NodeFacts:
@@ -120,9 +114,9 @@ def installed_packages() -> dict[str, str]:
 
 
 def ask_libraries(modules: Sequence[str]) -> dict[str, Any]:
-    """Return fields of `NodeFacts` from a process that imports libraries; if it dies or hangs, that is the error.
+    """Return fields of `NodeFacts` from a process that imports libraries, skipping those that are not installed.
 
-    Modules that are not installed are skipped.
+    If the process dies or hangs, that is the error of all.
     """
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
@@ -149,7 +143,7 @@ class FolderFacts:
     """Facts about a folder, as a node sees it."""
 
     error: str = ""
-    """Error of writing to the folder; empty if it succeeded."""
+    """Error of writing to the folder."""
     free_bytes: int = 0
     write_s: float = 0.0
     """Seconds to write `TRIAL_BYTES` to disk."""
@@ -253,8 +247,7 @@ def unreachable(ports: Mapping[str, int]) -> dict[str, str]:
 
 
 class NodePost:
-    """Ray actor that carries out an examination's calls on a node."""
+    """Ray actor that calls functions of this project or the standard library on a node."""
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of this project or the standard library on the node and return its result."""
         return function(*arguments)

@@ -8,7 +8,6 @@ samples.py      responses of an evaluation as lines of JSON and as tables
 console.py      rows as text: a line per step, a table at the end
 live.py         progress of a run and of every role, at the bottom of the terminal
 timeline.py     spans of every rank's calls
-run_record.py   contents of a run's folder, with notes on missing or damaged files
 figures.py      table of the figures, and functions that draw them
-page.py         facts, figures, samples and configuration as HTML: `hybridengine report runs/NAME`
+page.py         contents of a run's folder, and its report as HTML: `hybridengine report runs/NAME`
 """

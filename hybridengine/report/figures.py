@@ -79,7 +79,6 @@ class Figure:
     """True if the metrics are stacked in one bar per step; otherwise each is a curve."""
 
     def has(self, key: str) -> bool:
-        """Return True if the figure shows the metric."""
         return key != keys.STEP_S and any(fnmatchcase(key, pattern) for pattern in self.patterns)
 
 
@@ -107,12 +106,10 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Drawing:
-    """Image of a figure."""
+    """Image of a figure as a data URL, its contents in words, and a note on what it lacks."""
 
     image: str
-    """Image as a data URL."""
     description: str
-    """Contents of the image in words."""
     note: str = ""
     is_wide: bool = False
     """True if the image spans the width of the page."""
@@ -168,7 +165,8 @@ def _draw_stack(figure: Figure, axes: Axes, names: Iterable[str], rows: Sequence
     """Draw one bar per step, of which each part is an outline over all steps. Return a description."""
     parts = {name: np.array([row.get(name) or 0.0 for row in rows], dtype=float) for name in names}
     parts = largest({_part_name(name): values for name, values in parts.items() if values.any()})
-    edges = np.array([*(row[keys.STEP] for row in rows), (rows[-1][keys.STEP] or 0) + 1] if rows else [])
+    steps = [float(row[keys.STEP] or 0) for row in rows]
+    edges = np.array([*steps, *(step + 1 for step in steps[-1:])])
     bottom = np.zeros(len(rows))
     for name, colour in phase_colours(parts).items():
         top = bottom + parts[name]

@@ -8,8 +8,7 @@ REWARD_MEAN = "reward/mean"
 KL_MEAN = "kl/mean"
 """Mean over response tokens of the KL estimate between actor and reference."""
 EXACT_MATCH = "eval/exact_match"
-"""Share of held-out problems answered correctly, 0 to 1; only in rows of evaluated steps, if a function alone gives the
-reward."""
+"""Share of held-out problems answered correctly, 0 to 1; only in rows of evaluated steps if functions give the reward."""
 SCORE_MEAN = "eval/score_mean"
 """Mean score of the held-out responses; only in rows of evaluated steps."""
 

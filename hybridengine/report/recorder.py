@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 
 class MetricsRecorder:
-    """Appends rows to FOLDER/metrics.jsonl and FOLDER/tensorboard; a context manager.
+    """Appends rows to FOLDER/metrics.jsonl and FOLDER/tensorboard.
 
     Guarantees:
         Every row is passed to the operating system before `record` returns: a killed process loses none.
@@ -49,8 +49,7 @@ class MetricsRecorder:
 
         Args:
             step: number of the step; 0 is the state before training.
-            metrics: Python numbers, NumPy scalars or 0-dim tensors by metric. Integers of Python and
-                NumPy (bytes) stay integers.
+            metrics: numbers, NumPy scalars or 0-dim tensors by metric; integers of Python and NumPy stay integers.
 
         Raises:
             DataError: a value is not a number, or `step` is among the metrics.
@@ -77,12 +76,6 @@ class MetricsRecorder:
             self._file.close()
         with writing(self.folder / TENSORBOARD_FOLDER):
             self._tensorboard.close()
-
-    def __enter__(self) -> MetricsRecorder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _finite_number(key: str, value: Any, step: int) -> float | int | None:

@@ -37,11 +37,7 @@ class Sample:
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[Sample]) -> None:
-    """Append the samples to FOLDER/evaluation.jsonl, and write them as a table to FOLDER/evaluation-STEP.md.
-
-    Raises:
-        OutputError: the files cannot be written.
-    """
+    """Append the samples to FOLDER/evaluation.jsonl, and write FOLDER/evaluation-STEP.md; may raise OutputError."""
     with writing(folder):
         folder.mkdir(exist_ok=True)
         with (folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
@@ -50,11 +46,7 @@ def write_samples(folder: Path, step: int, samples: Sequence[Sample]) -> None:
 
 
 def read_samples(file: Path) -> tuple[list[Sample], int]:
-    """Return the samples of a file, and the number of damaged lines; an unfinished last line is ignored.
-
-    Raises:
-        UnreadableError: `file` is not a regular file.
-    """
+    """Return the samples of a regular file, and the number of damaged lines; an unfinished last line is ignored."""
     values = [value for line, value in json_lines(file) if line.strip()]
     samples = [
         Sample(

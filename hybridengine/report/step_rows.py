@@ -11,6 +11,8 @@ from hybridengine.reading import check_regular, parse_json
 from hybridengine.report.keys import STEP
 
 METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
+"""Configuration of a run, in the same folder."""
 LARGEST = 2**127
 """Upper bound of the values of metrics."""
 
@@ -39,10 +41,8 @@ def json_lines(path: Path) -> Iterator[tuple[bytes, object]]:
 def read_rows(folder: str | Path) -> list[Row]:
     """Return all rows of FOLDER/metrics.jsonl in the order written; none if the file does not exist.
 
-    The unfinished last line of a killed or running process is skipped.
-
     Raises:
-        DataError: it is not a regular file, or another line (named in the message) is not a row.
+        DataError: it is not a regular file, or a line other than an unfinished last one is not a row.
     """
     path = Path(folder) / METRICS_FILE
     rows: list[Row] = []

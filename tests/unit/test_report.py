@@ -17,7 +17,7 @@ from hybridengine.cli.main import main
 from hybridengine.errors import DataError
 from hybridengine.report import page as page_module
 from hybridengine.report.figures import FIGURES
-from hybridengine.report.run_record import read_run
+from hybridengine.report.page import read_run
 from tests.unit.report_runs import CONFIG, write_run
 
 LACKING = "Rows and steps left out, failures, Memory of the rank with the most"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_names_and_texts_are_shown_and_never_run(browser: Browser, tmp_path: Pat
     write_run(folder, num_steps=3, extra=extra)
     (folder / "config.yaml").write_text(HOSTILE)
     (folder / "timeline.json").unlink()
-    with TimelineWriter(folder / "timeline.json") as writer:
+    with closing(TimelineWriter(folder / "timeline.json")) as writer:
         own = {"pool": name, "node": name, "role": name, "phase": name, "name": name}
         writer.write(
             [Span(rank=rank, start_s=10, end_s=12, step=1, **own) for rank in range(2)],
@@ -112,7 +113,7 @@ def test_a_long_run_of_many_ranks_stays_small(browser: Browser, tmp_path: Path) 
     run = write_run(
         tmp_path / "long", 200, 1, 1, {f"other/metric_{number}_loss": number / 7 for number in range(45)}
     )
-    with TimelineWriter(run / "timeline.json") as writer:
+    with closing(TimelineWriter(run / "timeline.json")) as writer:
         for rank in range(66):
             starts = [1.8e9 + call for call in range(64)]
             phase, node = f"phase {rank % 11}", "node-0"

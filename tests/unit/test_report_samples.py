@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from rich.cells import cell_len
 from rich.console import Console
 
-from hybridengine.report.run_record import read_run
+from hybridengine.report.page import read_run
 from hybridengine.report.samples import (
     MAX_CHARACTERS,
     Sample,
