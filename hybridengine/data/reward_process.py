@@ -37,7 +37,6 @@ STACKS_S = 1.0
 ENDING_S = 5.0
 """Time limit for a process to end after closing its connection."""
 END_TIMEOUT_S = 10.0
-"""Time limit for the guard to end the function."""
 REPLY_BYTES = 2**20
 """Longest reply apart from scores; the function's process shortens its texts to less."""
 SCORE_BYTES = 32

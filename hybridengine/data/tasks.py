@@ -28,15 +28,13 @@ DRAWS_PER_PROBLEM = 50
 
 @dataclass(frozen=True)
 class Problem:
-    """A sum and its result."""
+    """A sum, "3 + 8 - 5" with single spaces, and its result."""
 
     expression: str
-    """ "3 + 8 - 5": numbers and operators between single spaces."""
     answer: str
 
     @property
     def prompt(self) -> str:
-        """User message."""
         return f"{self.expression} ="
 
     @property
@@ -51,7 +49,6 @@ class Problem:
 
     @property
     def subtracts(self) -> bool:
-        """True if a term is subtracted."""
         return "-" in self.expression.split()
 
 
@@ -103,7 +100,7 @@ def length_cost(
 def arithmetic_reward(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
     """Return 1.0 for each response whose final answer reasoning-gym scores as fully correct ("+06" for "6"), else 0.0.
 
-    Partial credit for texts that contain the answer is not used, because policies learn to exploit it.
+    There is no partial credit for texts that contain the answer, because policies learn to exploit it.
     """
     scorer = _chain_sum(size=1)
     return [
@@ -136,7 +133,6 @@ def _distinct_problems(task: TaskSection) -> list[Problem]:
 
 
 def _chain_sum(**settings: int):
-    """Return reasoning-gym's procedural dataset `chain_sum`."""
     try:
         import reasoning_gym
     except ModuleNotFoundError:

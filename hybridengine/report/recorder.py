@@ -30,10 +30,8 @@ class MetricsRecorder:
 
     Guarantees:
         Every row is passed to the operating system before `record` returns: a killed process loses none.
-        Opening a folder that has rows appends to them. A step that is recorded again (by a run that resumed from an
-        older checkpoint) gets a second row; `latest_rows` keeps the later one, and drops the rows between them.
-        A value that is not finite is written as null, because JSON has no NaN, omitted from TensorBoard, and
-        logged as a warning: a bad diagnostic must neither end a run nor go unnoticed.
+        A step that is recorded again, by a resumed run, gets a second row (see `latest_rows`).
+        A value that is not finite is null in the row, absent from TensorBoard, and logged as a warning.
     """
 
     def __init__(self, folder: str | Path) -> None:

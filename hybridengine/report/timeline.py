@@ -20,10 +20,8 @@ from hybridengine.writing import writing
 
 TIMELINE_FILE = "timeline.json"
 FIRST_PID = 1_000_000_001
-"""Process number of the first node; above all thread numbers, since viewers treat a thread with its process's number
-specially."""
+"""Process number of the first node, above all thread numbers: viewers treat equal numbers specially."""
 Event = dict[str, Any]
-"""Fields of one event, as written to JSON."""
 Place = tuple[str, str, int]
 """Node, pool and rank."""
 
@@ -62,13 +60,11 @@ class Reading:
     rank: int
     node: str
     time_s: float
-    """Time in seconds since the epoch, by the clock of the rank's node."""
     value: float
     pool: str = ""
 
     @property
     def row(self) -> str:
-        """Name of the rank's row."""
         return f"{self.pool} rank {self.rank}".lstrip()
 
 
@@ -109,8 +105,7 @@ class TimelineWriter:
 
     Guarantees:
         The file is complete JSON after every `write`, which passes its events to the operating system: a process that is
-        killed later loses none. An unfinished event, left by a kill during a write, is removed when the file is
-        opened again.
+        killed later loses none. What a kill during a write leaves is removed when the file is opened again.
         A span that ends before it starts, because a clock was set back, becomes a bar of zero width.
     """
 

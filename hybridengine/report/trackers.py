@@ -30,7 +30,6 @@ from hybridengine.report.keys import STEP
 from hybridengine.report.step_rows import Row
 
 PROJECT = "hybridengine"
-"""Default project of wandb and experiment of MLflow."""
 LOGIN_TIMEOUT_S = 60.0
 """Time limit for entering wandb's API key."""
 FINISH_TIMEOUT_S = 50.0
@@ -52,7 +51,6 @@ class TrackedRun:
     name: str
     folder: Path
     config: Mapping[str, Any]
-    """Configuration as written to config.yaml."""
 
 
 class Tracker(Protocol):
