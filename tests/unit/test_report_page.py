@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from hybridengine.cli.main import main
+from hybridengine.report import page as page_module
 from hybridengine.report.figures import FIGURES
 from hybridengine.report.timeline import Reading, Span, TimelineWriter
 from tests.unit import browser as browsers
@@ -67,7 +68,9 @@ def test_an_image_says_what_it_shows(browser: Browser, page: Path) -> None:
     )
 
 
-def test_names_and_texts_are_shown_and_never_run(browser: Browser, tmp_path: Path) -> None:
+def test_names_and_texts_are_shown_and_never_run(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tags, quotes and formulas in names of metrics, ranks, nodes, phases, in samples, configuration and folder."""
     name = f"x{HOSTILE}"
     folder = tmp_path / HOSTILE.replace("/", "|")
@@ -77,6 +80,9 @@ def test_names_and_texts_are_shown_and_never_run(browser: Browser, tmp_path: Pat
         f"transfer/{name}->{name}_bytes": 2**30,
         f"memory/{name}": 5.0,
     }
+    figures = [figure for figure in FIGURES if any(map(figure.has, extra))]
+    assert len(figures) == len(extra)
+    monkeypatch.setattr(page_module, "FIGURES", figures)
     write_run(folder, num_steps=3, extra=extra)
     (folder / "config.yaml").write_text(HOSTILE)
     (folder / "timeline.json").unlink()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import subprocess
-import sys
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -53,16 +52,15 @@ def test_rows_arrive_in_both_files(tmp_path: Path) -> None:
 
 def test_rows_are_on_disk_before_the_recorder_is_closed(tmp_path: Path) -> None:
     """A process that dies without cleanup loses no row."""
-    script = (
-        "import os, sys\n"
-        "from hybridengine.report.recorder import MetricsRecorder\n"
-        "recorder = MetricsRecorder(sys.argv[1])\n"
-        "recorder.record(1, {'reward/mean': 0.5})\n"
-        "recorder.record(2, {'reward/mean': 0.75})\n"
-        "os._exit(9)\n"
-    )
-    died = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120)
-    assert died.returncode == 9
+    child = os.fork()
+    if child == 0:
+        try:
+            recorder = MetricsRecorder(tmp_path)
+            recorder.record(1, {"reward/mean": 0.5})
+            recorder.record(2, {"reward/mean": 0.75})
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert read_rows(tmp_path) == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}]
     assert _tensorboard_scalars(tmp_path) == {"reward/mean": [(1, 0.5), (2, 0.75)]}
 

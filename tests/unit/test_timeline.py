@@ -101,7 +101,7 @@ WIDTHS = st.tuples(st.integers(0, 3), st.integers(1, 12), st.integers(0, 12), st
 """Times of a call: the pause before it, its length, the part that fetches rows; and its rank."""
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     writes=st.lists(st.lists(WIDTHS, max_size=12), max_size=4),
     unit_s=st.sampled_from([1.0, 0.1, 1e-6, 3e-7]),
