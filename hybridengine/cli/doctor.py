@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,8 +16,7 @@ from hybridengine.cli.options import add_json_option
 from hybridengine.cli.outputs import check_outputs, emit, progress_printer
 from hybridengine.config import RunConfig, load_config
 from hybridengine.doctor.findings import THIS_MACHINE, Finding, Level, Subject, failure, merged
-from hybridengine.doctor.judging import RunNeeds
-from hybridengine.doctor.machine import Say, examine_machine
+from hybridengine.doctor.judging import RunNeeds, examine_machine
 from hybridengine.doctor.node_facts import node_facts
 from hybridengine.errors import HybridEngineError
 from hybridengine.planning.costs.memory import checkpoint_bytes
@@ -93,7 +92,7 @@ def _needs(config: RunConfig | None, folder: str | None) -> RunNeeds:
     )
 
 
-def _start_ray(config: RunConfig | None, needs: RunNeeds, say: Say) -> None:
+def _start_ray(config: RunConfig | None, needs: RunNeeds, say: Callable[[str], None]) -> None:
     from hybridengine.controller.cluster import start_ray
 
     if config is not None and config.cluster.address is not None:

@@ -30,8 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if find_spec("matplotlib") is None:
         raise ConfigError("hybridengine report needs matplotlib; install hybridengine[plots]")
-    from hybridengine.report.page import render_page
-    from hybridengine.report.run_record import read_run
+    from hybridengine.report.page import read_run, render_page
 
     run = read_run(options.folder)
     file = options.output or options.folder / REPORT_FILE

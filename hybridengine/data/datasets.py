@@ -53,7 +53,7 @@ class PromptDataset:
         """Read and tokenise the rows of `path` (JSONL or parquet, keys prompt and answer).
 
         Raises:
-            DataError: an unusable file, malformed rows, or prompts longer than `max_prompt_tokens` (lists all of them).
+            DataError: an unusable file, malformed rows, or prompts that are too long (lists all of them).
         """
         rows = read_rows(path)
         self.max_prompt_tokens = max_prompt_tokens
@@ -63,7 +63,6 @@ class PromptDataset:
         self._pad_id = token_id(tokenizer, "pad")
 
     def __len__(self) -> int:
-        """Return the number of prompts."""
         return len(self.tokens)
 
     def rows(self, row_ids: Sequence[int]) -> TensorDict:
@@ -111,7 +110,6 @@ class DemonstrationDataset:
         self._pad_id = token_id(tokenizer, "pad")
 
     def __len__(self) -> int:
-        """Return the number of demonstrations."""
         return len(self.prompts)
 
     def batch(self, step: int, batch_size: int) -> TensorDict:
@@ -137,9 +135,7 @@ class DemonstrationDataset:
 def _prompt_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return each row's prompt formatted by the chat template, with the start of the assistant's turn.
 
-    Raises:
-        DataError: the template fails. Templates are programs by the tokenizer's author, which jinja's sandbox isolates
-            from this machine.
+    Templates are programs by the tokenizer's author, which jinja's sandbox isolates from this machine.
     """
     texts, problems = list[str](), list[str]()
     for row in rows:
@@ -166,11 +162,7 @@ def _tokenized(
     max_tokens: int,
     end: Sequence[int] = (),
 ) -> list[list[int]]:
-    """Return the tokens of each row's text under `key`, followed by `end`.
-
-    Raises:
-        DataError: texts are too long, or have characters that the tokenizer replaces by its unknown token.
-    """
+    """Return the tokens of each row's text under `key`, followed by `end`; raise DataError for long or unknown texts."""
     limit = f"max_{key}_tokens={max_tokens}"
     remedy = f"raise the limit or shorten the {key}"
     most = max_tokens * MAX_CHARACTERS_PER_TOKEN
@@ -202,11 +194,6 @@ def _tokenized(
 
 
 def _right_padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> torch.Tensor:
-    """Return token rows as one padded tensor.
-
-    Shapes: the result is [len(rows), width] int64.
-    """
-    padded = torch.full((len(rows), width), pad_id, dtype=torch.int64)
-    for number, tokens in enumerate(rows):
-        padded[number, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-    return padded
+    """Return token rows as one padded tensor [len(rows), width]."""
+    padded = [[*tokens, *[pad_id] * (width - len(tokens))] for tokens in rows]
+    return torch.tensor(padded, dtype=torch.int64).reshape(len(rows), width)

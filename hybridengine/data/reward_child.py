@@ -54,11 +54,7 @@ class WrongScores(Exception):
 
 
 def main(channel: int) -> None:
-    """Run as a guard with a function as its child; never returns.
-
-    Args:
-        channel: socket for requests and replies.
-    """
+    """Run as a guard with a function, which answers requests on `channel`, as its child; never returns."""
     os.set_inheritable(channel, False)
     folder = os.getcwd()
     # If the parent ignores it, this process does too, and the function's exit code would be lost.
@@ -158,13 +154,12 @@ def load_reward_function(path: str, key: str = "reward.function") -> Callable[..
 
 
 def wanted_columns(function: Callable[..., Any], offered: Sequence[str], name: str) -> list[str]:
-    """Return the offered columns that `function(responses, answers, **columns)` takes.
+    """Return the offered columns that are parameters of `function(responses, answers, **columns)`.
 
-    Columns are matched by parameter names; a function with **columns takes all. A function whose signature Python cannot
-    inspect takes none.
+    A function with **columns takes all, and one whose signature Python cannot inspect takes none.
 
     Raises:
-        DataError: the function cannot be called with these columns; `name` names it in the message.
+        DataError: the function, `name` in the message, cannot be called with these columns.
     """
     try:
         signature = inspect.signature(function)
@@ -191,10 +186,7 @@ def wanted_columns(function: Callable[..., Any], offered: Sequence[str], name: s
 
 
 def call_function(function: Callable[..., Any], columns: Columns, extra: Iterable[str]) -> tuple:
-    """Call a function; return ("scores", one float per row), or a `Reply` with the failure and its row, if known.
-
-    Columns are responses, answers and the extra ones. The result may be an iterable of numbers, or a coroutine of one.
-    """
+    """Call a function, which may be a coroutine; return ("scores", one float per row), or a `Reply` with its failure."""
     scores: list[float] = []
     row_is_known = False
     try:
@@ -243,10 +235,8 @@ def _load(
 
 def _iterator(result: Any) -> Iterable[Any]:
     if isinstance(result, str | bytes | Mapping | Set) or not hasattr(type(result), "__iter__"):
-        kind = type(result).__name__
-        raise WrongScores(
-            f"returned {shown(result)}, a {kind}; return a list with one number for each response"
-        )
+        text = f"returned {shown(result)}, a {type(result).__name__}"
+        raise WrongScores(f"{text}; return a list with one number for each response")
     return iter(result)
 
 
@@ -254,8 +244,8 @@ def _number(value: Any) -> float:
     with contextlib.suppress(Exception):  # arrays and tensors of several numbers, oversized integers
         if hasattr(type(value), "__float__") and abs(number := float(value)) <= LARGEST_SCORE:
             return number
-    kind = type(value).__name__
-    raise WrongScores(f"returned {shown(value)}, a {kind}; return a finite number that a float32 can hold")
+    text = f"returned {shown(value)}, a {type(value).__name__}"
+    raise WrongScores(f"{text}; return a finite number that a float32 can hold")
 
 
 def _raised(error: BaseException, row: int | None) -> Reply:
@@ -266,7 +256,7 @@ def _raised(error: BaseException, row: int | None) -> Reply:
 
 
 def _trace(error: BaseException | None, even_without_frames: bool = True) -> str:
-    """Return the traceback starting at the function or its module, without the frames before."""
+    """Return the traceback from the function or its module on; a SyntaxError has no frames, and names its line."""
     frames = error.__traceback__ if error else None
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(LEADING_FILES):
         frames = frames.tb_next
@@ -276,10 +266,7 @@ def _trace(error: BaseException | None, even_without_frames: bool = True) -> str
 
 
 def _row_at_hand(error: BaseException, columns: Columns) -> int | None:
-    """Return the row whose text is in a variable of the innermost frame that has any row's text.
-
-    Returns None if there is no such frame, or it has several rows. Since Python 3.12, comprehensions have no frame.
-    """
+    """Return the row whose text is in a variable of the innermost frame that has any row's text; None for several."""
     rows: dict[int, set[int]] = {}
     for column in columns.values():
         for row, value in enumerate(column):
@@ -287,15 +274,13 @@ def _row_at_hand(error: BaseException, columns: Columns) -> int | None:
                 rows.setdefault(id(value), set()).add(row)
     frames: list[FrameType] = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames[1:]):
-        found = [rows[id(value)] for value in frame.f_locals.values() if id(value) in rows]
-        if found:
+        if found := [rows[id(value)] for value in frame.f_locals.values() if id(value) in rows]:
             common = set.intersection(*found)
             return common.pop() if len(common) == 1 else None
     return None
 
 
 def shown(value: Any) -> str:
-    """Return a value as short text on one line."""
     return _shortened(reprlib.repr(value).replace("\n", " "), 80)
 
 

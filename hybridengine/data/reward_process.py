@@ -37,11 +37,12 @@ STACKS_S = 1.0
 ENDING_S = 5.0
 """Time limit for a process to end after closing its connection."""
 END_TIMEOUT_S = 10.0
-"""Time limit for the guard to end the function."""
 REPLY_BYTES = 2**20
 """Longest reply apart from scores; the function's process shortens its texts to less."""
 SCORE_BYTES = 32
 """Additional bytes of a reply per row: one number as JSON."""
+ENDED, LATE = "ended", "late"
+"""Kinds of what stands for a reply if none arrived, because the process ended or the time limit passed."""
 
 
 class RewardTimeoutError(DataError):
@@ -49,7 +50,7 @@ class RewardTimeoutError(DataError):
 
 
 class RewardProcess:
-    """One function in one process, called as function(responses, answers, **columns); a context manager.
+    """One function in one process, called as function(responses, answers, **columns).
 
     The process starts with the first call or with `start`, and restarts after a call that ended it. Its children end
     with it, unless they leave its session. It ends when this process ends, even abruptly.
@@ -58,9 +59,7 @@ class RewardProcess:
         path: "package.module:function".
         key: source of the path, for messages: "reward.function".
         offered: columns that callers can give in addition to responses and answers.
-        timeout_s: time limit of one call.
         start_timeout_s: time limit of a start, including the imports of the function's module.
-        memory_bytes: memory limit of the process; None for no limit.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class RewardProcess:
         """Process group of the function, once it is loaded."""
 
     def start(self) -> tuple[str, ...]:
-        """Start the process and load the function if necessary; return the columns that each call must give.
+        """Start the process if necessary; return the columns that each call must give.
 
         Raises:
             DataError: the function cannot be loaded in time, or has an unsuitable signature.
@@ -91,17 +90,16 @@ class RewardProcess:
             return self._columns
         self._open()
         load = ("load", self.key, self.path, self._offered, self._memory_bytes)
-        try:
-            kind, *content = self._exchange(load, self._start_timeout_s, offered=self._offered)
-        except _NoReply as error:
-            remedy = "correct the function" + (" or raise timeouts.start_s" if error.timed_out else "")
-            raise DataError(f"{self.key}={self.path}, while it was loaded: {error.text}; {remedy}") from None
+        kind, *content = self._exchange(load, self._start_timeout_s)
         if kind != "loaded":
             self.close()
             text, _, trace = content
             if kind == "raised":
                 text = f"{self.key}={self.path} {text} when it was imported; correct the module"
-            raise DataError(_with_trace(text, trace))
+            elif kind in (ENDED, LATE):
+                remedy = "correct the function" + (" or raise timeouts.start_s" if kind == LATE else "")
+                text = f"{self.key}={self.path}, while it was loaded: {text}; {remedy}"
+            raise DataError(f"{text}\n{trace}".rstrip())
         self._columns = ("responses", "answers", *content[0])
         assert self._process is not None, "it has just answered"
         self._group = _only_child(self._process.pid)
@@ -122,33 +120,41 @@ class RewardProcess:
         rows = range(len(wanted["responses"])) if rows is None else rows
         first, last = min(rows, default=0), max(rows, default=0)
         where = f"row {first}" if len(rows) == 1 else f"rows {first} to {last}"
-        section = self.key.partition(".")[0]
-        remedy, failure = "correct the function", DataError
-        try:
-            kind, *content = self._exchange(("call", wanted), self.timeout_s, num_rows=len(rows))
-        except _NoReply as error:
-            kind, content = "none", [error.text, None, ""]
-            if error.timed_out:
-                failure = RewardTimeoutError
-                remedy = f"raise {section}.timeout_s, lower {section}.rows_per_call, {remedy}"
+        kind, *content = self._exchange(("call", wanted), self.timeout_s, num_rows=len(rows))
         if kind == "scores":
             return content[0]
         text, row, trace = content
+        section = self.key.partition(".")[0]
+        remedy = "correct the function"
+        if kind == LATE:
+            remedy = f"raise {section}.timeout_s, lower {section}.rows_per_call, {remedy}"
         if row is not None and len(rows) > 1:
             where = f"row {rows[row]}" if kind == "wrong" else f"{where}, with row {rows[row]} at hand"
         message = f"{self.key}={self.path}, {where}: {text}; {remedy}, or let {section}.on_failure retry or drop the rows"
-        raise failure(_with_trace(message, trace))
+        raise (RewardTimeoutError if kind == LATE else DataError)(f"{message}\n{trace}".rstrip())
 
     def close(self) -> None:
         """End the process and its descendants; a later call starts a new one."""
-        if self._process is not None:
-            self._end()
-
-    def __enter__(self) -> RewardProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None, "it is a pipe"
+        with contextlib.suppress(BrokenPipeError):
+            # A byte, since closing has no effect while a fork of this process holds the other end.
+            os.write(process.stdin.fileno(), b".")
+        process.stdin.close()
+        try:
+            code = process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        if code < 0:  # the guard was killed, and can no longer end the function
+            if self._group is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._group, signal.SIGKILL)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._group = None
+        self._channel.close()
 
     def _open(self) -> None:
         """Start the guard, which starts the function's process."""
@@ -167,33 +173,32 @@ class RewardProcess:
                 start_new_session=True,
             )
 
-    def _exchange(
-        self, request: tuple, timeout_s: float, offered: Sequence[str] = (), num_rows: int = 0
-    ) -> Sequence[Any]:
-        """Send a request and return the validated reply; without one, end the process."""
+    def _exchange(self, request: tuple, timeout_s: float, num_rows: int = 0) -> Sequence[Any]:
+        """Send a request and return the validated reply; without one, end the process and return why there is none."""
         limit = time.monotonic() + timeout_s
         deadline = limit + STACKS_S
         try:
             self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
             self._channel.sendall(json.dumps((*request, limit)).encode() + b"\n")
             line = self._receive(REPLY_BYTES + SCORE_BYTES * num_rows, deadline)
-            return checked_reply(line, offered, num_rows)
+            return checked_reply(line, self._offered, num_rows)
         except ValueError as error:
-            self._end()
-            raise _NoReply(f"its process sent what is no reply ({error})") from None
+            self.close()
+            return ENDED, f"its process sent what is no reply ({error})", None, ""
         except (TimeoutError, EOFError, ConnectionError):
             # After the limit, it may also crash while writing its stacks, which other threads change meanwhile.
             if time.monotonic() >= limit:
-                self._end()
-                text = (
-                    f"did not return within {timeout_s:g} s, and was ended (its stacks are in the log above)"
-                )
-                raise _NoReply(text, timed_out=True) from None
-            ended, code = self._has_ended(), self._end()
-            text = f"ended, {_exit_text(code)}" if ended else "closed its connections"
-            raise _NoReply(f"its process {text}") from None
+                self.close()
+                text = f"did not return within {timeout_s:g} s, and was ended"
+                return LATE, f"{text} (its stacks are in the log above)", None, ""
+            assert self._process is not None, "called with a process"
+            text = "closed its connections"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                text = f"ended, {_exit_text(self._process.wait(ENDING_S))}"
+            self.close()
+            return ENDED, f"its process {text}", None, ""
         except BaseException:  # KeyboardInterrupt: a late reply would be read as that of the next call
-            self._end()
+            self.close()
             raise
 
     def _receive(self, most_bytes: int, deadline: float) -> bytearray:
@@ -209,35 +214,6 @@ class RewardProcess:
                 raise ValueError(f"more than {most_bytes} bytes")
         return received
 
-    def _has_ended(self) -> bool:
-        """True if the process, which has closed its connection, ends by itself."""
-        assert self._process is not None, "called with a process"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(ENDING_S)
-        return self._process.returncode is not None
-
-    def _end(self) -> int:
-        """End the process; return its exit code."""
-        process, self._process = self._process, None
-        assert process is not None and process.stdin is not None, "called with a process"
-        with contextlib.suppress(BrokenPipeError):
-            # A byte, since closing has no effect while a fork of this process holds the other end.
-            os.write(process.stdin.fileno(), b".")
-        process.stdin.close()
-        try:
-            code = process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
-        if code < 0:  # the guard was killed, and can no longer end the function
-            if self._group is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._group, signal.SIGKILL)
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._group = None
-        self._channel.close()
-        return code
-
 
 def _only_child(pid: int) -> int | None:
     """Return the process that a guard has forked, which leads a group of its own; None if it has ended."""
@@ -248,51 +224,34 @@ def _only_child(pid: int) -> int | None:
 
 
 def checked_reply(line: bytes | bytearray, offered: Sequence[str], num_rows: int) -> Sequence[Any]:
-    """Return a validated reply of `reward_child.serve`, which the function may have tampered with.
-
-    Args:
-        offered: columns that a function may take.
-        num_rows: number of scores that it must return.
-
-    Raises:
-        ValueError: the reply is invalid.
-    """
+    """Return a reply of `reward_child.serve`; raise ValueError if the function has tampered with it."""
     try:
         reply = json.loads(line)
     except RecursionError:
         raise ValueError("nested too deep") from None
     match reply:
-        case ["loaded", list(columns)] if all(column in offered for column in columns):
-            return list(reply)
-        case ["scores", list(scores)] if len(scores) == num_rows and all(map(_is_score, scores)):
-            return list(reply)
-        case ["raised" | "wrong", str(), None, str()]:
-            return list(reply)
-        case ["raised" | "wrong", str(), int(row), str()] if 0 <= row < num_rows:
-            return list(reply)
-    raise ValueError(reward_child.shown(reply))
+        case ["loaded", list(columns)]:
+            is_valid = all(column in offered for column in columns)
+        case ["scores", list(scores)]:
+            is_valid = len(scores) == num_rows and all(map(_is_score, scores))
+        case ["raised" | "wrong", str(), row, str()]:
+            is_valid = row is None or (type(row) is int and 0 <= row < num_rows)
+        case _:
+            is_valid = False
+    if not is_valid:
+        raise ValueError(reward_child.shown(reply))
+    return reply
 
 
 def _is_score(value: object) -> bool:
     return isinstance(value, float) and abs(value) <= reward_child.LARGEST_SCORE
 
 
-class _NoReply(Exception):
-    """No reply arrived, for the reason in `text`."""
-
-    def __init__(self, text: str, timed_out: bool = False) -> None:
-        super().__init__(text, timed_out)
-        self.text, self.timed_out = text, timed_out
-
-
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a function's process, without GPUs, rank and Ray variables."""
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if name not in RANK_VARIABLES and not name.startswith(("RAY_", "TORCHELASTIC_"))
-    }
-    return kept | dict.fromkeys(GPU_VARIABLES, "")
+    others = ("RAY_", "TORCHELASTIC_")
+    kept = [name for name in environment if name not in RANK_VARIABLES and not name.startswith(others)]
+    return {name: environment[name] for name in kept} | dict.fromkeys(GPU_VARIABLES, "")
 
 
 def _exit_text(code: int) -> str:
@@ -302,7 +261,3 @@ def _exit_text(code: int) -> str:
     name = signal.Signals(number).name
     memory = ", most likely for lack of memory" if number == signal.SIGKILL else ""
     return f"killed by {name}{memory}"
-
-
-def _with_trace(text: str, trace: str) -> str:
-    return f"{text}\n{trace}" if trace else text

@@ -17,20 +17,15 @@ from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
 
 from hybridengine.config.reward_sections import RewardSection, scorer_key
 from hybridengine.data.reward_process import RewardProcess, RewardTimeoutError
 from hybridengine.errors import DataError, raise_all
 
 EXTRA_COLUMNS = ("prompts", "prompt_lengths", "response_lengths")
-"""Columns available to a function in addition to responses and answers: prompts as seen by the model, including special
-tokens, and numbers of tokens."""
-
+"""Columns that a function may take: prompts as seen by the model, including special tokens, and numbers of tokens."""
 DROPPED = float("nan")
-
 COUNTS = ("calls", "failures", "timeouts", "retries", "dropped_rows", "call_s")
-"""Metrics of a section returned by `RewardFunctions.take_metrics`."""
 
 _logger = logging.getLogger(__name__)
 
@@ -44,9 +39,7 @@ class Decoder(Protocol):
 class RewardFunctions:
     """The functions of a reward or cost section, ready to score any number of rows; a context manager.
 
-    Args:
-        name: name of the section, for messages and metrics: "reward".
-        start_timeout_s: time limit for loading a function.
+    Its `name`, "reward" or "cost", is part of messages and metrics.
     """
 
     def __init__(self, name: str, section: RewardSection, start_timeout_s: float = 600.0) -> None:
@@ -79,7 +72,7 @@ class RewardFunctions:
         NaN and must not enter any loss, mean or variance: dataflows mask the row.
 
         Args:
-            columns: at least the columns that `start` returns, as lists of equal length.
+            columns: at least the columns that `start` returns.
             rows: row numbers for messages; counted from 0 by default.
 
         Raises:
@@ -87,34 +80,31 @@ class RewardFunctions:
         """
         num_rows = len(columns["responses"])
         numbers = range(num_rows) if rows is None else rows
-        found: dict[str, Tensor] = {
-            score_column(self._name, term): torch.tensor(
-                function.score(columns, numbers), dtype=torch.float64
-            )
-            for term, function in self._terms.items()
+        found = TensorDict(batch_size=[num_rows])
+        for term, function in self._terms.items():
+            scores = torch.tensor(function.score(columns, numbers), dtype=torch.float64)
+            found[score_column(self._name, term)] = scores
+        weights = {
+            score_column(self._name, term): self._section.weights.get(term, 1.0) for term in self._terms
         }
-        result = TensorDict({name: scores.float() for name, scores in found.items()}, batch_size=[num_rows])  # type: ignore[arg-type]
-        if self._section.terms:
-            weights = {score_column(self._name, term): self._section.weights[term] for term in self._terms}
-            return result.update(combine_scores(TensorDict(found, batch_size=[num_rows]), None, weights))  # type: ignore[arg-type]
-        result["dropped"] = result["scores"].isnan()
-        return result
+        return found.float().update(combine_scores(found, None, weights))
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the counts since the last call, such as `reward/failures`: calls, failures (including one that ended
-        `score`), timeouts among them, retries, rows without a score, and the seconds of all calls.
+        """Return `COUNTS` since the last call, such as `reward/failures`; timeouts are failures as well.
 
         A row that several terms could not score is counted once for each.
         """
         counts = Counter[str]()
         for function in self._terms.values():
-            counts.update(function.take_counts())
+            counts.update(function.counts)
+            function.counts.clear()
         return {f"{self._name}/{count}": float(counts[count]) for count in COUNTS}
 
     def close(self) -> None:
         """End all processes."""
         for function in self._terms.values():
-            function.close()
+            for process in function.processes:
+                process.close()
 
     def __enter__(self) -> RewardFunctions:
         return self
@@ -128,7 +118,7 @@ class _Function:
 
     def __init__(self, key: str, path: str, section: RewardSection, start_timeout_s: float) -> None:
         self._section = section
-        self._processes = [
+        self.processes = [
             RewardProcess(
                 path,
                 key=key,
@@ -139,47 +129,35 @@ class _Function:
             )
             for _ in range(section.num_processes)
         ]
-        self._counts, self._lock = Counter[str](), threading.Lock()
+        self.counts, self._lock = Counter[str](), threading.Lock()
 
     def start(self) -> tuple[str, ...]:
-        with ThreadPoolExecutor(len(self._processes)) as executor:
-            columns, *_ = executor.map(RewardProcess.start, self._processes)
+        with ThreadPoolExecutor(len(self.processes)) as executor:
+            columns, *_ = executor.map(RewardProcess.start, self.processes)
         return columns
 
     def score(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> list[float]:
         """Return one score per row, NaN for dropped rows."""
-        parts = [
-            slice(first, first + self._section.rows_per_call)
-            for first in range(0, len(rows), self._section.rows_per_call)
-        ]
+        size = self._section.rows_per_call
+        parts = [slice(first, first + size) for first in range(0, len(rows), size)]
         idle = queue.SimpleQueue[RewardProcess]()
-        for process in self._processes:
+        for process in self.processes:
             idle.put(process)
 
         def score(part: slice) -> list[float]:
             process = idle.get()
             try:
-                return self._score_part(
-                    process, {name: column[part] for name, column in columns.items()}, rows[part]
-                )
+                cut = {name: column[part] for name, column in columns.items()}
+                return self._score_part(process, cut, rows[part])
             finally:
                 idle.put(process)
 
-        with ThreadPoolExecutor(len(self._processes)) as executor:
+        with ThreadPoolExecutor(len(self.processes)) as executor:
             calls = [executor.submit(score, part) for part in parts]
             wait(calls, return_when=FIRST_EXCEPTION)
             executor.shutdown(cancel_futures=True)
         # The error of a failed call is raised before that of cancelled ones.
         return [value for call in calls for value in call.result()]
-
-    def take_counts(self) -> Counter[str]:
-        """Return the counts since the last call."""
-        counts, self._counts = self._counts, Counter()
-        return counts
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.close()
 
     def _score_part(
         self, process: RewardProcess, columns: Mapping[str, Sequence[Any]], rows: Sequence[int]
@@ -205,7 +183,7 @@ class _Function:
 
     def _count(self, **numbers: float) -> None:
         with self._lock:
-            self._counts.update(numbers)  # type: ignore[arg-type]  # seconds are not int
+            self.counts.update(numbers)  # type: ignore[arg-type]  # seconds are not int
 
 
 def check_reward_functions(name: str, section: RewardSection, timeout_s: float = 60.0) -> None:
@@ -229,9 +207,6 @@ def combine_scores(rows: TensorDictBase, across: object, weights: Mapping[str, f
 
     A term of weight 0 is only a metric: it is not summed and drops no row. `across`, an argument of all functions of a
     compute group, is unused: rows are summed one by one.
-
-    Args:
-        weights: column -> weight.
     """
     total = torch.zeros(rows.batch_size, dtype=torch.float64)
     for column, weight in weights.items():

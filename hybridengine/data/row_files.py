@@ -19,7 +19,6 @@ from hybridengine.errors import DataError, UnreadableError, raise_all, shown
 from hybridengine.files import check_regular
 
 MAX_LISTED_PROBLEMS = 10
-"""Largest number of malformed rows listed in one error; the rest are counted."""
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line of a JSONL file; a longer one is rejected before it is read into memory."""
 
@@ -77,7 +76,6 @@ class Row:
     answer: str
     """Answer for the reward: the row's string, or the JSON text of any other value."""
     response: str | None = None
-    """Response of a demonstration; None if the file need not have one."""
 
     @property
     def messages(self) -> list[Message]:
@@ -112,10 +110,8 @@ def read_rows(path: str | Path, needs_response: bool = False) -> list[Row]:
             problems.append(f"{place}: the line has more than {MAX_LINE_BYTES} bytes; shorten it")
             continue
         try:
-            if isinstance(content, bytes):
-                found = model.model_validate_json(content)
-            else:
-                found = model.model_validate(content)
+            validate = model.model_validate_json if isinstance(content, bytes) else model.model_validate
+            found = validate(content)  # type: ignore[arg-type]
         except ValidationError as error:
             problems += [
                 f"{place}: {_problem(fault, content, model)}" for fault in error.errors(include_url=False)
@@ -134,7 +130,7 @@ def read_rows(path: str | Path, needs_response: bool = False) -> list[Row]:
 
 
 def raise_listed(problems: Sequence[str]) -> None:
-    """Raise one DataError with the first problems and the number of the others; do nothing without problems."""
+    """Raise one DataError with the first problems and the number of the others, if there are any."""
     listed = list(problems[:MAX_LISTED_PROBLEMS])
     if len(problems) > MAX_LISTED_PROBLEMS:
         listed.append(f"and {len(problems) - MAX_LISTED_PROBLEMS} more malformed rows; correct them alike")

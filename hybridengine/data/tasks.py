@@ -28,15 +28,13 @@ DRAWS_PER_PROBLEM = 50
 
 @dataclass(frozen=True)
 class Problem:
-    """A sum and its result."""
+    """A sum, "3 + 8 - 5" with single spaces, and its result."""
 
     expression: str
-    """ "3 + 8 - 5": numbers and operators between single spaces."""
     answer: str
 
     @property
     def prompt(self) -> str:
-        """User message."""
         return f"{self.expression} ="
 
     @property
@@ -51,7 +49,6 @@ class Problem:
 
     @property
     def subtracts(self) -> bool:
-        """True if a term is subtracted."""
         return "-" in self.expression.split()
 
 
@@ -68,19 +65,12 @@ def write_arithmetic_files(folder: str | Path, task: TaskSection) -> dict[str, P
     held_out, train = problems[: task.eval_rows], problems[task.eval_rows :]
     rng = random.Random(task.seed)
     rows = {
-        TRAIN_FILE: [{"prompt": problem.prompt, "answer": problem.answer} for problem in train],
-        HELD_OUT_FILE: [{"prompt": problem.prompt, "answer": problem.answer} for problem in held_out],
-        DEMONSTRATIONS_FILE: [
-            {
-                "prompt": problem.prompt,
-                "answer": problem.answer,
-                "response": demonstrated_response(
-                    problem, is_sloppy=problem.subtracts and rng.random() < task.sloppy_fraction
-                ),
-            }
-            for problem in train
-        ],
+        name: [{"prompt": problem.prompt, "answer": problem.answer} for problem in some]
+        for name, some in ((TRAIN_FILE, train), (HELD_OUT_FILE, held_out), (DEMONSTRATIONS_FILE, train))
     }
+    for problem, row in zip(train, rows[DEMONSTRATIONS_FILE], strict=True):
+        is_sloppy = problem.subtracts and rng.random() < task.sloppy_fraction
+        row["response"] = demonstrated_response(problem, is_sloppy)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, file_rows in rows.items():
@@ -110,7 +100,7 @@ def length_cost(
 def arithmetic_reward(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
     """Return 1.0 for each response whose final answer reasoning-gym scores as fully correct ("+06" for "6"), else 0.0.
 
-    Partial credit for texts that contain the answer is not used, because policies learn to exploit it.
+    There is no partial credit for texts that contain the answer, because policies learn to exploit it.
     """
     scorer = _chain_sum(size=1)
     return [
@@ -143,7 +133,6 @@ def _distinct_problems(task: TaskSection) -> list[Problem]:
 
 
 def _chain_sum(**settings: int):
-    """Return reasoning-gym's procedural dataset `chain_sum`."""
     try:
         import reasoning_gym
     except ModuleNotFoundError:

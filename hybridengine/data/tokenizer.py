@@ -18,17 +18,11 @@ GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 ROLES = ("system", "user", "assistant")
 """Roles with one token each, so that a short problem remains a short prompt."""
-
 CHARACTERS = string.digits + string.ascii_lowercase + " \n+-*/=().,?!:"
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    + TURN_START
-    + "{{ message['role'] }}{{ message['content'] }}"
-    + TURN_END
-    + "{% endfor %}{% if add_generation_prompt %}"
-    + TURN_START
-    + "assistant{% endif %}"
+    f"{{% for message in messages %}}{TURN_START}{{{{ message['role'] }}}}{{{{ message['content'] }}}}{TURN_END}"
+    f"{{% endfor %}}{{% if add_generation_prompt %}}{TURN_START}assistant{{% endif %}}"
 )
 """ChatML without line breaks, which would only lengthen the sequences."""
 
@@ -65,10 +59,8 @@ def load_tokenizer(folder: str | Path, pad_with_eos: bool = False) -> PreTrained
 
 
 def _loader(folder: Path) -> type[AutoTokenizer] | type[PreTrainedTokenizerFast]:
-    """Return AutoTokenizer, or the generic class if the folder names it.
-
-    Next to a model's config.json, AutoTokenizer prefers the model family's tokenizer class to a generic one, and
-    replaces the pre-tokenization rules of tokenizer.json with those of that class.
+    """Return AutoTokenizer, or the generic class if the folder names it, whose rules AutoTokenizer would replace by those
+    of the model family's class if there is a config.json.
     """
     settings = folder / "tokenizer_config.json"
     named = read_object(settings).get("tokenizer_class") if settings.exists() else None
@@ -104,18 +96,15 @@ def token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
 
 
 def build_arithmetic_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the demo's tokenizer, with one token per character, role and special token: 57 tokens, an odd number.
+    """Return the demo's tokenizer, with one token per character, role and special token.
 
-    It is a byte-level BPE without merges, so that the Qwen family's tokenizer class, which AutoTokenizer selects next to
-    a Qwen model, gives the same result. The odd vocabulary is padded at every even tensor-parallel degree, as with real
-    models. `save_pretrained` writes it as a Hugging Face tokenizer folder.
+    It is a byte-level BPE without merges, so that the Qwen family's class, which AutoTokenizer selects next to a Qwen
+    model, gives the same result. The 57 tokens, an odd number, are padded at every even tensor-parallel degree.
     """
     # The byte-level alphabet writes a space as Ġ and a line break as Ċ.
     characters = [{" ": "Ġ", "\n": "Ċ"}.get(character, character) for character in CHARACTERS]
-    vocabulary = {
-        token: number
-        for number, token in enumerate([PAD, UNKNOWN, TURN_START, TURN_END, *ROLES, *characters])
-    }
+    tokens = [PAD, UNKNOWN, TURN_START, TURN_END, *ROLES, *characters]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[], unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
+import torch
+import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -29,15 +30,12 @@ from hybridengine.doctor.judging import (
     judge_reads,
     judge_versions,
 )
-from hybridengine.doctor.link_worker import LinkWorker
-from hybridengine.doctor.machine import Say, required
 from hybridengine.doctor.node_facts import (
     CONNECT_LIMIT_S,
     IMPORT_LIMIT_S,
     FolderFacts,
     NodeFacts,
     NodePost,
-    clock_offset,
     is_seen,
     lock_is_seen,
     locked_mark,
@@ -50,60 +48,58 @@ from hybridengine.doctor.node_facts import (
 )
 from hybridengine.errors import ConfigError, HybridEngineError
 from hybridengine.formatting import format_bytes, format_seconds
+from hybridengine.rows.protocols import ONE_TO_ALL, RankContext, register
 from hybridengine.topology.sizes import TrainSizes
 
 START_LIMIT_S = 120.0
 """Time limit for the first answer of a node's actor."""
 ASK_LIMIT_S = 60.0
+CLOCK_READINGS = 5
 REDUCED_BYTES = 64 * 2**20
+NUM_SUMS = 3
+
+Say = Callable[[str], None]
 
 
 def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
-    """Examine every node of the connected cluster, and a world of ranks on it.
-
-    Args:
-        own: facts about this machine, which may be one of the nodes.
-    """
+    """Examine every node of the connected cluster, of which this machine may be one, and a world of ranks on it."""
     offers = cluster.node_offers()
     use_gpus = needs.uses_gpus(any(one.num_gpus for one in offers))
     findings = list[Finding]()
-    with Posts(offers) as posts:
-        own = replace(own, node=next((one.address for one in offers if is_this_machine(one)), own.node))
-        elsewhere = [one.address for one in offers if one.address != own.node]
-        if elsewhere:
-            say(f"asking {len(elsewhere)} other node(s); they import torch, Megatron-core and vLLM")
-        answers = posts.ask_all(node_facts, of=elsewhere, limit_s=IMPORT_LIMIT_S + START_LIMIT_S)
-        facts = [own, *(replace(one, node=node) for node, one in answers.items())]
-        ranks, misfits = ranks_on_nodes(needs.pools, offers, use_gpus)
-        rooms = {offer.address: offer.num_ranks(1, use_gpus) for offer in offers}
-        computing = [node for node, room in rooms.items() if (ranks[node] if needs.pools else room)]
-        findings += [failure(Subject.DEVICES, text) for text in misfits]
-        findings += judge_versions([one for one in facts if one.node in (own.node, *computing)], required())
-        # Only nodes that compute count: the controller may run elsewhere, and a head node may have no GPUs.
-        nodes = [one for one in facts if one.node in computing]
-        findings += judge_devices(nodes, needs)
-        findings += judge_memory(nodes, {n: count * needs.rank_bytes(use_gpus) for n, count in ranks.items()})
-        say(f"writing to {needs.folder} from every node")
-        findings += _folder_findings(posts, needs)
-        read = posts.ask_all(unreadable, list(needs.reads.values()), of=computing)
-        findings += judge_reads(needs.reads, read)
-        say("comparing clocks")
-        findings += judge_clocks(_clock_offsets(posts))
-        if len(posts.nodes) > 1:
-            say("connecting nodes with each other")
-            limit_s = ASK_LIMIT_S + CONNECT_LIMIT_S * len(posts.nodes)
-            findings += judge_ports(posts.ask_all(unreachable, posts.ask_all(open_port), limit_s=limit_s))
-        findings += judge_dashboard(dashboard_address())
-        findings += posts.failures
+    posts = Posts(offers)
+    here = ray.get_runtime_context().get_node_id()
+    own = replace(own, node=next((one.address for one in offers if one.node_id == here), own.node))
+    elsewhere = [one.address for one in offers if one.address != own.node]
+    if elsewhere:
+        say(f"asking {len(elsewhere)} other node(s); they import torch, Megatron-core and vLLM")
+    answers = posts.ask_all(node_facts, of=elsewhere, limit_s=IMPORT_LIMIT_S + START_LIMIT_S)
+    facts = [own, *(replace(one, node=node) for node, one in answers.items())]
+    ranks, misfits = ranks_on_nodes(needs.pools, offers, use_gpus)
+    rooms = {offer.address: offer.num_ranks(1, use_gpus) for offer in offers}
+    computing = [node for node, room in rooms.items() if (ranks[node] if needs.pools else room)]
+    findings += [failure(Subject.DEVICES, text) for text in misfits]
+    findings += judge_versions([one for one in facts if one.node in (own.node, *computing)])
+    # Only nodes that compute count: the controller may run elsewhere, and a head node may have no GPUs.
+    nodes = [one for one in facts if one.node in computing]
+    findings += judge_devices(nodes, needs)
+    findings += judge_memory(nodes, {n: count * needs.rank_bytes(use_gpus) for n, count in ranks.items()})
+    say(f"writing to {needs.folder} from every node")
+    findings += _folder_findings(posts, needs)
+    read = posts.ask_all(unreadable, list(needs.reads.values()), of=computing)
+    findings += judge_reads(needs.reads, read)
+    say("comparing clocks")
+    findings += judge_clocks(clock_offsets(posts))
+    if len(posts.nodes) > 1:
+        say("connecting nodes with each other")
+        limit_s = ASK_LIMIT_S + CONNECT_LIMIT_S * len(posts.nodes)
+        findings += judge_ports(posts.ask_all(unreachable, posts.ask_all(open_port), limit_s=limit_s))
+    context = ray.init(ignore_reinit_error=True, logging_level=logging.ERROR)
+    findings += judge_dashboard(getattr(context, "dashboard_url", None))
+    findings += posts.failures
     if not misfits:
         num_ranks = (1,) * len(computing) if len(computing) > 1 else (min(2, max(rooms.values())),)
         findings.append(_world_finding(needs, needs.pools[0] if needs.pools else num_ranks, use_gpus, say))
     return findings
-
-
-def is_this_machine(offer: cluster.NodeOffer) -> bool:
-    """True if this process runs on the node."""
-    return offer.node_id == ray.get_runtime_context().get_node_id()
 
 
 def ranks_on_nodes(
@@ -129,25 +125,17 @@ def ranks_on_nodes(
 
 
 class Posts:
-    """Actors (`NodePost`) on every node of the cluster; a context manager that ends them."""
+    """Actors (`NodePost`) on every node of the cluster, which end with this object."""
 
     def __init__(self, offers: Sequence[cluster.NodeOffer]) -> None:
-        self._offers = offers
+        post_class = ray.remote(NodePost)
         self._posts = dict[str, Any]()
         self.failures: list[Finding] = []
         """Findings for nodes that did not answer."""
-
-    def __enter__(self) -> Posts:
-        post_class = ray.remote(NodePost)
-        for offer in self._offers:
+        for offer in offers:
             where = NodeAffinitySchedulingStrategy(offer.node_id, soft=False)
             options = post_class.options(num_cpus=0, scheduling_strategy=where)
             self._posts[offer.address] = options.remote()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for post in self._posts.values():
-            ray.kill(post)
 
     @property
     def nodes(self) -> list[str]:
@@ -161,18 +149,11 @@ class Posts:
         of: Sequence[str] | None = None,
         limit_s: float = ASK_LIMIT_S,
     ) -> dict[str, Any]:
-        """Call a function on nodes and return the result of each; a node that does not answer is not asked again.
-
-        Args:
-            of: the nodes; all by default.
-        """
-        asked = {
-            node: post.call.remote(function, *arguments)
-            for node, post in self._posts.items()
-            if of is None or node in of
-        }
-        if not asked:
+        """Call a function on nodes (default: all); return the results. A node without an answer is not asked again."""
+        nodes = [node for node in self._posts if of is None or node in of]
+        if not nodes:
             return {}
+        asked = {node: self._posts[node].call.remote(function, *arguments) for node in nodes}
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s)
         answers = {}
         for node, reference in asked.items():
@@ -188,46 +169,71 @@ class Posts:
 
 def _unasked(node: str, error: Exception) -> Finding:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    missing = next(
-        (line.strip() for line in lines if "ModuleNotFoundError" in line or "ImportError" in line), None
-    )
-    if missing:
-        remedy = "install hybridengine there, in the environment that Ray was started from"
-        return problem(Subject.VERSIONS, f"the node cannot be examined: {missing}", remedy, node)
+    for line in lines:
+        if "ModuleNotFoundError" in line or "ImportError" in line:
+            remedy = "install hybridengine there, in the environment that Ray was started from"
+            return problem(Subject.VERSIONS, f"the node cannot be examined: {line.strip()}", remedy, node)
     remedy = "check whether its raylet still runs (`ray status`), and Ray's logs of that node"
     return problem(Subject.PORTS, f"the node does not answer: {lines[0]}", remedy, node)
 
 
-def _folder_findings(posts: Posts, needs: RunNeeds) -> list[Finding]:
-    """Return findings on whether all nodes and this machine see the same folder."""
-    folder = needs.folder
-    with made(folder) as error:
+def _folder_findings(posts: Posts, needs: RunNeeds) -> Iterator[Finding]:
+    """Yield findings on whether all nodes and this machine see the same folder."""
+    apart, locks = list[str](), dict[str, bool]()
+    with made(needs.folder) as error:
         if error:
-            return list(judge_folder(needs, {THIS_MACHINE: FolderFacts(error=error)}))
-        seen: dict[str, FolderFacts] = posts.ask_all(try_folder, folder)
-        if any(facts.error for facts in seen.values()):
-            return list(judge_folder(needs, seen))
-        with locked_mark(folder) as mark:
-            apart = [node for node, is_there in posts.ask_all(is_seen, mark).items() if not is_there]
-            locks = {} if apart else posts.ask_all(lock_is_seen, mark)
-        return list(
-            judge_folder(needs, seen, apart, [node for node, is_locked in locks.items() if not is_locked])
-        )
+            seen = {THIS_MACHINE: FolderFacts(error=error)}
+        else:
+            seen: dict[str, FolderFacts] = posts.ask_all(try_folder, needs.folder)
+        if not any(facts.error for facts in seen.values()):
+            with locked_mark(needs.folder) as mark:
+                apart = [node for node, is_there in posts.ask_all(is_seen, mark).items() if not is_there]
+                locks = {} if apart else posts.ask_all(lock_is_seen, mark)
+    yield from judge_folder(needs, seen, apart, [node for node, is_locked in locks.items() if not is_locked])
 
 
-def _clock_offsets(posts: Posts) -> dict[str, tuple[float, float]]:
-    """Return the seconds by which the clock of each node is ahead of this one, and the error bound."""
-    offsets = {}
-    for node in posts.nodes:
-        with contextlib.suppress(KeyError):  # it did not answer, and is among the failures
-            offsets[node] = clock_offset(lambda node=node: posts.ask_all(time.time, of=[node])[node])
-    return offsets
+def clock_offsets(posts: Posts) -> dict[str, tuple[float, float]]:
+    """Return the seconds by which the clock of each node is ahead of this one, and the error bound.
+
+    Uses the answers with the shortest round trip, during which the clocks were read.
+    Source: RFC 5905, section 8.
+    """
+    best = dict[str, tuple[float, float]]()
+    for _ in range(CLOCK_READINGS):
+        begin = time.time()
+        clocks: dict[str, float] = posts.ask_all(time.time)
+        doubt = (time.time() - begin) / 2
+        for node, there in clocks.items():
+            if node not in best or doubt < best[node][1]:
+                best[node] = there - begin - doubt, doubt
+    return best
 
 
-def dashboard_address() -> str | None:
-    """Return host:port of Ray's dashboard; None if it has none."""
-    context = ray.init(ignore_reinit_error=True, logging_level=logging.ERROR)
-    return getattr(context, "dashboard_url", None) or None
+class LinkWorker:
+    """Worker on every rank of a world as in a run; its collectives use the same links."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._rank, self._num_ranks = context.rank, context.world_size
+
+    @register(ONE_TO_ALL)
+    def all_reduce(self, num_bytes: int) -> float | None:
+        """Sum a tensor over all ranks, like gradients; return the shortest time, None if an element is wrong."""
+        on_gpu = "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available()
+        expected = self._num_ranks * (self._num_ranks + 1) / 2
+        right, best = True, float("inf")
+        for _ in range(NUM_SUMS):
+            value = float(self._rank + 1)
+            tensor = torch.full((num_bytes // 4,), value, device="cuda" if on_gpu else "cpu")
+            dist.barrier()
+            if on_gpu:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            dist.all_reduce(tensor)
+            if on_gpu:
+                torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - begin)
+            right = right and bool((tensor == expected).all())
+        return best if right else None
 
 
 def _world_finding(needs: RunNeeds, ranks_per_node: Sequence[int], use_gpus: bool, say: Say) -> Finding:

@@ -11,13 +11,11 @@ THIS_MACHINE = "this machine"
 
 
 class Level(StrEnum):
-    """Severity of a finding."""
+    """Severity of a finding: with a warning, a run works, but slower or less safely; with a problem, it fails."""
 
     OK = "ok"
     WARNING = "warning"
-    """A run works, but more slowly or less safely than it could."""
     PROBLEM = "problem"
-    """A run would fail."""
 
 
 class Subject(StrEnum):
@@ -39,9 +37,7 @@ class Finding:
     subject: Subject
     level: Level
     text: str
-    """Observation, with its value."""
     remedy: str = ""
-    """Remedy; empty if no action is needed."""
     nodes: tuple[str, ...] = ()
     """Nodes concerned; empty for this machine alone, and for all nodes."""
 
@@ -76,7 +72,5 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
         key = (found.subject, found.level, found.text, found.remedy)
         nodes.setdefault(key, {}).update(dict.fromkeys(found.nodes))
     order = list(Subject)
-    return sorted(
-        (Finding(*key, nodes=tuple(names)) for key, names in nodes.items()),
-        key=lambda found: order.index(found.subject),
-    )
+    once = (Finding(*key, nodes=tuple(names)) for key, names in nodes.items())
+    return sorted(once, key=lambda found: order.index(found.subject))

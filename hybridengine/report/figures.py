@@ -1,9 +1,14 @@
-"""Figures of a run's report: the table of figures, and functions that draw each kind."""
+"""Figures of a run's report: the table of figures, and functions that draw each kind.
+
+Colours are distinguishable with any colour vision, and a phase has the same one in every figure.
+Source: Okabe and Ito, "Color Universal Design", 2008; lighter shades for the second of a pair.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
+import itertools
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,20 +19,46 @@ from typing import Literal
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
+from hybridengine.charts import STYLE
 from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.report import keys
-from hybridengine.report.colours import OTHERS, PALETTE, STYLE, phase_colours
 from hybridengine.report.samples import printable
 from hybridengine.report.step_rows import Row
 from hybridengine.report.timeline import Span
 
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#7a6a00", "#332288")
+RESERVE = ("#882255", "#44aa99", "#8a5a3c", "#aa4499", "#117733", "#ddcc77", "#6699cc", "#994455")
+"""Colours of phases that `PHASES` lacks."""
+OTHERS = "others"
+"""Name of the parts that are merged into one because there are too many."""
+PHASES = {
+    "generate": "#0072b2",
+    "switch": "#e69f00",
+    "switch_to_generate": "#e69f00",
+    "switch_to_train": "#f3cf80",
+    "log_probs": "#009e73",
+    "ref_log_probs": "#80cfb9",
+    "values": "#56b4e9",
+    "cost_values": "#aad8f2",
+    "scores": "#cc79a7",
+    "costs": "#e3bcd1",
+    "updates": "#d55e00",
+    "update_actor": "#d55e00",
+    "update_critic": "#eaaf80",
+    "update_cost_critic": "#b07040",
+    "advantages": "#332288",
+    "prompts": "#7a6a00",
+    "statistics": "#999933",
+    "other": "#5c7c8a",
+    "transfers": "#26323a",
+    OTHERS: "#b8bfc4",
+}
 MAX_PARTS = len(PALETTE)
 """Largest number of curves, or parts of a bar, in a figure."""
-MAX_BARS = 120
-"""Largest number of stacked bars in a figure; with more steps, each bar is the mean of neighbouring steps."""
 MAX_POINTS = 60
 """Largest number of points of a curve that are drawn with markers."""
 MAX_NAME = 60
@@ -48,7 +79,6 @@ class Figure:
     """True if the metrics are stacked in one bar per step; otherwise each is a curve."""
 
     def has(self, key: str) -> bool:
-        """Return True if the figure shows the metric."""
         return key != keys.STEP_S and any(fnmatchcase(key, pattern) for pattern in self.patterns)
 
 
@@ -76,12 +106,10 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Drawing:
-    """Image of a figure."""
+    """Image of a figure as a data URL, its contents in words, and a note on what it lacks."""
 
     image: str
-    """Image as a data URL."""
     description: str
-    """Contents of the image in words."""
     note: str = ""
     is_wide: bool = False
     """True if the image spans the width of the page."""
@@ -94,7 +122,7 @@ def draw_figure(figure: Figure, rows: Sequence[Row]) -> Drawing | None:
         canvas = Canvas(figsize=(11.4, 3.2) if figure.is_stack else (5.6, 3.0), layout="constrained")
         axes = canvas.subplots()
         if figure.is_stack:
-            description, note = _draw_stack(figure, axes, names, [row for row in rows if row[keys.STEP]])
+            description, note = _draw_stack(figure, axes, names, [row for row in rows if row[keys.STEP]]), ""
         else:
             description, note = _draw_lines(figure, axes, names, rows)
         if not description:
@@ -133,22 +161,19 @@ def _draw_lines(figure: Figure, axes: Axes, names: Iterable[str], rows: Sequence
     return "; ".join(facts), " ".join(filter(None, notes))
 
 
-def _draw_stack(figure: Figure, axes: Axes, names: Iterable[str], rows: Sequence[Row]) -> tuple[str, str]:
-    """Draw one bar per step, or per group of neighbouring steps. Return a description and a note."""
+def _draw_stack(figure: Figure, axes: Axes, names: Iterable[str], rows: Sequence[Row]) -> str:
+    """Draw one bar per step, of which each part is an outline over all steps. Return a description."""
     parts = {name: np.array([row.get(name) or 0.0 for row in rows], dtype=float) for name in names}
     parts = largest({_part_name(name): values for name, values in parts.items() if values.any()})
-    if not parts:
-        return "", ""
-    width = -(-len(rows) // MAX_BARS)
-    steps = means([float(row[keys.STEP] or 0) for row in rows], width)
-    bottom = np.zeros(len(steps))
+    steps = [float(row[keys.STEP] or 0) for row in rows]
+    edges = np.array([*steps, *(step + 1 for step in steps[-1:])])
+    bottom = np.zeros(len(rows))
     for name, colour in phase_colours(parts).items():
-        heights = means(parts[name], width)
-        axes.bar(steps, heights, width=0.9 * width, bottom=bottom, color=colour, label=_label(name))
-        bottom += heights
+        top = bottom + parts[name]
+        axes.stairs(top, edges - 0.5, baseline=bottom, fill=True, color=colour, label=_label(name))
+        bottom = top
     facts = (f"{name} {FORMATS[figure.unit](values.mean())}" for name, values in parts.items())
-    note = f"Each bar is the mean of up to {width} steps." if width > 1 else ""
-    return "Means per step: " + ", ".join(facts), note
+    return "Means per step: " + ", ".join(facts) if parts else ""
 
 
 def largest(parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -160,10 +185,12 @@ def largest(parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return shown
 
 
-def means(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
-    """Return the mean of each group of `width` neighbours; the last group may be smaller."""
-    cuts = np.arange(0, len(values), width)
-    return np.add.reduceat(np.asarray(values, dtype=float), cuts) / np.diff(cuts, append=len(values))
+def phase_colours(phases: Iterable[str]) -> dict[str, str]:
+    """Return the colour of each phase, in the given order; "log-probs" and "log_probs" share one."""
+    reserve = itertools.cycle(RESERVE)
+    return {
+        phase: PHASES.get(phase.replace("-", "_").lower()) or next(reserve) for phase in dict.fromkeys(phases)
+    }
 
 
 def draw_timeline(spans: Sequence[Span]) -> Drawing | None:
@@ -171,42 +198,45 @@ def draw_timeline(spans: Sequence[Span]) -> Drawing | None:
     last = max((span.step for span in spans if span.step is not None), default=None)
     if last is None:
         return None
-    spans = [span for span in spans if span.step == last]
-    has_nodes = len({span.node for span in spans}) > 1
-
-    def place(span: Span) -> tuple[str, int, str]:
-        return span.pool, span.rank, span.node if has_nodes else ""
-
-    places = sorted({place(span) for span in spans})
-    shown = sorted(
-        (span for span in spans if place(span) in places[:MAX_RANKS]), key=lambda span: span.start_s
-    )
-    numbers = {place: number for number, place in enumerate(places[:MAX_RANKS])}
-    first_s = shown[0].start_s
+    by_place: dict[tuple[str, int, str], list[Span]] = {}
+    for span in spans:
+        if span.step == last:
+            by_place.setdefault((span.pool, span.rank, span.node), []).append(span)
+    places = sorted(by_place)[:MAX_RANKS]
+    has_nodes = len({node for _, _, node in by_place}) > 1
+    shown = [(row, span) for row, place in enumerate(places) for span in by_place[place]]
+    shown = sorted(shown, key=lambda one: one[1].start_s)[-MAX_SPANS:]
+    first_s = shown[0][1].start_s
     with matplotlib.rc_context(STYLE):
-        canvas = Canvas(figsize=(11.4, 1.3 + 0.28 * len(numbers)), layout="constrained")
+        canvas = Canvas(figsize=(11.4, 1.3 + 0.28 * len(places)), layout="constrained")
         axes = canvas.subplots()
-        for phase, colour in phase_colours(span.phase for span in shown).items():
-            bars = [span for span in shown[-MAX_SPANS:] if span.phase == phase]
-            height = 0.36 if phase == "transfers" else 0.8  # rows are fetched within a call
-            axes.barh(
-                [numbers[place(span)] for span in bars],
-                [max(0.0, span.end_s - span.start_s) for span in bars],
-                left=[span.start_s - first_s for span in bars],
-                height=height,
-                color=colour,
-                zorder=3 if phase == "transfers" else 2,
-                label=_label(phase),
+        for phase, colour in phase_colours(span.phase for _, span in shown).items():
+            is_part = phase == "transfers"  # rows are fetched within a call
+            bars = [
+                _bar(span.start_s - first_s, span.end_s - first_s, row, 0.36 if is_part else 0.8)
+                for row, span in shown
+                if span.phase == phase
+            ]
+            axes.add_collection(
+                PolyCollection(bars, color=colour, linewidth=0, zorder=2 + is_part, label=_label(phase))
             )
+        axes.autoscale_view()
         names = [
-            _label(f"{node} {pool} rank {rank}".replace("  ", " ").strip()) for pool, rank, node in numbers
+            _label(f"{node if has_nodes else ''} {pool} rank {rank}".replace("  ", " ").strip())
+            for pool, rank, node in places
         ]
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.set_xlabel(f"seconds of step {last}")
         canvas.legend(loc="outside lower center", ncols=8, frameon=False)
-        note = "" if len(places) == len(numbers) else f"The first {len(numbers)} of {len(places)} ranks."
-        return Drawing(_image(canvas), f"{len(shown)} bars in {len(numbers)} rows, one row per rank.", note)
+        note = "" if len(places) == len(by_place) else f"The first {len(places)} of {len(by_place)} ranks."
+        return Drawing(_image(canvas), f"{len(shown)} bars in {len(places)} rows, one row per rank.", note)
+
+
+def _bar(start: float, end: float, row: int, height: float) -> list[tuple[float, float]]:
+    """Return the corners of a bar; one that ends before it starts, by a clock set back, has no width."""
+    end, low, high = max(start, end), row - height / 2, row + height / 2
+    return [(start, low), (end, low), (end, high), (start, high)]
 
 
 def _part_name(key: str) -> str:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 STEP = "step"
 REWARD_MEAN = "reward/mean"
-"""Mean score of the step's responses."""
 KL_MEAN = "kl/mean"
 """Mean over response tokens of the KL estimate between actor and reference."""
 EXACT_MATCH = "eval/exact_match"
-"""Share of held-out problems answered correctly, 0 to 1; only in rows of evaluated steps, if a function alone gives the
-reward."""
+"""Share of held-out problems answered correctly, 0 to 1; only in rows of evaluated steps if functions give the reward."""
 SCORE_MEAN = "eval/score_mean"
-"""Mean score of the held-out responses; only in rows of evaluated steps."""
 
 STEP_S = "time/step_s"
 """Seconds of the whole step, from prompts to updated models."""
@@ -26,9 +23,8 @@ RESPONSE_TOKENS_MEAN = "rollout/response_tokens_mean"
 LENGTH_SHARES = (0, 10, 25, 50, 75, 90, 95, 99, 100)
 """Percentiles of the response length that are metrics."""
 TOKENS = "rollout/tokens"
-"""Number of prompt and response tokens of the step."""
+"""Prompt and response tokens of the step."""
 TOKENS_PER_S = "throughput/tokens_per_s"
-"""Prompt and response tokens of the step divided by `time/step_s`."""
 
 TRANSFER_BYTES = "transfer/bytes"
 """Bytes of rows that ranks fetched from other processes; by producer and consumer in `transfer/CALL->CALL_bytes`."""

@@ -26,14 +26,12 @@ _logger = logging.getLogger(__name__)
 
 
 class MetricsRecorder:
-    """Appends rows to FOLDER/metrics.jsonl and FOLDER/tensorboard; a context manager.
+    """Appends rows to FOLDER/metrics.jsonl and FOLDER/tensorboard.
 
     Guarantees:
         Every row is passed to the operating system before `record` returns: a killed process loses none.
-        Opening a folder that has rows appends to them. A step that is recorded again (by a run that resumed from an
-        older checkpoint) gets a second row; `latest_rows` keeps the later one, and drops the rows between them.
-        A value that is not finite is written as null, because JSON has no NaN, omitted from TensorBoard, and
-        logged as a warning: a bad diagnostic must neither end a run nor go unnoticed.
+        A step that is recorded again, by a resumed run, gets a second row (see `latest_rows`).
+        A value that is not finite is null in the row, absent from TensorBoard, and logged as a warning.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -49,8 +47,7 @@ class MetricsRecorder:
 
         Args:
             step: number of the step; 0 is the state before training.
-            metrics: Python numbers, NumPy scalars or 0-dim tensors by metric. Integers of Python and
-                NumPy (bytes) stay integers.
+            metrics: numbers, NumPy scalars or 0-dim tensors by metric; integers of Python and NumPy stay integers.
 
         Raises:
             DataError: a value is not a number, or `step` is among the metrics.
@@ -77,12 +74,6 @@ class MetricsRecorder:
             self._file.close()
         with writing(self.folder / TENSORBOARD_FOLDER):
             self._tensorboard.close()
-
-    def __enter__(self) -> MetricsRecorder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _finite_number(key: str, value: Any, step: int) -> float | int | None:

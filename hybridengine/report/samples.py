@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
+from rich.cells import cell_len, set_cell_size
 from rich.table import Table
 from rich.text import Text
 
@@ -21,9 +20,7 @@ from hybridengine.report.step_rows import is_step, json_lines
 SAMPLES_FOLDER = "samples"
 MAX_CHARACTERS = 500
 """Largest number of characters of a text in a table; the lines of JSON have the full text."""
-WIDTH = 20_000
-"""Width of a table in a file; wide enough for all texts."""
-HEADINGS = ("prompt", "response", "answer")
+HEADINGS = ("prompt", "response", "answer", "score")
 NEWLINE = "\u21b5"
 
 
@@ -40,11 +37,7 @@ class Sample:
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[Sample]) -> None:
-    """Append the samples to FOLDER/evaluation.jsonl, and write them as a table to FOLDER/evaluation-STEP.md.
-
-    Raises:
-        OutputError: the files cannot be written.
-    """
+    """Append the samples to FOLDER/evaluation.jsonl, and write FOLDER/evaluation-STEP.md; may raise OutputError."""
     with writing(folder):
         folder.mkdir(exist_ok=True)
         with (folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
@@ -53,11 +46,7 @@ def write_samples(folder: Path, step: int, samples: Sequence[Sample]) -> None:
 
 
 def read_samples(file: Path) -> tuple[list[Sample], int]:
-    """Return the samples of a file, and the number of damaged lines; an unfinished last line is ignored.
-
-    Raises:
-        UnreadableError: `file` is not a regular file.
-    """
+    """Return the samples of a regular file, and the number of damaged lines; an unfinished last line is ignored."""
     values = [value for line, value in json_lines(file) if line.strip()]
     samples = [
         Sample(
@@ -77,31 +66,33 @@ def _finite(value: object) -> float | None:
 
 def markdown_table(step: int, samples: Sequence[Sample]) -> str:
     """Return the samples as a Markdown table with verbatim texts in code spans and aligned columns."""
-    file = io.StringIO()
-    Console(file=file, width=WIDTH, color_system=None).print(_table(samples, box.MARKDOWN, _code))
     scores = [sample.score for sample in samples if sample.score is not None]
     mean = f", mean score {sum(scores) / len(scores):.3f}" if scores else ""
-    table = "\n".join(line.strip() for line in file.getvalue().splitlines() if line.strip())
+    rows = [HEADINGS, *([*map(_code, texts), score] for *texts, score in map(_cells, samples))]
+    widths = [max(3, *map(cell_len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        f"| {' | '.join(set_cell_size(text, width) for text, width in zip(row, widths, strict=True))} |"
+        for row in rows
+    ]
+    lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
+    table = "\n".join(lines)
     return f"# Evaluation after step {step}\n\n{len(samples)} responses{mean}.\n\n{table}\n"
 
 
 def terminal_table(step: int, samples: Sequence[Sample]) -> Table:
     """Return the samples as a table of one line each, cut at the width of the terminal."""
-    table = _table(samples, box.SIMPLE, str)
-    table.title = f"after step {step}"
-    return table
-
-
-def _table(samples: Sequence[Sample], border: box.Box, form: Callable[[str], str]) -> Table:
-    table = Table(box=border, title_justify="left", pad_edge=border is box.MARKDOWN)
+    table = Table(title=f"after step {step}", title_justify="left", box=box.SIMPLE, pad_edge=False)
     for heading in HEADINGS:
-        table.add_column(heading)
-    table.add_column("score", no_wrap=True, justify="right")
+        is_score = heading == "score"
+        table.add_column(heading, no_wrap=is_score, justify="right" if is_score else "left")
     for sample in samples:
-        texts = (form(_cut(text)) for text in (sample.prompt, sample.response, sample.answer))
-        cells = (Text(text, no_wrap=True, overflow="ellipsis") for text in texts)
-        table.add_row(*cells, "-" if sample.score is None else f"{sample.score:.3f}")
+        table.add_row(*(Text(text, no_wrap=True, overflow="ellipsis") for text in _cells(sample)))
     return table
+
+
+def _cells(sample: Sample) -> list[str]:
+    texts = (sample.prompt, sample.response, sample.answer)
+    return [*map(_cut, texts), "-" if sample.score is None else f"{sample.score:.3f}"]
 
 
 def printable(text: str) -> str:

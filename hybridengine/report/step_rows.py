@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -12,6 +11,8 @@ from hybridengine.files import check_regular, parse_json
 from hybridengine.report.keys import STEP
 
 METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
+"""Configuration of a run, in the same folder."""
 LARGEST = 2**127
 """Upper bound of the values of metrics."""
 
@@ -40,10 +41,8 @@ def json_lines(path: Path) -> Iterator[tuple[bytes, object]]:
 def read_rows(folder: str | Path) -> list[Row]:
     """Return all rows of FOLDER/metrics.jsonl in the order written; none if the file does not exist.
 
-    The unfinished last line of a killed or running process is skipped.
-
     Raises:
-        DataError: it is not a regular file, or another line (named in the message) is not a row.
+        DataError: it is not a regular file, or a line other than an unfinished last one is not a row.
     """
     path = Path(folder) / METRICS_FILE
     rows: list[Row] = []
@@ -62,7 +61,7 @@ def read_rows(folder: str | Path) -> list[Row]:
     return rows
 
 
-def latest_rows(rows: list[Row]) -> list[Row]:
+def latest_rows(rows: Sequence[Row]) -> list[Row]:
     """Return one row per step, in order of steps; a row replaces all earlier rows of its step and later steps."""
     latest: list[Row] = []
     for row in rows:
@@ -81,8 +80,3 @@ def _is_row(value: object) -> TypeGuard[Row]:
 def is_step(value: object) -> bool:
     """Return True if `value` can be the number of an iteration."""
     return type(value) is int and 0 <= value < LARGEST
-
-
-def number(value: float | None) -> float:
-    """Return a value of a row as a float; NaN for None."""
-    return math.nan if value is None else float(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,8 @@ from hybridengine.files import check_regular, parse_json, writing
 
 TIMELINE_FILE = "timeline.json"
 FIRST_PID = 1_000_000_001
-"""Process number of the first node; above all thread numbers, since viewers treat a thread with its process's number
-specially."""
+"""Process number of the first node, above all thread numbers: viewers treat equal numbers specially."""
 Event = dict[str, Any]
-"""Fields of one event, as written to JSON."""
 Place = tuple[str, str, int]
 """Node, pool and rank."""
 
@@ -34,7 +32,6 @@ class Span:
     """Work of a rank from one moment to another: one bar of the timeline."""
 
     name: str
-    """Text of the bar, such as "actor.update"."""
     phase: str
     """Kind of work: generate, switch, log-probs, values, updates, transfers, ..."""
     rank: int
@@ -51,7 +48,7 @@ class Span:
     @property
     def row(self) -> str:
         """Name of the rank's row, such as "rank 3"."""
-        return _row_name(self.pool, self.rank)
+        return f"{self.pool} rank {self.rank}".lstrip()
 
 
 @dataclass(frozen=True)
@@ -62,14 +59,12 @@ class Reading:
     rank: int
     node: str
     time_s: float
-    """Time in seconds since the epoch, by the clock of the rank's node."""
     value: float
     pool: str = ""
 
     @property
     def row(self) -> str:
-        """Name of the rank's row, such as "rank 3"."""
-        return _row_name(self.pool, self.rank)
+        return f"{self.pool} rank {self.rank}".lstrip()
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ class Timeline:
     nodes: dict[int, str] = field(default_factory=dict, compare=False)
     """Node of each process number."""
     places: dict[int, Place] = field(default_factory=dict, compare=False)
-    """Rank of each thread number; numbers are unique across nodes."""
+    """Rank of each thread number."""
 
     def add(self, event: Event) -> None:
         """Add an event; raise KeyError, TypeError, ValueError or OverflowError if it is malformed."""
@@ -105,21 +100,16 @@ class Timeline:
 
 
 class TimelineWriter:
-    """Appends spans and readings to a timeline file; a context manager.
+    """Appends spans and readings to a timeline file.
 
     Guarantees:
         The file is complete JSON after every `write`, which passes its events to the operating system: a process that is
-        killed later loses none. An unfinished event, left by a kill during a write, is removed when the file is
-        opened again.
+        killed later loses none. What a kill during a write leaves is removed when the file is opened again.
         A span that ends before it starts, because a clock was set back, becomes a bar of zero width.
     """
 
     def __init__(self, file: str | Path) -> None:
-        """Open `file` for appending.
-
-        Raises:
-            DataError: the file exists and is not a timeline.
-        """
+        """Open `file` for appending; raise DataError if it exists and is not a timeline."""
         self._path = Path(file)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         content = _content(self._path)
@@ -133,54 +123,38 @@ class TimelineWriter:
         self._append([])
 
     def write(self, spans: Iterable[Span], readings: Iterable[Reading] = ()) -> None:
-        """Append spans and readings, in any order.
-
-        Raises:
-            OutputError: the file cannot be written.
-        """
-        spans = sorted(spans, key=lambda span: (span.start_s, -span.end_s))
-        readings = list(readings)
-        events = list[Event]()
-        places = {(one.node, one.pool, one.rank) for one in [*spans, *readings]}
-        for place in sorted(places - self._tids.keys(), key=lambda place: place[1:]):
-            self._number(place, events)
-        for span in spans:
+        """Append spans and readings, in any order; raise OutputError if the file cannot be written."""
+        spans, readings = list(spans), list(readings)
+        events = self._names([*spans, *readings])
+        for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
             start_us, end_us = round(span.start_s * 1e6), round(span.end_s * 1e6)
             args = {"role": span.role} | ({} if span.step is None else {"step": span.step})
-            kind = {"ph": "X", "name": span.name, "cat": span.phase}
-            time = {"ts": start_us, "dur": max(0, end_us - start_us)}
-            events.append(kind | self._numbers(span) | time | {"args": args})
-        for one in readings:
-            kind = {
-                "ph": "C",
-                "name": one.name,
-                "id": one.row,
-            }  # the id distinguishes the counters of a process
-            time = {"ts": round(one.time_s * 1e6)}
-            events.append(kind | self._numbers(one) | time | {"args": {"value": one.value}})
+            event = {"ph": "X", "name": span.name, "cat": span.phase, **self._numbers(span)}
+            events.append(event | {"ts": start_us, "dur": max(0, end_us - start_us), "args": args})
+        for one in readings:  # the id distinguishes the counters of a process
+            event = {"ph": "C", "name": one.name, "id": one.row, **self._numbers(one)}
+            events.append(event | {"ts": round(one.time_s * 1e6), "args": {"value": one.value}})
         self._append(events)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         self._file.close()
 
-    def __enter__(self) -> TimelineWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _number(self, place: Place, events: list[Event]) -> None:
-        """Assign numbers to a rank, and to its node if it is new; append the metadata that name them to `events`."""
-        node, pool, rank = place
-        names: dict[str, dict[str, str | int]] = {}
-        if node not in self._pids:
-            self._pids[node] = FIRST_PID + len(self._pids)
-            names["process_name"] = {"name": node}
-        self._tids[place] = max(self._tids.values(), default=0) + 1
-        names["thread_name"] = {"name": _row_name(pool, rank), "pool": pool, "rank": rank}
-        numbers = {"pid": self._pids[node], "tid": self._tids[place], "ts": 0}
-        events += [{"ph": "M", "name": name} | numbers | {"args": args} for name, args in names.items()]
+    def _names(self, records: Sequence[Span | Reading]) -> list[Event]:
+        """Number new nodes and ranks, in order of pool and rank; return the metadata that name them."""
+        rows = {(one.node, one.pool, one.rank): one.row for one in records}
+        events = list[Event]()
+        for place in sorted(rows.keys() - self._tids.keys(), key=lambda place: place[1:]):
+            node, pool, rank = place
+            tid = self._tids[place] = max(self._tids.values(), default=0) + 1
+            names: dict[str, dict[str, str | int]] = {}
+            if node not in self._pids:
+                self._pids[node] = FIRST_PID + len(self._pids)
+                names["process_name"] = {"name": node}
+            names["thread_name"] = {"name": rows[place], "pool": pool, "rank": rank}
+            numbers = {"pid": self._pids[node], "tid": tid, "ts": 0}
+            events += [{"ph": "M", "name": name, **numbers, "args": args} for name, args in names.items()]
+        return events
 
     def _numbers(self, one: Span | Reading) -> dict[str, int]:
         """Return the process and thread of a rank as fields of an event."""
@@ -199,12 +173,10 @@ class TimelineWriter:
 
 
 def read_timeline(file: str | Path) -> Timeline:
-    """Return the spans and readings of a timeline file in the order written; none if the file does not exist.
-
-    An unfinished last line is skipped. Times are exact to a microsecond.
+    """Return the spans and readings of a timeline file, if it exists, in the order written, exact to a microsecond.
 
     Raises:
-        DataError: the file is not a timeline; the message names the line or event.
+        DataError: the file is not a timeline; an unfinished last line is skipped.
     """
     path = Path(file)
     return _parsed(path, _content(path))[0]
@@ -217,10 +189,6 @@ def _seconds(time_us: float) -> float:
     return seconds
 
 
-def _row_name(pool: str, rank: int) -> str:
-    return f"{pool} rank {rank}".lstrip()
-
-
 def _content(path: Path) -> bytes:
     if not path.exists():
         return b""
@@ -229,11 +197,7 @@ def _content(path: Path) -> bytes:
 
 
 def _parsed(path: Path, content: bytes) -> tuple[Timeline, int]:
-    """Return the contents of a file, and the offset at which its last event ends; an unfinished last line is skipped.
-
-    Raises:
-        DataError: the content is not an array, a line other than the last is not JSON, or an event is malformed.
-    """
+    """Return the contents of a file, and the offset at which its last event ends; an unfinished last line is skipped."""
     if content.strip() and not content.lstrip().startswith(b"["):
         raise DataError(f"{path} begins with {content[:40]!r}, a timeline with '['; move the file away")
     timeline, offset, end = Timeline(), 0, 0

@@ -30,14 +30,11 @@ from hybridengine.report.keys import STEP
 from hybridengine.report.step_rows import Row
 
 PROJECT = "hybridengine"
-"""Default project of wandb and experiment of MLflow."""
 LOGIN_TIMEOUT_S = 60.0
 """Time limit for entering wandb's API key."""
 FINISH_TIMEOUT_S = 50.0
 
 MLFLOW_FILE = "mlflow.db"
-MLFLOW_MAX_PARAMS = 100
-"""Largest number of parameters in one request."""
 MLFLOW_MAX_VALUE = 500
 """Largest number of characters of a parameter's value that every server accepts."""
 OPEN_TIMEOUT_S = 120.0
@@ -54,7 +51,6 @@ class TrackedRun:
     name: str
     folder: Path
     config: Mapping[str, Any]
-    """Configuration as written to config.yaml."""
 
 
 class Tracker(Protocol):
@@ -112,31 +108,20 @@ class MlflowTracker:
     """MLflow run, on the server of MLFLOW_TRACKING_URI or in a file next to the runs' folders."""
 
     def __init__(self, run: TrackedRun) -> None:
-        from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
-        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
+        import mlflow  # pyright: ignore[reportMissingImports]
 
-        self._metric = Metric
+        self._mlflow = mlflow
         file = f"sqlite:///{(run.folder.parent / MLFLOW_FILE).absolute()}"
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or file)
-        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
-        found = self._client.get_experiment_by_name(experiment)
-        identity = found.experiment_id if found else self._client.create_experiment(experiment)
-        self._run_id = self._client.create_run(identity, run_name=run.name).info.run_id
-        params = [Param(key, value[:MLFLOW_MAX_VALUE]) for key, value in flat_config(run.config)]
-        for first in range(0, len(params), MLFLOW_MAX_PARAMS):
-            self._client.log_batch(self._run_id, params=params[first : first + MLFLOW_MAX_PARAMS])
+        mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or file)
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT)
+        mlflow.start_run(run_name=run.name)  # the active run of this thread
+        mlflow.log_params({key: value[:MLFLOW_MAX_VALUE] for key, value in flat_config(run.config)})
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        now = int(1000 * time.time())
-        self._client.log_batch(
-            self._run_id,
-            metrics=[
-                self._metric(mlflow_name(key), float(value), now, step) for key, value in values.items()
-            ],
-        )
+        self._mlflow.log_metrics({mlflow_name(key): float(value) for key, value in values.items()}, step=step)
 
     def close(self, failed: bool) -> None:
-        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+        self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
 def mlflow_name(key: str) -> str:
@@ -181,11 +166,7 @@ class Trackers:
             thread.do(f"the row of step {step}", lambda tracker: tracker.log(step, values))
 
     def __enter__(self) -> Trackers:
-        """Open all trackers.
-
-        Raises:
-            ConfigError: a tracker cannot be opened, because an account, a server or a writable folder is missing.
-        """
+        """Open all trackers; raise ConfigError for those that lack an account, a server or a writable folder."""
         deadline = time.monotonic() + OPEN_TIMEOUT_S
         for thread in self._threads:
             thread.start()
@@ -206,30 +187,27 @@ class Trackers:
             thread.end(deadline)
 
 
-class _TrackerThread:
+class _TrackerThread(threading.Thread):
     """Thread that runs the jobs of one tracker in order, and warns of the first failure only.
 
     It is a daemon thread, so that a hanging connection does not keep the process alive.
     """
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
-        self._name, self._open = name, open_tracker
+        super().__init__(name=name, daemon=True)
+        self._open = open_tracker
         self._jobs = queue.SimpleQueue[tuple[str, Callable[[Tracker], None]] | None]()
         self._opening = Future[Tracker]()
-        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._has_warned = False
-
-    def start(self) -> None:
-        self._thread.start()
 
     def open_problem(self, deadline: float) -> str | None:
         """Return the reason why the tracker is not open by the deadline; None if it is open."""
-        remedy = f"see {self._name}'s own settings, or leave it out of run.trackers"
+        remedy = f"see {self.name}'s own settings, or leave it out of run.trackers"
         wait([self._opening], max(0.0, deadline - time.monotonic()))
         if not self._opening.done():
-            return f"run.trackers: {self._name} did not open within {OPEN_TIMEOUT_S:g} s; {remedy}"
+            return f"run.trackers: {self.name} did not open within {OPEN_TIMEOUT_S:g} s; {remedy}"
         if error := self._opening.exception():
-            return f"run.trackers: {self._name} cannot be opened ({_first_line(error)}); {remedy}"
+            return f"run.trackers: {self.name} cannot be opened ({_first_line(error)}); {remedy}"
         return None
 
     def do(self, what: str, job: Callable[[Tracker], None]) -> None:
@@ -240,11 +218,11 @@ class _TrackerThread:
         self._jobs.put(None)
         if not self._opening.done():
             return
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
+        self.join(max(0.0, deadline - time.monotonic()))
+        if self.is_alive():
             self._warn(f"was not done {CLOSE_TIMEOUT_S:g} s after the run's end")
 
-    def _run(self) -> None:
+    def run(self) -> None:
         # Failures of the package do not end the run, whose rows are in metrics.jsonl.
         try:
             tracker = self._open()
@@ -262,7 +240,7 @@ class _TrackerThread:
     def _warn(self, problem: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            _logger.warning("%s %s; rows that it lacks are in metrics.jsonl", self._name, problem)
+            _logger.warning("%s %s; rows that it lacks are in metrics.jsonl", self.name, problem)
 
 
 def _is_installed(name: str) -> bool:

@@ -22,7 +22,7 @@ from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokeniz
 from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all, shown
 from hybridengine.files import read_object, writing
 from hybridengine.models.checkpoint_files import copy_companions
-from hybridengine.report.run_record import CONFIG_FILE
+from hybridengine.report.step_rows import CONFIG_FILE
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -17,8 +17,7 @@ from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, s
 from hybridengine.files import read_object, writing
 from hybridengine.models.checkpoint_files import checkpoint_problems
 from hybridengine.report.keys import STEP
-from hybridengine.report.run_record import CONFIG_FILE
-from hybridengine.report.step_rows import read_rows
+from hybridengine.report.step_rows import CONFIG_FILE, read_rows
 from hybridengine.training.files import config_text
 from hybridengine.training.saving import changed_values, check_roles
 

@@ -28,8 +28,7 @@ from hybridengine.errors import HybridEngineError, OutputError, WorkerError, rai
 from hybridengine.formatting import format_bytes
 from hybridengine.redaction import without_secrets
 from hybridengine.report.console import summary_table
-from hybridengine.report.step_rows import latest_rows, read_rows
-from hybridengine.report.summary import summarise
+from hybridengine.report.step_rows import read_rows
 from hybridengine.report.trackers import Trackers, missing_trackers
 from hybridengine.training.dry_run import RANK_BYTES, cost_of, layout_lines
 from hybridengine.training.files import RunFiles, claim_run, keep_config, prepare_files
@@ -100,7 +99,7 @@ def train(config: RunConfig) -> None:
         say(f"stopped; {remedy}")
         return
     rows = read_rows(config.run_folder)
-    console.print(summary_table(summarise(latest_rows(rows))))
+    console.print(summary_table(rows))
     say(where_to_look(as_typed(config.run_folder)))
 
 

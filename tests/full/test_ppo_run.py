@@ -17,7 +17,7 @@ from hybridengine.config import model_shape
 from hybridengine.planning.switch.switch_cost import SwitchPricer
 from hybridengine.report import keys
 from hybridengine.report.figures import FIGURES, draw_figure
-from hybridengine.report.run_record import read_run
+from hybridengine.report.page import read_run
 from hybridengine.report.timeline import TIMELINE_FILE, read_timeline
 from hybridengine.topology.links import NodeMap
 from hybridengine.training.files import claim_run

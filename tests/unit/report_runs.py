@@ -7,6 +7,7 @@ import math
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def write_run(
     with (folder / "metrics.jsonl").open("w") as file:
         for row in metric_rows(chance, num_steps, extra or {}):
             file.write(json.dumps(row) + "\n")
-    with TimelineWriter(folder / "timeline.json") as writer:
+    with closing(TimelineWriter(folder / "timeline.json")) as writer:
         for step in range(1, num_steps + 1):
             spans, readings = step_records(chance, step, num_ranks, ranks_per_node)
             writer.write(spans, readings)

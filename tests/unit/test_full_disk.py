@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,7 @@ def test_rows(tmp_path: Path) -> None:
         record_steps(recorder)
     rows = read_rows(tmp_path)
     assert [row["step"] for row in rows] == list(range(len(rows))) and len(rows) > 20
-    with MetricsRecorder(tmp_path) as again:
+    with closing(MetricsRecorder(tmp_path)) as again:
         again.record(len(rows), {"score": 1.0})
     assert len(read_rows(tmp_path)) == len(rows) + 1
 
@@ -55,14 +55,14 @@ def write_steps(timeline: TimelineWriter) -> None:
 def test_timeline(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
     with (
-        TimelineWriter(file) as timeline,
+        closing(TimelineWriter(file)) as timeline,
         full_disk(),
         pytest.raises(OutputError, match=rf"timeline\.json {SAID}"),
     ):
         write_steps(timeline)
     spans = read_timeline(file).spans
     assert [span.step for span in spans] == list(range(len(spans))) and len(spans) > 5
-    with TimelineWriter(file) as again:
+    with closing(TimelineWriter(file)) as again:
         again.write([Span("update", "updates", 0, "here", "actor", 5000.0, 5001.0, "", 5000)])
     assert len(read_timeline(file).spans) == len(spans) + 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,7 +190,7 @@ def write_run(folder: Path, config: RunConfig, num_steps: int, factor: float = 1
             ]
             now += seconds
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with TimelineWriter(folder / "timeline.json") as timeline:
+    with closing(TimelineWriter(folder / "timeline.json")) as timeline:
         timeline.write(spans, [])
 
 

@@ -217,6 +217,7 @@ def test_a_term_is_named_in_its_failures(functions):
 finite = st.floats(-1e6, 1e6, width=32)
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(finite, st.lists(st.one_of(finite, st.none()), min_size=4, max_size=4)), max_size=4)
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from hybridengine.data.reward_process import RewardProcess
@@ -63,7 +65,10 @@ def test_modules_that_cannot_be_loaded(tmp_path, monkeypatch, capfd, name):
     (tmp_path / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     limit = LOAD_TIMEOUT_S if name == "waits" else 60.0
-    with RewardProcess(f"{module}:f", start_timeout_s=limit) as one, pytest.raises(DataError) as caught:
+    with (
+        closing(RewardProcess(f"{module}:f", start_timeout_s=limit)) as one,
+        pytest.raises(DataError) as caught,
+    ):
         one.start()
     assert message in str(caught.value)
     assert f"{module}:f" in str(caught.value)

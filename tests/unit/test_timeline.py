@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def _span(start_s: float, end_s: float, rank: int = 0, name: str = "actor.update
 
 def _write(file: Path, *spans: Span, **arguments: Any) -> list[dict[str, Any]]:
     """Write spans; return the file's events as a strict JSON parser reads them."""
-    with TimelineWriter(file) as writer:
+    with closing(TimelineWriter(file)) as writer:
         writer.write(spans, **arguments)
     return _parse(file.read_bytes())
 
@@ -100,7 +101,7 @@ WIDTHS = st.tuples(st.integers(0, 3), st.integers(1, 12), st.integers(0, 12), st
 """Times of a call: the pause before it, its length, the part that fetches rows; and its rank."""
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     writes=st.lists(st.lists(WIDTHS, max_size=12), max_size=4),
     unit_s=st.sampled_from([1.0, 0.1, 1e-6, 3e-7]),
@@ -111,7 +112,7 @@ def test_bars_of_calls_in_turn_nest_and_none_is_lost(
     """A rank runs one call at a time, and fetches rows at its beginning: rounding must not let bars cross."""
     file = tmp_path_factory.mktemp("spans") / "timeline.json"
     spans, now = list[Span](), [0, 0, 0]
-    with TimelineWriter(file) as writer:
+    with closing(TimelineWriter(file)) as writer:
         for write in writes:
             new = list[Span]()
             for pause, width, fetched, rank in write:
@@ -143,14 +144,14 @@ def test_a_clock_that_was_set_back_makes_a_bar_of_no_width(tmp_path: Path) -> No
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     span = Span('a "name" </script>\n 😀 ü', "log-probs", 3, "nöde", "reference", 1.25, 2.5, "pool b", 7)
     reading = Reading("memory/bytes", 3, "nöde", 1.5, 0.25, "pool b")
-    with TimelineWriter(tmp_path / "timeline.json") as writer:
+    with closing(TimelineWriter(tmp_path / "timeline.json")) as writer:
         writer.write([span], [reading])
     assert read_timeline(tmp_path / "timeline.json") == Timeline([span], [reading])
     assert read_timeline(tmp_path / "missing.json") == Timeline([], [])
 
 
 def test_a_new_timeline_is_an_empty_array(tmp_path: Path) -> None:
-    with TimelineWriter(tmp_path / "runs" / "demo" / "timeline.json"):
+    with closing(TimelineWriter(tmp_path / "runs" / "demo" / "timeline.json")):
         assert _parse((tmp_path / "runs" / "demo" / "timeline.json").read_bytes()) == []
     assert read_timeline(tmp_path / "runs" / "demo" / "timeline.json").spans == []
 
@@ -178,7 +179,7 @@ def test_a_file_cut_anywhere_is_readable_and_can_be_continued(tmp_path: Path) ->
         kept = read_timeline(file).spans
         assert kept == spans[: len(kept)]
         counts.add(len(kept))
-        with TimelineWriter(file) as writer:
+        with closing(TimelineWriter(file)) as writer:
             assert len(_bars(_parse(file.read_bytes()))) == len(kept)
             writer.write([_span(9, 10)])
         assert len(_bars(_parse(file.read_bytes()))) == len(kept) + 1
@@ -206,7 +207,7 @@ for step in itertools.count():
     child.stdout.close()
     spans = read_timeline(file).spans
     assert len(spans) >= 48
-    with TimelineWriter(file):
+    with closing(TimelineWriter(file)):
         assert len(_bars(_parse(file.read_bytes()))) == len(spans)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -70,60 +71,39 @@ class MlflowServer:
         self.uri: str | None = None
         self.experiments: list[str] = []
         self.runs: list[MlflowRun] = []
+        self._active = threading.local()
 
-    def modules(self) -> dict[str, ModuleType]:
-        """Return the package mlflow, as modules by name."""
-        server = self
+    def module(self) -> ModuleType:
+        """Return the package mlflow, whose functions act on the run that the calling thread has started."""
+        names = ("set_tracking_uri", "set_experiment", "start_run", "log_params", "log_metrics", "end_run")
+        module = ModuleType("mlflow")
+        for name in names:
+            setattr(module, name, getattr(self, name))
+        return module
 
-        @dataclass
-        class Metric:
-            key: str
-            value: float
-            timestamp: int
-            step: int
+    def set_tracking_uri(self, uri: str) -> None:
+        self.uri = uri
 
-        @dataclass
-        class Param:
-            key: str
-            value: str
+    def set_experiment(self, name: str) -> None:
+        if name not in self.experiments:
+            self.experiments.append(name)
+        self._active.experiment = name
 
-        class MlflowClient:
-            def __init__(self, tracking_uri: str) -> None:
-                server.uri = tracking_uri
+    def start_run(self, run_name: str) -> None:
+        self.runs.append(MlflowRun(run_name, self._active.experiment))
+        self._active.run = self.runs[-1]
 
-            def get_experiment_by_name(self, name: str) -> Any:
-                if name not in server.experiments:
-                    return None
-                return SimpleNamespace(experiment_id=str(server.experiments.index(name)))
+    def log_params(self, params: dict[str, str]) -> None:
+        for key, value in params.items():
+            if not MLFLOW_NAME.match(key) or len(value) > 500 or key in self._active.run.params:
+                raise ValueError(f"Invalid value for param {key!r}")
+            self._active.run.params[key] = value
 
-            def create_experiment(self, name: str) -> str:
-                server.experiments.append(name)
-                return str(len(server.experiments) - 1)
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        for key, value in metrics.items():
+            if not MLFLOW_NAME.match(key) or not isinstance(value, float):
+                raise ValueError(f"Invalid value for metric {key!r}")
+            self._active.run.metrics.append((step, key, value))
 
-            def create_run(self, experiment_id: str, run_name: str) -> Any:
-                server.runs.append(MlflowRun(run_name, server.experiments[int(experiment_id)]))
-                return SimpleNamespace(info=SimpleNamespace(run_id=str(len(server.runs) - 1)))
-
-            def log_batch(self, run_id: str, metrics: list[Metric] = [], params: list[Param] = []) -> None:  # noqa: B006
-                run = server.runs[int(run_id)]
-                if len(params) > 100 or len(metrics) > 1000:
-                    raise ValueError("too many for one request")
-                for item in [*metrics, *params]:
-                    if not MLFLOW_NAME.match(item.key):
-                        raise ValueError(f"Invalid value {item.key!r} for parameter 'name' supplied")
-                for param in params:
-                    if not isinstance(param.value, str) or len(param.value) > 500 or param.key in run.params:
-                        raise ValueError(f"Invalid value for param {param.key!r}")
-                    run.params[param.key] = param.value
-                for metric in metrics:
-                    if not isinstance(metric.value, float) or not isinstance(metric.timestamp, int):
-                        raise ValueError(f"Invalid value for metric {metric.key!r}")
-                    run.metrics.append((metric.step, metric.key, metric.value))
-
-            def set_terminated(self, run_id: str, status: str) -> None:
-                server.runs[int(run_id)].status = status
-
-        entities, tracking = ModuleType("mlflow.entities"), ModuleType("mlflow.tracking")
-        entities.Metric, entities.Param = Metric, Param  # type: ignore[attr-defined]
-        tracking.MlflowClient = MlflowClient  # type: ignore[attr-defined]
-        return {"mlflow": ModuleType("mlflow"), "mlflow.entities": entities, "mlflow.tracking": tracking}
+    def end_run(self, status: str) -> None:
+        self._active.run.status = status

@@ -18,8 +18,7 @@ from hybridengine.planning.costs.dataflows import Call
 from hybridengine.planning.costs.lengths import Lengths
 from hybridengine.planning.costs.workload import workload_of
 from hybridengine.report import keys
-from hybridengine.report.run_record import CONFIG_FILE
-from hybridengine.report.step_rows import METRICS_FILE, Row, latest_rows, read_rows
+from hybridengine.report.step_rows import CONFIG_FILE, METRICS_FILE, Row, latest_rows, read_rows
 from hybridengine.report.timeline import TIMELINE_FILE, Span, read_timeline
 
 WARM_STEPS = 2

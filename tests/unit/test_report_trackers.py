@@ -8,6 +8,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -55,15 +56,14 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
 @pytest.fixture
 def mlflow(monkeypatch: pytest.MonkeyPatch) -> MlflowServer:
     server = MlflowServer()
-    for name, module in server.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "mlflow", server.module())
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
     return server
 
 
 def _log_all(names: list[str], run: TrackedRun) -> None:
-    with MetricsRecorder(run.folder) as recorder, Trackers(names, run) as trackers:
+    with closing(MetricsRecorder(run.folder)) as recorder, Trackers(names, run) as trackers:
         for step, metrics in ROWS:
             trackers.log(recorder.record(step, metrics))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-import subprocess
-import sys
+import os
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,7 @@ def _lines(folder: Path) -> list[str]:
 
 def test_rows_arrive_in_both_files(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "demo"
-    with MetricsRecorder(folder) as recorder:
+    with closing(MetricsRecorder(folder)) as recorder:
         recorder.record(0, {"eval/exact_match": 0.25})
         written = recorder.record(
             1, {"reward/mean": 0.5, "switch/received_bytes": 2**40 + 1, "kl/mean": -1e-7}
@@ -52,22 +52,21 @@ def test_rows_arrive_in_both_files(tmp_path: Path) -> None:
 
 def test_rows_are_on_disk_before_the_recorder_is_closed(tmp_path: Path) -> None:
     """A process that dies without cleanup loses no row."""
-    script = (
-        "import os, sys\n"
-        "from hybridengine.report.recorder import MetricsRecorder\n"
-        "recorder = MetricsRecorder(sys.argv[1])\n"
-        "recorder.record(1, {'reward/mean': 0.5})\n"
-        "recorder.record(2, {'reward/mean': 0.75})\n"
-        "os._exit(9)\n"
-    )
-    died = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120)
-    assert died.returncode == 9
+    child = os.fork()
+    if child == 0:
+        try:
+            recorder = MetricsRecorder(tmp_path)
+            recorder.record(1, {"reward/mean": 0.5})
+            recorder.record(2, {"reward/mean": 0.75})
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert read_rows(tmp_path) == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}]
     assert _tensorboard_scalars(tmp_path) == {"reward/mean": [(1, 0.5), (2, 0.75)]}
 
 
 def test_scalars_of_every_kind_become_numbers(tmp_path: Path) -> None:
-    with MetricsRecorder(tmp_path) as recorder:
+    with closing(MetricsRecorder(tmp_path)) as recorder:
         recorder.record(
             np.int64(3),
             {
@@ -96,7 +95,7 @@ def test_scalars_of_every_kind_become_numbers(tmp_path: Path) -> None:
 def test_a_value_that_is_not_finite_is_null_and_warned_about(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float
 ) -> None:
-    with caplog.at_level(logging.WARNING), MetricsRecorder(tmp_path) as recorder:
+    with caplog.at_level(logging.WARNING), closing(MetricsRecorder(tmp_path)) as recorder:
         recorder.record(4, {"actor/policy_loss": value, "reward/mean": 0.5})
     assert _lines(tmp_path) == ['{"step": 4, "actor/policy_loss": null, "reward/mean": 0.5}']
     assert _tensorboard_scalars(tmp_path) == {"reward/mean": [(4, 0.5)]}
@@ -106,7 +105,7 @@ def test_a_value_that_is_not_finite_is_null_and_warned_about(
 
 @pytest.mark.parametrize("value", ["0.5", None, torch.zeros(2), [1.0], {"a": 1}])
 def test_a_value_that_is_not_a_number_is_refused_and_writes_nothing(tmp_path: Path, value: object) -> None:
-    with MetricsRecorder(tmp_path) as recorder:
+    with closing(MetricsRecorder(tmp_path)) as recorder:
         recorder.record(1, {"reward/mean": 0.5})
         with pytest.raises(DataError, match=r"metric 'kl/mean'=.* must be one number"):
             recorder.record(2, {"reward/mean": 0.5, "kl/mean": value})  # pyright: ignore[reportArgumentType]
@@ -116,11 +115,11 @@ def test_a_value_that_is_not_a_number_is_refused_and_writes_nothing(tmp_path: Pa
 
 
 def test_opening_again_appends(tmp_path: Path) -> None:
-    with MetricsRecorder(tmp_path) as recorder:
+    with closing(MetricsRecorder(tmp_path)) as recorder:
         recorder.record(1, {"reward/mean": 0.25})
         recorder.record(2, {"reward/mean": 0.5})
     first = (tmp_path / METRICS_FILE).read_bytes()
-    with MetricsRecorder(tmp_path) as recorder:
+    with closing(MetricsRecorder(tmp_path)) as recorder:
         recorder.record(2, {"reward/mean": 0.625})
         recorder.record(3, {"reward/mean": 0.75})
     assert (tmp_path / METRICS_FILE).read_bytes().startswith(first)
@@ -143,7 +142,7 @@ def test_an_unfinished_last_line_is_cut_off(tmp_path: Path, caplog: pytest.LogCa
     whole, torn = '{"step": 1, "reward/mean": 0.5}\n', '{"step": 2, "reward/me'
     (tmp_path / METRICS_FILE).write_text(whole + torn)
     assert read_rows(tmp_path) == [{"step": 1, "reward/mean": 0.5}]
-    with MetricsRecorder(tmp_path) as recorder:
+    with closing(MetricsRecorder(tmp_path)) as recorder:
         recorder.record(2, {"reward/mean": 0.75})
     assert _lines(tmp_path) == [whole.strip(), '{"step": 2, "reward/mean": 0.75}']
     assert f"ended in an unfinished line of {len(torn)} bytes; cut it off" in caplog.text

@@ -1,16 +1,14 @@
-"""The text of a run: step lines, the summary's numbers and the final table."""
+"""The text of a run: step lines and the final table."""
 
 from __future__ import annotations
 
 import io
-import math
 
 import pytest
 from rich.console import Console
 
 from hybridengine.report.console import step_line, summary_table
 from hybridengine.report.step_rows import Row
-from hybridengine.report.summary import HeldOutResult, PhaseTime, RunSummary, summarise
 
 MIB = 2**20
 
@@ -59,53 +57,11 @@ def test_step_line_leaves_out_what_is_missing_and_shows_what_is_not_finite() -> 
     assert step_line(row, num_steps=5) == "step 2/5  reward nan  | generate nan"
 
 
-def test_summary_numbers() -> None:
-    summary = summarise(_rows())
-    assert summary.num_steps == 3
-    assert summary.held_out_before == HeldOutResult(0.315, is_share=True)
-    assert summary.held_out_after == HeldOutResult(0.78, is_share=True)
-    assert summary.phases["generate"] == PhaseTime(sum_s=4.5, mean_s=1.5)
-    assert summary.phases["step"] == PhaseTime(sum_s=45.0, mean_s=15.0)
-    assert list(summary.phases) == [
-        "switch_to_generate",
-        "generate",
-        "switch_to_train",
-        "reference_log_probs",
-        "update_critic",
-        "update_actor",
-        "step",
-    ]
-    assert (summary.received_bytes, summary.received_bytes_per_step) == (9 * MIB, 3 * MIB)
-    assert summary.peak_weight_bytes == 7.5 * MIB
-    assert summary.redundant_bytes == 0
-    assert summary.log_prob_abs_diff_max == 3.14e-6
-
-
-def test_summary_counts_a_repeated_step_once() -> None:
-    rows = [_row(1, time__generate_s=100.0), _row(1, time__generate_s=2.0), _row(2)]
-    summary = summarise(rows)
-    assert summary.num_steps == 2
-    assert summary.phases["generate"].sum_s == pytest.approx(3.2)
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_summary_does_not_hide_what_was_not_finite(place: int) -> None:
-    rows = [_row(1), _row(2), _row(3)]
-    rows[place]["rollout/log_prob_abs_diff_max"] = None
-    difference = summarise(rows).log_prob_abs_diff_max
-    assert difference is not None
-    assert math.isnan(difference)
-
-
-def test_summary_of_no_rows() -> None:
-    assert summarise([]) == RunSummary(0, None, None, {}, None, None, None, None, None)
-
-
 def _table_cells(rows: list[Row], encoding: str = "utf-8") -> tuple[str, dict[str, list[str]]]:
     """Return the printed table, and its rows: name -> the cells to the right."""
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
-    Console(file=stream, width=80).print(summary_table(summarise(rows)))
+    Console(file=stream, width=80).print(summary_table(rows))
     text = raw.getvalue().decode(encoding)
     cells = [
         [cell for cell in line.strip("| ").replace("|", "  ").split("  ") if cell.strip()]
@@ -125,10 +81,44 @@ def test_final_table() -> None:
     assert cells["time: switch to generate"] == ["0.10 s", "34 ms"]
     assert cells["time: update actor"] == ["36.9 s", "12.3 s"]
     assert cells["time: step"] == ["45.0 s", "15.0 s"]
+    assert [name for name in cells if name.startswith("time: ")] == [
+        f"time: {phase}"
+        for phase in (
+            "switch to generate",
+            "generate",
+            "switch to train",
+            "reference log probs",
+            "update critic",
+            "update actor",
+            "step",
+        )
+    ]
     assert cells["received bytes"] == ["9.0 MiB", "3.0 MiB"]
     assert cells["peak weight bytes, max"] == ["7.5 MiB"]
     assert cells["redundant bytes, max"] == ["0 B"]
     assert cells["log-prob difference, max"] == ["3.14e-06"]
+
+
+def test_a_repeated_step_counts_once() -> None:
+    text, cells = _table_cells([_row(1, time__generate_s=100.0), _row(1, time__generate_s=2.0), _row(2)])
+    assert "Run of 2 steps" in text
+    assert cells["time: generate"] == ["3.20 s", "1.60 s"]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_final_table_does_not_hide_what_was_not_finite(place: int) -> None:
+    rows = [_row(1), _row(2), _row(3)]
+    rows[place]["rollout/log_prob_abs_diff_max"] = None
+    rows[place]["switch/received_bytes"] = None
+    cells = _table_cells(rows)[1]
+    assert cells["log-prob difference, max"] == ["nan"]
+    assert cells["received bytes"] == ["nan", "nan"]
+
+
+def test_final_table_of_no_rows() -> None:
+    text, cells = _table_cells([])
+    assert "Run of 0 steps" in text
+    assert cells["redundant bytes, max"] == ["-"]
 
 
 def test_final_table_of_a_run_without_evaluation_or_switch() -> None:
@@ -148,7 +138,7 @@ def test_without_a_full_score_the_held_out_score_is_shown() -> None:
     rows: list[Row] = [{"step": 0, "eval/score_mean": 0.25}, {"step": 1, "eval/score_mean": 0.5}]
     assert step_line(rows[0], 1) == "step 0/1  eval 0.250"
     console = Console(file=io.StringIO(), width=100)
-    console.print(summary_table(summarise(rows)))
+    console.print(summary_table(rows))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "held-out score before" in text and "0.250" in text and "0.500" in text
     assert "exact match" not in text

@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from rich.cells import cell_len
 from rich.console import Console
 
-from hybridengine.report.run_record import read_run
+from hybridengine.report.page import read_run
 from hybridengine.report.samples import (
     MAX_CHARACTERS,
     Sample,
@@ -46,7 +46,7 @@ def _cells(markdown: str) -> list[list[str]]:
     ]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(texts=st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=1, max_size=4))
 def test_a_markdown_reader_sees_every_text_word_for_word(texts: list[tuple[str, str, str]]) -> None:
     table = markdown_table(7, [_sample(*three, score=0.5) for three in texts])
