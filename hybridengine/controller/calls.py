@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from hybridengine.errors import WorkerError
 
@@ -66,21 +66,6 @@ class CallRecord:
         return max(end - begin for begin, end in self.spans.values())
 
 
-class CallObserver(Protocol):
-    """Receives events of calls in progress; its methods return immediately and never raise."""
-
-    def call_made(
-        self, number: int, role: str, method: str, pool: str, num_ranks: int, inputs: Sequence[int]
-    ) -> None:
-        """Called when all ranks of a pool have received a call.
-
-        `inputs` are the numbers of unfinished calls whose rows it reads, directly or through other calls.
-        """
-
-    def rank_ended(self, number: int, pool: str, rank: int) -> None:
-        """Called when a rank has ended a call, successfully or not; runs in a thread of Ray's, in any order."""
-
-
 class CallLog:
     """Calls of this process on all of its pools, which may exchange rows."""
 
@@ -92,8 +77,6 @@ class CallLog:
         self.unfinished: list[Any] = []
         """Calls (`Future`) in order of submission, without those known to have succeeded and those that all ranks have
         ended and whose failure was raised."""
-        self.observer: CallObserver | None = None
-        """Receiver of events, if any."""
 
     def take_records(self) -> list[CallRecord]:
         """Return the records so far, and start a new list."""

@@ -17,7 +17,7 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError
 
-from hybridengine.controller.calls import CallObserver, CallRecord, call_log
+from hybridengine.controller.calls import CallRecord, call_log
 from hybridengine.controller.failures import Outcome, RankFailure, rank_failed, root_cause
 from hybridengine.controller.row_requests import traffic_bytes
 from hybridengine.controller.whereabouts import report_lines, words_of
@@ -63,7 +63,7 @@ class Future:
         self.pool, self.role, self.method, self.timeout_s = pool, role, method, timeout_s
         self.failures: list[RankFailure] = []
         """Failures of the ranks that have answered."""
-        self._places = places
+        self.num_ranks, self._places = len(outcomes), places
         self._pending, self._outcomes = dict(outcomes), dict[int, Outcome]()
         self._results = dict(results or {})
         self._inputs = list(dict.fromkeys(call for one in inputs for call in (one, *one._inputs)))
@@ -94,14 +94,18 @@ class Future:
         """References to the results of the source ranks, in row order."""
         return list(self._results.values())
 
-    def observe(self, observer: CallObserver) -> None:
-        """Send this call to the observer now, and each rank when it ends, by a notification of Ray's without polling."""
-        inputs = [call.number for call in self._inputs]
-        observer.call_made(self.number, self.role, self.method, self.pool.name, len(self._pending), inputs)
-        for rank, outcome in self._pending.items():
-            outcome.future().add_done_callback(
-                lambda _, rank=rank: observer.rank_ended(self.number, self.pool.name, rank)
-            )
+    @property
+    def inputs(self) -> tuple[Future, ...]:
+        """Unfinished calls whose rows this call reads, directly or through other calls."""
+        return tuple(self._inputs)
+
+    def num_ended(self) -> int:
+        """Return the number of ranks that have ended the call, without processing outcomes; safe in any thread."""
+        pending = list(self._pending.values())
+        ended, _ = (
+            ray.wait(pending, num_returns=len(pending), timeout=0) if ray.is_initialized() else ([], [])
+        )
+        return self.num_ranks - len(pending) + len(ended)
 
     def poll(self) -> bool:
         """Process arrived outcomes, and return True if all ranks have answered; a call that succeeded is recorded."""
@@ -207,7 +211,7 @@ class Future:
         # Ranks report nothing before the call's own limit.
         words = words_of(self._pending) if limit_s >= self.timeout_s else {}
         return WorkerTimeoutError(
-            f"{self} did not end within {limit_s:g} s: {len(places)} of {len(places) + len(self._outcomes)}"
+            f"{self} did not end within {limit_s:g} s: {len(places)} of {self.num_ranks}"
             " ranks have not answered; see their stacks in the log, or raise the limit (of a run: timeouts.call_s)\n"
             + "\n".join(report_lines(places, words))
         )

@@ -156,10 +156,7 @@ class ResourcePool:
             results={rank: references[rank][1] for rank in sources},
             inputs=inputs,
         )
-        log = call_log()
-        log.unfinished.append(future)
-        if log.observer is not None:
-            future.observe(log.observer)
+        call_log().unfinished.append(future)
         return future
 
     def raise_failures(self) -> None:
