@@ -48,7 +48,7 @@ class LiveView(Progress):
 
     Args:
         phase_of_call: function that returns the phase of a step to which a role's method belongs.
-        unfinished_calls: function that returns the run's unfinished calls (`controller.futures.Future`), oldest first.
+        unfinished_calls: function that returns the run's unfinished calls (`controller.calls.Future`), oldest first.
     """
 
     def __init__(

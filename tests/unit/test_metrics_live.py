@@ -22,7 +22,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import Task
 
-from hybridengine.controller.futures import Future as GroupCall
+from hybridengine.controller.calls import Future as GroupCall
 from hybridengine.report.live import LiveView, can_show_live
 
 LONG = "reward_of_a_term_whose_name_is_longer_than_any_terminal_is_wide_" * 3
