@@ -43,12 +43,7 @@ from workers.model_worker import TrainedWorker
 
 
 class ActorWorker(TrainedWorker):
-    """One rank of the actor.
-
-    Args:
-        folder: initial checkpoint.
-        stop_token_ids: tokens that end a response.
-    """
+    """One rank of the actor, which starts from the checkpoint `folder`; `stop_token_ids` end a response."""
 
     def __init__(
         self, context: RankContext, run: RunConfig, folder: str | Path, stop_token_ids: tuple[int, ...] = ()
@@ -70,7 +65,7 @@ class ActorWorker(TrainedWorker):
                 seed=run.run.seed,
                 cuda_graphs=run.rollout.cuda_graphs,
             ),
-            # Ranks on different nodes need different names: between them, vLLM on a CPU uses torch.distributed as well.
+            # Differs between nodes: across them, vLLM on a CPU uses torch.distributed as well.
             identity=f"hybridengine-{os.environ['MASTER_PORT']}-{context.node}",
         )
         groups = domains(self.trainer.layout, self._engine.layout)
@@ -109,9 +104,7 @@ class ActorWorker(TrainedWorker):
 
         def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
             log_probs, _ = self.log_probs_of(logits, columns, temperature=1.0)
-            mask = columns["mask"]
-            total = -(log_probs * mask).sum()
-            count = mask.sum()
+            total, count = -(log_probs * columns["mask"]).sum(), columns["mask"].sum()
             stats = LossStats({"warmup/loss": total.detach().clone()})
             return total, count.int(), (stats, int(count))
 
@@ -135,14 +128,13 @@ class ActorWorker(TrainedWorker):
     ) -> TensorDict:
         """Return a response to each prompt: `tokens` [B, P + R], `response_lengths` [B], `rollout_log_probs` [B, R].
 
-        Reads `prompt_tokens` [B, P] and `prompt_lengths` [B]. Every row is sampled with its own seed, counted from
-        `first_seed`.
+        Reads `prompt_tokens` [B, P] and `prompt_lengths` [B]. Each row has its own seed, counted from `first_seed`.
         """
-        lengths = prompts["prompt_lengths"].tolist()
-        rows = prompts["prompt_tokens"].tolist()
+        lengths, padded = prompts["prompt_lengths"].tolist(), prompts["prompt_tokens"]
+        rows = [row[:length] for row, length in zip(padded.tolist(), lengths, strict=True)]
         outputs = generate(
             self._engine,
-            [row[:length] for row, length in zip(rows, lengths, strict=True)],
+            rows,
             ((first_seed + prompts[ROW_NUMBERS]) % 2**31).tolist(),
             SamplingSettings(
                 max_tokens=self.run.rollout.max_response_tokens,
@@ -152,10 +144,10 @@ class ActorWorker(TrainedWorker):
         )
         width = self.run.rollout.max_response_tokens
         padding = self._stop_token_ids[0] if self._stop_token_ids else 0
-        tokens = torch.full((len(rows), prompts["prompt_tokens"].size(1) + width), padding)
+        tokens = torch.full((len(rows), padded.size(1) + width), padding)
         log_probs = torch.zeros(len(rows), width)
-        for row, (prompt, length, output) in enumerate(zip(rows, lengths, outputs, strict=True)):
-            sequence = prompt[:length] + output.token_ids
+        for row, (prompt, output) in enumerate(zip(rows, outputs, strict=True)):
+            sequence = prompt + output.token_ids
             tokens[row, : len(sequence)] = torch.tensor(sequence)
             log_probs[row, : len(output.log_probs)] = torch.tensor(output.log_probs)
         return TensorDict(
@@ -171,15 +163,12 @@ class ActorWorker(TrainedWorker):
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
         """Return `log_probs` and `entropies` [B, R] of the response tokens under the training model.
 
-        The engine's `rollout_log_probs` [B, R], if present, are compared with them.
-
-        Raises:
-            DriftError: their distance exceeds `guards.log_prob_drift`; the rows are saved in the run's folder.
+        Raises DriftError if the engine's `rollout_log_probs` [B, R], if present, differ by more than
+        `guards.log_prob_drift`; the rows are then saved in the run's folder.
         """
         names = ("log_probs", "entropies")
         result = self.forward_rows(
-            rollout,
-            lambda logits, columns: dict(zip(names, self.log_probs_of(logits, columns), strict=True)),
+            rollout, lambda logits, columns: dict(zip(names, self.log_probs_of(logits, columns), strict=True))
         )
         bound = self.run.guards.log_prob_drift
         if result is not None and bound is not None and "rollout_log_probs" in rollout.keys():  # noqa: SIM118
@@ -188,6 +177,7 @@ class ActorWorker(TrainedWorker):
 
     def _save_reproduction(self, rows: dict[str, Tensor], drift: float) -> Path:
         """Save tokens and both log-probs with the version and layouts of the weights; return the path."""
+        weights = self.trainer.weights
         told = {
             "drift": drift,
             "rank": self.context.rank,
@@ -196,9 +186,7 @@ class ActorWorker(TrainedWorker):
             "generate": self.run.actor.generate,
             "plan": self.hybrid.plan.digest,
             "temperature": self.run.rollout.temperature,
-            "weights": {
-                name: digests([self.trainer.weights[name]])[0].tolist() for name in self.trainer.weights.names
-            },
+            "weights": {name: digests([weights[name]])[0].tolist() for name in weights.names},
         }
         return save_reproduction(self.run.run_folder, self.context.rank, rows, told)
 
@@ -217,13 +205,13 @@ class ActorWorker(TrainedWorker):
             ProtocolError: a KL loss without `ref_log_probs`, or fewer rows than mini-batches.
         """
         section = self.run.actor
+        algorithm = algorithm or self.run.algorithm
         produced = {"weights", "ref_log_probs"} & set(batch.keys())
         if section.kl_loss_coef and "ref_log_probs" not in produced:
             raise ProtocolError(
                 f"actor.update: columns ['ref_log_probs'] are needed with actor.kl_loss_coef={section.kl_loss_coef}, and"
                 " nobody has produced them; let the reference compute them, or set 0"
             )
-        algorithm = algorithm or self.run.algorithm
         policy_loss = import_object(algorithm.loss)
         aggregation = Aggregation(section.loss_aggregation, self._divisor)
         columns_of = ["log_probs", "advantages", *produced]
@@ -234,14 +222,8 @@ class ActorWorker(TrainedWorker):
             total = _checked(policy_loss(log_probs, columns, algorithm, section, aggregation), algorithm.loss)
             total = total + entropy_bonus(entropies, mask, section.entropy_coef, aggregation)
             if section.kl_loss_coef:
-                total = total + kl_loss(
-                    log_probs,
-                    columns["ref_log_probs"],
-                    mask,
-                    section.kl_loss_coef,
-                    section.kl_loss_estimator,
-                    aggregation,
-                )
+                settings = section.kl_loss_coef, section.kl_loss_estimator, aggregation
+                total = total + kl_loss(log_probs, columns["ref_log_probs"], mask, *settings)
             return total.loss_sum, aggregation.count(mask).int(), (total.stats, int(mask.sum()))
 
         return self.update_rows(batch, columns_of, loss)
@@ -253,9 +235,6 @@ class ActorWorker(TrainedWorker):
         """Update the policy with the algorithm's preference loss.
 
         Reads rows in pairs, the better response before the worse one; pairs with equal scores are ignored.
-
-        Raises:
-            ProtocolError: a pair is split across replicas, or there are fewer pairs than mini-batches.
         """
         self.check_units(len(batch), unit=2)
         algorithm = algorithm or self.run.algorithm
@@ -268,8 +247,8 @@ class ActorWorker(TrainedWorker):
         def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
             log_probs, _ = self.log_probs_of(logits, columns)
             keep = columns["told"][0::2, 0]
-            total = preference_loss(log_probs, columns, algorithm, self.run.actor, aggregation)
-            total = _checked(total, algorithm.loss)
+            found = preference_loss(log_probs, columns, algorithm, self.run.actor, aggregation)
+            total = _checked(found, algorithm.loss)
             return total.loss_sum, keep.sum().int(), (total.stats, int(columns["mask"].sum()))
 
         return self.update_rows(batch, ["ref_log_probs", "told"], loss, unit=2)
@@ -281,15 +260,11 @@ class ActorWorker(TrainedWorker):
 
 
 def _checked(loss: Any, path: str) -> SummedLoss:
-    """Return the validated result of a custom loss function.
-
-    Raises:
-        ConfigError: it is not a `SummedLoss`, or has no gradient.
-    """
+    """Return the result of a loss function; raise ConfigError if it is not a `SummedLoss`, or has no gradient."""
     if not isinstance(loss, SummedLoss):
         raise ConfigError(
-            f"algorithm.loss={path} returned a {type(loss).__name__}; return a"
-            " hybridengine.SummedLoss, as hybridengine.algorithms.losses.policy:clipped_loss does"
+            f"algorithm.loss={path} returned a {type(loss).__name__}; return a hybridengine.SummedLoss, as"
+            " hybridengine.algorithms.losses.policy:clipped_loss does"
         )
     if not loss.loss_sum.requires_grad:
         raise ConfigError(

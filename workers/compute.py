@@ -16,9 +16,8 @@ from hybridengine.weights.process_groups import process_groups
 class ComputeWorker:
     """One rank's share of the rows.
 
-    Functions are given by import path, "package.module.name". They receive this rank's rows, with the number of each
-    among all rows as a column (`ROW_NUMBERS`), and an `Across` for sums and maxima over all ranks. The rows are a copy
-    that may be modified.
+    Functions are given by import path. They receive a copy of this rank's rows, with the number of each among all rows as
+    a column (`ROW_NUMBERS`), and an `Across` for sums and maxima over all ranks.
     """
 
     def __init__(self, context: RankContext, run: RunConfig) -> None:

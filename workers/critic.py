@@ -37,17 +37,11 @@ class CriticWorker(TrainedWorker):
 
         Reads a rollout with `values` and `returns` [B, R], and optionally rows to `keep` [B].
         """
-        section = getattr(self.run, self.context.role)
+        clip = getattr(self.run, self.context.role).value_clip or None
 
         def loss(scores: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
-            mask = columns["mask"]
-            total = value_loss(
-                response_values(scores, columns),
-                columns["values"],
-                columns["returns"],
-                mask,
-                section.value_clip or None,
-            )
+            values, mask = response_values(scores, columns), columns["mask"]
+            total = value_loss(values, columns["values"], columns["returns"], mask, clip)
             count = mask.sum()
             return total.loss_sum, count.int(), (total.stats, int(count))
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -69,13 +70,11 @@ class ModelWorker:
         if not self.model.is_last_stage:
             return None
         width = self.run.rollout.max_response_tokens
-        columns = {
-            name: gather_rows(
-                [(part, result[name]) for part, result in zip(micro, results, strict=True)], len(batch), width
-            )
-            for name in results[0]
-        }
-        return TensorDict(columns, batch_size=[len(batch)])  # pyright: ignore[reportArgumentType]
+        columns: dict[str, Any] = {}
+        for name in results[0]:
+            parts = [(part, result[name]) for part, result in zip(micro, results, strict=True)]
+            columns[name] = gather_rows(parts, len(batch), width)
+        return TensorDict(columns, batch_size=[len(batch)])
 
     def log_probs_of(
         self, logits: Tensor, columns: MicroBatch, temperature: float | None = None
@@ -109,8 +108,7 @@ class TrainedWorker(ModelWorker):
     def begin_save(self, folder: str) -> CheckpointError | None:
         """Copy weights, optimizer and counters to host memory, and start writing them into an empty folder.
 
-        Returns:
-            None, or on all ranks the error of a rank that cannot write to the folder or is still writing an earlier save.
+        Return None, or on all ranks the error of a rank that cannot write or is still writing an earlier save.
         """
         if self._save is not None and self._save.some_rank_writes():  # a second copy needs more memory
             return CheckpointError(
@@ -125,25 +123,15 @@ class TrainedWorker(ModelWorker):
 
     @register(ONE_TO_ALL)
     def end_save(self, last: bool) -> bool | CheckpointError:
-        """Return True if the save's folder is complete, False if not yet, or the reason why it will not be.
-
-        Args:
-            last: treat ranks that have not finished writing as failed.
-        """
+        """Return whether the save's folder is complete, or why it will not be (`BackgroundSave.end`)."""
         assert self._save is not None, "begin_save comes first"
         return self._save.end(last)
 
     @register(ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> bool:
-        """Restore a checkpoint; return True if it contains this rank's random number generator states.
-
-        Raises:
-            CheckpointError: it describes another model, or is damaged.
-        """
+        """Restore a checkpoint (`load_checkpoint`); return True if it has states of this rank's random generators."""
         role = load_checkpoint(self.trainer, Path(folder))
-        self._updates, self._skipped_in_a_row = (
-            int(role.get(name, 0)) for name in ("updates", "skipped_in_a_row")
-        )
+        self._updates, self._skipped_in_a_row = role.get("updates", 0), role.get("skipped_in_a_row", 0)
         return load_random(Path(folder), self.context.rank)
 
     def update_rows(
@@ -152,52 +140,34 @@ class TrainedWorker(ModelWorker):
         """Train for several epochs over this replica's rows; return metrics over all replicas, equal on the last stage.
 
         `loss` collects a `LossStats` and the number of tokens of each micro-batch. Rows that are not kept have an empty
-        mask.
-
-        Args:
-            unit: number of consecutive rows that stay together.
-
-        Raises:
-            ProtocolError: this replica has too few rows for its mini-batches, or an incomplete unit.
+        mask. `unit` is the number of consecutive rows that stay together (see `check_units`).
         """
         self.check_units(len(batch), unit)
         self._updates += 1
-        collected: list[tuple[LossStats, int]] = []
-        norms: list[float] = []
-        lr, skipped = 0.0, 0
+        collected, steps = list[tuple[LossStats, int]](), list[StepResult]()
         numbers = batch[ROW_NUMBERS] if ROW_NUMBERS in batch.keys() else torch.arange(len(batch))  # noqa: SIM118
         for epoch in range(self.section.ppo_epochs):
             seed = (self.run.run.seed * 1_000_003 + self._updates) * 1_009 + epoch
             # Each mini-batch is a collective: all replicas have the same number, even if their numbers of rows differ.
             for rows in draw_mini_batches(numbers, self.section.mini_batches, unit, seed):
                 micro = cut_rows(batch[rows], self.max_tokens, columns, unit)
-                result = self.train_step([part.columns for part in micro], loss)
-                collected += result.collected
-                lr, skipped = result.lr, skipped + result.skipped
-                if not result.skipped:
-                    norms.append(result.grad_norm)
+                steps.append(self.train_step([part.columns for part in micro], loss))
+                collected += steps[-1].collected
         if not self.model.is_last_stage:
             return {}
-        role = self.context.role
-        metrics = self.reduce_stats(collected)
-        mean_norm = sum(norms) / len(norms) if norms else math.nan
-        return metrics | {
-            f"{role}/grad_norm": mean_norm,
-            f"{role}/lr": lr,
-            f"{role}/skipped_steps": float(skipped),
+        role, norms = self.context.role, [step.grad_norm for step in steps if not step.skipped]
+        return self.reduce_stats(collected) | {
+            f"{role}/grad_norm": sum(norms) / len(norms) if norms else math.nan,
+            f"{role}/lr": steps[-1].lr,
+            f"{role}/skipped_steps": float(len(steps) - len(norms)),
         }
 
     def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
-        """Take one optimizer step, or none if the gradient is not finite.
-
-        Raises:
-            DataError: too many consecutive gradients were not finite.
-        """
-        result = self.trainer.train_step(batches, loss)
+        """Take one optimizer step, or none for a gradient that is not finite; raise DataError after too many of those."""
+        result, role = self.trainer.train_step(batches, loss), self.context.role
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         most = self.run.guards.skipped_steps
         if self._skipped_in_a_row > most:
-            role = self.context.role
             raise DataError(
                 f"the gradient of {role} has not been finite for {self._skipped_in_a_row} steps on end, and"
                 f" guards.skipped_steps={most}; lower {role}.optimizer.lr, or look for bad rows in the data"
@@ -205,11 +175,7 @@ class TrainedWorker(ModelWorker):
         return result
 
     def check_units(self, num_rows: int, unit: int) -> None:
-        """Check that a replica's rows are complete units, and enough of them for its mini-batches.
-
-        Raises:
-            ProtocolError: they are not.
-        """
+        """Raise ProtocolError unless a replica's rows are complete units, and enough of them for its mini-batches."""
         role, mini_batches = self.context.role, self.section.mini_batches
         if num_rows % unit:
             raise ProtocolError(

@@ -44,7 +44,6 @@ class PromptWorker:
 
     @cached_property
     def _held_out(self) -> PromptDataset:
-        assert self._run.eval_file is not None, "the driver evaluates where there are held-out prompts"
         return self._dataset(self._run.eval_file)
 
     def _dataset(self, file: object) -> PromptDataset:

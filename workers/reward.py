@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
 
 from hybridengine.backends.megatron.outputs import last_token_scores
 from hybridengine.config import RunConfig
@@ -21,11 +20,7 @@ from workers.model_worker import ModelWorker
 
 
 class RewardFunctionWorker:
-    """Scores responses with Python functions: the only function of a section, or all terms that are functions.
-
-    Args:
-        section: section of the run's configuration; by default the role's name.
-    """
+    """Scores responses with the Python functions of a section, by default the one with the role's name."""
 
     def __init__(self, context: RankContext, run: RunConfig, section: str | None = None) -> None:
         name = section or context.role
@@ -37,8 +32,7 @@ class RewardFunctionWorker:
     def compute_scores(self, rollout: TensorDictBase) -> TensorDict:
         """Return `scores` [B] float32, `dropped` [B] bool, for several terms `SECTION/NAME` [B] (`RewardFunctions`).
 
-        Raises:
-            DataError: a function failed, and the section does not drop rows.
+        Raises DataError if a function failed, and the section does not drop rows.
         """
         texts = reward_texts(rollout, self._tokenizer, self._columns)
         return self._functions.score(texts, rollout[ROW_NUMBERS].tolist())
@@ -77,17 +71,14 @@ class RewardModelWorker(ModelWorker):
     @register(PROTO_3D, [*SEQUENCE_COLUMNS, ROW_NUMBERS], returns_rows=True)
     def compute_scores(self, rollout: TensorDictBase) -> TensorDict | None:
         """Return the head's output at each sequence's last token, [B] float32: `SECTION/NAME` for a term; otherwise
-        `scores`, and `dropped` [B] bool, which is always False, as with functions.
-
-        Raises:
-            DataError: a score is not finite.
+        `scores`, and `dropped` [B] bool, which is always False, as with functions. Scores must be finite.
         """
 
-        def output(scores: Tensor, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {"scores": last_token_scores(scores, columns)}
-
         micro = cut_rows(rollout, self.max_tokens)
-        results = self.model.forward([part.columns for part in micro], output)
+        results = self.model.forward(
+            [part.columns for part in micro],
+            lambda scores, columns: {"scores": last_token_scores(scores, columns)},
+        )
         if not self.model.is_last_stage:
             return None
         scores = torch.zeros(len(rollout))

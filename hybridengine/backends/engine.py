@@ -122,13 +122,9 @@ class Engine(GenerationSide, Protocol):
     unfinished requests are recomputed once it is reallocated.
     """
 
-    @property
-    def layout(self) -> Layout: ...
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that produce the next tokens."""
-        ...
+    layout: Layout
+    version: int
+    """Version of the weights that produce the next tokens."""
 
     @property
     def num_unfinished(self) -> int:
@@ -173,7 +169,7 @@ def generate(
 
     Raises:
         StorageError: the engine has no weights, because it is in training mode, or has other requests.
-        DataError: a prompt is empty, leaves no room for its response, has tokens unknown to the model, or has no seed.
+        DataError: a prompt is refused (see `Engine.add`), or has no seed.
     """
     if len(prompts) != len(seeds):
         raise DataError(
@@ -184,13 +180,9 @@ def generate(
             f"the engine has {engine.num_unfinished} unfinished requests, and generate() takes it for itself;"
             " finish or abort them, or use add() and advance()"
         )
-    engine.add(
-        [
-            Request(str(row), tuple(prompt), seed, sampling)
-            for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
-        ]
-    )
     ids, ended = [str(row) for row in range(len(prompts))], dict[str, Response]()
+    given = zip(ids, map(tuple, prompts), seeds, strict=True)
+    engine.add([Request(*one, sampling) for one in given])
     try:
         while engine.num_unfinished:
             ended.update((response.request_id, response) for response in engine.advance())

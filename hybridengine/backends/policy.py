@@ -1,7 +1,7 @@
 """The protocol of policies: any number of forward and backward passes, then an optimizer step.
 
-Megatron-core is one implementation (`backends/megatron/trainer.py`). A weight sync (`weights/hybrid_engine.py`) moves
-the weights to the engine for generation, while gradients that wait for their optimizer step are kept.
+Megatron-core is one implementation (`backends/megatron/trainer.py`). While a weight sync (`weights/hybrid_engine.py`)
+moves the weights to the engine for generation, gradients that wait for their optimizer step are kept.
 
 Shapes: B rows, T positions, R requested positions, W = padded vocabulary / t.
 """
@@ -46,8 +46,7 @@ class StepResult:
 class Policy(TrainingSide, Protocol):
     """One rank's part of a trained model. All ranks of its grid call the same methods in the same order."""
 
-    @property
-    def layout(self) -> Layout: ...
+    layout: Layout
 
     def forward(self, batches: Sequence[MicroBatch], output: OutputFunction) -> list[dict[str, Tensor]]:
         """Return the results of `output` for each micro-batch, in order; empty on all stages but the last.

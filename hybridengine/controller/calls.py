@@ -1,43 +1,30 @@
-"""Calls of worker methods: the call of one rank, records of ended calls, and the unfinished calls of all pools."""
+"""Calls of worker methods on the ranks of a pool: waiting for them, their results and failures, and the log of all calls.
+
+The first failure ends a wait, and every wait is limited in time.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NoReturn
 
-from hybridengine.errors import WorkerError
+import ray
+from ray import ObjectRef
+from ray.exceptions import RayActorError, RayError
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and named arguments, with a `RowsRequest` in place of every batch."""
+from hybridengine.controller.failures import Outcome, RankFailure, rank_failed, root_cause
+from hybridengine.controller.row_requests import traffic_bytes
+from hybridengine.controller.whereabouts import report_lines, words_of
+from hybridengine.errors import WorkerError, WorkerTimeoutError, WrongArgumentsError
 
-
-def map_arguments(arguments: Arguments, function: Callable[[Any], Any]) -> Arguments:
-    """Return the arguments with `function` applied to each."""
-    args, kwargs = arguments
-    return tuple(map(function, args)), {name: function(value) for name, value in kwargs.items()}
-
-
-@dataclass(frozen=True)
-class Call:
-    """Call of a role's method on one rank."""
-
-    role: str
-    method: str
-    timeout_s: float
-    is_source: bool
-    """True if the protocol collects this rank's result."""
-    num_rows: int | None = None
-    """Number of rows that source ranks must return; None if the method returns no rows."""
-
-    def __str__(self) -> str:
-        return f"{self.role}.{self.method}"
-
-
-class InputFailedError(WorkerError):
-    """Input rows of the call do not exist, because the call that should have produced them failed."""
+ECHO_GRACE_S = 5.0
+"""Time to wait for the first failure before reporting one that may be its consequence."""
 
 
 @dataclass(frozen=True)
@@ -66,21 +53,6 @@ class CallRecord:
         return max(end - begin for begin, end in self.spans.values())
 
 
-class CallObserver(Protocol):
-    """Receives events of calls in progress; its methods return immediately and never raise."""
-
-    def call_made(
-        self, number: int, role: str, method: str, pool: str, num_ranks: int, inputs: Sequence[int]
-    ) -> None:
-        """Called when all ranks of a pool have received a call.
-
-        `inputs` are the numbers of unfinished calls whose rows it reads, directly or through other calls.
-        """
-
-    def rank_ended(self, number: int, pool: str, rank: int) -> None:
-        """Called when a rank has ended a call, successfully or not; runs in a thread of Ray's, in any order."""
-
-
 class CallLog:
     """Calls of this process on all of its pools, which may exchange rows."""
 
@@ -89,11 +61,9 @@ class CallLog:
         """Bytes of rows transferred through the controller: sent, fetched, or inside results and arguments."""
         self.records: list[CallRecord] = []
         """Records of calls that succeeded since the last `take_records`, in the order in which they ended."""
-        self.unfinished: list[Any] = []
-        """Calls (`Future`) in order of submission, without those known to have succeeded and those that all ranks have
-        ended and whose failure was raised."""
-        self.observer: CallObserver | None = None
-        """Receiver of events, if any."""
+        self.unfinished: list[Future] = []
+        """Calls in order of submission, without those known to have succeeded and those that all ranks have ended and
+        whose failure was raised."""
 
     def take_records(self) -> list[CallRecord]:
         """Return the records so far, and start a new list."""
@@ -105,3 +75,247 @@ class CallLog:
 def call_log() -> CallLog:
     """Return the log of this process."""
     return CallLog()
+
+
+class Future:
+    """A group call and its results, a list by source rank; can be passed unchanged to calls of other groups."""
+
+    _numbers = itertools.count()
+
+    def __init__(
+        self,
+        pool: Any,
+        role: str,
+        method: str,
+        outcomes: Mapping[int, ObjectRef],
+        *,
+        places: Sequence[str],
+        timeout_s: float,
+        results: Mapping[int, ObjectRef] | None = None,
+        inputs: Sequence[Future] = (),
+    ) -> None:
+        """Wrap a call that all ranks of a pool have received.
+
+        Args:
+            pool: `ResourcePool` of the ranks.
+            outcomes: rank -> reference to its `Outcome`.
+            places: rank -> text with its coordinate and node.
+            results: source rank -> reference to its result, in row order.
+            inputs: calls whose rows this call reads.
+        """
+        self.number = next(self._numbers)
+        self.pool, self.role, self.method, self.timeout_s = pool, role, method, timeout_s
+        self.failures: list[RankFailure] = []
+        """Failures of the ranks that have answered."""
+        self.num_ranks, self._places = len(outcomes), places
+        self._pending, self._outcomes = dict(outcomes), dict[int, Outcome]()
+        self.references = list((results or {}).values())
+        """References to the results of the source ranks, in row order."""
+        self.inputs = list(dict.fromkeys(call for one in inputs for call in (one, *one.inputs)))
+        """Unfinished calls whose rows this call reads, directly or through other calls."""
+        self._error: WorkerError | None = None
+        self._values: list[Any] | None = None
+        """The results, once fetched."""
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.method}"
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that have not answered."""
+        return tuple(sorted(self._pending))
+
+    @property
+    def reported(self) -> bool:
+        """True if the failure of this call, or of a call whose rows it reads, has been raised."""
+        return self._error is not None or any(call.failures and call.reported for call in self.inputs)
+
+    def num_ended(self) -> int:
+        """Return the number of ranks that have ended the call, without processing outcomes; safe in any thread."""
+        pending = list(self._pending.values())
+        ended, _ = (
+            ray.wait(pending, num_returns=len(pending), timeout=0) if ray.is_initialized() else ([], [])
+        )
+        return self.num_ranks - len(pending) + len(ended)
+
+    def poll(self) -> bool:
+        """Process arrived outcomes, and return True if all ranks have answered; a call that succeeded is recorded."""
+        if not self._pending:
+            return True
+        ranks = {ref: rank for rank, ref in self._pending.items()}
+        log = call_log()
+        for ref in ray.wait(list(ranks), num_returns=len(ranks), timeout=0)[0]:
+            rank = ranks[ref]
+            del self._pending[rank]
+            self._outcomes[rank] = outcome = _outcome_of(rank, ref)
+            log.payload_bytes += outcome.inline_bytes
+            if outcome.failure is not None:
+                place = self._places[rank]
+                self.failures.append(
+                    replace(outcome.failure, role=self.role, method=self.method, place=place)
+                )
+        if self._pending or self.failures:
+            return not self._pending
+        self.inputs.clear()
+        if self in log.unfinished:
+            log.unfinished.remove(self)
+            log.records.append(self._record())
+        return True
+
+    def _record(self) -> CallRecord:
+        outcomes = dict(sorted(self._outcomes.items()))
+        transferred = Counter[str]()
+        for outcome in outcomes.values():
+            transferred.update(outcome.transferred)
+        return CallRecord(
+            self.role,
+            self.method,
+            {rank: (outcome.begin, outcome.end) for rank, outcome in outcomes.items()},
+            {rank: outcome.fetch_seconds for rank, outcome in outcomes.items()},
+            transferred,
+            {rank: outcome.held_bytes for rank, outcome in outcomes.items()},
+            self.pool.name,
+        )
+
+    def done(self) -> bool:
+        """Return True if every rank has answered or one has failed, so that `get` returns or raises immediately."""
+        return self.poll() or bool(self.failures)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until every rank has ended the call, without fetching the result.
+
+        The failure of an earlier call is detected immediately, however long others take. By default each earlier call
+        may take the timeout of its group, counted from when it is the oldest unfinished one, and then this call;
+        `timeout_s` limits all of them together.
+
+        Raises:
+            RankFailedError: a rank raised or died, in this call or an earlier one.
+            WorkerTimeoutError: ranks did not answer in time.
+        """
+        if self._error is not None:
+            raise self._error
+        calls = [*self._ahead(), self]
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        oldest, deadline = None, math.inf
+        while True:
+            pending = [call for call in calls if not call.poll()]
+            if self not in pending and not self.failures:
+                return
+            if any(call.failures for call in calls):
+                cause = _first_failed(calls)
+                cause._error = cause._error or rank_failed(*root_cause(cause.failures))
+                if self.failures:  # otherwise it may still end, and can be waited for again
+                    self._error = cause._error
+                raise cause._error
+            if pending[0] is not oldest:
+                oldest, deadline = pending[0], time.monotonic() + pending[0].timeout_s
+            remaining = (deadline if end is None else end) - time.monotonic()
+            if remaining <= 0:
+                raise self._hang(timeout_s) if timeout_s is not None else pending[0]._hang()
+            references = [ref for call in pending for ref in call._pending.values()]
+            ray.wait(references, num_returns=1, timeout=remaining)
+
+    def _ahead(self) -> list[Future]:
+        """Return the unfinished calls that must end before this one can, oldest first.
+
+        These are earlier calls on the same ranks and calls that produce this call's rows, recursively.
+        """
+        ahead, pools, inputs = list[Future](), [self.pool], [*self.inputs]
+        known = {*call_log().unfinished, *inputs}
+        for call in sorted(known, key=lambda call: -call.number):
+            if call.number >= self.number or (call.poll() and not call.failures):
+                continue
+            if call in inputs or (call.pool in pools and not call.reported):
+                ahead.append(call)
+                pools.append(call.pool)
+                inputs += call.inputs
+        return ahead[::-1]
+
+    def _hang(self, timeout_s: float | None = None) -> WorkerTimeoutError:
+        """Return the error for ranks that did not answer within `timeout_s`, by default the call's own limit."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        places = dict[int, str]()
+        for rank in self.missing:
+            calls = (call for call in call_log().unfinished if call.pool is self.pool)
+            earlier = next((call for call in calls if rank in call.missing), self)
+            places[rank] = self._places[rank] + (f", still in {earlier}" if earlier is not self else "")
+        # Ranks report nothing before the call's own limit.
+        words = words_of(self._pending) if limit_s >= self.timeout_s else {}
+        return WorkerTimeoutError(
+            f"{self} did not end within {limit_s:g} s: {len(places)} of {self.num_ranks}"
+            " ranks have not answered; see their stacks in the log, or raise the limit (of a run: timeouts.call_s)\n"
+            + "\n".join(report_lines(places, words))
+        )
+
+    def get(self, timeout_s: float | None = None) -> list[Any]:
+        """Return the results of the source ranks, in row order; raises errors as `wait` does."""
+        self.wait(timeout_s)
+        if self._values is None:
+            try:
+                self._values = ray.get(self.references, timeout=self.timeout_s)
+            except RayError as error:
+                raise lost_results(f"{self} ended", error) from error
+            call_log().payload_bytes += traffic_bytes(self._values)
+            self.references.clear()
+        return self._values
+
+    def __repr__(self) -> str:
+        state = f"waiting for ranks {list(self.missing)}" if self.missing else "complete"
+        return f"Future({self}, {state})"
+
+    def __reduce__(self) -> NoReturn:
+        raise WrongArgumentsError(
+            f"{self!r} cannot be sent to a rank inside another value; pass it as an argument of its own, or call"
+            " get() first"
+        )
+
+
+def lost_results(what_ended: str, error: RayError) -> WorkerError:
+    """Return the error for results of ended calls that Ray no longer has."""
+    return WorkerError(
+        f"{what_ended}, but its results are lost ({type(error).__name__}: {error}); a rank or its node has died since:"
+        " start again from the last checkpoint"
+    )
+
+
+def _first_failed(calls: Sequence[Future]) -> Future:
+    """Return the call whose failure caused those of the others; its outcome may not have arrived yet."""
+    deadline = time.monotonic() + ECHO_GRACE_S
+    while True:
+        failed = [call for call in calls if call.failures]
+        expected = _expected_causes(calls, failed)
+        remaining = deadline - time.monotonic()
+        if not expected or remaining <= 0:
+            return min(failed, key=lambda call: (all(map(_is_echo, call.failures)), call.number))
+        ray.wait(expected, num_returns=1, timeout=remaining)
+        for call in calls:
+            call.poll()
+
+
+def _expected_causes(calls: Sequence[Future], failed: Sequence[Future]) -> list[ObjectRef]:
+    """Return the pending outcomes that may reveal the cause of the failures so far."""
+    if all(_is_echo(failure) for call in failed for failure in call.failures):
+        return [ref for call in calls for ref in call._pending.values()]
+    # A rank ends its calls in order: it died in the first one that it has not ended.
+    died = {(id(call.pool), failure.rank) for call in failed for failure in call.failures if failure.died}
+    return [
+        ref
+        for call in calls
+        if call.number < max(other.number for other in failed)
+        for rank, ref in call._pending.items()
+        if (id(call.pool), rank) in died
+    ]
+
+
+def _is_echo(failure: RankFailure) -> bool:
+    return failure.in_collective or failure.lacks_input
+
+
+def _outcome_of(rank: int, ref: ObjectRef) -> Outcome:
+    try:
+        return ray.get(ref)
+    except RayError as error:  # the process died, or Ray could not transfer arguments or result
+        died = isinstance(error, RayActorError)
+        text = " ".join(str(error).split())
+        now = time.time()
+        return Outcome(now, now, RankFailure(rank, f"{type(error).__name__}: {text}", died=died))

@@ -28,13 +28,12 @@ QUIET_RAY = {
 }
 """Environment variables set before Ray starts; values already in the environment take precedence."""
 
-
 START_ATTEMPTS = 3
-"""Number of attempts to start Ray on this machine."""
+"""Number of attempts to start Ray on this machine, whose processes have 30 s: too short on a busy machine."""
 CONNECT_LIMIT_S = 10.0
 """Time limit for a cluster's port to answer."""
 RESERVE_TIMEOUT_S, RESERVE_POLL_S = 60.0, 0.2
-"""Time limit for nodes still held by another job or a recently closed pool, and polling interval."""
+"""Time limit for nodes that another job or a recently closed pool still holds, and polling interval."""
 PIN_TIMEOUT_S = 5.0
 """Time limit for reserving nodes that appeared free."""
 NODE_LABEL = "ray.io/node-id"
@@ -62,9 +61,8 @@ class NodeOffer:
 def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
     """Connect to the cluster named by RAY_ADDRESS, or else start a local one with little output; once per process.
 
-    `num_cpus` is logical: that many ranks can run, even on fewer cores. Ray's zero-copy tensors
-    (RAY_ENABLE_ZERO_COPY_TORCH_TENSORS) stay disabled: their memory is shared by all readers on a node, and a worker's
-    in-place operation would change it for all. If the node of this machine's cluster was lost, the cluster is restarted.
+    `num_cpus` is logical: that many ranks can run, even on fewer cores. If the node of this machine's cluster was lost,
+    the cluster is restarted.
     """
     if ray.is_initialized():
         if os.environ.get("RAY_ADDRESS") or _live_nodes():
@@ -72,15 +70,18 @@ def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
         ray.shutdown()
     for name, value in QUIET_RAY.items():
         os.environ.setdefault(name, value)
-    with _termination_kept():
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
         if os.environ.get("RAY_ADDRESS"):
             _connect(os.environ["RAY_ADDRESS"])
         else:
             _start_local(num_cpus, num_gpus)
+    finally:  # Ray's own handler aborts without cleanup
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _start_local(num_cpus: int | None, num_gpus: int | None) -> None:
-    """Start Ray on this machine, with retries: its processes have 30 s to start, too short on a busy machine."""
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             with _at_loopback():
@@ -103,8 +104,7 @@ def _start_local(num_cpus: int | None, num_gpus: int | None) -> None:
 
 @contextlib.contextmanager
 def _at_loopback() -> Iterator[None]:
-    """Make Ray listen on 127.0.0.1, as on macOS: otherwise the local cluster, including its autoscaler's metrics,
-    listens on all interfaces. Ray reads the environment variable when it is imported."""
+    """Make the local cluster listen on 127.0.0.1 only, as on macOS. Ray reads the variable when it is imported."""
     from ray._private import ray_constants
 
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
@@ -114,23 +114,7 @@ def _at_loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-@contextlib.contextmanager
-def _termination_kept() -> Iterator[None]:
-    """Keep the program's SIGTERM handler, which Ray replaces by one that aborts without cleanup."""
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if callable(handler) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
-
-
 def _connect(address: str) -> None:
-    """Connect to a cluster.
-
-    Raises:
-        ConfigError: there is no cluster at the address.
-    """
     host, _, port = address.rpartition(":")
     try:
         if port.isdigit() and "/" not in host:  # Ray itself retries for minutes
@@ -147,21 +131,15 @@ def node_offers(*, free: bool = False) -> list[NodeOffer]:
     """Return the total or free resources of the live nodes of the connected cluster, in node order."""
     available = available_resources_per_node() if free else {}
     offers = []
-    for node in sorted(_live_nodes(), key=lambda node: node_key(node["NodeManagerAddress"], node["NodeID"])):
+    for node in _live_nodes():
         resources = available.get(node["NodeID"], {}) if free else node["Resources"]
         cpus, gpus = (int(resources.get(kind, 0)) for kind in ("CPU", "GPU"))
         offers.append(NodeOffer(node["NodeManagerAddress"], cpus, gpus, node["NodeID"]))
-    return offers
+    return sorted(offers, key=lambda offer: node_key(offer.address, offer.node_id))
 
 
 def reserve(ranks_per_node: Sequence[int], cpus_per_rank: int, use_gpus: bool) -> PlacementGroup:
-    """Reserve one node for each number of ranks, bundle by bundle: the first nodes in node order with enough room.
-
-    Ray's own choice of nodes may differ each time.
-
-    Raises:
-        ConfigError: the nodes stay occupied.
-    """
+    """Reserve the first nodes with enough room, one for each number of ranks; raise ConfigError if they stay occupied."""
     bundles = [
         {"CPU": ranks * cpus_per_rank} | ({"GPU": ranks} if use_gpus else {}) for ranks in ranks_per_node
     ]
@@ -191,16 +169,15 @@ def capacity_problems(
     ranks_per_node: Sequence[int], cpus_per_rank: int, use_gpus: bool, offers: Sequence[NodeOffer]
 ) -> list[str]:
     """Return the reasons why the ranks do not fit on distinct nodes of the cluster; empty if they do."""
-    fitting = sorted((offer.num_ranks(cpus_per_rank, use_gpus) for offer in offers), reverse=True)
-    wanted = sorted(ranks_per_node, reverse=True)
-    if len(wanted) <= len(fitting) and all(need <= room for need, room in zip(wanted, fitting, strict=False)):
+    rooms = [offer.num_ranks(cpus_per_rank, use_gpus) for offer in offers]
+    if choose_nodes(ranks_per_node, rooms) is not None:
         return []
     each = f"{cpus_per_rank} CPU" + (" and 1 GPU" if use_gpus else "")
     listing = "; ".join(map(str, offers)) or "no live node"
     return [
-        f"ranks_per_node={list(ranks_per_node)} needs {sum(wanted)} ranks on {len(wanted)} nodes ({each} each), but"
-        f" the cluster has room for {fitting} ranks per node: {listing}; choose smaller parallel sizes, or"
-        " start the cluster with more nodes, CPUs or GPUs"
+        f"ranks_per_node={list(ranks_per_node)} needs {sum(ranks_per_node)} ranks on {len(ranks_per_node)} nodes"
+        f" ({each} each), but the cluster has room for {sorted(rooms, reverse=True)} ranks per node: {listing}; choose"
+        " smaller parallel sizes, or start the cluster with more nodes, CPUs or GPUs"
     ]
 
 
@@ -216,8 +193,7 @@ def node_key(address: str, node_id: str) -> tuple[Any, ...]:
 def choose_nodes(ranks_per_node: Sequence[int], rooms: Sequence[int]) -> list[int] | None:
     """Return a distinct node for each entry of `ranks_per_node`, the earliest with enough room; None if they do not fit.
 
-    `rooms[n]` is the number of ranks that fit on node n, in node order. The largest entries choose first, so that they
-    find a large enough node; equal ones take nodes in ascending order.
+    `rooms[n]` is the number of ranks that fit on node n, in node order. The largest entries choose first.
     """
     chosen = dict[int, int]()
     for position in sorted(range(len(ranks_per_node)), key=lambda index: -ranks_per_node[index]):
@@ -232,12 +208,10 @@ def choose_nodes(ranks_per_node: Sequence[int], rooms: Sequence[int]) -> list[in
 def order_pools(pools: Sequence[Sequence[int]], rooms: Sequence[int]) -> list[int]:
     """Return the order in which pools, given as ranks per node, should choose among nodes with `rooms`.
 
-    The given order if all pools find room in it; otherwise the pools with the most ranks on one node first, since they
-    have the least choice.
+    The given order if all find room in it; otherwise pools with the most ranks on one node first, if that fits.
     """
     as_given = list(range(len(pools)))
-    largest_first = sorted(as_given, key=lambda pool: -max(pools[pool]))
-    for order in (as_given, largest_first):
+    for order in (as_given, sorted(as_given, key=lambda pool: -max(pools[pool]))):
         left = list(rooms)
         for pool in order:
             nodes = choose_nodes(pools[pool], left)

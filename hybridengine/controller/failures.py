@@ -1,7 +1,7 @@
-"""Rank failures as reported to the controller, as plain data that needs no class of the rank to be unpickled.
+"""Outcomes and failures of calls on ranks, as plain data that needs no class of the rank to be unpickled.
 
-Every call of a rank process ends in an `Outcome`; an exception becomes the `RankFailure` inside it. The controller
-turns failures into a `RankFailedError` (one rank, with its traceback) and hangs into a `WorkerTimeoutError`.
+Every call of a rank process ends in an `Outcome`; an exception becomes the `RankFailure` inside it, which the controller
+raises as a `RankFailedError` (one rank, with its traceback).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import PurePath
 
 from ray.exceptions import RayError
 
-from hybridengine.controller.calls import InputFailedError
 from hybridengine.errors import HybridEngineError, StorageError, TransferError, WorkerError
 from hybridengine.redaction import without_secrets
 
@@ -25,6 +24,10 @@ _NUMBER = re.compile(r"(0x)?[0-9a-f]*\d[0-9a-f]*", re.IGNORECASE)
 """Decimal or hexadecimal number, including a directly following unit or name."""
 MAX_END = 50_000
 """Characters kept at each end of an exception's text: some print tensors, and all of the text is searched for secrets."""
+
+
+class InputFailedError(WorkerError):
+    """Input rows of the call do not exist, because the call that should have produced them failed."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,8 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one call on one rank, apart from its return value."""
+    """Times, bytes and failure of one call on one rank."""
 
-    rank: int
     begin: float
     """Time at which the rank started the call, in seconds since the epoch."""
     end: float
@@ -82,17 +84,9 @@ class Outcome:
     held_bytes: dict[str, int] = field(default_factory=dict)
     """Memory held by the rank's process at the end of the call, by name (`machine.held_bytes`)."""
 
-    @property
-    def seconds(self) -> float:
-        """Duration of the call."""
-        return self.end - self.begin
-
 
 class RankFailedError(WorkerError):
-    """A rank raised or died; the message contains its traceback.
-
-    The exception raised on the rank is the ``__cause__``, if it could be transferred.
-    """
+    """A rank raised or died; the message contains its traceback, and ``__cause__`` is its exception if transferable."""
 
     def __init__(self, message: str, failure: RankFailure) -> None:
         super().__init__(message, failure)
@@ -178,20 +172,15 @@ def failure_signature(error: BaseException) -> str:
 
 
 def _lost_a_peer(error: BaseException | None) -> bool:
-    """True if the exception, or one that it was raised from, comes from a collective."""
+    """True if the exception, or one that it was raised from, names gloo or comes from torch.distributed."""
     while error is not None:
-        if _is_of_a_collective(error):
+        if type(error).__module__.startswith("torch.distributed") or "/gloo/" in _text_of(error):
+            return True
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames and ("torch", "distributed") in pairwise(PurePath(frames[-1].filename).parts):
             return True
         error = error.__cause__
     return False
-
-
-def _is_of_a_collective(error: BaseException) -> bool:
-    """True for an error that names torch.distributed or gloo, or whose innermost frame is in torch.distributed."""
-    if type(error).__module__.startswith("torch.distributed") or "/gloo/" in _text_of(error):
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and ("torch", "distributed") in pairwise(PurePath(frames[-1].filename).parts)
 
 
 def _first_line(text: str) -> str:

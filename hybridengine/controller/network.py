@@ -1,7 +1,6 @@
 """Network setup of a rank: its node's interface, and the store in which the ranks of a pool meet.
 
-All connections of a run use the node addresses known to Ray. A host name may resolve to an address that other hosts
-cannot reach: on Debian it is 127.0.1.1.
+All connections use the node addresses known to Ray; a host name may resolve to one that other hosts cannot reach.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ CONNECT_LIMIT_S = 30.0
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that carries an address of this node, or None.
-
-    The loopback interface carries all of 127.0.0.0/8.
-    """
+    """Return the network interface that carries an address of this node, or None; loopback carries 127.0.0.0/8."""
     try:
         wanted = ipaddress.ip_address(address)
     except ValueError:
@@ -60,11 +56,7 @@ def socket_environment(address: str) -> dict[str, str]:
 
 
 def open_store(address: str, timeout: timedelta) -> TCPStore:
-    """Return a store that listens on a port of `address`, and on no other address of the node.
-
-    Raises:
-        WorkerError: the node does not have this address.
-    """
+    """Return a store that listens on a port of `address` only; raise WorkerError if the node lacks this address."""
     from torch.distributed import TCPStore
 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -76,23 +68,14 @@ def open_store(address: str, timeout: timedelta) -> TCPStore:
             f"rank 0 cannot listen at {address} on host {socket.gethostname()} ({error.strerror}); start Ray there with"
             " an address that the host has: `ray start --node-ip-address=...`"
         ) from None
-    port = listener.getsockname()[1]
+    port, own = listener.getsockname()[1], listener.detach()
     return TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=own
     )
 
 
 def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
-    """Return a client of rank 0's store that waits up to `timeout` for keys.
-
-    Raises:
-        WorkerError: the store cannot be reached.
-    """
+    """Return a client of rank 0's store that waits up to `timeout` for keys; raise WorkerError if it is unreachable."""
     from torch.distributed import TCPStore
 
     try:

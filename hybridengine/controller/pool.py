@@ -14,9 +14,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridengine.config.sections import COLLECTIVE_SHARE
 from hybridengine.controller import cluster
-from hybridengine.controller.calls import call_log
+from hybridengine.controller.calls import Future, call_log
 from hybridengine.controller.failures import RankFailedError
-from hybridengine.controller.futures import Future
 from hybridengine.controller.rank_process import RankIdentity, RankProcess, Seat, process_environment
 from hybridengine.errors import ConfigError, WorkerError, raise_all
 
@@ -77,7 +76,8 @@ class ResourcePool:
         self._placement: PlacementGroup | None = None
         self._processes: list[Any] = []
         self._identities: list[RankIdentity] = []
-        self._roles: set[str] = set()
+        self.roles = set[str]()
+        """Roles of the pool's worker groups."""
         self._closed = False
 
     @property
@@ -94,20 +94,13 @@ class ResourcePool:
         return bool(self._identities)
 
     def reserve(self) -> None:
-        """Reserve nodes for the ranks, in node order; only once.
-
-        Raises:
-            ConfigError: the cluster is too small, or its nodes stay occupied.
-        """
+        """Reserve nodes for the ranks, in node order; only once. Raises ConfigError as `start` does."""
         if self._placement is not None:
             return
         cluster.start_ray(num_cpus=self.num_ranks * self.cpus_per_rank)
-        raise_all(
-            cluster.capacity_problems(
-                self.ranks_per_node, self.cpus_per_rank, self.use_gpus, cluster.node_offers()
-            )
-        )
-        self._placement = cluster.reserve(self.ranks_per_node, self.cpus_per_rank, self.use_gpus)
+        wanted = self.ranks_per_node, self.cpus_per_rank, self.use_gpus
+        raise_all(cluster.capacity_problems(*wanted, cluster.node_offers()))
+        self._placement = cluster.reserve(*wanted)
 
     def start(self) -> None:
         """Reserve the nodes, start the rank processes and join them in one torch.distributed world; only once.
@@ -141,8 +134,7 @@ class ResourcePool:
     ) -> Future:
         """Submit one call to every rank: `calls(rank, process)` returns references to its outcome and its result.
 
-        Raises:
-            RankFailedError: an earlier call whose result was not fetched has failed.
+        Raises RankFailedError if an earlier call whose result was not fetched has failed.
         """
         self.raise_failures()
         references = [calls(rank, process) for rank, process in enumerate(self._processes)]
@@ -156,18 +148,11 @@ class ResourcePool:
             results={rank: references[rank][1] for rank in sources},
             inputs=inputs,
         )
-        log = call_log()
-        log.unfinished.append(future)
-        if log.observer is not None:
-            future.observe(log.observer)
+        call_log().unfinished.append(future)
         return future
 
     def raise_failures(self) -> None:
-        """Raise the failure of a call whose result was not fetched, without waiting.
-
-        Raises:
-            RankFailedError: there is such a failure.
-        """
+        """Raise the RankFailedError of a call whose result was not fetched, if there is one, without waiting."""
         for call in self._unfinished():
             if call.done() and not call.reported:
                 call.wait()
@@ -175,12 +160,7 @@ class ResourcePool:
                 self._forget(call)
 
     def wait(self) -> None:
-        """Wait for all calls submitted so far.
-
-        Raises:
-            RankFailedError: a call failed.
-            WorkerTimeoutError: a call did not end in time.
-        """
+        """Wait for all calls submitted so far; raises errors as `Future.wait` does."""
         for call in self._unfinished():
             if not call.reported:
                 call.wait()
@@ -199,18 +179,6 @@ class ResourcePool:
         log = call_log()
         log.unfinished = [call for call in log.unfinished if call not in calls]
 
-    def add_role_name(self, role: str) -> None:
-        """Reserve a role's name for a worker group.
-
-        Raises:
-            ConfigError: another group of the pool has this name.
-        """
-        if role in self._roles:
-            raise ConfigError(
-                f"role {role!r} exists in this pool; give each worker group a role of its own, e.g. role='{role}_2'"
-            )
-        self._roles.add(role)
-
     def close(self) -> None:
         """Terminate all processes and release the nodes; idle ranks leave the world first."""
         if self._closed:
@@ -220,9 +188,7 @@ class ResourcePool:
         self._forget(*unfinished)
         if self.started and not unfinished:
             try:
-                self._on_all(
-                    "leave_world", lambda rank, process: process.leave_world.remote(), LEAVE_TIMEOUT_S
-                )
+                self._on_all("leave_world", LEAVE_TIMEOUT_S)
             except WorkerError as error:
                 logger.warning("ranks were ended without leaving the world: %s", error)
         if not ray.is_initialized():
@@ -248,7 +214,7 @@ class ResourcePool:
         """Start the processes, bundle by bundle in node order, and number them."""
         assert self._placement is not None, "reserve comes first"
         process_class = ray.remote(RankProcess)
-        # Without GPUs, the n-th process becomes rank n; with GPUs, the rank depends on the GPU that Ray assigns.
+        # Without GPUs, process n becomes rank n; with GPUs, the rank depends on the GPU that Ray assigns.
         label = "process" if self.use_gpus else "rank"
         for bundle, num_ranks in enumerate(self.ranks_per_node):
             for _ in range(num_ranks):
@@ -260,50 +226,35 @@ class ResourcePool:
                         scheduling_strategy=PlacementGroupSchedulingStrategy(
                             self._placement, placement_group_bundle_index=bundle
                         ),
-                    ).remote(f"{label} {len(self._processes)}")
+                    ).remote(label, len(self._processes))
                 )
-        seats = self._on_all(
-            "take_seat", lambda rank, process: process.take_seat.remote(rank), self.start_timeout_s
-        )
+        seats = self._on_all("take_seat", self.start_timeout_s)
         self._processes, self._identities = _number(self._processes, seats, self.ranks_per_node)
 
     def _join_world(self) -> None:
-        timeout_s = self.start_timeout_s
-        (port,) = self._on_all(
-            "open_store",
-            lambda rank, process: process.open_store.remote(self.nodes[0], timeout_s),
-            timeout_s,
-            self._processes[:1],
-        )
-        collective_s = COLLECTIVE_SHARE * self.timeout_s
+        timeout_s, node = self.start_timeout_s, self.nodes[0]
+        (port,) = self._on_all("open_store", timeout_s, [(node, timeout_s)])
+        limits = MEETING_SHARE * timeout_s, COLLECTIVE_SHARE * self.timeout_s
         try:
             self._on_all(
-                "join_world",
-                lambda rank, process: process.join_world.remote(
-                    self._identities[rank], self.nodes[0], port, MEETING_SHARE * timeout_s, collective_s
-                ),
-                timeout_s,
+                "join_world", timeout_s, [(identity, node, port, *limits) for identity in self._identities]
             )
         except RankFailedError as error:  # a traceback does not name hosts and addresses
             raise (error.__cause__ if isinstance(error.__cause__, WorkerError) else error) from None
 
     def _on_all(
-        self,
-        method: str,
-        call: Callable[[int, Any], ObjectRef],
-        timeout_s: float,
-        processes: Sequence[Any] | None = None,
+        self, method: str, timeout_s: float, arguments: Sequence[tuple[Any, ...]] | None = None
     ) -> list[Any]:
-        """Return the results of a `RankProcess` method on all ranks, or on the first processes."""
+        """Return the results of a `RankProcess` method on all ranks, or on the first ones that have arguments."""
         places = [f"node {node}" for node in self.nodes] or ["not started"] * self.num_ranks
         references: list[Any] = [
-            call(rank, process) for rank, process in enumerate(processes or self._processes)
+            getattr(process, method).remote(*given)
+            for process, given in zip(self._processes, arguments or [()] * self.num_ranks, strict=False)
         ]
         outcomes, results = (dict(enumerate(column)) for column in zip(*references, strict=True))
-        call_of_pool = Future(
+        return Future(
             self, "pool", method, outcomes, places=places, timeout_s=timeout_s, results=results
-        )
-        return call_of_pool.get()
+        ).get()
 
 
 def _number(
@@ -314,12 +265,12 @@ def _number(
     identities: list[RankIdentity] = []
     begin = 0
     for num_local in ranks_per_node:
-        local = sorted(range(begin, begin + num_local), key=lambda index: (seats[index].gpu or 0, index))
-        gpus = tuple(gpu for gpu in (seats[index].gpu for index in local) if gpu is not None)
+        local = sorted(range(begin, begin + num_local), key=lambda index: (seats[index][1] or 0, index))
+        gpus = tuple(gpu for gpu in (seats[index][1] for index in local) if gpu is not None)
         for local_rank, index in enumerate(local):
             ordered.append(processes[index])
             identities.append(
-                RankIdentity(len(identities), len(processes), local_rank, num_local, seats[index].node, gpus)
+                RankIdentity(len(identities), len(processes), local_rank, num_local, seats[index][0], gpus)
             )
         begin += num_local
     return ordered, identities

@@ -6,7 +6,7 @@ import pickle
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,19 +18,27 @@ from ray.exceptions import GetTimeoutError, RayError
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from hybridengine.controller.calls import Arguments, Call, InputFailedError, map_arguments
+from hybridengine.controller.failures import InputFailedError
 from hybridengine.controller.stored_rows import Content, Owner, StoredColumn, StoredRows, as_bytes
 from hybridengine.errors import ProtocolError, TransferError
 from hybridengine.rows.batch import columns_of, payload_bytes
 from hybridengine.rows.protocols import ROW_NUMBERS
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named arguments of a call, with a `RowsRequest` in place of every batch."""
+
+
+def map_arguments(arguments: Arguments, function: Callable[[Any], Any]) -> Arguments:
+    """Return the arguments with `function` applied to each."""
+    args, kwargs = arguments
+    return tuple(map(function, args)), {name: function(value) for name, value in kwargs.items()}
+
 
 @dataclass(frozen=True)
 class ColumnRows:
-    """Rows of a column produced by a call."""
+    """Rows of a column produced by the call `producer`, "role.method"."""
 
     producer: str
-    """Producing call, "role.method"."""
     name: str
     blocks: Sequence[tuple[int, StoredRows]]
     """(first row, batch) of each batch with some of the rows, ascending."""
@@ -39,11 +47,7 @@ class ColumnRows:
 
     @property
     def columns(self) -> list[StoredColumn]:
-        """Column of each block.
-
-        Raises:
-            TransferError: a block lacks the column, or has it with another type or shape.
-        """
+        """Column of each block; raises TransferError if one lacks it, or has it with another type or shape."""
         found = [stored.columns.get(self.name) for _, stored in self.blocks]
         like = found[0]
         for (_, stored), column in zip(self.blocks, found, strict=True):
@@ -99,24 +103,22 @@ def read_columns(wanted: Mapping[str, ColumnRows], timeout_s: float, reader: Own
 def _objects(
     wanted: Mapping[str, ColumnRows], stored: Mapping[str, Sequence[StoredColumn]], timeout_s: float
 ) -> dict[ObjectRef, Content]:
-    """Return every required object by its reference; all are requested at once, to arrive concurrently."""
+    """Return every required object by its reference, all requested at once."""
     sources = {
         kept.content: (column, batch.owner)
         for name, column in wanted.items()
         for (_, batch), kept in zip(column.blocks, stored[name], strict=True)
         if not kept.is_inline
     }
-    references = list(sources)
+    if not sources:
+        return {}
     try:
-        return (
-            dict(zip(references, ray.get(references, timeout=timeout_s), strict=True)) if references else {}
-        )
+        return dict(zip(sources, ray.get(list(sources), timeout=timeout_s), strict=True))
     except RayError as error:
-        missing = [(reference, why) for reference in references if (why := _why_missing(reference))]
+        missing = [(reference, why) for reference in sources if (why := _why_missing(reference))]
         # An object in transfer is not lost: it only did not arrive within a zero timeout.
-        lost = [one for one in missing if not isinstance(one[1], GetTimeoutError)]
-        late = missing if isinstance(error, GetTimeoutError) else []
-        reference, why = [*lost, *late, (references[0], error)][0]
+        missing.sort(key=lambda one: isinstance(one[1], GetTimeoutError))
+        reference, why = [*missing, (next(iter(sources)), error)][0]
         reason = f"{type(why).__name__}: {' '.join(str(why).split())}"
         if isinstance(why, GetTimeoutError):
             reason = f"it has not arrived after {timeout_s:g} s"
@@ -138,10 +140,7 @@ def _why_missing(reference: ObjectRef) -> RayError | None:
 def _assembled(
     like: StoredColumn, num_rows: int, parts: Sequence[tuple[np.ndarray, np.ndarray, Content]]
 ) -> Tensor | NonTensorStack:
-    """Return the rows of all parts, each of which is (positions, rows of the part's content, content).
-
-    Consecutive rows of one object are returned as a view; others are copied into new memory.
-    """
+    """Return the rows of parts (positions, rows of the content, content): consecutive rows of one object as a view."""
     if like.dtype is None:
         values: list[Any] = [None] * num_rows
         for places, rows, content in parts:
@@ -166,10 +165,9 @@ def _assembled(
 
 
 def _view(content: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return bytes as a tensor on the same memory.
+    """Return bytes as an inference tensor on the same memory, which all readers of the object share.
 
-    Ray maps its store so that a write is visible to all readers of the object. Inference tensors make torch's in-place
-    operations and backward passes raise; writes through `numpy()` or `data`, or in inference mode, do not raise.
+    In-place operations and backward passes raise; writes through `numpy()` or `data`, or in inference mode, do not.
     """
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -188,10 +186,9 @@ def _is_run(numbers: np.ndarray) -> bool:
 
 @dataclass(frozen=True)
 class RowsOrigin:
-    """Some columns of the rows produced by one call."""
+    """Some columns of the rows produced by the call `producer`, "role.method"."""
 
     producer: str
-    """Producing call, "role.method"."""
     blocks: tuple[tuple[int, int], ...]
     """(first row, index among the batches that accompany the request) of each batch with some of the rows, ascending."""
     rows: np.ndarray
@@ -204,9 +201,8 @@ class RowsOrigin:
 class RowsRequest:
     """Request for a rank's rows: the columns of several origins, where later origins override earlier ones."""
 
-    first: int
-    """Number of the first row among those of the call."""
-    num_rows: int
+    wanted: range
+    """Rows of the call."""
     origins: tuple[RowsOrigin | TensorDict, ...]
     """Rows stored elsewhere, or the rows themselves, which are then sent through the controller."""
     columns: tuple[str, ...] | None = None
@@ -217,47 +213,30 @@ class RowsRequest:
     """Names of other columns in the controller, for the error that lists the existing ones."""
 
     def fetch(
-        self,
-        batches: Sequence[StoredRows],
-        timeout_s: float,
-        reader: Owner | None = None,
+        self, batches: Sequence[StoredRows], timeout_s: float, reader: Owner | None = None
     ) -> tuple[TensorDict, Received]:
-        """Return the rows, read-only, and the cost of reading them.
+        """Return the rows, read-only, and the cost of reading them from the batches that the origins' blocks refer to.
 
-        Args:
-            batches: batches that the origins' blocks refer to.
-            timeout_s, reader: see `read_columns`.
-
-        Raises:
-            ProtocolError: a required column was never produced.
-            TransferError: rows cannot be fetched.
+        Raises ProtocolError if a required column was never produced; for the rest, see `read_columns`.
         """
-        found: dict[str, TensorDict | ColumnRows] = {}
+        found: dict[str, Any] = {}
         for origin in self.origins:
             if isinstance(origin, TensorDict):
-                found |= dict.fromkeys(columns_of(origin), origin)
+                found |= {name: origin.get(name) for name in columns_of(origin)}
             else:
                 found |= _columns(origin, batches)
-        names = tuple(found) if self.columns is None else self.columns
-        also = (name for name in self.optional if name in found or name == ROW_NUMBERS)
-        names = tuple(dict.fromkeys((*names, *also)))
-        missing = [name for name in names if name not in found and name != ROW_NUMBERS]
-        if missing:
+        names, there = tuple(found) if self.columns is None else self.columns, {*found, *self.not_sent}
+        found.setdefault(ROW_NUMBERS, torch.arange(self.wanted.start, self.wanted.stop))
+        names = dict.fromkeys((*names, *(name for name in self.optional if name in found)))
+        if missing := [name for name in names if name not in found]:
             raise ProtocolError(
                 f"columns {missing} are needed, and nobody has produced them; there are"
-                f" {sorted({*found, *self.not_sent})}: pass rows that"
-                " have them, e.g. rows.union(others)"
+                f" {sorted(there)}: pass rows that have them, e.g. rows.union(others)"
             )
-        stored = {name: column for name in names if isinstance(column := found.get(name), ColumnRows)}
+        stored = {name: column for name in names if isinstance(column := found[name], ColumnRows)}
         received = read_columns(stored, timeout_s, reader)
-        result = TensorDict({}, batch_size=[self.num_rows])
-        for name in names:
-            origin = found.get(name)
-            if origin is None:
-                result[name] = torch.arange(self.first, self.first + self.num_rows)
-            else:
-                result[name] = origin.get(name) if isinstance(origin, TensorDict) else received.columns[name]
-        return result, received
+        found |= received.columns
+        return TensorDict({name: found[name] for name in names}, batch_size=[len(self.wanted)]), received
 
 
 def _columns(origin: RowsOrigin, batches: Sequence[StoredRows]) -> dict[str, ColumnRows]:
@@ -273,14 +252,11 @@ def _columns(origin: RowsOrigin, batches: Sequence[StoredRows]) -> dict[str, Col
 
 
 def fetch_arguments(
-    call: Call, arguments: Arguments, batches: Sequence[StoredRows | None], timeout_s: float, reader: Owner
+    call: str, arguments: Arguments, batches: Sequence[StoredRows | None], timeout_s: float, reader: Owner
 ) -> tuple[Arguments, dict[str, Any]]:
     """Return a call's arguments with rows in place of requests, and the cost of reading them (fields of `Outcome`).
 
-    Raises:
-        InputFailedError: a call that should have produced rows failed.
-        ProtocolError: a column that the method reads was never produced.
-        TransferError: rows cannot be fetched.
+    Raises InputFailedError if a call that should have produced rows failed; for the rest, see `RowsRequest.fetch`.
     """
     found = [batch for batch in batches if batch is not None]
     if len(found) < len(batches):

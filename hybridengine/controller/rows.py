@@ -1,9 +1,4 @@
-"""References to rows that live on the ranks that produced them.
-
-A `Rows` knows the number of rows and the calls that produced its columns, never their contents. Selecting and reordering
-columns and rows moves no data; each rank of a group that receives it fetches its own rows of the columns that the method
-reads directly from the producing ranks.
-"""
+"""References to rows that live on the ranks that produced them."""
 
 from __future__ import annotations
 
@@ -18,10 +13,9 @@ from ray import ObjectRef
 from ray.exceptions import RayError
 from tensordict import TensorDict, TensorDictBase
 
-from hybridengine.controller.calls import call_log
-from hybridengine.controller.futures import Future
+from hybridengine.controller.calls import Future, call_log, lost_results
 from hybridengine.controller.row_requests import RowsOrigin, RowsRequest
-from hybridengine.errors import ProtocolError, WorkerError, WrongArgumentsError
+from hybridengine.errors import ProtocolError, WrongArgumentsError
 from hybridengine.rows.batch import columns_of, num_rows
 
 READ_TIMEOUT_S = 300.0
@@ -64,14 +58,13 @@ class Source:
         names = {name: name for name in there} if self.names is None else self.names
         return {new: old for new, old in names.items() if old in there}
 
-    def take(self, rows: np.ndarray) -> Source:
-        return replace(self, rows=rows if self.rows is None else self.rows[rows])
-
 
 class Rows:
-    """A reference to distributed rows.
+    """A reference to distributed rows: their number and the calls that produced their columns, never their contents.
 
-    Its columns may come from several calls; of columns with the same name, the later one is used.
+    Of columns with the same name, the later one is used. Selecting and reordering columns and rows moves no data; each
+    rank of a group that receives the reference fetches its own rows of the columns that the method reads directly from
+    the producing ranks.
     """
 
     def __init__(self, sources: Sequence[Source], num_rows: int) -> None:
@@ -80,9 +73,8 @@ class Rows:
     @classmethod
     def of(cls, batch: TensorDictBase) -> Rows:
         """Return rows for a batch in the controller, which sends it to the groups that receive it."""
-        return cls(
-            [Source(batch if isinstance(batch, TensorDict) else batch.to_tensordict())], num_rows(batch)
-        )
+        own = batch if isinstance(batch, TensorDict) else batch.to_tensordict()
+        return cls([Source(own)], num_rows(batch))
 
     @classmethod
     def numbered(cls, num_rows: int) -> Rows:
@@ -91,10 +83,6 @@ class Rows:
 
     def __len__(self) -> int:
         return self._num_rows
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self._sources
 
     @property
     def calls(self) -> list[Future]:
@@ -108,13 +96,10 @@ class Rows:
     def select_as(self, **names: str) -> Rows:
         """Return the rows with only these columns under new names: `rows.select_as(cost_values="values")`."""
 
-        def chosen(source: Source) -> Source:
-            if source.names is None:
-                return replace(source, names=names)
-            known = source.names
-            return replace(source, names={new: known[old] for new, old in names.items() if old in known})
+        def chosen(known: Mapping[str, str] | None) -> Mapping[str, str]:
+            return names if known is None else {new: known[old] for new, old in names.items() if old in known}
 
-        return Rows([chosen(source) for source in self._sources], len(self))
+        return Rows([replace(source, names=chosen(source.names)) for source in self._sources], len(self))
 
     def union(self, *others: Rows | TensorDictBase) -> Rows:
         """Return these rows with the columns of the others added; later columns replace earlier ones of the same name.
@@ -129,7 +114,7 @@ class Rows:
                 raise ProtocolError(
                     f"{len(self)} rows and {len(rows)} rows cannot stand side by side; take the same rows of both"
                 )
-            sources += rows.sources
+            sources += rows._sources
         return Rows(sources, len(self))
 
     def __getitem__(self, index: Index) -> Rows:
@@ -139,7 +124,11 @@ class Rows:
             ProtocolError: a row number is out of range.
         """
         rows = _row_numbers(index, len(self))
-        return Rows([source.take(rows) for source in self._sources], len(rows))
+        taken = [
+            replace(source, rows=rows if source.rows is None else source.rows[rows])
+            for source in self._sources
+        ]
+        return Rows(taken, len(rows))
 
     def repeat(self, times: int) -> Rows:
         """Return every row `times` times in succession, for n samples per prompt."""
@@ -152,36 +141,23 @@ class Rows:
             ProtocolError: `size` is less than 1.
         """
         if size < 1:
-            raise ProtocolError(
-                f"pad_to_multiple({size}) needs a size of at least 1; give the number of replicas"
-            )
+            raise ProtocolError(f"pad_to_multiple({size}): `size` must be at least 1, e.g. the replicas")
         return self[np.arange(-(-len(self) // size) * size) % max(1, len(self))]
 
     def request(
-        self,
-        wanted: range,
-        columns: Sequence[str] | None,
-        batches: Batches,
-        optional: Sequence[str] = (),
+        self, wanted: range, columns: Sequence[str] | None, batches: Batches, optional: Sequence[str] = ()
     ) -> RowsRequest:
         """Return the request that is sent to a rank for a range of these rows.
 
         Args:
-            columns: columns that the rank reads; None for all.
-            optional: additional columns that it reads if they exist.
+            columns: columns that the rank reads; None for all. It reads `optional` ones if they exist.
             batches: receives the batches that must accompany the request.
         """
         names = None if columns is None else {*columns, *optional}
         origins = tuple(_origin(source, wanted, names, batches) for source in self._sources)
         not_sent = () if names is None else {name for source in self._sources for name in source.here} - names
-        return RowsRequest(
-            wanted.start,
-            len(wanted),
-            origins,
-            None if columns is None else tuple(columns),
-            tuple(optional),
-            tuple(not_sent),
-        )
+        required = None if columns is None else tuple(columns)
+        return RowsRequest(wanted, origins, required, tuple(optional), tuple(not_sent))
 
     def wait(self) -> Rows:
         """Wait until the calls that produce the rows have ended; return these rows.
@@ -207,10 +183,7 @@ class Rows:
         try:
             stored = ray.get(list(batches), timeout=READ_TIMEOUT_S)
         except RayError as error:
-            raise WorkerError(
-                f"the calls of {self!r} ended, but their results are lost ({type(error).__name__}: {error}); a rank or"
-                " its node has died since: start again from the last checkpoint"
-            ) from error
+            raise lost_results(f"the calls of {self!r} ended", error) from error
         rows, received = request.fetch(stored, READ_TIMEOUT_S)
         call_log().payload_bytes += received.object_bytes  # others were counted when their call ended
         return rows.clone()
@@ -248,11 +221,9 @@ def _row_numbers(index: Index, count: int) -> np.ndarray:
 def _origin(
     source: Source, wanted: range, columns: set[str] | None, batches: Batches
 ) -> RowsOrigin | TensorDict:
-    rows = (
-        np.arange(wanted.start, wanted.stop)
-        if source.rows is None
-        else source.rows[wanted.start : wanted.stop]
-    )
+    rows = np.arange(wanted.start, wanted.stop)
+    if source.rows is not None:
+        rows = source.rows[rows]
     origin = source.origin
     if isinstance(origin, Produced):
         # Without rows, the first batch defines the columns.

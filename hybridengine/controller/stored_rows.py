@@ -14,7 +14,6 @@ import torch
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 from tensordict import TensorDictBase, is_non_tensor
 
-from hybridengine.controller.calls import Call
 from hybridengine.errors import ProtocolError, StorageError
 from hybridengine.rows.batch import columns_of, is_tensor_column
 
@@ -68,21 +67,19 @@ class StoredRows:
         return sum(size_of(column.content) for column in self.columns.values() if column.is_inline)
 
 
-def keep_rows(call: Call, result: Any, owner: Owner) -> StoredRows:
-    """Store the rows that a call has returned, and return their description.
+def keep_rows(call: str, result: Any, num_rows: int, owner: Owner) -> StoredRows:
+    """Store the `num_rows` rows that a call has returned (`store_rows`), and return their description.
 
-    Raises:
-        ProtocolError: the call returned something else, or another number of rows.
-        StorageError: Ray's object store has no room for them.
+    Raises ProtocolError if the call returned something else, or another number of rows.
     """
     if not isinstance(result, TensorDictBase) or not result.batch_dims:
         raise ProtocolError(
             f"{call} returned a {type(result).__name__} and is registered with returns_rows=True; return a"
             " TensorDict with batch_size=[rows]"
         )
-    if result.batch_size[0] != call.num_rows:
+    if result.batch_size[0] != num_rows:
         raise ProtocolError(
-            f"{call} returned {result.batch_size[0]} rows for {call.num_rows}; return one row for each"
+            f"{call} returned {result.batch_size[0]} rows for {num_rows}; return one row for each"
         )
     for name, column in result.items():
         if isinstance(column, TensorDictBase) and not is_non_tensor(column):
@@ -95,11 +92,16 @@ def keep_rows(call: Call, result: Any, owner: Owner) -> StoredRows:
 def store_rows(batch: TensorDictBase, owner: Owner) -> StoredRows:
     """Store a batch's columns; return their description, with the smallest ones inline up to `INLINE_BYTES` in total.
 
-    Raises:
-        StorageError: Ray's object store has no room for the others.
+    Raises StorageError if Ray's object store has no room for the others.
     """
+    contents = {
+        name: as_bytes(batch[name].detach().to("cpu").contiguous())
+        if is_tensor_column(batch, name)
+        else [pickle.dumps(value) for value in batch.get(name).tolist()]
+        for name in columns_of(batch)
+    }
     columns, left = {}, INLINE_BYTES
-    for name, content in sorted(_contents(batch).items(), key=lambda item: size_of(item[1])):
+    for name, content in sorted(contents.items(), key=lambda item: size_of(item[1])):
         left -= size_of(content)
         dtype, entry_shape = None, ()
         if is_tensor_column(batch, name):
@@ -130,12 +132,3 @@ def _put(content: Content) -> ray.ObjectRef:
             f"Ray's object store has no room for rows ({type(error).__name__}: {text}); give Ray more of /dev/shm, or of"
             " the disk that it spills to, or let go of references to rows that nobody will read"
         ) from error
-
-
-def _contents(batch: TensorDictBase) -> dict[str, Content]:
-    return {
-        name: as_bytes(batch[name].detach().to("cpu").contiguous())
-        if is_tensor_column(batch, name)
-        else [pickle.dumps(value) for value in batch.get(name).tolist()]
-        for name in columns_of(batch)
-    }

@@ -1,7 +1,6 @@
-"""Positions of ranks in a call that does not end, reported by each rank shortly before the call's limit.
+"""Positions of ranks in a call that does not end, reported by each rank to Ray's key-value store before the call's limit.
 
-They are stored in Ray's key-value store, which belongs to the cluster rather than to a rank. In a hang, most ranks only
-wait for one, which is somewhere else or does not report.
+In a hang, most ranks only wait for one, which is somewhere else or does not report.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import contextlib
 import faulthandler
 import sys
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
@@ -44,9 +42,10 @@ def telling(timeout_s: float) -> Iterator[None]:
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
         frame = sys._current_frames().get(thread)
         if frame is not None:
-            said = True
+            said, file = True, PurePath(*PurePath(frame.f_code.co_filename).parts[-_PATH_PARTS:])
             with contextlib.suppress(RayError, RuntimeError):  # the cluster is gone
-                internal_kv._internal_kv_put(key, _place(traceback.extract_stack(frame)[-1]).encode())
+                place = f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
+                internal_kv._internal_kv_put(key, place.encode())
 
     timer = threading.Timer(WORD_SHARE * timeout_s, say)
     timer.daemon = True
@@ -64,8 +63,7 @@ def telling(timeout_s: float) -> Iterator[None]:
 def words_of(pending: Mapping[int, ObjectRef]) -> dict[int, str]:
     """Return rank -> reported position, or a note that it reported none; empty if no rank reported any.
 
-    Args:
-        pending: rank -> reference to the future result of its call.
+    `pending` are references to the future results of the ranks' calls.
     """
     words = dict[int, str]()
     try:
@@ -80,28 +78,16 @@ def words_of(pending: Mapping[int, ObjectRef]) -> dict[int, str]:
 def report_lines(places: Mapping[int, str], words: Mapping[int, str]) -> list[str]:
     """Return a line per rank: first ranks without a report, then those outside collectives, at rare positions first.
 
-    Args:
-        places: rank -> its coordinate and node.
-        words: reports as returned by `words_of`.
+    `places` are the ranks' coordinates and nodes, `words` their reports (`words_of`).
     """
     count = Counter(words.values())
 
-    def order(rank: int) -> tuple[bool, bool, int, int]:
-        word = words.get(rank, "")
-        return word != SILENT, _COLLECTIVES in word, count[word], rank
-
-    lines = [
-        f"  rank {rank} ({places[rank]})" + (f": {words[rank]}" if rank in words else "")
-        for rank in sorted(places, key=order)
-    ]
+    ordered = [(words.get(rank, ""), rank) for rank in places]
+    ordered.sort(key=lambda one: (one[0] != SILENT, _COLLECTIVES in one[0], count[one[0]], one[1]))
+    lines = [f"  rank {rank} ({places[rank]})" + (f": {word}" if word else "") for word, rank in ordered]
     left = len(lines) - MOST_LINES
     return lines[:MOST_LINES] + ([f"  and {left} more"] if left > 0 else [])
 
 
 def _key(actor_id: str) -> bytes:
     return f"hybridengine/whereabouts/{actor_id}".encode()
-
-
-def _place(frame: traceback.FrameSummary) -> str:
-    file = PurePath(*PurePath(frame.filename).parts[-_PATH_PARTS:])
-    return f"{frame.name} ({file}:{frame.lineno})"

@@ -6,19 +6,20 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray import ObjectRef, cloudpickle
+from tensordict import TensorDictBase
 
-from hybridengine.controller.calls import Call, call_log
-from hybridengine.controller.futures import Future
+from hybridengine.controller.calls import Future, call_log
 from hybridengine.controller.pool import ResourcePool
-from hybridengine.controller.requests import split_requests
-from hybridengine.controller.rows import Produced, Rows, Source
+from hybridengine.controller.rank_process import Call
+from hybridengine.controller.row_requests import Arguments, map_arguments, traffic_bytes
+from hybridengine.controller.rows import Batches, Produced, Rows, Source
 from hybridengine.errors import ConfigError, ProtocolError, UnknownNameError, WrongArgumentsError, raise_all
 from hybridengine.importing import import_object
-from hybridengine.rows.protocols import GroupTopology, RankContext, registered
+from hybridengine.rows.protocols import GroupTopology, Protocol, RankContext, Registration, registered
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
@@ -77,7 +78,7 @@ class WorkerGroup:
         self._methods = methods
         self._signatures = {name: inspect.signature(function) for name, (function, _) in methods.items()}
         raise_all(self._problems(cls))
-        pool.add_role_name(self.role)
+        pool.roles.add(self.role)
         pool.start()
         self._contexts = [
             RankContext(
@@ -121,27 +122,23 @@ class WorkerGroup:
         except TypeError as error:
             raise WrongArgumentsError(f"{operation}{self._signatures[method]}: {error}") from None
         registration = self._methods[method][1]
-        protocol = registration.protocol
-        requests = split_requests(registration, self.topology, args, kwargs, operation)
-        sources = protocol.source_ranks(self.topology)
-        log = call_log()
-        log.payload_bytes += sum(part.num_bytes for part in requests.parts)
-        arguments = {
-            part: ray.put(part.arguments) if part.num_bytes > INLINE_BYTES else part.arguments
-            for part in dict.fromkeys(requests.parts)
-        }
-        if registration.returns_rows and requests.ranges is None:
+        arguments = _plain(args, kwargs)
+        values = [*arguments[0], *arguments[1].values()]
+        ranges, has_rows = self._row_ranges(registration.protocol, values, operation)
+        if registration.returns_rows and not has_rows:
             raise ProtocolError(
                 f"{operation} returns a row for each that it is given, and was given none; pass rows"
             )
-        returned = requests.ranges if registration.returns_rows else None
+        parts = {rows: _part(registration, arguments, rows) for rows in dict.fromkeys(ranges)}
+        call_log().payload_bytes += sum(parts[rows].num_bytes for rows in ranges)
+        sources = registration.protocol.source_ranks(self.topology)
 
         def call(rank: int, process: Any) -> tuple[ObjectRef, ObjectRef]:
-            num_rows = None if returned is None else len(returned[rank])
+            num_rows = len(ranges[rank]) if registration.returns_rows else None
             one = Call(self.role, method, self.timeout_s, rank in sources, num_rows)
-            part = requests.parts[rank]
+            part = parts[ranges[rank]]
             try:
-                return process.call.remote(one, arguments[part], *part.batches)
+                return process.call.remote(one, part.arguments, *part.batches)
             except TypeError as error:  # Ray's, for unpicklable arguments, which its text lists
                 if isinstance(error.__cause__, WrongArgumentsError):
                     raise error.__cause__ from None
@@ -154,26 +151,46 @@ class WorkerGroup:
             sources=sources,
             timeout_s=self.timeout_s,
             places=self._places,
-            inputs=requests.inputs,
+            inputs=[call for value in values if isinstance(value, Rows) for call in value.calls],
         )
-        if returned is None:
+        if not registration.returns_rows:
             return future
-        ranges = [returned[rank] for rank in sources]
-        first_rows = tuple(rows.start for rows in ranges)
-        produced = Produced(future, first_rows, ranges[-1].stop)
+        first_rows = tuple(ranges[rank].start for rank in sources)
+        produced = Produced(future, first_rows, ranges[sources[-1]].stop)
         return Rows([Source(produced)], produced.num_rows)
+
+    def _row_ranges(
+        self, protocol: Protocol, values: list[Any], operation: str
+    ) -> tuple[tuple[range, ...], bool]:
+        """Return the rows or items of each rank, and True if the call has rows; raises ProtocolError."""
+        sized = values if protocol.takes_items else [value for value in values if isinstance(value, Rows)]
+        wrong = [value for value in sized if not isinstance(value, list | tuple)]
+        if protocol.takes_items and wrong:
+            raise ProtocolError(
+                f"{operation} got a {type(wrong[0]).__name__}, but {protocol.name} takes lists with one item per rank;"
+                f" pass a list of {self.num_ranks} items"
+            )
+        sizes = {len(value) for value in sized}
+        if len(sizes) > 1:
+            raise ProtocolError(
+                f"{operation} got arguments with {' and '.join(map(str, sorted(sizes)))}"
+                f" {'items' if protocol.takes_items else 'rows'}; all of them must have the same number"
+            )
+        if not sizes and not protocol.takes_items:
+            return (range(0),) * self.num_ranks, False
+        try:
+            num_rows = sizes.pop() if sizes else self.num_ranks
+            return protocol.row_ranges(num_rows, self.topology), not protocol.takes_items
+        except ProtocolError as error:
+            raise ProtocolError(f"{operation}: {error}") from None
 
     def _make_workers(self, worker: type | str, config: dict[str, Any]) -> None:
         shipped = worker if isinstance(worker, str) else cloudpickle.dumps(worker)
         kwargs = cloudpickle.dumps(config)
-
-        def make(rank: int, process: Any) -> tuple[ObjectRef, ObjectRef]:
-            return process.add_role.remote(self._contexts[rank], shipped, kwargs)
-
         self.pool.submit(
             self.role,
             "__init__",
-            make,
+            lambda rank, process: process.add_role.remote(self._contexts[rank], shipped, kwargs),
             sources=range(self.num_ranks),
             timeout_s=max(self.timeout_s, self.pool.start_timeout_s),
             places=self._places,
@@ -188,6 +205,11 @@ class WorkerGroup:
                 f" {self.num_ranks} ranks, and the pool has {self.pool.num_ranks}; choose sizes whose product is"
                 f" {self.pool.num_ranks}"
             )
+        if self.role in self.pool.roles:
+            problems.append(
+                f"role {self.role!r} exists in this pool; give each worker group a role of its own, e.g."
+                f" role='{self.role}_2'"
+            )
         if not self._methods:
             problems.append(
                 f"{cls.__name__} has no registered method; decorate those that the controller calls with @register"
@@ -198,6 +220,42 @@ class WorkerGroup:
                     f"{cls.__name__}.{name} has the name of an attribute of WorkerGroup; rename the method"
                 )
         return problems
+
+
+def _plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Return the arguments with futures replaced by their results, and batches by references to them."""
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, Future):
+            argument = argument.get()
+        return Rows.of(argument) if isinstance(argument, TensorDictBase) else argument
+
+    return map_arguments((args, kwargs), value)
+
+
+class _Part(NamedTuple):
+    """Arguments of the ranks that get some rows."""
+
+    arguments: Arguments | ObjectRef
+    batches: list[ObjectRef]
+    """References to the `StoredRows` that requests in the arguments refer to."""
+    num_bytes: int
+    """Bytes of rows sent by the controller to each rank."""
+
+
+def _part(registration: Registration, arguments: Arguments, rows: range) -> _Part:
+    batches: Batches = {}
+
+    def value(argument: Any) -> Any:
+        if registration.protocol.takes_items:
+            return argument[rows.start]
+        if not isinstance(argument, Rows):
+            return argument
+        return argument.request(rows, registration.columns, batches, registration.optional)
+
+    part = map_arguments(arguments, value)
+    num_bytes = traffic_bytes(part)
+    return _Part(ray.put(part) if num_bytes > INLINE_BYTES else part, list(batches), num_bytes)
 
 
 def _role_of(cls: type) -> str:

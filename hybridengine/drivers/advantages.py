@@ -104,7 +104,7 @@ def grpo(rows: TensorDictBase, across: Across, algorithm: Grpo, samples: int) ->
 
 
 def rloo(rows: TensorDictBase, across: Across, algorithm: Rloo, samples: int) -> TensorDict:
-    """Return `advantages` [B, R]: one value per response, repeated at all of its tokens."""
+    """Return `advantages` [B, R], as `grpo` does."""
     counted = counted_rows(rows, algorithm)
     mask = counted.mask_BR
     rewards = token_rewards(counted.scores_B, counted.kl_BR, mask, algorithm.kl_coef).sum(1)
@@ -117,10 +117,10 @@ def reinforce_plus_plus(
 ) -> TensorDict:
     """Return `advantages` [B, R]."""
     counted = counted_rows(rows, algorithm)
-    rewards = token_rewards(counted.scores_B, counted.kl_BR, counted.mask_BR, algorithm.kl_coef)
-    return counted.columns(
-        advantages=estimators.reinforce_plus_plus(rewards, counted.mask_BR, algorithm.gamma, across=across)
-    )
+    mask = counted.mask_BR
+    rewards = token_rewards(counted.scores_B, counted.kl_BR, mask, algorithm.kl_coef)
+    estimates = estimators.reinforce_plus_plus(rewards, mask, algorithm.gamma, across=across)
+    return counted.columns(advantages=estimates)
 
 
 def remax(rows: TensorDictBase, across: Across, algorithm: Remax, samples: int) -> TensorDict:
@@ -150,11 +150,7 @@ def safe_rlhf(
 
 
 def mean_cost(rows: TensorDictBase, across: Across) -> dict[str, float]:
-    """Return `cost/mean` over the responses that have a cost.
-
-    Raises:
-        DataError: no response has a cost.
-    """
+    """Return `cost/mean` over the responses that have a cost; raises DataError if none has."""
     keep = ~rows["cost_dropped"]
     total, count = across.sum(rows["cost_scores"][keep].double().sum()), across.sum(keep.sum())
     if not count:
@@ -167,23 +163,19 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Return means of rewards, of each term's scores, of the KL divergence and of lengths; if the training model has
     computed log-probs, also its entropy, their distance from the engine's, and statistics of the rollout correction.
-
-    Raises:
-        DataError: no response has a score.
+    Raises DataError if no response has a score.
     """
     keep = ~rows["dropped"]
     mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
     kl = KL_ESTIMATORS[algorithm.kl_estimator](rows["log_probs"], rows["ref_log_probs"])
-    sums = torch.stack(
-        [
-            torch.tensor(float(len(rows))),
-            mask.sum(),
-            rows["scores"][keep].sum(),
-            keep.sum(),
-            masked_sum(kl, mask),
-            rows["prompt_lengths"].sum(),
-        ]
-    ).double()
+    parts = [
+        mask.sum(),
+        rows["scores"][keep].sum(),
+        keep.sum(),
+        masked_sum(kl, mask),
+        rows["prompt_lengths"].sum(),
+    ]
+    sums = torch.stack([torch.tensor(float(len(rows))), *parts]).double()
     num_rows, num_tokens, scores, num_scored, kl_sum, prompts = across.sum(sums).tolist()
     if not num_scored:
         raise DataError(

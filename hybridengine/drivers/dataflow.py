@@ -1,4 +1,4 @@
-"""Parts of an iteration shared by the dataflows, and validation of the functions that they run on ranks.
+"""Parts shared by the dataflows, the one without a critic, and validation of the functions that they run on ranks.
 
 Nothing here imports torch or Ray, because the planner traces the steps of algorithms.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from hybridengine.config.algorithm import Algorithm, import_named
-from hybridengine.drivers.roles import Roles
+from hybridengine.config.values import ImportPath
+from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.errors import ConfigError
 from hybridengine.report import keys
 
@@ -60,12 +61,41 @@ def switch_metrics(
     }
 
 
-def check_functions(algorithm: Algorithm) -> None:
-    """Import the custom functions that the algorithm runs on ranks, before any rank starts.
+class CriticFree(Algorithm):
+    """Base of GRPO, RLOO and REINFORCE++, whose advantages are computed from a batch's scores alone."""
 
-    Raises:
-        ConfigError: a function does not exist, or has an unsuitable signature.
-    """
+    roles = ("actor", "reference", "reward")
+    from_engine: ClassVar[bool] = False
+    """True if the engine's log-probs replace those of the old policy, which are then not computed."""
+
+    advantages: ImportPath
+    """Function that computes the advantages of a batch, called as function(rows, across, algorithm, samples)."""
+
+    def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
+        """Run one iteration; return its metrics."""
+        actor, samples = roles.actor, sampling.samples_per_prompt
+
+        prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step).repeat(samples)
+        to_generate = actor.switch_to_generate()
+        rollout = prompts.union(actor.generate_sequences(prompts, sampling.first_seed))
+        to_train = actor.switch_to_train()
+
+        batch = rollout.union(
+            rollout.select_as(log_probs="rollout_log_probs")
+            if self.from_engine
+            else actor.compute_log_probs(rollout),
+            roles.reference.compute_log_probs(rollout),
+            roles.reward.compute_scores(rollout),
+        )
+        batch = with_advantages(roles, batch, self, samples)
+        update = actor.update(batch, self)
+        measured = measure_rollout(roles, batch, self, from_engine=self.from_engine)
+
+        return measured.get()[0] | switch_metrics(to_generate.get(), to_train.get()) | update.get()[0]
+
+
+def check_functions(algorithm: Algorithm) -> None:
+    """Raise ConfigError if a custom function of the algorithm does not exist, or has an unsuitable signature."""
     parameters = {"loss": LOSS_PARAMETERS, "advantages": algorithm.advantage_parameters}
     for option, arguments in parameters.items():
         path, form = getattr(algorithm, option, None), f"{option}({', '.join(arguments)})"

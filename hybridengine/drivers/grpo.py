@@ -7,7 +7,7 @@ Source: DeepSeekMath, arXiv 2402.03300, section 4.1; Dr.GRPO, arXiv 2503.20783, 
 from __future__ import annotations
 
 from hybridengine.config.values import ImportPath
-from hybridengine.drivers.critic_free import CriticFree
+from hybridengine.drivers.dataflow import CriticFree
 
 
 class Grpo(CriticFree):

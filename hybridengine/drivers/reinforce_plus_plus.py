@@ -6,7 +6,7 @@ Source: arXiv 2501.03262.
 from __future__ import annotations
 
 from hybridengine.config.values import ImportPath, NonNegative, Share
-from hybridengine.drivers.critic_free import CriticFree
+from hybridengine.drivers.dataflow import CriticFree
 
 
 class ReinforcePlusPlus(CriticFree):

@@ -6,7 +6,7 @@ Source: arXiv 2402.14740, sections 2 and 3; the KL penalty is part of a response
 from __future__ import annotations
 
 from hybridengine.config.values import ImportPath, NonNegative
-from hybridengine.drivers.critic_free import CriticFree
+from hybridengine.drivers.dataflow import CriticFree
 
 
 class Rloo(CriticFree):

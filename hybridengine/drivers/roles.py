@@ -50,21 +50,10 @@ class Scorers:
             self.compute.map(terms, "hybridengine.data.rewards.combine_scores", dict(self.weights))
         )
 
-    def take_metrics(self) -> dict[str, float]:
-        """Return the functions' counters since the last call, over all ranks, such as `reward/retries`."""
-        total = Counter[str]()
-        for group in self.groups:
-            if hasattr(group, "take_metrics"):
-                for counts in group.take_metrics().get():
-                    total.update(counts)
-        return dict(total)
-
 
 class Roles:
-    """Worker groups of a run as attributes: the dataflow's roles, and in addition
-
-        prompts     reads the data files
-        compute     runs plain functions over rows on the ranks that hold them
+    """Worker groups of a run as attributes: the dataflow's roles, `prompts` (which reads the data files), and `compute`
+    (which runs plain functions over rows on the ranks that hold them).
 
     Access to a role that the run does not have raises an UnknownNameError; use `hasattr` to check for a role.
     """
@@ -87,8 +76,13 @@ class Roles:
         return tuple(column for one in self._scorers for column in one.term_columns)
 
     def take_scorer_metrics(self) -> dict[str, float]:
-        """Return the counters of rewards and costs (`Scorers.take_metrics`)."""
-        return {key: value for one in self._scorers for key, value in one.take_metrics().items()}
+        """Return the counters of reward and cost functions since the last call, over all ranks: `reward/retries`, ..."""
+        total = Counter[str]()
+        for group in (group for scorers in self._scorers for group in scorers.groups):
+            if hasattr(group, "take_metrics"):
+                for counts in group.take_metrics().get():
+                    total.update(counts)
+        return dict(total)
 
     @property
     def _scorers(self) -> list[Scorers]:

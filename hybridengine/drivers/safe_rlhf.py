@@ -76,10 +76,8 @@ class SafeRlhf(Ppo):
     def updated_log_multiplier(self, log_multiplier: float, mean_cost: float) -> float:
         """Return log lam after one SGD step on -(J_c - d)·lam, whose derivative with respect to log lam is itself.
 
-        Args:
-            mean_cost: J_c, the mean over the batch's responses on all ranks.
-        Raises:
-            DataError: the cost is not finite.
+        `mean_cost` is J_c, the mean over the batch's responses on all ranks; raises DataError if it is not finite.
+
         Source: arXiv 2310.12773, equation 31 (where J_c is measured from the limit).
         """
         if not math.isfinite(mean_cost):

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
@@ -33,20 +31,6 @@ ESTIMATE_S = 7 * 24 * 3600.0
 """Period over which the remaining time is estimated; longer than runs last without a stop."""
 
 
-@dataclass
-class _Call:
-    """Call that has not ended on all ranks."""
-
-    role: str
-    method: str
-    pool: str
-    num_ranks: int
-    inputs: set[int]
-    """Pending calls whose rows this call reads."""
-    ended: set[int] = field(default_factory=set)
-    """Ranks that have finished the call."""
-
-
 class _Bar(BarColumn):
     """Bar that stays empty before its task begins, unlike rich's, which pulses."""
 
@@ -59,15 +43,21 @@ class _Bar(BarColumn):
 class LiveView(Progress):
     """Live view of one run; a context manager that restores the terminal on exit.
 
-    Observes calls from any thread (`controller.calls.CallObserver`). The ranks of a pool carry out calls in the order
-    in which they were made, and a call begins when its input rows exist. So the oldest call of a pool is running unless
-    a call that produces its rows is pending; the others wait.
+    The ranks of a pool carry out calls in the order in which they were made, and a call begins when its input rows exist.
+    So the oldest call of a pool is running unless a call that produces its rows is unfinished; the others wait.
 
     Args:
         phase_of_call: function that returns the phase of a step to which a role's method belongs.
+        unfinished_calls: function that returns the run's unfinished calls (`controller.calls.Future`), oldest first.
     """
 
-    def __init__(self, console: Console, num_steps: int, phase_of_call: Callable[[str, str], str]) -> None:
+    def __init__(
+        self,
+        console: Console,
+        num_steps: int,
+        phase_of_call: Callable[[str, str], str],
+        unfinished_calls: Callable[[], Sequence[Any]],
+    ) -> None:
         super().__init__(
             TextColumn("{task.description}", markup=False, table_column=_cut(console.width // 4)),
             _Bar(bar_width=max(4, min(30, console.width // 4))),
@@ -79,13 +69,9 @@ class LiveView(Progress):
             redirect_stderr=sys.stderr.isatty(),  # stderr that is redirected to a file stays redirected
             speed_estimate_period=ESTIMATE_S,
         )
-        self._num_steps, self._phase_of_call = num_steps, phase_of_call
-        self._calls_lock = threading.Lock()
-        self._calls: dict[int, _Call] = {}
-        self._shown: dict[str, int] = {}
-        """Call whose time the row of each role shows."""
-        self._roles: dict[str, TaskID] = {}
-        self._stage, self._phases, self._speed = "now", "-", ""
+        self._num_steps, self._phase_of_call, self._unfinished = num_steps, phase_of_call, unfinished_calls
+        self._roles: dict[str, Task] = {}
+        self._stage, self._speed = "now", ""
         self._has_begun = self._has_ended = False
         self._streams: list[tuple[TextIO, TextIO]] = []
         self._steps = self.add_task(f"step 0/{num_steps}", total=num_steps, note="")
@@ -104,67 +90,42 @@ class LiveView(Progress):
             self._speed = f", {rate:.0f} tokens/s"
         self.update(self._steps, completed=int(row[keys.STEP] or 0))
 
-    def call_made(
-        self, number: int, role: str, method: str, pool: str, num_ranks: int, inputs: Sequence[int]
-    ) -> None:
-        """Show a call that was sent to all ranks of a pool (see `CallObserver`)."""
-        with self._calls_lock:
-            missing = {earlier for earlier in inputs if earlier in self._calls}
-            self._calls[number] = _Call(role, method, pool, num_ranks, missing)
-            if role not in self._roles:
-                self._roles[role] = self.add_task(f"  {role}", total=1, start=False, note="")
-            self._show_calls()
-
-    def rank_ended(self, number: int, pool: str, rank: int) -> None:
-        """Show that a rank has finished a call; calls made before the view was attached are ignored."""
-        with self._calls_lock:
-            if (call := self._calls.get(number)) is None:
-                return
-            call.ended.add(rank)
-            if len(call.ended) == call.num_ranks:
-                del self._calls[number]
-                for other in self._calls.values():
-                    other.inputs.discard(number)
-            self._show_calls()
-
-    def _show_calls(self) -> None:
-        oldest, first = dict[str, int](), dict[str, int]()
-        for number, call in self._calls.items():
-            oldest.setdefault(call.pool, number)
-            first.setdefault(call.role, number)
+    def _show_calls(self) -> str:
+        """Update the row of each role; return the phases of the calls that are running."""
+        ended = {call: call.num_ended() for call in list(self._unfinished())}
+        pending = [call for call in ended if ended[call] < call.num_ranks]
+        oldest, first = dict[Any, Any](), dict[str, Any]()
+        for call in pending:
+            oldest.setdefault(call.pool, call)
+            if first.setdefault(call.role, call) is call and call.role not in self._roles:
+                row = TaskID(1 + len(self._roles))
+                self._roles[call.role] = Task(row, f"  {call.role}", 1, 0, self.get_time)
         phases = dict[str, None]()
-        for role, row in self._roles.items():
-            number = first.get(role)
-            if number is None:
-                self._show_idle(role, "")
-                continue
-            call = self._calls[number]
-            if oldest[call.pool] != number or call.inputs:
-                self._show_idle(role, f"waits: {call.method}")
+        for role, task in self._roles.items():
+            call = first.get(role)
+            if call is None or oldest[call.pool] is not call or any(one in pending for one in call.inputs):
+                task.fields = {"note": f"waits: {call.method}" if call else ""}
+                task.total, task.completed, task.start_time = 1, 0, None
                 continue
             phases[self._phase_of_call(role, call.method)] = None
-            if self._shown.get(role) != number:
-                self._shown[role] = number
-                self.reset(row, total=call.num_ranks, note="")
-            note = f"{call.method}, {len(call.ended)}/{call.num_ranks} ranks done"
-            self.update(row, completed=len(call.ended), note=note)
-        self._phases = " and ".join(phases) or "-"
-
-    def _show_idle(self, role: str, note: str) -> None:
-        self._shown.pop(role, None)
-        self.reset(self._roles[role], start=False, total=1, note=note)
+            if task.fields.get("call") is not call:
+                task.start_time = self.get_time()
+            task.total, task.completed = call.num_ranks, ended[call]
+            note = f"{call.method}, {ended[call]}/{call.num_ranks} ranks done"
+            task.fields = {"note": note, "call": call}
+        return " and ".join(phases) or "-"
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Yield the parts of the view; called by rich."""
         if not self.tasks or self._has_ended:
             return
-        steps, *roles = self.tasks
+        phases, (steps,) = self._show_calls(), self.tasks
         left_s = steps.time_remaining
         left = "after the first step" if left_s is None else f"about {format_seconds(left_s)}"
         yield self.make_tasks_table([steps])
-        yield Text(f"{self._stage} {self._phases}{self._speed}, time left: {left}".replace(".0 s", " s"))
-        if roles:
-            yield self.make_tasks_table(roles)
+        yield Text(f"{self._stage} {phases}{self._speed}, time left: {left}".replace(".0 s", " s"))
+        if self._roles:
+            yield self.make_tasks_table(self._roles.values())
 
     def __enter__(self) -> LiveView:
         before = sys.stdout, sys.stderr
@@ -181,9 +142,8 @@ class LiveView(Progress):
             for old, new in self._streams:
                 _move_handlers(new, old)
         finally:
-            self._has_ended = (
-                True  # rich draws all lines at the end, and could not erase those that scroll away
-            )
+            # Rich draws all lines at the end, and could not erase those that scroll away.
+            self._has_ended = True
             self.stop()
 
 

@@ -82,7 +82,10 @@ class RunOutput:
         self._samples = folder / SAMPLES_FOLDER
         self._console, self._num_steps = console, run.steps
         shows_view = run.live and can_show_live(console)
-        self._view = LiveView(console, run.steps, phase_of_call) if shows_view else None
+        calls = call_log()
+        self._view = (
+            LiveView(console, run.steps, phase_of_call, lambda: calls.unfinished) if shows_view else None
+        )
         self._recorder = MetricsRecorder(folder)
         self._timeline = TimelineWriter(folder / TIMELINE_FILE)
 
@@ -138,7 +141,6 @@ class RunOutput:
     def __enter__(self) -> RunOutput:
         if self._view is not None:
             self._view.__enter__()
-            call_log().observer = self._view
         return self
 
     def __exit__(
@@ -148,5 +150,4 @@ class RunOutput:
             ends.callback(self._timeline.close)
             ends.callback(self._recorder.close)
             if self._view is not None:
-                call_log().observer = None
                 ends.push(self._view)

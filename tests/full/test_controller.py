@@ -137,7 +137,6 @@ def test_a_call_returns_before_the_ranks_have_ended(actor: WorkerGroup) -> None:
     assert not future.done()
     assert future.missing
     assert future.get() == [None] * 4
-    assert future.seconds >= 3.0
     assert future.done()
 
 

@@ -15,8 +15,8 @@ import ray
 import torch
 import torch.distributed as dist
 
+from hybridengine.controller.calls import Future
 from hybridengine.controller.failures import Outcome, RankFailedError, failure_of
-from hybridengine.controller.futures import Future
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import ConfigError, ProtocolError, TopologyError, TransferError, WorkerTimeoutError
@@ -172,8 +172,8 @@ def test_the_cause_is_blamed_and_not_its_echo_in_a_collective(ray_cluster: int) 
     assert not failure_of(0, switch).in_collective
     switch.__cause__.__cause__ = dist.DistBackendError("unhandled system error")
     assert failure_of(0, switch).in_collective
-    ray.get(later.remote(Outcome(1, 0.0, 0.0), 0.0))  # the process that runs it next has started
-    arriving = {0: ray.put(Outcome(0, 0.0, 0.0, echo)), 1: later.remote(Outcome(1, 0.0, 0.0, cause), 0.5)}
+    ray.get(later.remote(Outcome(0.0, 0.0), 0.0))  # the process that runs it next has started
+    arriving = {0: ray.put(Outcome(0.0, 0.0, echo)), 1: later.remote(Outcome(0.0, 0.0, cause), 0.5)}
     with pytest.raises(
         RankFailedError, match=r"probe\.step failed on rank 1 .*the cause\nalso failed: rank 0 "
     ):

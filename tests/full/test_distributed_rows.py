@@ -124,7 +124,7 @@ def test_objects_of_rows_that_nobody_refers_to_are_given_up(actor: WorkerGroup) 
 
 def object_of(rows: Rows) -> bytes:
     """Return Ray's name of the object that holds the column `wide` of rank 0."""
-    (source,) = rows.sources
+    (source,) = rows._sources
     assert isinstance(source.origin, Produced)
     (stored,) = ray.get(source.origin.future.references[:1])
     return stored.columns["wide"].content.binary()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.megatron.groups import initialize_globals
+from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs
 from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer
-from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import LossFunction
 from hybridengine.config.sections import OptimizerSection

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybridengine.backends.megatron.groups import initialize_globals
+from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs
 from hybridengine.backends.megatron.trainer import MegatronModel
-from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
 from hybridengine.backends.megatron.weights import load_weights, save_weights
 from hybridengine.checkpoints.hf_files import HfWriter
 from hybridengine.errors import OutputError

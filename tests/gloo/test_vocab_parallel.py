@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
+from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
 from hybridengine.weights.process_groups import ProcessGroups

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hybridengine.controller.calls import CallLog, call_log
+from hybridengine.controller.calls import CallLog, Future, call_log
 from hybridengine.controller.failures import RankFailure, rank_failed
-from hybridengine.controller.futures import Future
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.errors import WorkerError
 

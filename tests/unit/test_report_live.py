@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-import threading
-from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -18,8 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import Task
 
-from hybridengine.controller.calls import CallObserver
-from hybridengine.controller.futures import Future as GroupCall
+from hybridengine.controller.calls import Future as GroupCall
 from hybridengine.report.live import LiveView
 
 LONG = "reward_of_a_term_whose_name_is_longer_than_any_terminal_is_wide_" * 3
@@ -33,6 +28,21 @@ class Clock:
         return self.now_s
 
 
+@dataclass(eq=False)
+class Call:
+    """A call as the view reads it."""
+
+    role: str
+    method: str
+    num_ranks: int = 1
+    inputs: tuple[Any, ...] = ()
+    pool: str = "main"
+    ended: int = 0
+
+    def num_ended(self) -> int:
+        return self.ended
+
+
 class Seen(LiveView):
     """A view that can be read as text at any time of its own clock."""
 
@@ -42,7 +52,10 @@ class Seen(LiveView):
             file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None,
             _environ={}, get_time=self.clock,
         )  # fmt: skip
-        super().__init__(console, num_steps, lambda role, method: f"phase of {role}.{method}")
+        self.calls: list[Call] = []
+        super().__init__(
+            console, num_steps, lambda role, method: f"phase of {role}.{method}", lambda: self.calls
+        )
 
     def text(self) -> str:
         with self.console.capture() as captured:
@@ -50,7 +63,8 @@ class Seen(LiveView):
         return captured.get()
 
     def row(self, role: str) -> Task:
-        return next(task for task in self.tasks if task.description == f"  {role}")
+        self.text()
+        return self._roles[role]
 
     def play(self, step_s: float, first: int, last: int) -> None:
         """Play steps of 2000 tokens each."""
@@ -67,13 +81,12 @@ def test_everything_that_a_person_wants_to_know() -> None:
     view.end({"step": 0, "eval/exact_match": 0.25})
     view.play(20.0, 1, 12)
     view.begin(13)
-    view.call_made(1, "actor", "switch_to_generate", "main", 4, [])
-    for rank in range(4):
-        view.rank_ended(1, "main", rank)
-    view.call_made(2, "actor", "generate_sequences", "main", 4, [])
-    view.call_made(3, "reward", "compute_scores", "main", 4, [2])
-    view.rank_ended(2, "main", 3)
-    view.rank_ended(2, "main", 3)  # reported twice
+    switch, generate = (
+        Call("actor", "switch_to_generate", 4, ended=4),
+        Call("actor", "generate_sequences", 4, ended=1),
+    )
+    view.calls = [switch, generate, Call("reward", "compute_scores", 4, (generate,))]
+    view.text()
     view.clock.now_s += 5.25
     lines = [line.rstrip() for line in view.text().splitlines()]
     assert re.fullmatch(r"step 13/100 \S+ +0:04:55", lines[0])  # 50 + 12 * 20 + 5
@@ -94,7 +107,7 @@ def test_nothing_has_begun() -> None:
 def test_an_evaluation_says_so() -> None:
     view = Seen()
     view.begin(0, "evaluating:")
-    view.call_made(1, "actor", "generate_sequences", "main", 1, [])
+    view.calls = [Call("actor", "generate_sequences")]
     assert "evaluating: phase of actor.generate_sequences" in view.text()
 
 
@@ -116,8 +129,7 @@ def test_no_line_is_wider_than_the_terminal(width: int, role: str) -> None:
     view = Seen(width=width)
     view.play(3.5, 1, 11)
     view.begin(12)
-    view.call_made(1, role, "compute_log_probs", "main", 16, [])
-    view.call_made(2, "critic", role, "main", 16, [1])
+    view.calls = [Call(role, "compute_log_probs", 16), Call("critic", role, 16)]
     text = view.text()
     assert all(cell_len(line) <= width for line in text.splitlines())
     if width >= 60:
@@ -131,8 +143,7 @@ def test_no_line_is_wider_than_the_terminal(width: int, role: str) -> None:
 @pytest.mark.parametrize("height", [1, 2, 5, 10])
 def test_no_more_lines_than_the_terminal_has(height: int) -> None:
     view = Seen(height=height)
-    for number in range(20):
-        view.call_made(number, f"role{number}", "update", "main", 1, [])
+    view.calls = [Call(f"role{number}", "update") for number in range(20)]
     with view.console.capture() as captured, view:
         pass
     frames = captured.get().split("\x1b[2K")
@@ -141,34 +152,26 @@ def test_no_more_lines_than_the_terminal_has(height: int) -> None:
 
 def test_a_call_is_under_way_from_when_its_ranks_are_free_and_its_rows_exist() -> None:
     view = Seen()
-    view.call_made(1, "actor", "generate_sequences", "main", 2, [])
-    view.call_made(2, "actor", "compute_log_probs", "main", 2, [1])
-    view.call_made(3, "reward", "compute_scores", "scorers", 1, [1])
-    view.clock.now_s += 2.0
+    generate = Call("actor", "generate_sequences", 2)
+    log_probs = Call("actor", "compute_log_probs", 2, (generate,))
+    scores = Call("reward", "compute_scores", 1, (generate,), "scorers")
+    view.calls = [generate, log_probs, scores]
     actor, reward = view.row("actor"), view.row("reward")
+    view.clock.now_s += 2.0
     assert (actor.fields["note"], actor.elapsed) == ("generate_sequences, 0/2 ranks done", 2.0)
     assert (reward.fields["note"], reward.elapsed) == ("waits: compute_scores", None)
-    view.rank_ended(1, "main", 0)
+    generate.ended = 1
     view.clock.now_s += 1.0
+    view.text()
     assert (actor.fields["note"], actor.elapsed) == ("generate_sequences, 1/2 ranks done", 3.0)
-    view.rank_ended(1, "main", 1)
+    view.calls.remove(generate)  # it succeeded, but is still among the inputs
+    view.text()
     view.clock.now_s += 0.5
     assert (actor.fields["note"], actor.elapsed) == ("compute_log_probs, 0/2 ranks done", 0.5)
     assert (reward.fields["note"], reward.elapsed) == ("compute_scores, 0/1 ranks done", 0.5)
-    view.rank_ended(3, "scorers", 0)
-    for rank in range(2):
-        view.rank_ended(2, "main", rank)
+    scores.ended, log_probs.ended = 1, 2
+    view.text()
     assert (actor.fields["note"], reward.fields["note"]) == ("", "")
-
-
-def test_calls_that_were_made_before_the_view_harm_nothing() -> None:
-    view = Seen()
-    view.rank_ended(7, "main", 0)
-    view.call_made(8, "actor", "update", "main", 1, [6, 7])
-    assert view.row("actor").fields["note"] == "update, 0/1 ranks done"
-    view.rank_ended(8, "main", 0)
-    view.rank_ended(8, "main", 0)
-    assert view.row("actor").fields["note"] == ""
 
 
 @dataclass
@@ -220,20 +223,24 @@ def test_roles_at_any_moment_as_in_a_simulation(
 
     view = Seen()
     for call in calls:
-        view.call_made(
-            call.number, call.role, f"m{call.number}", str(call.pool), len(call.spans), call.inputs
+        view.calls.append(
+            Call(
+                call.role,
+                f"m{call.number}",
+                len(call.spans),
+                tuple(view.calls[one] for one in call.inputs),
+                str(call.pool),
+                sum(end <= moment for _, end in call.spans.values()),
+            )
         )
-    ends = sorted((end, call.number, rank) for call in calls for rank, (_, end) in call.spans.items())
-    for end, number, rank in ends:
-        if end <= moment:
-            view.rank_ended(number, str(calls[number].pool), rank)
+    view.text()
 
     for role in dict.fromkeys(call.role for call in calls):
         unfinished = [call for call in calls if call.role == role and call.end_s > moment]
-        note = view.row(role).fields["note"]
         if not unfinished:
-            assert note == ""
+            assert role not in view._roles
             continue
+        note = view.row(role).fields["note"]
         call = unfinished[0]
         if note == f"waits: m{call.number}":
             assert any(begin > moment for begin, _ in call.spans.values()), "not all ranks are in it yet"
@@ -243,37 +250,15 @@ def test_roles_at_any_moment_as_in_a_simulation(
         assert any(begin <= moment < end for begin, end in call.spans.values()), "some rank is in it"
 
 
-class _Observer:
-    def __init__(self) -> None:
-        self.seen: list[tuple[Any, ...]] = []
-
-    def call_made(
-        self, number: int, role: str, method: str, pool: str, num_ranks: int, inputs: Sequence[int]
-    ) -> None:
-        self.seen.append((number, role, method, pool, num_ranks, tuple(inputs)))
-
-    def rank_ended(self, number: int, pool: str, rank: int) -> None:
-        self.seen.append((number, pool, rank))
-
-
-def test_the_controller_tells_of_a_call_and_of_each_rank_as_its_answer_arrives() -> None:
+def test_a_call_counts_the_ranks_that_have_ended_without_taking_their_outcomes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """This includes a rank that died, whose reference contains an error."""
-    answers: list[Future[object]] = [Future(), Future()]
-    references: dict[int, Any] = {
-        rank: SimpleNamespace(future=lambda one=one: one) for rank, one in enumerate(answers)
-    }
-    pool: Any = SimpleNamespace(name="main")
-    produced, call = (
-        GroupCall(pool, "actor", "update", outcomes, places=["", ""], timeout_s=1.0)
-        for outcomes in ({}, references)
-    )
-    call._inputs.append(produced)
-    observer = _Observer()
-    checked: CallObserver = observer
-    call.observe(checked)
-    assert observer.seen == [(call.number, "actor", "update", "main", 2, (produced.number,))]
-    thread = threading.Thread(target=lambda: answers[1].set_exception(RuntimeError("died")))
-    thread.start()
-    thread.join()
-    answers[0].set_result(None)
-    assert observer.seen[1:] == [(call.number, "main", rank) for rank in (1, 0)]
+    arrived: set[Any] = {"first"}
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.wait", lambda refs, **_: ([ref for ref in refs if ref in arrived], list[Any]()))
+    pool, references = Any, {0: cast(Any, "first"), 1: cast(Any, "second")}
+    call = GroupCall(cast(Any, pool), "actor", "update", references, places=["", ""], timeout_s=1.0)
+    assert (call.num_ended(), call.num_ranks, call.missing) == (1, 2, (0, 1))
+    arrived.add("second")
+    assert (call.num_ended(), call.missing) == (2, (0, 1))

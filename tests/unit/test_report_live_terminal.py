@@ -39,7 +39,7 @@ def test_the_errors_of_a_run_stay_in_the_file_that_they_were_directed_to(
 ) -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=80)
-    with LiveView(console, 3, lambda role, method: method):
+    with LiveView(console, 3, lambda role, method: method, list):
         print("an error", file=sys.stderr)
         print("a word")
     assert capsys.readouterr().err == "an error\n"
@@ -54,17 +54,20 @@ handler = logging.StreamHandler()
 logging.getLogger("somebody").addHandler(handler)
 console = Console()
 assert can_show_live(console)
+ended = 0
+class call:
+    role, method, pool, num_ranks, inputs = "actor", "generate_sequences", "main", 2, ()
+    num_ended = lambda: ended
 console.print("before")
 try:
-    with LiveView(console, 7, lambda role, method: method) as view:
+    with LiveView(console, 7, lambda role, method: method, lambda: [call]) as view:
         view.begin(3)
-        view.call_made(1, "actor", "generate_sequences", "main", 2, [])
         time.sleep(0.7)
         logging.getLogger("somebody").warning("a log line")
         logging.getLogger("nobody").warning("an unhandled log line")
         print("a printed line")
         console.print("a line of the run")
-        view.rank_ended(1, "main", 0)
+        ended = 1
         time.sleep(0.7)
         END
 except KeyboardInterrupt:
@@ -162,7 +165,7 @@ def test_handlers_of_loggers_are_given_back() -> None:
     handler = logging.StreamHandler(stream)
     logging.getLogger("kept").addHandler(handler)
     try:
-        with LiveView(Console(file=stream, force_terminal=True), 3, lambda role, method: method):
+        with LiveView(Console(file=stream, force_terminal=True), 3, lambda role, method: method, list):
             assert handler.stream is stream
         assert handler.stream is stream
     finally:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from tensordict import NonTensorStack, TensorDict
 from hybridengine.cli.main import main
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import RunSection
-from hybridengine.controller.calls import CallRecord, call_log
+from hybridengine.controller.calls import CallRecord, Future, call_log
 from hybridengine.report import trackers as trackers_module
 from hybridengine.report.console import step_line
 from hybridengine.report.step_rows import Row, read_rows
@@ -110,7 +110,6 @@ def test_output_that_goes_to_a_file_is_a_line_per_step(tmp_path: Path, force_col
     stream, config = io.StringIO(), _config(tmp_path)
     console = Console(file=stream, width=80, _environ={"FORCE_COLOR": force_color, "TERM": "xterm"})
     with RunOutput(config, NODES, Letters(), console) as output:
-        assert call_log().observer is None, "the observer is removed"
         rows = _play(output)
     assert stream.getvalue() == "".join(step_line(row, 3) + "\n" for row in rows)
     assert read_rows(config.run_folder) == rows
@@ -154,15 +153,16 @@ def test_samples_are_kept_whole_and_as_a_table(tmp_path: Path) -> None:
 
 def test_a_terminal_gets_the_view_the_lines_and_some_samples(tmp_path: Path) -> None:
     config = _config(tmp_path)
+    call = Future(
+        cast(Any, None), "actor", "generate_sequences", cast(Any, {0: "reference"}), places=[""], timeout_s=1
+    )
     with _terminal() as (console, written), RunOutput(config, NODES, Letters(), console) as output:
-        observer = call_log().observer
-        assert observer is not None
-        observer.call_made(1, "actor", "generate_sequences", "main", 2, [])
+        call_log().unfinished.append(call)
         rows = _play(output)
         output.begin(2)
         assert output._view is not None
         output._view.refresh()
-    assert call_log().observer is None
+        call_log().unfinished.remove(call)
     text = written[0]
     assert "step 2/3" in text
     assert "now generate" in text, "phases have the names that they have in metrics"
@@ -186,7 +186,6 @@ def test_a_failure_takes_the_view_away_and_keeps_what_was_written(tmp_path: Path
     rows = list[Row]()
     with _terminal() as (console, written), pytest.raises(ZeroDivisionError):
         fail(console)
-    assert call_log().observer is None
     assert written[0].count("\x1b[?25l") == written[0].count("\x1b[?25h") == 1
     assert read_rows(config.run_folder) == rows
 

@@ -44,22 +44,20 @@ from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError
 from hybridengine.reshard.boxes import Box, extents, starts
 from hybridengine.reshard.flat_ranges import RangePiece, pieces_in_range
-from hybridengine.reshard.layout import Piece
 
 T = TypeVar("T")
 
 MASTER = "master"
 PROBE_BYTES = 65_536
+"""Probe size, larger than the files that a save writes before all ranks have met."""
 LONGEST_SAVE = timedelta(days=1)
 """Time limit of the threads' messages; the run's own limit, which names the late ranks, is timeouts.save_s."""
-"""Probe size, larger than the files that a save writes before all ranks have met."""
 
 
 class BackgroundSave:
     """One save of a trainer: a thread of each rank writes a copy in host memory while training continues.
 
-    The threads have their own process group, so that they wait only for each other and not for the ranks, which may be
-    in the middle of a step.
+    The threads have their own process group, because the ranks may be in the middle of a step.
 
     Args:
         folder: empty folder visible to all ranks.
@@ -75,12 +73,13 @@ class BackgroundSave:
         self._rank, self._folder = trainer.rank, folder
         planner, refused = BoxPlanner(), _probe(folder, self._rank)
         try:
-            for name, box, whole, part in _saved(trainer):
+            for name, box, part in _saved(trainer):
+                whole = trainer.shape.tensors[name.partition(".")[2]]
                 planner.add(name, box, whole, part.detach().to("cpu", copy=True).contiguous())
         except (MemoryError, RuntimeError) as error:  # raised by torch when memory is exhausted
             refused = refused or error.with_traceback(None)  # the traceback's frame would hold the copies
             planner.boxes.clear()
-        self._role = {"shape": _shape_json(trainer), "dtype": trainer.dtype, **trainer.counters(), **more}
+        self._role = {**_model_json(trainer), **trainer.counters(), **more}
         with device_shim():
             tracker: Any = get_cuda_rng_tracker()
             tracked = {name: state.cpu() for name, state in tracker.get_states().items()}
@@ -96,7 +95,8 @@ class BackgroundSave:
 
     def _agree_on(self, refused: Exception | None) -> None:
         """Raise on all ranks if one of them is refused, so that none waits for another that has stopped."""
-        for rank, why in enumerate(_gathered(_text_of(refused), self._ranks)):
+        own = f"{type(refused).__name__}: {refused}" if refused else ""
+        for rank, why in enumerate(_gathered(own, self._ranks)):
             if why:
                 raise CheckpointError(f"{self._folder} cannot be written to by rank {rank}: {why}")
 
@@ -154,7 +154,7 @@ class BackgroundSave:
 
 
 class BoxPlanner(DefaultSavePlanner):
-    """Save planner that writes boxes of logical tensors, and frees each after writing."""
+    """Writes boxes of logical tensors, and frees each after writing."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -201,10 +201,6 @@ def _probe(folder: Path, rank: int) -> Exception | None:
     return None
 
 
-def _text_of(error: Exception | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}"
-
-
 def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:
     """Return the value of each rank of the group. Collective."""
     values: list[Any] = [None] * group.size()
@@ -221,8 +217,15 @@ def load_checkpoint(trainer: MegatronTrainer, folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the checkpoint describes another model, is damaged, or contains anything but tensors.
     """
-    role = read_role(folder)
-    problems = shape_problems(role, trainer)
+    role, own = read_role(folder), json.loads(json.dumps(_model_json(trainer)))
+    shape = role.get("shape") or {}
+    problems = [
+        f"{key} is {shape.get(key)!r}, not {value!r}"
+        for key, value in own["shape"].items()
+        if shape.get(key) != value
+    ]
+    if role.get("dtype") != own["dtype"]:
+        problems.append(f"dtype is {role.get('dtype')}, not {own['dtype']}")
     if problems:
         raise CheckpointError(f"{folder} is the checkpoint of another model: {'; '.join(problems)}")
     saved = TensorFolder(folder)
@@ -233,7 +236,7 @@ def load_checkpoint(trainer: MegatronTrainer, folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} has no {missing[0]}, and lacks {len(missing)} tensors; use a complete checkpoint"
         )
-    for name, box, _, part in wanted:
+    for name, box, part in wanted:
         part.copy_(saved.read(name, box))
     if has_optimizer:
         trainer.set_counters(role)
@@ -254,27 +257,16 @@ def load_random(folder: Path, rank: int) -> bool:
     return True
 
 
-def shape_problems(role: dict[str, Any], trainer: MegatronTrainer) -> list[str]:
-    """Return the fields in which a checkpoint's model shape differs from the trainer's."""
-    own, saved = json.loads(json.dumps(_shape_json(trainer))), role.get("shape") or {}
-    found = [
-        f"{key} is {saved.get(key)!r}, not {value!r}" for key, value in own.items() if saved.get(key) != value
-    ]
-    if role.get("dtype") != trainer.dtype:
-        found.append(f"dtype is {role.get('dtype')}, not {trainer.dtype}")
-    return found
-
-
-def _shape_json(trainer: MegatronTrainer) -> dict[str, Any]:
-    return asdict(trainer.shape)
+def _model_json(trainer: MegatronTrainer) -> dict[str, Any]:
+    return {"shape": asdict(trainer.shape), "dtype": trainer.dtype}
 
 
 def _random_file(rank: int) -> str:
     return f"rng-{rank:05d}.pt"
 
 
-_Part = tuple[str, Box, tuple[int, ...], Tensor]
-"""(tensor name, box, whole shape, view of the box's elements)."""
+_Part = tuple[str, Box, Tensor]
+"""(tensor name, box, view of the box's elements)."""
 
 
 def _saved(trainer: MegatronTrainer) -> Iterator[_Part]:
@@ -285,7 +277,7 @@ def _saved(trainer: MegatronTrainer) -> Iterator[_Part]:
         flat = trainer.weights[name].reshape(-1)[part.start : part.stop]
         for piece in pieces_in_range(parameter, part.start, part.stop):
             if _first_holder(trainer, piece.tensor, piece.box) == key:
-                yield from _parts_of(trainer, piece, {WEIGHTS: flat, **_state(trainer, part)})
+                yield from _parts_of(piece, {WEIGHTS: flat, **_state(trainer, part)})
 
 
 def _loaded(trainer: MegatronTrainer, with_optimizer: bool) -> Iterator[_Part]:
@@ -293,11 +285,10 @@ def _loaded(trainer: MegatronTrainer, with_optimizer: bool) -> Iterator[_Part]:
     shard = trainer.layout.shard(trainer.rank)
     for parameter in shard.parameters:
         for piece in parameter.pieces:
-            view = trainer.weights[parameter.name][piece.index]
-            yield _part(trainer, WEIGHTS, piece.tensor, piece.box, view)
+            yield f"{WEIGHTS}.{piece.tensor}", piece.box, trainer.weights[parameter.name][piece.index]
     for name, part in trainer.optimizer_parts().items() if with_optimizer else ():
         for piece in pieces_in_range(shard.by_name[name], part.start, part.stop):
-            yield from _parts_of(trainer, piece, _state(trainer, part))
+            yield from _parts_of(piece, _state(trainer, part))
 
 
 def _state(trainer: MegatronTrainer, part: compat.OptimizerPart) -> dict[str, Tensor]:
@@ -305,20 +296,16 @@ def _state(trainer: MegatronTrainer, part: compat.OptimizerPart) -> dict[str, Te
     return {kind: tensor.reshape(-1) for kind, tensor in own.items()}
 
 
-def _parts_of(trainer: MegatronTrainer, piece: RangePiece, flats: dict[str, Tensor]) -> Iterator[_Part]:
+def _parts_of(piece: RangePiece, flats: dict[str, Tensor]) -> Iterator[_Part]:
     for kind, flat in flats.items():
-        view = flat.as_strided(piece.shape, piece.strides, flat.storage_offset() + piece.offset)
-        yield _part(trainer, kind, piece.tensor, piece.box, view)
-
-
-def _part(trainer: MegatronTrainer, kind: str, tensor: str, box: Box, view: Tensor) -> _Part:
-    return f"{kind}.{tensor}", box, trainer.shape.tensors[tensor], view
+        offset = flat.storage_offset() + piece.offset
+        yield f"{kind}.{piece.tensor}", piece.box, flat.as_strided(piece.shape, piece.strides, offset)
 
 
 def _first_holder(trainer: MegatronTrainer, tensor: str, box: Box) -> tuple[int, ...]:
     """Return the key of the first shard that holds these elements."""
-    return next(key for key, piece in trainer.layout.holders[tensor] if _covers(piece, box))
-
-
-def _covers(piece: Piece, box: Box) -> bool:
-    return all(a <= c and d <= b for (a, b), (c, d) in zip(piece.box, box, strict=True))
+    return next(
+        key
+        for key, piece in trainer.layout.holders[tensor]
+        if all(a <= c and d <= b for (a, b), (c, d) in zip(piece.box, box, strict=True))
+    )

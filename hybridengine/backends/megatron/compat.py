@@ -43,23 +43,20 @@ def stage_spec(names: NameSet, qk_norm: bool, num_layers: int) -> TransformerBlo
 @contextlib.contextmanager
 def one_bucket_per_parameter(module: nn.Module) -> Iterator[None]:
     """Give every parameter of `module` its own DistributedDataParallel bucket while the context is open."""
-    before = {parameter: getattr(parameter, "shared_embedding", None) for parameter in module.parameters()}
-    for parameter in before:
+    marked = [parameter for parameter in module.parameters() if not hasattr(parameter, "shared_embedding")]
+    for parameter in marked:
         parameter.shared_embedding = True  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for parameter, mark in before.items():
-            if mark is None:
-                del parameter.shared_embedding  # type: ignore[attr-defined]
-            else:
-                parameter.shared_embedding = mark  # type: ignore[attr-defined]
+        for parameter in marked:
+            del parameter.shared_embedding  # type: ignore[attr-defined]
 
 
 def split_parameter_buffers(ddp: Any) -> dict[nn.Parameter, torch.Tensor]:
     """Give every DDP bucket its own tensor instead of a view of the contiguous buffer; return parameter -> tensor.
 
-    Call it between DistributedDataParallel and the optimizer, which creates views of the parameters.
+    Call it before the optimizer is made, which creates views of the parameters.
     """
     tensors: dict[nn.Parameter, torch.Tensor] = {}
     for buffer in ddp.buffers:
@@ -93,11 +90,6 @@ def fuse_steps(optimizer: Any) -> None:
         if isinstance(one.optimizer, torch.optim.Adam | torch.optim.AdamW):
             for group in one.optimizer.param_groups:
                 group["fused"] = True
-
-
-def gradient_buffers(ddp: Any) -> list[torch.Tensor]:
-    """Return the contiguous gradient buffers."""
-    return [buffer.grad_data for buffer in ddp.buffers]
 
 
 def plain_optimizers(optimizer: Any) -> list[Any]:
@@ -151,7 +143,7 @@ def adam_steps(optimizer: Any) -> int:
 
 
 def set_adam_steps(optimizer: Any, steps: int) -> None:
-    """Set the number of steps that Adam has taken: torch counts them per parameter, other packages per group."""
+    """Set the number of steps that Adam has taken."""
     for one in plain_optimizers(optimizer):
         for group in one.optimizer.param_groups:
             if not _counts_by_parameter(one.optimizer):
@@ -162,5 +154,5 @@ def set_adam_steps(optimizer: Any, steps: int) -> None:
 
 
 def _counts_by_parameter(optimizer: Any) -> bool:
-    """True if an Adam is torch's, which counts steps per parameter; others count them per group."""
+    """True for torch's Adam; others count steps per group."""
     return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)

@@ -33,10 +33,7 @@ _ALONE = ("pos_embd", "ep", "expt_tp", "tp_ep", "tp_ep_pp", "expt_dp", "intra_ex
 
 
 def build_groups(grid: Grid, registry: ProcessGroups) -> ProcessGroupCollection:
-    """Return the process groups of a model that trains on `grid`. Collective over all ranks.
-
-    Axes that the grid lacks have size 1.
-    """
+    """Return the process groups of a model that trains on `grid`. Collective over all ranks."""
     groups = {
         name: grid.groups(*(axis for axis in axes if axis in grid.axes)) for name, axes in _AXES.items()
     }

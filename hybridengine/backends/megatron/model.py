@@ -43,10 +43,7 @@ def available_names() -> NameSet:
 
 
 class ScoreHead(nn.Module):
-    """A linear layer from the last hidden state to one or more scores, the same on every tensor-parallel rank.
-
-    It replaces GPTModel's output layer in a value model (one score) or a reward model.
-    """
+    """Output layer of a value or reward model: scores of the last hidden state, equal on all tensor-parallel ranks."""
 
     def __init__(self, hidden_size: int, num_labels: int) -> None:
         super().__init__()
@@ -60,7 +57,6 @@ class ScoreHead(nn.Module):
 def transformer_config(
     shape: ModelShape, sizes: TrainSizes, dtype: str, recompute: bool = False
 ) -> TransformerConfig:
-    """Return Megatron-core's configuration of a model."""
     on_gpu = not is_needed()
     settings = FAMILIES[shape.family].megatron_config()
     settings["activation_func"] = getattr(F, settings["activation_func"])
@@ -106,29 +102,23 @@ def build_model(
     names: NameSet = NameSet.LOCAL,
     recompute: bool = False,
 ) -> GPTModel:
-    """Return this rank's part of the model, with uninitialised weights.
-
-    Raises:
-        ConfigError: megatron-core does not support the rotary scaling.
-    """
+    """Return this rank's part of the model, uninitialised; raises ConfigError for an unsupported rotary scaling."""
     scaling = dict(shape.rope_scaling)
     factor = float(scaling.pop("factor", 8.0))
     if scaling and scaling != LLAMA3_ROPE:
         raise ConfigError(
             f"rope_scaling={scaling} is not supported by megatron-core; it must be {LLAMA3_ROPE}"
         )
-    stages = shape.split_layers(sizes.pp_size)
-    first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
+    stage, num_stages = groups.pp.rank(), groups.pp.size()
+    num_layers, last = len(shape.split_layers(sizes.pp_size)[stage]), stage == num_stages - 1
     with device_shim():
         config = transformer_config(shape, sizes, dtype, recompute)
         model = GPTModel(
             config=config,
-            transformer_layer_spec=stage_spec(  # type: ignore[arg-type]
-                names, config.qk_layernorm, len(stages[groups.pp.rank()])
-            ),
+            transformer_layer_spec=stage_spec(names, config.qk_layernorm, num_layers),  # type: ignore[arg-type]
             vocab_size=padded_vocab_size(shape.vocab_size, sizes.tp_size),
             max_sequence_length=shape.max_positions,
-            pre_process=first,
+            pre_process=stage == 0,
             post_process=last,
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied_embeddings,

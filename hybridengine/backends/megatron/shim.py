@@ -1,8 +1,7 @@
 """Shim that runs Megatron-core on machines without a GPU by redirecting its CUDA calls to the CPU.
 
 Megatron-core queries the current CUDA device, creates tensors with `device="cuda"`, and its distributed optimizer
-expects `Tensor.type()` to name a CUDA type. Within `device_shim()` these are mapped to the CPU. On a machine with a GPU
-the context does nothing.
+expects `Tensor.type()` to name a CUDA type.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _no_stream(*args: Any, **kwargs: Any) -> Any:
     """Replace a CUDA stream, which is unnecessary because CPU operations run in order."""
-    return SimpleNamespace(
-        wait_stream=_nothing, wait_event=_nothing, record_event=_nothing, synchronize=_nothing
-    )
+    methods = ("wait_stream", "wait_event", "record_event", "synchronize")
+    return SimpleNamespace(**dict.fromkeys(methods, _nothing))
 
 
 def _random_state(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -86,38 +84,30 @@ _ANSWERS: dict[str, Any] = {
     "random.set_rng_state": _set_random_state,
 }
 
-_depth = 0
-
-
-@functools.cache
-def _places() -> list[tuple[Any, str, Any]]:
-    """Return (module, name, replacement while the shim is active) for every patched function."""
-    found = []
-    for path, answer in _ANSWERS.items():
-        owner, _, name = path.rpartition(".")
-        found.append((getattr(torch.cuda, owner) if owner else torch.cuda, name, answer))
-    return found
+_is_active = False
 
 
 @contextlib.contextmanager
 def device_shim() -> Iterator[None]:
     """Map Megatron's CUDA calls to the CPU while the context is open; do nothing if there is a GPU."""
-    global _depth
-    if not is_needed() or _depth:
+    global _is_active
+    if not is_needed() or _is_active:
         yield
         return
-    places = _places()
-    before = [getattr(owner, name) for owner, name, _ in places]
-    _depth += 1
+    kept = list[tuple[Any, str, Any]]()
+    _is_active = True
     try:
-        for owner, name, answer in places:
+        for path, answer in _ANSWERS.items():
+            *owners, name = path.split(".")
+            owner = functools.reduce(getattr, owners, torch.cuda)
+            kept.append((owner, name, getattr(owner, name)))
             setattr(owner, name, answer)
         with _CudaToCpu():
             yield
     finally:
-        _depth -= 1
-        for (owner, name, _), kept in zip(places, before, strict=True):
-            setattr(owner, name, kept)
+        _is_active = False
+        for owner, name, function in kept:
+            setattr(owner, name, function)
 
 
 def device() -> torch.device:

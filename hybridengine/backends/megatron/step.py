@@ -49,7 +49,7 @@ class PipelineRunner:
     """Runs micro-batches through one rank's part of a model and its peers' parts.
 
     Args:
-        wanted: restriction of the model's output layer; None if outputs of all positions are read.
+        wanted: restriction of this rank's output layer; None if there is none, or outputs of all positions are read.
     """
 
     def __init__(
@@ -79,10 +79,7 @@ class PipelineRunner:
             return self._run(batches, collect, forward_only=True)
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
-        """Add the gradients of the loss sum over micro-batches to those of earlier calls on this rank.
-
-        Returns the third result of `loss` for each micro-batch; empty on all stages but the last.
-        """
+        """Add the gradients of some micro-batches to those of earlier calls on this rank (`Policy`)."""
         self.module.train()
         try:
             return self._run(batches, loss, forward_only=False)
@@ -110,20 +107,21 @@ class PipelineRunner:
             batch = next(iterator)
             tokens = batch["tokens"]
             positions = torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)
+            if self._wanted is not None:
+                self._wanted.positions_BR = batch.get("positions")
             # Rows are padded on the right, so the causal mask alone hides the padding.
-            if self._wanted is None:
-                return model(tokens, positions, None), lambda output: loss(output, batch)
-            self._wanted.positions_BR = batch.get("positions")
             model_output = model(tokens, positions, None)
-            if self.is_last_stage:
+            if self._wanted is not None:
                 model_output = self._wanted.as_rows(model_output)
-            return model_output, lambda logits: loss(logits, batch)
+            return model_output, lambda output: loss(output, batch)
 
         with device_shim():
             run = get_forward_backward_func(pp_size=self.groups.pp.size(), vp_size=None)
             return run(
                 forward_step_func=step,
-                data_iterator=iter([_to_device(batch) for batch in batches]),
+                data_iterator=iter(
+                    [{name: tensor.to(device()) for name, tensor in batch.items()} for batch in batches]
+                ),
                 model=[self.module],
                 num_microbatches=len(batches),
                 seq_length=batches[0]["tokens"].size(1),
@@ -132,7 +130,3 @@ class PipelineRunner:
                 p2p_communicator=self._communicator,
                 pg_collection=self.groups,
             )
-
-
-def _to_device(batch: MicroBatch) -> MicroBatch:
-    return {name: tensor.to(device()) for name, tensor in batch.items()}

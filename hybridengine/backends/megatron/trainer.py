@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -55,7 +54,9 @@ class MegatronModel:
         self.layout: Layout = megatron_layout(shape, grid, names)
         self._module = build_model(shape, grid.sizes, self.groups, dtype, names, recompute)
         self.weights = WeightStorage(self._parameters(), current=self._parameters)
-        self._wanted = _wanted_positions(self._module, shape)
+        # A last stage with a vocabulary; scores are read at any position.
+        has_logits = self._module.post_process and not shape.num_labels
+        self._wanted = WantedPositions(self._module.output_layer) if has_logits else None
         self._runner = PipelineRunner(self._module, self.groups, self._wanted)
 
     def _parameters(self) -> dict[str, Parameter]:
@@ -72,18 +73,9 @@ class MegatronModel:
         return self._runner.is_last_stage
 
     def forward(self, batches: Sequence[MicroBatch], output: OutputFunction) -> list[dict[str, Tensor]]:
-        """Return the results of `output` for each micro-batch, in order; empty on all stages but the last.
-
-        Raises:
-            StorageError: the weights are in the generation engine.
-        """
+        """Return the results of `output` for each micro-batch, in order (`Policy`)."""
         self.expect_weights()
         return self._runner.forward(batches, output)
-
-
-def _wanted_positions(module: GPTModel, shape: ModelShape) -> WantedPositions | None:
-    """Return the position restriction of a last stage with a vocabulary; scores are read at any position."""
-    return WantedPositions(module.output_layer) if module.post_process and not shape.num_labels else None
 
 
 class MegatronTrainer(MegatronModel):
@@ -117,14 +109,11 @@ class MegatronTrainer(MegatronModel):
                 pg_collection=self.groups,
             )
         compat.skip_exchange_with_oneself(self._ddp)
-        owners = compat.split_parameter_buffers(self._ddp)
-        by_name = self._parameters()
-        self.weights = WeightStorage(
-            by_name,
-            {name: owners[parameter] for name, parameter in by_name.items()},
-            current=self._parameters,
-        )
-        self._gradients = compat.gradient_buffers(self._ddp)
+        owners, by_name = compat.split_parameter_buffers(self._ddp), self._parameters()
+        by_owner = {name: owners[parameter] for name, parameter in by_name.items()}
+        self.weights = WeightStorage(by_name, by_owner, current=self._parameters)
+        buffers: Any = self._ddp.buffers
+        self._gradients: list[Tensor] = [buffer.grad_data for buffer in buffers]
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]
         self._runner = PipelineRunner(self._ddp, self.groups, self._wanted)
 
@@ -235,10 +224,7 @@ class MegatronTrainer(MegatronModel):
         return replace(self.optimizer_step(), collected=collected)
 
     def _gradients_are_finite(self) -> bool:
-        """Return True on all ranks if no rank has an infinite or NaN gradient.
-
-        Called before the optimizer step, which would propagate it to the weights.
-        """
+        """Return True on all ranks if no rank has an infinite or NaN gradient, which a step would apply."""
         bad = [~torch.isfinite(torch.stack(torch.aminmax(buffer))).all() for buffer in self._gradients]
         found = torch.stack(bad).any().float()
         if self.groups.intra_dist_opt.size() > 1:
@@ -246,10 +232,7 @@ class MegatronTrainer(MegatronModel):
         return not found.item()
 
     def leave_training(self) -> None:
-        """Release gradient buffers, and move optimizer state to host memory if it is offloaded.
-
-        Gradients that wait for their optimizer step are kept.
-        """
+        """Release gradient buffers without pending gradients, and move offloaded optimizer state to host memory."""
         if not self._runner.has_gradients:
             for buffer in self._gradients:
                 buffer.untyped_storage().resize_(0)

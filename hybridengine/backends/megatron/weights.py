@@ -58,10 +58,7 @@ def save_weights(
 ) -> None:
     """Write the model as a Hugging Face checkpoint, streamed bucket by bucket to rank 0. Collective over all ranks.
 
-    The folder gets its final name only when it is complete.
-
-    Args:
-        companions: checkpoint folder whose config and tokenizer files are copied.
+    The folder gets its final name only when it is complete. Config and tokenizer files are copied from `companions`.
 
     Raises:
         StorageError: the weights are in the generation engine.
@@ -83,14 +80,8 @@ def save_weights(
             release_source=False,
         )
         if model.rank == 0:
-            shapes = dict(sorted(model.shape.tensors.items()))
-            files = HfWriter(
-                Path(folder),
-                shapes,
-                DTYPES[model.dtype],
-                max_file_bytes,
-                Path(companions) if companions else None,
-            )
+            shapes, like = dict(sorted(model.shape.tensors.items())), Path(companions) if companions else None
+            files = HfWriter(Path(folder), shapes, DTYPES[model.dtype], max_file_bytes, like)
             fault = _receive(executor, files, whole)
         else:
             executor.run()

@@ -95,22 +95,17 @@ def prepare_pipeline(runner: Any, generation: GenerationGrid) -> None:
 
 @contextlib.contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Restore the random generators and `torch.set_num_threads`, which building an engine changes.
-
-    Also prevents the end of an engine from destroying the default process group, which the trainer uses.
-    """
+    """Restore the random generators and `torch.set_num_threads`, which building an engine changes."""
     from vllm.v1.engine import core
 
+    # The end of an engine would destroy the default process group, which the trainer uses.
     core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    set_num_threads = torch.set_num_threads
+    states, set_num_threads = (random.getstate(), np.random.get_state()), torch.set_num_threads
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield
     finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
         torch.set_num_threads = set_num_threads

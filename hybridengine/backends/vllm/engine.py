@@ -103,11 +103,11 @@ class VllmEngine:
         else:
             for storage, num_bytes in self._caches:
                 storage.resize_(num_bytes)
-                _as_bytes(storage).zero_()
+                torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage).zero_()
         self.version, self._is_ready = version, True
 
     def weights_changed(self, version: int, keep_kv: bool) -> None:
-        """Continue with weights of `version` that were written while the engine was in generation mode (`Engine`)."""
+        """Continue with weights of `version` that were written in generation mode (`Engine`)."""
         if not keep_kv:
             self._forget_kv()
         self.version = version
@@ -136,10 +136,8 @@ class VllmEngine:
                 f"the prompt of request {name!r} has {len(request.prompt_token_ids)} tokens, and its response up to"
                 f" {sampling.max_tokens}; the engine takes prompts of 1 to {longest}"
             )
-        for what, tokens in (
-            ("prompt", request.prompt_token_ids),
-            ("stop_token_ids", sampling.stop_token_ids),
-        ):
+        named = {"prompt": request.prompt_token_ids, "stop_token_ids": sampling.stop_token_ids}
+        for what, tokens in named.items():
             unknown = [token for token in tokens if not 0 <= token < self._vocab_size]
             if unknown:
                 raise DataError(
@@ -157,9 +155,8 @@ class VllmEngine:
         self._expect_weights()
         ended: list[Response] = []
         for _ in range(num_steps):
-            if not self._requests:
-                break
-            ended += self._requests.step(self.version)
+            if self._requests:
+                ended += self._requests.step(self.version)
         return ended
 
     def abort(self, request_ids: Iterable[str]) -> list[Response]:
@@ -172,14 +169,7 @@ class VllmEngine:
 
 
 def _cache_storages(caches: Sequence[Any]) -> list[tuple[torch.UntypedStorage, int]]:
-    """Return every storage behind the KV cache tensors with its size, without duplicates."""
-    found: dict[int, tuple[torch.UntypedStorage, int]] = {}
-    for cache in caches:
-        for tensor in cache if isinstance(cache, list | tuple) else [cache]:
-            storage = tensor.untyped_storage()
-            found[storage._cdata] = (storage, storage.nbytes())
-    return list(found.values())
-
-
-def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
+    """Return every storage behind the KV cache tensors, once, with its size."""
+    tensors = [one for cache in caches for one in (cache if isinstance(cache, list | tuple) else [cache])]
+    storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return [(storage, storage.nbytes()) for storage in storages.values()]

@@ -15,7 +15,6 @@ ON_CPU = _EVERYWHERE | {
 
 Megatron-core and vLLM warn on every rank about missing GPU software, which is expected here.
 """
-
 ON_GPU = _EVERYWHERE | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Megatron-core requires one connection, so that communication is enqueued in order."""
 

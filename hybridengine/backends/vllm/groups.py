@@ -1,7 +1,6 @@
 """vLLM's process groups, built from a generation grid before an engine is constructed.
 
-vLLM would place its groups on consecutive ranks of the world. With groups installed beforehand, several engines can
-share one world, with the tensor-parallel groups of interval grouping.
+vLLM would place them on consecutive ranks of the world; like this, several engines with interval grouping share it.
 """
 
 from __future__ import annotations
@@ -20,12 +19,15 @@ from hybridengine.errors import TopologyError
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Groups
 
+SHARED_MEMORY = Path("/dev/shm")
+"""Folder in which Linux lists shared memory by name."""
+_installed: list[tuple[Groups, Groups]] = []
+
 
 def install_groups(generation: GenerationGrid, identity: str) -> None:
     """Install the groups of `generation` in vLLM. Collective over the world; once per process.
 
-    Args:
-        identity: name of the job in shared memory, unique among the jobs of a node.
+    `identity` names the job in shared memory, uniquely among the jobs of a node.
 
     Raises:
         TopologyError: a different generation grid is installed already, or torch cannot preserve the order of ranks.
@@ -51,12 +53,6 @@ def install_groups(generation: GenerationGrid, identity: str) -> None:
     _installed[:] = [wanted]
 
 
-SHARED_MEMORY = Path("/dev/shm")
-"""Folder in which Linux lists shared memory by name."""
-
-_installed: list[tuple[Groups, Groups]] = []
-
-
 def _group(groups: Groups, name: str, communicates: bool = True) -> parallel_state.GroupCoordinator:
     with _ranks_as_listed(groups):
         coordinator = parallel_state.GroupCoordinator(
@@ -66,31 +62,17 @@ def _group(groups: Groups, name: str, communicates: bool = True) -> parallel_sta
             use_device_communicator=communicates,
             group_name=name,
         )
-    _unlink_shared_memory(coordinator)
-    return coordinator
-
-
-def _unlink_shared_memory(coordinator: parallel_state.GroupCoordinator) -> None:
-    """Unlink this rank's shared memory on a CPU, which the whole group has opened by now.
-
-    vLLM unlinks it at the end of the process, which a killed rank does not reach: the memory would stay until the
-    machine restarts, and a later job with the same port could not start.
-    """
+    # On a CPU, vLLM unlinks shared memory at the end of the process, which a killed rank does not reach: a later job with
+    # the same port could then not start. The whole group has opened it by now.
     shared = getattr(coordinator.device_communicator, "dist_module", None)
-    name = getattr(shared, "group_name", None)
-    if name is not None:
-        (SHARED_MEMORY / f"{name}_{coordinator.rank_in_group}").unlink(missing_ok=True)
+    if (file := getattr(shared, "group_name", None)) is not None:
+        (SHARED_MEMORY / f"{file}_{coordinator.rank_in_group}").unlink(missing_ok=True)
+    return coordinator
 
 
 @contextlib.contextmanager
 def _ranks_as_listed(groups: Groups) -> Iterator[None]:
-    """Make a rank's index in the group its index in the given list, as vLLM assumes; torch would sort the list.
-
-    Otherwise a gather over an engine's tensor ranks would return the shares in a different order.
-
-    Raises:
-        TopologyError: this version of torch cannot preserve the order of a list.
-    """
+    """Make a rank's index in the group its index in the given list, as vLLM assumes; torch would sort the list."""
     unsorted = [list(ranks) for ranks in groups if list(ranks) != sorted(ranks)]
     if not unsorted:
         yield

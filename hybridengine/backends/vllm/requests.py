@@ -17,15 +17,10 @@ def position_seed(seed: int, position: int) -> int:
 
 
 class RunningRequests:
-    """The unfinished requests of one vLLM engine, by vLLM's internal names.
+    """The unfinished requests of one `LLMEngine` of vLLM, whose model runner owns the requests' generators.
 
-    vLLM gives a seeded request a generator that advances with every draw. Here it is reseeded before every step, so that
-    a draw depends only on the request's seed and the token's position, and not on prompt chunks, preemption or restarts
-    of the request.
-
-    Args:
-        engine: vLLM's `LLMEngine`, in this process.
-        runner: the engine's model runner, which owns the generators.
+    A generator advances with every draw. Here it is reseeded before every step, so that a draw depends only on the
+    request's seed and the token's position, and not on prompt chunks, preemption or restarts of the request.
     """
 
     def __init__(self, engine: Any, runner: Any) -> None:
@@ -40,17 +35,14 @@ class RunningRequests:
     @property
     def ids(self) -> set[str]:
         """Ids of requests whose responses have not been returned."""
-        return {
-            *(request.request_id for request, _ in self._running.values()),
-            *(response.request_id for response in self._ended),
-        }
+        running = [response for _, response in self._running.values()]
+        return {response.request_id for response in [*running, *self._ended]}
 
     def add(self, requests: Sequence[Request]) -> None:
         try:
             for request in requests:
-                params = _sampling_params(
-                    request.sampling, position_seed(request.seed, request.first_position)
-                )
+                seed = position_seed(request.seed, request.first_position)
+                params = _sampling_params(request.sampling, seed)
                 prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
                 name = self._engine.add_request(request.request_id, prompt, params)
                 self._running[name] = request, Response(request.request_id)

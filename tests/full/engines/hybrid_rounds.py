@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hybridengine.backends.engine import Response, SamplingSettings, generate
 from hybridengine.backends.megatron.groups import initialize_globals
+from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs
 from hybridengine.backends.megatron.trainer import MegatronTrainer
-from hybridengine.backends.megatron.vocab_parallel import vocab_parallel_log_probs
 from hybridengine.backends.megatron.weights import load_weights, save_weights
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine

@@ -1,10 +1,9 @@
-"""Calls in progress as an observer sees them, on a real Ray cluster."""
+"""Calls in progress as the live view sees them, on a real Ray cluster."""
 
 from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
@@ -21,21 +20,20 @@ LIMIT_S = 20.0
 
 
 @pytest.fixture
-def view() -> Iterator[LiveView]:
-    shown = LiveView(Console(file=io.StringIO()), 1, lambda role, method: method)
-    call_log().observer = shown
-    yield shown
-    call_log().observer = None
+def view() -> LiveView:
+    calls = call_log()
+    return LiveView(Console(file=io.StringIO()), 1, lambda role, method: method, lambda: calls.unfinished)
 
 
 def _wait_for(view: LiveView, role: str, note: str) -> None:
     """Wait until a role's row reads `note`; the controller itself waits for nothing meanwhile."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
-        if (f"  {role}", note) in {(task.description, task.fields["note"]) for task in view.tasks}:
+        list(view.get_renderables())
+        if role in view._roles and view._roles[role].fields["note"] == note:
             return
         time.sleep(0.02)
-    raise AssertionError(f"{role} never read {note!r}: {[task.fields for task in view.tasks]}")
+    raise AssertionError(f"{role} never read {note!r}: {view._roles}")
 
 
 def test_ranks_are_seen_to_end_though_nobody_waits_for_them(
