@@ -192,8 +192,8 @@ class ActorWorker(TrainedWorker):
             "drift": drift,
             "rank": self.context.rank,
             "coordinate": str(self.context.coordinate),
-            "parallel": self.run.actor.parallel,
-            "generate": self.run.actor.generate,
+            "parallel": str(self.run.actor.parallel),
+            "generate": str(self.run.actor.generate),
             "plan": self.hybrid.plan.digest,
             "temperature": self.run.rollout.temperature,
             "weights": {

@@ -19,8 +19,8 @@ from hybridengine.drivers.roles import Sampling, State
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.reading import read_object
 from hybridengine.report import keys
+from hybridengine.training.iterations import call_metrics
 from hybridengine.training.launch import RunPools
-from hybridengine.training.step_metrics import call_metrics
 
 CACHE_BLOCK_TOKENS = 128
 """Tokens of a block of vLLM's KV cache on a CPU."""
