@@ -1,7 +1,7 @@
 """Removal of secrets from everything that a run prints, writes and sends.
 
-Secrets are values under a secret's name (api_key, HF_TOKEN, password, ...) in a configuration, the environment or a URL's
-query, the part of a URL before the @, and the credentials of an Authorization header.
+Secrets are a configuration's values of type SecretStr, values under a secret's name (api_key, HF_TOKEN, password, ...) in
+the environment or a URL's query, the part of a URL before the @, and the credentials of an Authorization header.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import os
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from pydantic import SecretStr
 
 HIDDEN = "(hidden)"
 SHORTEST = 6
@@ -44,40 +46,19 @@ def is_secret(name: str) -> bool:
     return _NAME.search(name) is not None and _MARKER.search(name) is None
 
 
-def _may_count(name: str) -> bool:
-    """Return True if a number of this name may be a count, and a mapping the settings of a reward term."""
-    return name.lower().endswith(("token", "tokens"))
-
-
-def _beneath(name: str, key: str) -> str:
-    """Return the name by which to judge the value of `key` in the mapping `name`.
-
-    All values of a mapping called `credentials` are secrets; a mapping called `tokens` may be a reward term.
-    """
-    return name if is_secret(name) and not _may_count(name) else key
-
-
-def _is_secret_value(value: Any, name: str) -> bool:
-    """Return True if a configuration value is a secret by its name; YAML may have parsed a password as a number."""
-    if isinstance(value, str):
-        return bool(value) and is_secret(name)
-    return isinstance(value, int) and not isinstance(value, bool) and is_secret(name) and not _may_count(name)
-
-
 _known = set[str]()
 """Secrets from the configurations that this process has read."""
 
 
-def remember_secrets(value: Any, name: str = "") -> None:
-    """Register the secrets of a configuration, or of its part under the key `name`, for removal from later texts."""
+def remember_secrets(value: Any) -> None:
+    """Register every SecretStr of a configuration, or a part of it, for removal from all later texts."""
     if isinstance(value, Mapping):
-        for key, one in value.items():
-            remember_secrets(one, _beneath(name, str(key)))
-    elif isinstance(value, list | tuple):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
         for one in value:
-            remember_secrets(one, name)
-    elif _is_secret_value(value, name) and len(str(value)) >= SHORTEST:
-        _known.add(str(value))
+            remember_secrets(one)
+    elif isinstance(value, SecretStr) and len(value) >= SHORTEST:
+        _known.add(value.get_secret_value())
 
 
 def without_secrets(text: str) -> str:
@@ -96,12 +77,10 @@ def without_secrets(text: str) -> str:
     return text
 
 
-def redacted(value: Any, name: str = "") -> Any:
-    """Return a configuration, or its part under the key `name`, with its secrets hidden."""
+def redacted(value: Any) -> Any:
+    """Return plain values with the secrets in their texts hidden."""
     if isinstance(value, Mapping):
-        return {key: redacted(one, _beneath(name, str(key))) for key, one in value.items()}
+        return {key: redacted(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted(one, name) for one in value]
-    if _is_secret_value(value, name):
-        return HIDDEN
+        return [redacted(one) for one in value]
     return without_secrets(value) if isinstance(value, str) else value

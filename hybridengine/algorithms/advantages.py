@@ -1,19 +1,10 @@
 """Per-token rewards, and advantages computed from them.
 
-    token_rewards                              a sequence's score at its last token, less the KL penalty
-    gae                                        with a critic
-    discounted_returns, reinforce_plus_plus,
-    remax                                      returns as advantages, without a critic
-    grpo, rloo                                 a response against the other responses to the same prompt
-    safe_advantages                            rewards and costs together
-
 Rows of one prompt may be anywhere: on several ranks, in any order. The estimators over groups therefore take the number
 of each row's group (with G samples per prompt: row number // G), and all ranks take part in every call, even without
 rows. A group of one has no baseline and gives 0; a group without variance gives exactly 0, not a rounding error divided
 by epsilon. Rows whose `keep_B` is False are excluded from all means and give 0; their scores may be NaN. In functions
 without `keep_B`, a dropped row is a row without a valid token: `mask & keep[:, None]`.
-
-Shape suffixes: B sequences, R response tokens, P groups (prompts) of all ranks.
 """
 
 from __future__ import annotations
@@ -32,22 +23,12 @@ GROUP_EPSILON = 1e-6
 def token_rewards(scores_B: Tensor, kl_BR: Tensor, mask_BR: Tensor, kl_coefficient: float) -> Tensor:
     """Return rewards r_j = score·[j is the last valid token] - kl_coefficient·kl_j.
 
-    With `kl_BR` = k1(old log-probs, reference log-probs) this is the reward of RLHF's PPO; the coefficient is
-    fixed.
-
-    Shapes: scores_B [B], kl_BR and mask_BR [B, R] -> [B, R], 0 at masked entries.
-    Guarantees: an empty response has no token to carry its score, so its row is all zeros.
+    Shapes: scores_B [B], kl_BR and mask_BR [B, R] -> [B, R], 0 at masked entries and for empty responses.
     Source: InstructGPT, arXiv 2203.02155, equation 2; per token as in arXiv 1909.08593, section 2.
     """
     check_shapes(kl_BR=kl_BR, mask_BR=mask_BR)
-    assert scores_B.shape == mask_BR.shape[:1], (
-        f"scores_B {tuple(scores_B.shape)} must be one score for each row of mask_BR {tuple(mask_BR.shape)}"
-    )
-    valid_from_here_BR = mask_BR.flip(1).cumsum(1).flip(1)
-    is_last_BR = mask_BR & (valid_from_here_BR == 1)
-    return zero_masked(-kl_coefficient * kl_BR, mask_BR) + zero_masked(
-        scores_B[:, None].to(kl_BR.dtype).expand_as(kl_BR), is_last_BR
-    )
+    is_last_BR = mask_BR & (mask_BR.flip(1).cumsum(1).flip(1) == 1)
+    return zero_masked(-kl_coefficient * kl_BR, mask_BR) + over_tokens(scores_B.to(kl_BR.dtype), is_last_BR)
 
 
 @torch.no_grad()
@@ -88,7 +69,7 @@ def discounted_returns(rewards_BR: Tensor, mask_BR: Tensor, gamma: float) -> Ten
 
     Shapes: both [B, R] -> [B, R], 0 at masked entries.
     """
-    # GAE with no values and lambda = 1 is this sum.
+    # GAE without values and with lambda = 1 is this sum.
     advantages_BR, _ = gae(rewards_BR, torch.zeros_like(rewards_BR), mask_BR, gamma, lam=1.0)
     return advantages_BR
 
@@ -110,7 +91,6 @@ def remax(rewards_BR: Tensor, mask_BR: Tensor, baseline_scores_B: Tensor) -> Ten
     """Return the sum of rewards from each token on, minus the reward of the greedy response to the same prompt.
 
     Shapes: rewards_BR and mask_BR [B, R], baseline_scores_B [B] -> [B, R], 0 at masked entries.
-    Guarantees: the baseline of a row without a valid token is not read; drop rows whose baseline failed.
     Source: arXiv 2310.10505, algorithm 1.
     """
     baseline_BR = over_tokens(baseline_scores_B.to(rewards_BR.dtype), mask_BR)
@@ -127,11 +107,9 @@ def grpo(
 ) -> Tensor:
     """Return (r - mean)/(std + 1e-6) over the rows of each group, where std divides by n - 1.
 
-    Dr.GRPO is `normalize_std=False`, r - mean: the division favours easy and hard prompts. Its loss does not divide by
-    the length of a sequence either: see `Aggregation("sequence_sum")`.
+    Dr.GRPO is `normalize_std=False`, r - mean, with the loss aggregation "sequence_sum".
 
-    Shapes: scores_B [B], groups_B [B] integers from 0 (numbers without rows cost a few bytes each), keep_B bool [B]
-        -> [B]. masking.over_tokens expands it to every token.
+    Shapes: scores_B [B], groups_B [B] integers from 0, keep_B bool [B] -> [B].
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; without the division: arXiv 2503.20783, section 3.
     """
     groups = _Groups(groups_B, keep_B, across)

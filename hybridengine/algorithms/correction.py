@@ -8,13 +8,9 @@ weights. With rho_t = pi_train_old/pi_rollout of a token (both known, neither ha
     sequence_mis        every token of a row weighs prod rho_t; rows where that exceeds C are dropped
     geometric_filter    tokens weigh 1; rows are kept where low <= (prod rho_t)^(1/T) <= high, T their length
 
-Token weights are biased but have low variance; the product over a row is unbiased, but its variance grows with the
-length; the geometric mean does not depend on the length. `weights_BR` is passed to `policy_loss`. A dropped row has
-weight 0; to exclude it from the loss's mean too, as rejection sampling does, use `mask & keep_B[:, None]` as the mask.
-
-All values are computed from sums of logarithms that are bounded before exp, so no product overflows. A row without a
-valid token has a product of 1: it is kept, and excluded from all statistics. A NaN at a valid token stays NaN and drops
-no row.
+A dropped row has weight 0; to exclude it from the loss's mean too, as rejection sampling does, use
+`mask & keep_B[:, None]` as the mask. Logarithms are bounded before exp, so no product overflows. A row without a valid
+token has a product of 1: it is kept, and excluded from all statistics. A NaN at a valid token stays NaN and drops no row.
 
 Shape suffixes: B sequences, R response tokens, U units with one weight each per row: R (tokens) or 1 (sequences).
 Source: token: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025. Sequence

@@ -1,8 +1,4 @@
-"""Distance between the engine's and the trainer's log-probs, for the same tokens and weights in two layouts.
-
-A faulty weight switch shows here first, whatever its cause. The affected rows are saved, so that both sides can be
-recomputed.
-"""
+"""Distance between the engine's and the trainer's log-probs, for the same tokens and weights in two layouts."""
 
 from __future__ import annotations
 

@@ -24,20 +24,15 @@ MAX_LOG_RATIO = 20.0
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Return D = log pi - log pi_ref: unbiased."""
     return log_probs - ref_log_probs
 
 
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Return D^2 / 2, whose gradient under samples of pi is that of the true KL."""
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Return exp(-D) + D - 1: unbiased, never negative.
-
-    Guarantees: where pi_ref/pi exceeds e^20 it continues along its tangent, so that neither value nor gradient overflows.
-    """
+    """Return exp(-D) + D - 1, continued along its tangent where pi_ref/pi exceeds e^20, so that nothing overflows."""
     log_ratio = ref_log_probs - log_probs
     followed = log_ratio.clamp(max=MAX_LOG_RATIO)
     # expm1 keeps the digits that exp(-D) - 1 loses at small D; the middle term is 0 up to MAX_LOG_RATIO.

@@ -28,10 +28,7 @@ def response_mask(response_lengths_B: Tensor, max_response_tokens: int) -> Tenso
 
 
 def zero_masked(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """Return `values_BR` with exact zeros, and zero gradients, at masked entries.
-
-    Apply it before a non-linear function: the gradient of exp or of a square at a masked NaN is NaN, not 0.
-    """
+    """Return `values_BR` with zeros, and zero gradients if it precedes a non-linear function, at masked entries."""
     return torch.where(mask_BR, values_BR, torch.zeros((), dtype=values_BR.dtype, device=values_BR.device))
 
 
@@ -57,10 +54,9 @@ def masked_max(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
 def whiten(values_BR: Tensor, mask_BR: Tensor, across: Across = ONE_PROCESS) -> Tensor:
     """Return the values scaled to variance 1 and shifted to mean 0 over the valid tokens.
 
-    The statistics cover the whole batch: the given rows, and all rows `across` the ranks.
+    The statistics cover the rows of all ranks. The population variance is used: a single valid token gives 0.
 
     Shapes: [B, R] -> [B, R], 0 at masked entries.
-    Guarantees: the population variance is used, so a single valid token gives 0, and no valid token gives all zeros.
     Source: advantage normalisation of PPO as in OpenAI baselines, ppo2.
     """
     check_shapes(values_BR=values_BR, mask_BR=mask_BR)

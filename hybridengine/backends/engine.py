@@ -15,7 +15,7 @@ from pydantic import AfterValidator, ConfigDict, Field, InstanceOf, ValidationEr
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
-from hybridengine.config.wording import rule
+from hybridengine.config.loading import rule
 from hybridengine.errors import DataError, StorageError, shown
 from hybridengine.reshard.layout import Layout
 from hybridengine.weights.hybrid_engine import GenerationSide

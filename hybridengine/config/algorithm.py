@@ -1,8 +1,6 @@
 """Base class of RL algorithms: roles, options and their checks, step and loss.
 
-`config.algorithm` is an instance of the class that `algorithm.name` names; the other keys of the section are the class's
-fields. All code that depends on the algorithm reads this object: the configuration its roles and rules, the launcher its
-roles, the planner its calls (by tracing `step`), the ranks its loss.
+`config.algorithm` is an instance of the class that `algorithm.name` names; the other keys of the section are its fields.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
-from pydantic import BeforeValidator, SerializeAsAny, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, SerializeAsAny, model_validator
 
 from hybridengine.config.values import IMPORT_PATH, ImportPath, NonNegative, Positive, Section
 from hybridengine.errors import ConfigError
@@ -64,8 +61,7 @@ class CorrectionSection(Section):
 class Algorithm(Section):
     """Base class of all algorithms. Options are fields, validated like every section of the configuration.
 
-    Guarantees: modules of built-in algorithms import neither torch nor Ray, so that planning needs neither. Functions
-    that run on ranks are given by import path.
+    Functions that run on ranks are given by import path, so that planning imports neither torch nor Ray.
     """
 
     roles: ClassVar[tuple[Role, ...]] = ()
@@ -76,7 +72,6 @@ class Algorithm(Section):
     """Number of rows that the actor's update keeps in one micro-batch: 2 for a preference."""
     uncorrected: ClassVar[str | None] = None
     """Reason why the algorithm does not use a rollout correction; None if it does."""
-
     advantage_parameters: ClassVar[tuple[str, ...]] = ("rows", "across", "algorithm", "samples")
     """Parameters of the function given by the option `advantages`, for algorithms with that option."""
 
@@ -175,13 +170,7 @@ def _chosen(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     name = value.get("name", DEFAULT)
-    try:
-        kind = algorithm_class(name if isinstance(name, str) else DEFAULT)
-    except ValueError as error:
-        problem = PydanticCustomError("value_error", "{error}", {"error": str(error)})
-        raise ValidationError.from_exception_data(
-            "algorithm", [{"type": problem, "loc": ("name",), "input": name}]
-        ) from None
+    kind = algorithm_class(name if isinstance(name, str) else DEFAULT)
     return kind.model_validate_json(json.dumps({"name": name, **value}), strict=True)
 
 

@@ -1,8 +1,7 @@
 """Loading of a `RunConfig` from a YAML file and `key=value` overrides, with all problems reported in one error.
 
-There are three kinds of problems: an override without a value, a key or value that a section does not allow, and values
-that conflict. Later kinds are found even in the presence of earlier ones; a rule between values is skipped only where one
-of the values is itself reported.
+An override without a value, a key or value that a section does not allow, and values that conflict are found together; a
+rule between values is skipped only where one of the values is itself reported.
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from hybridengine.config.algorithm import ALGORITHMS, DEFAULT, Algorithm, algorithm_class
+from hybridengine.config.algorithm import DEFAULT, Algorithm, algorithm_class
 from hybridengine.config.checks import find_conflicts
 from hybridengine.config.run_config import RunConfig
-from hybridengine.config.wording import first_line, rule, yaml_fault
 from hybridengine.errors import ConfigError, UnreadableError, raise_all, shown
 from hybridengine.files import read_text
-from hybridengine.redaction import remember_secrets
+from hybridengine.redaction import HIDDEN, is_secret
 
-MAX_NESTING = 100
-"""Largest number of dots in the key of an override."""
+INVALID = (OmegaConfBaseException, yaml.YAMLError, OSError, TypeError, ValueError, IndexError, RecursionError)
+"""Errors of YAML texts and of their values."""
 Problem = tuple[str, str]
 """(dotted key, message)."""
 
@@ -57,11 +55,12 @@ def load_config(
     try:
         values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise_all([*(text for _, text in problems), _unresolved(path, error)])
+        key = f" at {error.full_key}" if error.full_key else ""
+        problems.append(("", f"{path}{key}: {first_line(error)}; write the value itself"))
+        raise_all(text for _, text in problems)
         raise AssertionError("unreachable") from error
     assert isinstance(values, dict), "the root of a configuration is a mapping"
     values = {str(key): value for key, value in values.items()}
-    remember_secrets(values)
     for name, field in RunConfig.model_fields.items():
         # An empty section has its defaults.
         if values.get(name, ...) is None and not isinstance(field.default, str | None):
@@ -72,18 +71,15 @@ def load_config(
     try:
         json.dumps(values, default=str, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # undecodable bytes of a file name or argument
-        text = error.object[max(0, error.start - 20) : error.end + 20]
-        raise ConfigError(
-            f"{text!a} is not UTF-8 text; write other characters (run.name is the name of the file where it is left out)"
-        ) from None
-
+        raise ConfigError(f"{error.object[-60:]!a} is not UTF-8 text; write other characters") from None
     config, found = _validate(values)
     problems += found
     in_question = {key for key, _ in problems}
     conflicts = find_conflicts(config, dry_run=dry_run, placed=placed) if config is not None else []
-    messages = [message for _, message in problems]
-    messages += [text for text, keys in conflicts if not any(_touches(key, in_question) for key in keys)]
-    raise_all(messages)
+    problems += [
+        ("", text) for text, keys in conflicts if not any(_touches(key, in_question) for key in keys)
+    ]
+    raise_all(message for _, message in problems)
     assert config is not None, "without a problem there is a configuration"
     return config
 
@@ -98,10 +94,10 @@ def _read_tree(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
     if base is None:
         return tree
     if not isinstance(base, str):
-        found = shown(OmegaConf.to_container(base) if OmegaConf.is_config(base) else base)
-        raise ConfigError(f"{path}: base={found} must be the name of a file; write one, or leave it out")
+        raise ConfigError(f"{path}: base={base} must be the name of a file; write one, or leave it out")
     below = _read_tree(path.parent / base, (*above, path.resolve()))
-    _change_algorithm(below, _named_algorithm(tree))
+    section = tree.get("algorithm")
+    _change_algorithm(below, section.get("name") if isinstance(section, DictConfig) else None)
     try:
         return cast(DictConfig, OmegaConf.merge(below, tree))
     except (OmegaConfBaseException, TypeError) as error:
@@ -109,11 +105,6 @@ def _read_tree(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
             f"{path} cannot be merged with its base {base} ({first_line(error)}); write a list where the base has a list,"
             " and a section where it has a section"
         ) from None
-
-
-def _named_algorithm(tree: DictConfig) -> Any:
-    section = tree.get("algorithm")
-    return section.get("name") if isinstance(section, DictConfig) else None
 
 
 def _change_algorithm(tree: DictConfig, name: Any) -> None:
@@ -137,7 +128,7 @@ def _read_yaml(path: Path) -> DictConfig:
         ) from None
     except UnreadableError as error:
         raise ConfigError(f"{error}; name a YAML file") from None
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
+    except INVALID as error:
         raise ConfigError(f"{path}: not valid YAML ({yaml_fault(error)}); correct the file") from None
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{path} holds a list, not sections; start it with a section such as 'run:'")
@@ -152,29 +143,15 @@ def _apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> Iterator[Pro
             yield "", f"override {text!r} is not key=value; write for instance actor.parallel=2-2-1"
             continue
         try:
-            if key.count(".") > MAX_NESTING:
-                raise RecursionError("nested too deeply")
             yaml.compose(value, Loader=yaml.SafeLoader)
             parsed = OmegaConf.from_dotlist([f"value={value}"])["value"]
             OmegaConf.update(tree, key, parsed, merge=True, force_add=True)
-        except (
-            OmegaConfBaseException,
-            yaml.YAMLError,
-            TypeError,
-            ValueError,
-            IndexError,
-            RecursionError,
-        ) as error:
+        except INVALID as error:
+            override = shown(f"{key}={HIDDEN if is_secret(key) else value}")
             yield (
                 key,
-                f"override {shown(text)} cannot be applied ({yaml_fault(error)}); write key=value with a plain value",
+                f"override {override} cannot be applied ({yaml_fault(error)}); write key=value with a plain value",
             )
-
-
-def _unresolved(path: str | Path, error: OmegaConfBaseException) -> str:
-    """Return the message for a `???` or a `${...}` without a value."""
-    key = f" at {error.full_key}" if error.full_key else ""
-    return f"{path}{key}: {first_line(error)}; write the value itself"
 
 
 def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
@@ -190,19 +167,14 @@ def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
             removed = False
             items, earlier = error.errors(), [key for key, _ in problems]
             for item in items:
-                if any(_is_beneath(other["loc"], item["loc"]) for other in items):
+                if any(other["loc"][: len(item["loc"])] == item["loc"] != other["loc"] for other in items):
                     continue  # a list without its invalid entries may be too short, which is not a problem of its own
                 location, problem = _describe(item, kind)
                 if not _touches(_dotted(location), earlier):  # else it is missing because it was removed
                     problems += problem
-                # The options of an unknown algorithm are unknown.
-                removed |= _remove(values, location[:1] if location == ["algorithm", "name"] else location)
+                removed |= _remove(values, location)
             if not removed:
                 return None, problems
-
-
-def _is_beneath(location: tuple[str | int, ...], other: tuple[str | int, ...]) -> bool:
-    return len(location) > len(other) and location[: len(other)] == other
 
 
 def _class_or_base(name: Any) -> type[Algorithm]:
@@ -214,14 +186,11 @@ def _class_or_base(name: Any) -> type[Algorithm]:
 
 
 def _describe(item: Any, algorithm: type[Algorithm]) -> tuple[list[str | int], list[Problem]]:
-    """Return the location of a pydantic error and its problems, as pairs of the key (with suggestions) and the message.
-
-    Args:
-        algorithm: class of the section `algorithm`.
-    """
+    """Return the location of a pydantic error and its problems, also for the keys that it suggests."""
     location = list(item["loc"])
     key = _dotted(location)
-    value, kind, context = item["input"], item["type"], item.get("ctx", {})
+    kind, context = item["type"], item.get("ctx", {})
+    value = HIDDEN if any(is_secret(str(part)) for part in location) else item["input"]
     known = known_fields(algorithm)
     if kind == "extra_forbidden":
         above = _key_in_table(location[:-1], known)
@@ -237,12 +206,9 @@ def _describe(item: Any, algorithm: type[Algorithm]) -> tuple[list[str | int], l
     elif kind == "missing":
         message = f"{key} is missing; {_remedy(known[_key_in_table(location, known)])}"
     elif kind == "literal_error":
-        near = difflib.get_close_matches(
-            str(value), [str(choice) for choice in context["expected"].split("'")], n=1
-        )
-        message = f"{key}={shown(value)} must be {context['expected']}" + (
-            f"; did you mean {near[0]!r}?" if near else "; choose one of these"
-        )
+        near = difflib.get_close_matches(str(value), context["expected"].split("'"), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "choose one of these"
+        message = f"{key}={shown(value)} must be {context['expected']}; {hint}"
     else:
         message = f"{key}={shown(value)} must be {rule(item['msg'])}; {_remedy(known[_key_in_table(location, known)])}"
     return location, [(key, message)]
@@ -250,16 +216,11 @@ def _describe(item: Any, algorithm: type[Algorithm]) -> tuple[list[str | int], l
 
 def _remedy(field: FieldInfo) -> str:
     """Return how to restore the default, and the meaning of the key."""
-    meaning = f" (it is: {_begun_small(field.description.rstrip('.'))})" if field.description else ""
+    meaning = f" ({field.description.rstrip('.')})" if field.description else ""
     if field.is_required():
         return f"give it a value{meaning}"
     default = json.dumps(field.get_default(), default=str)
     return f"correct it, or leave it out for the default {default}{meaning}"
-
-
-def _begun_small(text: str) -> str:
-    """Return `text` with a lower-case first letter, unless it begins with an abbreviation."""
-    return text if text[1:2].isupper() else text[0].lower() + text[1:]
 
 
 def _remove(values: Any, location: Sequence[str | int]) -> bool:
@@ -286,22 +247,16 @@ def _suggestions(location: Sequence[str | int], there: list[str], known: Iterabl
 
 
 def known_fields(
-    algorithm: type[Algorithm] | None = None, model: type[BaseModel] = RunConfig, prefix: str = ""
+    algorithm: type[Algorithm] = Algorithm, model: type[BaseModel] = RunConfig, prefix: str = ""
 ) -> dict[str, FieldInfo]:
-    """Return every section and field of a configuration by dotted key, with NAME for user-defined names.
-
-    Args:
-        algorithm: class of the section `algorithm`; None for the options of all algorithms.
-    """
+    """Return every section and field with this `algorithm` by dotted key; NAME stands for a user-defined name."""
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         found[prefix + name] = field
         beneath = f"{prefix}{name}.{'NAME.' if get_origin(field.annotation) is dict else ''}"
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                kinds = [algorithm] if algorithm else [algorithm_class(known) for known in ALGORITHMS]
-                for section in kinds if kind is Algorithm else [kind]:
-                    found |= known_fields(algorithm, section, beneath)
+                found |= known_fields(algorithm, algorithm if kind is Algorithm else kind, beneath)
     return found
 
 
@@ -328,6 +283,41 @@ def _touches(key: str, others: Iterable[str]) -> bool:
 
 def _dotted(location: Iterable[str | int]) -> str:
     """Return a location as a dotted key: run.name, cluster.ranks_per_node[0]."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(
-        "."
-    )
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
+    return "".join(parts).removeprefix(".")
+
+
+def rule(message: str) -> str:
+    """Return pydantic's message as the rest of a sentence that begins "value must be"."""
+    text = message.removeprefix("Input should be ").replace("a valid ", "a ")
+    for theirs, ours in (
+        ("greater than or equal to", "at least"),
+        ("less than or equal to", "at most"),
+        ("a integer", "an integer"),
+        ("a array", "a list"),
+        ("String should have at least 1 character", "a text that is not empty"),
+        ("Tuple should have", "a list of"),
+        (" after validation", ""),
+    ):
+        text = text.replace(theirs, ours)
+    return text[0].lower() + text[1:]
+
+
+def yaml_fault(error: BaseException) -> str:
+    """Return the error of a YAML text, with line and column if they are known."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if "max_yaml_expanded_nodes" in str(error):  # OmegaConf's limit
+        return "its anchors and aliases stand for too many values"
+    if type(error) is ValueError:  # raised by int() only
+        return "a number has thousands of digits"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem:
+        mark = error.problem_mark or error.context_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}" if mark else error.problem
+    return first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class if the message is empty."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -93,11 +93,7 @@ def _checkpoints(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
 def _checkpoint(
     section: str, path: str | None, hf_config: str | None, dry_run: bool, *, scores: bool = False
 ) -> Iterator[Conflict]:
-    """Yield the problems of a description and of a checkpoint; in a dry run, the description may replace the checkpoint.
-
-    Args:
-        scores: True for a reward model.
-    """
+    """Yield the problems of a description and of a checkpoint, of a reward model if it `scores`."""
     described, key = None, f"{section}.path"
     try:
         described = resolve_model(hf_config) if hf_config else None
@@ -151,27 +147,22 @@ def _positions(config: RunConfig, holder: ModelHolder, shape: ModelShape) -> Ite
 
 def _engines(config: RunConfig, shape: ModelShape | None) -> Iterator[Conflict]:
     """Yield conflicts of the sizes (p_g, t_g) with the ranks and the model."""
-    gen, train = config.actor.gen_sizes, config.actor.train_sizes
+    gen, train = config.actor.generate, config.actor.parallel
     for problem in gen.problems_over(train):
         yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "actor.parallel"))
     if shape is not None:
-        for problem in [
-            *shape.pp_problems(gen.pp_size, "p_g"),
-            *shape.gen_tp_problems(gen.tp_size, train.tp_size),
-        ]:
+        tp_problems = shape.gen_tp_problems(gen.tp_size, train.tp_size)
+        for problem in [*shape.pp_problems(gen.pp_size, "p_g"), *tp_problems]:
             yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "model"))
 
 
 def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
     """Yield conflicts between one sequence and the KV cache, and requirements of vLLM on a CPU."""
     rollout, width = config.rollout, config.max_tokens
-    gen, train = config.actor.gen_sizes, config.actor.train_sizes
-    stages = (
-        ()
-        if max(gen.pp_size, train.pp_size) > shape.num_layers
-        else shape.gen_stage_layers(train.pp_size, gen.pp_size)
-    )
-    layers, kv_heads = max(map(len, stages), default=0), max(1, shape.num_kv_heads // gen.tp_size)
+    gen, train = config.actor.generate, config.actor.parallel
+    layers, kv_heads = 0, max(1, shape.num_kv_heads // gen.tp_size)
+    if max(gen.pp_size, train.pp_size) <= shape.num_layers:
+        layers = max(map(len, shape.gen_stage_layers(train.pp_size, gen.pp_size)))
     needed = 2 * layers * kv_heads * shape.head_dim * DTYPE_BYTES[config.model.dtype] * width
     if needed > rollout.kv_cache_bytes:
         yield Conflict(
@@ -194,6 +185,5 @@ def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
 
 def paths_hint(path: str) -> str:
     """Return the remedy for a path that does not exist."""
-    if Path(path).is_absolute():
-        return "name one that exists"
-    return f"name one that exists, relative paths start at {Path.cwd()}"
+    start = "" if Path(path).is_absolute() else f", relative paths start at {Path.cwd()}"
+    return f"name one that exists{start}"

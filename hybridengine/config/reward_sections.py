@@ -14,7 +14,7 @@ from hybridengine.config.values import (
     PathText,
     Seconds,
     Section,
-    TrainSizesText,
+    TrainSizesField,
     like,
 )
 
@@ -31,7 +31,7 @@ class ScorerSection(Section):
     """The model's checkpoint folder."""
     hf_config: PathText | None = None
     """Model shape for --dry-run and planning when the checkpoint is elsewhere: a preset, or a config.json."""
-    parallel: TrainSizesText | None = None
+    parallel: TrainSizesField | None = None
     """Sizes p-t-d of the model; the actor's by default."""
     micro_batch_tokens: Count = 4096
     """Maximum number of tokens in one micro-batch of the model."""

@@ -28,7 +28,7 @@ from hybridengine.config.sections import (
 )
 from hybridengine.config.values import PathText, Section, flat
 from hybridengine.models.checkpoint_files import COMPANIONS_FOLDER
-from hybridengine.redaction import redacted, remember_secrets
+from hybridengine.redaction import redacted
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
@@ -51,47 +51,29 @@ class RunConfig(Section):
     """Configuration of one run, created by `load_config` and immutable."""
 
     run: RunSection = RunSection()
-    """Name, location and length of the run."""
     cluster: ClusterSection = ClusterSection()
-    """Ranks and the hardware they run on."""
     model: ModelSection = ModelSection()
-    """The actor's initial model."""
     actor: ActorSection = ActorSection()
-    """The policy."""
     critic: CriticSection = CriticSection()
-    """The value model."""
     cost_critic: CriticSection = CriticSection()
     """The value model of costs."""
     reference: ReferenceSection = ReferenceSection()
-    """The frozen copy of the actor's initial model."""
     reward: RewardSection = RewardSection()
-    """Scores of responses."""
     cost: RewardSection = RewardSection(function=None)
     """Costs of responses."""
     rollout: RolloutSection = RolloutSection()
-    """Generation."""
     data: DataSection = DataSection()
-    """Prompts."""
     algorithm: ChosenAlgorithm = Field(default_factory=dict, validate_default=True)  # pyright: ignore
     """The RL algorithm: its name, and the options of that algorithm."""
     warmup: WarmupSection | None = None
     """Supervised steps before RL; none by default."""
     timeouts: TimeoutSection = TimeoutSection()
-    """Time limits."""
     checkpoint: CheckpointSection = CheckpointSection()
-    """Saved states, from which the run can be resumed."""
     faults: FaultSection = FaultSection()
-    """Restarts after rank failures."""
     guards: GuardSection = GuardSection()
-    """Limits that stop a run before it trains on invalid data."""
     resume: PathText = "never"
     """Checkpoint to start from: `auto` resumes from the newest complete checkpoint in the run's folder, if any; `never`
     starts in a new folder; a checkpoint folder starts from that checkpoint."""
-
-    def __setstate__(self, state: dict[Any, Any]) -> None:
-        """Restore a configuration, and redact its secrets from the output of the receiving process, such as a rank."""
-        super().__setstate__(state)
-        remember_secrets(self.model_dump(mode="json"))
 
     def described(self) -> dict[str, Any]:
         """Return the configuration as plain values without secrets, for writing and sending."""
@@ -126,14 +108,13 @@ class RunConfig(Section):
         )
 
     def grid(self, role: Role) -> Grid:
-        """Return the training grid of a role in the cluster's rank order; the actor's if the role has no sizes."""
-        sizes = TrainSizes.parse(getattr(self, role).parallel or self.actor.parallel)
-        return Grid(sizes, self.cluster.order)
+        """Return the training grid of a role; the actor's if the role has no sizes."""
+        return Grid(getattr(self, role).parallel or self.actor.parallel, self.cluster.order)
 
     @property
     def generation_grid(self) -> GenerationGrid:
         """The actor's generation layout over its training grid."""
-        return GenerationGrid(self.grid("actor"), self.actor.gen_sizes)
+        return GenerationGrid(self.grid("actor"), self.actor.generate)
 
     @property
     def max_tokens(self) -> int:
@@ -168,13 +149,9 @@ class RunConfig(Section):
     @property
     def paths_to_read(self) -> dict[str, Path]:
         """Key -> file or folder that must exist on every node before the run starts."""
+        values = flat(self.model_dump(mode="json", exclude={"algorithm", "run"}))
         return {
-            key: Path(value).resolve()
-            for key, value in flat(self.model_dump(mode="json"))
-            if key.rpartition(".")[2] in PATH_KEYS
-            and value
-            and key != "run.folder"
-            and not key.startswith("algorithm.")
+            key: Path(path).resolve() for key, path in values if path and key.rpartition(".")[2] in PATH_KEYS
         }
 
     @property
@@ -208,16 +185,14 @@ class RunConfig(Section):
 
 
 class ModelHolder(NamedTuple):
-    """A set of weights on the ranks: a role, or a model among the terms of a reward."""
+    """A set of weights on the ranks: a role, or a model among the terms of a reward. Keys are dotted."""
 
     role: Role
     key: str
-    """Dotted key of the section."""
     section: Any
     """Section with `parallel` and `micro_batch_tokens`."""
     grid: Grid
     sizes_key: str
-    """Dotted key of the sizes."""
     folder: Path
     """Hugging Face checkpoint at the start of RL."""
 
@@ -267,8 +242,7 @@ def model_holders(config: RunConfig) -> list[ModelHolder]:
 
 
 def _holder(config: RunConfig, role: Role, key: str, section: Any) -> ModelHolder:
-    sizes = TrainSizes.parse(section.parallel or config.actor.parallel)
+    grid = Grid(section.parallel or config.actor.parallel, config.cluster.order)
     sizes_key = f"{key}.parallel" if section.parallel else "actor.parallel"
-    path = getattr(section, "path", None)
-    folder = Path(path) if path else config.start_folder
-    return ModelHolder(role, key, section, Grid(sizes, config.cluster.order), sizes_key, folder)
+    folder = Path(getattr(section, "path", None) or config.start_folder)
+    return ModelHolder(role, key, section, grid, sizes_key, folder)

@@ -16,14 +16,14 @@ from hybridengine.config.values import (
     Count,
     CountOrZero,
     FolderName,
-    GenSizesText,
+    GenSizesField,
     NonNegative,
     PathText,
     Positive,
     Seconds,
     Section,
     Share,
-    TrainSizesText,
+    TrainSizesField,
     like,
 )
 from hybridengine.errors import ConfigError
@@ -58,8 +58,7 @@ class RunSection(Section):
     live: bool = True
     """Show a live status at the bottom of the terminal, if there is one."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
-    """Trackers that receive the metrics in addition to the run's folder; each is an optional package with its own
-    settings."""
+    """Trackers that receive the metrics in addition to the run's folder; each is an optional package."""
 
 
 RanksPerNode = Annotated[tuple[Count, ...], Field(min_length=1)]
@@ -116,37 +115,32 @@ BUILT_TOKENS = 57
 """Number of tokens of the tokenizer that is built with a model."""
 
 
-def _in_hf(key: str) -> Any:
-    """Return the `config.json` key that a field of `model.build` is written as."""
-    return Field(serialization_alias=key)
-
-
 class BuildSection(Section):
     """A small model that is built with random weights and its own tokenizer."""
 
-    family: Annotated[FamilyName, _in_hf("model_type")] = "qwen3"
+    family: Annotated[FamilyName, Field(serialization_alias="model_type")] = "qwen3"
     """Model family."""
-    num_layers: Annotated[Count, _in_hf("num_hidden_layers")] = 4
+    num_layers: Annotated[Count, Field(serialization_alias="num_hidden_layers")] = 4
     """Decoder layers."""
     hidden_size: Count = 128
     """Width of the residual stream."""
-    ffn_hidden_size: Annotated[Count, _in_hf("intermediate_size")] = 384
+    ffn_hidden_size: Annotated[Count, Field(serialization_alias="intermediate_size")] = 384
     """Width of the MLP."""
-    num_heads: Annotated[Count, _in_hf("num_attention_heads")] = 4
+    num_heads: Annotated[Count, Field(serialization_alias="num_attention_heads")] = 4
     """Query heads."""
-    num_kv_heads: Annotated[Count, _in_hf("num_key_value_heads")] = 2
+    num_kv_heads: Annotated[Count, Field(serialization_alias="num_key_value_heads")] = 2
     """Key and value heads."""
     head_dim: Count = 32
     """Width of a head; vLLM on a CPU needs a multiple of 32."""
     vocab_size: Count = BUILT_TOKENS
     """Rows of the embedding, at least the number of the tokenizer's tokens."""
-    max_positions: Annotated[Count, _in_hf("max_position_embeddings")] = 256
+    max_positions: Annotated[Count, Field(serialization_alias="max_position_embeddings")] = 256
     """Longest sequence of prompt and response."""
-    tied_embeddings: Annotated[bool, _in_hf("tie_word_embeddings")] = True
+    tied_embeddings: Annotated[bool, Field(serialization_alias="tie_word_embeddings")] = True
     """True if the output head shares the embedding's weights."""
     rope_theta: Positive = 10000.0
     """Base of the rotary frequencies."""
-    init_std: Annotated[Positive, _in_hf("initializer_range")] = 0.02
+    init_std: Annotated[Positive, Field(serialization_alias="initializer_range")] = 0.02
     """Standard deviation of the random weights."""
 
     def hf_config(self) -> dict[str, Any]:
@@ -243,9 +237,9 @@ class TrainedSection(Section):
 class ActorSection(TrainedSection):
     """The policy: trained at p-t-d, and generating at p_g-t_g on the same ranks."""
 
-    parallel: TrainSizesText = "1-1-1"
+    parallel: TrainSizesField = TrainSizes(1, 1, 1)
     """Training sizes p-t-d: pipeline stages, tensor shards, data-parallel replicas."""
-    generate: GenSizesText = "1-1"
+    generate: GenSizesField = GenSizes(1, 1)
     """Generation sizes p_g-t_g of one engine; if p_g | p and t_g | t, no weight is held twice."""
     bucket_bytes: Annotated[Bytes, Field(ge=4)] = 512 * MEBIBYTE
     """Maximum weight bytes in flight during a switch; at least one float32."""
@@ -266,21 +260,11 @@ class ActorSection(TrainedSection):
     loss_aggregation: LossAggregation = "token"
     """Aggregation of the loss: mean over tokens, or over sequences of the mean or sum of their tokens."""
 
-    @property
-    def train_sizes(self) -> TrainSizes:
-        """Training sizes (p, t, d)."""
-        return TrainSizes.parse(self.parallel)
-
-    @property
-    def gen_sizes(self) -> GenSizes:
-        """Generation sizes (p_g, t_g)."""
-        return GenSizes.parse(self.generate)
-
 
 class CriticSection(TrainedSection):
     """The value model."""
 
-    parallel: TrainSizesText | None = None
+    parallel: TrainSizesField | None = None
     """Training sizes p-t-d; the actor's by default."""
     path: PathText | None = None
     """Initial checkpoint; by default the actor's with a new value head."""
@@ -293,7 +277,7 @@ class CriticSection(TrainedSection):
 class ReferenceSection(Section):
     """The frozen copy of the actor's initial model, used for the KL penalty."""
 
-    parallel: TrainSizesText | None = None
+    parallel: TrainSizesField | None = None
     """Sizes p-t-d; the actor's by default."""
     micro_batch_tokens: Count = 4096
     """Maximum number of tokens in one micro-batch."""

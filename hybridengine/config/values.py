@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import (
@@ -12,10 +12,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
+    PlainValidator,
 )
 
 from hybridengine.errors import TopologyError
-from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.redaction import is_secret, remember_secrets
+from hybridengine.topology.sizes import GenSizes, Sizes, TrainSizes
 
 BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 MAX_BYTES = 2**60
@@ -34,6 +37,22 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for name, field in cls.model_fields.items():
+            if is_secret(name) and re.search(r"\b(str|Any)\b", str(field.annotation)):
+                raise TypeError(
+                    f"{cls.__name__}.{name} is a secret by its name; declare it as pydantic.SecretStr"
+                )
+
+    def model_post_init(self, _: Any) -> None:
+        """Redact the secrets of the section from all later output of this process."""
+        remember_secrets(self.__dict__)
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        super().__setstate__(state)
+        self.model_post_init(None)
+
 
 def _parse_bytes(value: Any) -> Any:
     """Return the number of bytes of an integer or of a text with a unit: "64MiB"."""
@@ -47,14 +66,14 @@ def _parse_bytes(value: Any) -> Any:
     return int(min(float(match[1]) * BYTE_UNITS[match[2]], 2 * MAX_BYTES))  # float() may give infinity
 
 
-def _sizes(parse: Callable[[str], Any]) -> AfterValidator:
-    def check(text: str) -> str:
+def _parsed(sizes: type[Sizes]) -> PlainValidator:
+    def parse(value: Any) -> Sizes:
         try:
-            return str(parse(text))
+            return value if isinstance(value, sizes) else sizes.parse(value)
         except TopologyError as error:
             raise ValueError(str(error)) from None
 
-    return AfterValidator(check)
+    return PlainValidator(parse)
 
 
 def like(pattern: str, rule: str) -> AfterValidator:
@@ -86,10 +105,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 """A number from 0 to 1."""
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=1, le=MAX_BYTES)]
 """Number of bytes: an integer, or a text with a unit such as 64MiB."""
-TrainSizesText = Annotated[str, _sizes(TrainSizes.parse)]
-"""p-t-d, e.g. "2-2-1"."""
-GenSizesText = Annotated[str, _sizes(GenSizes.parse)]
-"""p_g-t_g, e.g. "1-1"."""
+TrainSizesField = Annotated[TrainSizes, _parsed(TrainSizes), PlainSerializer(str)]
+"""A text p-t-d, e.g. "2-2-1"."""
+GenSizesField = Annotated[GenSizes, _parsed(GenSizes), PlainSerializer(str)]
+"""A text p_g-t_g, e.g. "1-1"."""
 FolderName = Annotated[
     str,
     like(

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import TypedDict
 
-from hybridengine.config.wording import rule
+from hybridengine.config.loading import rule
 from hybridengine.errors import DataError, UnreadableError, raise_all, shown
 from hybridengine.files import check_regular
 

@@ -54,7 +54,7 @@ class OnlineDpo(Algorithm):
 
     def conflicts(self, config: Any) -> Iterator[Conflict]:
         """Yield a conflict if the pairs do not split evenly."""
-        replicas, mini_batches = config.actor.train_sizes.dp_size, config.actor.mini_batches
+        replicas, mini_batches = config.actor.parallel.dp_size, config.actor.mini_batches
         if config.data.batch_size % (replicas * mini_batches):
             yield Conflict(
                 f"data.batch_size={config.data.batch_size} pairs of algorithm.name={self.name} must split evenly over"

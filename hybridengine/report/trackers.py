@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridengine.errors import ConfigError, raise_all
-from hybridengine.redaction import redacted, without_secrets
+from hybridengine.redaction import HIDDEN, is_secret, without_secrets
 from hybridengine.report.keys import STEP
 from hybridengine.report.step_rows import Row
 
@@ -100,8 +100,8 @@ def _arguments_without_secrets() -> Iterator[None]:
 
 
 def _without_secret(argument: str) -> str:
-    key, is_override, value = argument.partition("=")
-    return f"{key}={redacted(value, key)}" if is_override else without_secrets(argument)
+    key, is_override, _ = argument.partition("=")
+    return f"{key}={HIDDEN}" if is_override and is_secret(key) else without_secrets(argument)
 
 
 class MlflowTracker:

@@ -43,7 +43,7 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         *_pool_lines(config),
         "roles: "
         + ", ".join(f"{holder.name} {holder.sizes}" for holder in model_holders(config))
-        + f" (p-t-d); generation {config.actor.gen_sizes} (p_g-t_g) in {generation.num_replicas} engine(s)"
+        + f" (p-t-d); generation {config.actor.generate} (p_g-t_g) in {generation.num_replicas} engine(s)"
         + (f", d_g={generation.micro_dp_size}" if generation.nests else ", sizes that do not nest"),
         f"switch: each rank receives at most {format_bytes(cost.received_bytes_max)}"
         f" ({cost.received_bytes_max / total:.1%} of the model), peak"
@@ -122,9 +122,8 @@ def phase_bytes(config: RunConfig, pool: str, cost: SwitchCost) -> dict[str, int
         )
         for holder, memory in _models(config, pool)
     ]
-    training = sum(state.idle for state in states) + max(
-        (state.update - state.idle for state in states), default=0
-    )
+    updates = [state.update - state.idle for state in states]
+    training = sum(state.idle for state in states) + max(updates, default=0)
     if pool != MAIN_POOL:
         return {"always": training}
     generating = sum(state.generating for state in states)
@@ -137,19 +136,12 @@ def phase_bytes(config: RunConfig, pool: str, cost: SwitchCost) -> dict[str, int
 
 def _models(config: RunConfig, pool: str) -> list[tuple[ModelHolder, ModelMemory]]:
     """Return the models of a pool, each with its memory on a rank."""
-    return [
-        (
-            holder,
-            model_memory(
-                holder_shape(config, holder),
-                holder.sizes,
-                config.model.dtype,
-                trains=holder.role in TRAINED,
-            ),
-        )
-        for holder in model_holders(config)
-        if config.pool_of(holder.role) == pool
-    ]
+    found = []
+    for holder in model_holders(config):
+        if config.pool_of(holder.role) == pool:
+            shape, trains = holder_shape(config, holder), holder.role in TRAINED
+            found.append((holder, model_memory(shape, holder.sizes, config.model.dtype, trains=trains)))
+    return found
 
 
 def cost_of(config: RunConfig) -> SwitchCost:

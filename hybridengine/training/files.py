@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from hybridengine.checkpoints.hf_files import check_weights
 from hybridengine.config import RunConfig, holder_shape, model_holders
+from hybridengine.config.algorithm import Algorithm
 from hybridengine.config.run_config import PATH_KEYS, reward_sections
+from hybridengine.config.values import Section
 from hybridengine.data.datasets import DemonstrationDataset, PromptDataset
 from hybridengine.data.rewards import check_reward_functions
 from hybridengine.data.tasks import write_arithmetic_files
@@ -41,10 +42,9 @@ class RunFiles:
 
 
 def claim_run(config: RunConfig) -> tuple[RunConfig, bool]:
-    """Return `config` with absolute paths and its own folder, and True if this call created the folder.
+    """Return `config` with absolute paths and a folder of its own, and True if this call created the folder.
 
-    Paths are absolute because ranks may have other working directories. If the name is taken, the folder is NAME-2,
-    NAME-3, ... A run with resume=auto keeps its existing folder.
+    If the name is taken, the folder is NAME-2, NAME-3, ... A run with resume=auto keeps its existing folder.
 
     Raises:
         ConfigError: the folder cannot be created.
@@ -68,20 +68,20 @@ def claim_run(config: RunConfig) -> tuple[RunConfig, bool]:
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    def resolve(values: dict[str, Any]) -> None:
-        for key, value in values.items():
-            if isinstance(value, dict):
-                resolve(value)
-            elif key in PATH_KEYS and value is not None:
-                values[key] = str(Path(value).resolve())
+    def resolve(key: str, value: Any) -> Any:
+        if key in PATH_KEYS and isinstance(value, str):
+            return str(Path(value).resolve())
+        if isinstance(value, dict):
+            return {name: resolve(name, one) for name, one in value.items()}
+        if isinstance(value, Section) and not isinstance(value, Algorithm):  # whose options are its own
+            changed = {name: new for name, one in value if (new := resolve(name, one)) is not one}
+            return value.model_copy(update=changed)
+        return value
 
-    values = config.model_dump(mode="json")
-    resolve(
-        {name: value for name, value in values.items() if name != "algorithm"}
-    )  # whose options are its own
-    if config.resume not in ("auto", "never"):
-        values["resume"] = str(Path(config.resume).resolve())
-    return RunConfig.model_validate_json(json.dumps(values), strict=True)
+    config = resolve("", config)
+    if config.resume in ("auto", "never"):
+        return config
+    return config.model_copy(update={"resume": str(Path(config.resume).resolve())})
 
 
 def prepare_files(config: RunConfig) -> RunFiles:
@@ -91,10 +91,10 @@ def prepare_files(config: RunConfig) -> RunFiles:
         ConfigError, CheckpointError, DataError: a file is missing or invalid.
     """
     disable_progress_bar()
-    problems = _Problems()
+    problems = list[str]()
     for name, section in reward_sections(config).items():
         if section.functions:
-            problems.attempt(check_reward_functions, name, section, config.timeouts.start_s)
+            _attempt(problems, check_reward_functions, name, section, config.timeouts.start_s)
     # The configuration is written last; if it exists, a resumed run keeps its original files.
     if not (config.run_folder / CONFIG_FILE).is_file():
         if config.model.build is not None:
@@ -102,23 +102,23 @@ def prepare_files(config: RunConfig) -> RunFiles:
         elif config.model.gguf is not None:
             convert_gguf(config)
         if config.data.task is not None:
-            problems.attempt(write_arithmetic_files, config.data_folder, config.data.task)
-    shape = problems.attempt(check_weights, config.model_folder)
-    tokenizer = problems.attempt(load_tokenizer, config.tokenizer_folder, pad_with_eos=True)
+            _attempt(problems, write_arithmetic_files, config.data_folder, config.data.task)
+    shape = _attempt(problems, check_weights, config.model_folder)
+    tokenizer = _attempt(problems, load_tokenizer, config.tokenizer_folder, pad_with_eos=True)
     if shape is None or tokenizer is None:
-        problems.raise_all()
+        raise_all(problems, DataError)
     assert shape is not None and tokenizer is not None, "raise_all has raised otherwise"
     own = [holder for holder in model_holders(config) if holder.path is not None]
     sizes = {f"{holder.key}.path={holder.path}": holder_shape(config, holder).vocab_size for holder in own}
     for model, vocab_size in {f"the actor's model {config.model_folder}": shape.vocab_size, **sizes}.items():
         if len(tokenizer) > vocab_size:
-            problems.found.append(
+            problems.append(
                 f"{model} has vocab_size={vocab_size}, the actor's tokenizer ({config.tokenizer_folder}) has"
                 f" {len(tokenizer)} tokens; all models read the same tokens: name one that was trained with this"
                 " tokenizer"
             )
     files = _read_rows(config, tokenizer, shape.vocab_size, problems)
-    problems.raise_all()
+    raise_all(problems, DataError)
     # Copied now, because the folders of models may be moved during a long run.
     with writing(config.companions_folder):
         copy_companions(config.model_folder, config.tokenizer_folder, config.companions_folder)
@@ -140,35 +140,27 @@ def config_text(config: RunConfig) -> str:
     return yaml.safe_dump(config.described(), sort_keys=False)
 
 
-class _Problems:
-    """Errors of independent checks, raised together."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    def attempt(self, check: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T | None:
-        """Return the result of `check`; if it fails, record the error and return None."""
-        try:
-            return check(*arguments, **named)
-        except (ConfigError, CheckpointError, DataError) as error:
-            self.found.append(str(error))
-            return None
-
-    def raise_all(self) -> None:
-        raise_all(self.found, DataError)
+def _attempt(problems: list[str], check: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T | None:
+    """Return the result of `check`; if it fails, add the error to `problems` and return None."""
+    try:
+        return check(*arguments, **named)
+    except (ConfigError, CheckpointError, DataError) as error:
+        problems.append(str(error))
+        return None
 
 
 def _read_rows(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, problems: _Problems
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, problems: list[str]
 ) -> RunFiles:
     """Return the prompts and demonstrations of the run; record errors in `problems`."""
     prompt_width, response_width = config.rollout.max_prompt_tokens, config.rollout.max_response_tokens
-    prompts = problems.attempt(PromptDataset, config.train_file, tokenizer, prompt_width)
+    prompts = _attempt(problems, PromptDataset, config.train_file, tokenizer, prompt_width)
     held_out = demonstrations = None
     if config.eval_file:
-        held_out = problems.attempt(PromptDataset, config.eval_file, tokenizer, prompt_width)
+        held_out = _attempt(problems, PromptDataset, config.eval_file, tokenizer, prompt_width)
     if config.demonstrations_file:
-        demonstrations = problems.attempt(
+        demonstrations = _attempt(
+            problems,
             DemonstrationDataset,
             config.demonstrations_file,
             tokenizer,
@@ -177,14 +169,14 @@ def _read_rows(
             config.run.seed,
         )
     if prompts is None:
-        problems.raise_all()
+        raise_all(problems, DataError)
     assert prompts is not None, "raise_all has raised otherwise"
     if len(prompts) < config.data.batch_size:
-        problems.found.append(
+        problems.append(
             f"{config.train_file} has {len(prompts)} prompts, data.batch_size={config.data.batch_size} wants more in"
             " each step; lower it or add prompts"
         )
-    stops = problems.attempt(stop_token_ids, config.model_folder, tokenizer, vocab_size)
+    stops = _attempt(problems, stop_token_ids, config.model_folder, tokenizer, vocab_size)
     return RunFiles(tokenizer, prompts, held_out, demonstrations, stops or ())
 
 
@@ -224,20 +216,23 @@ def stop_token_ids(
 def build_model(config: RunConfig) -> None:
     """Write a small model with random weights, and its tokenizer, as a Hugging Face checkpoint."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     assert config.model.build is not None, "called for models to build"
-    described = config.model.build.hf_config()
     with torch.random.fork_rng():
         torch.manual_seed(config.run.seed)
-        described.pop("architectures")
-        hf_config = AutoConfig.for_model(**described)
-        model = AutoModelForCausalLM.from_config(hf_config)
+        model = _new_model(config.model.build.hf_config())
     tokenizer = build_arithmetic_tokenizer()
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(config.model_folder)
     tokenizer.save_pretrained(config.model_folder)
+
+
+def _new_model(described: dict[str, Any]) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    described.pop("architectures", None)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**described))
 
 
 def convert_gguf(config: RunConfig) -> None:
@@ -255,14 +250,11 @@ def convert_gguf(config: RunConfig) -> None:
         import gguf  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"model.gguf needs {error.name}; install hybridengine[smollm2]") from None
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-    described = read_object(config.model.hf_config)
-    described.pop("architectures", None)
-    hf_config = AutoConfig.for_model(**described)
-    # A fresh model holds the weights as plain tensors, without the attributes that reading a GGUF file adds.
-    model = AutoModelForCausalLM.from_config(hf_config)
+    # A new model holds the weights as plain tensors, without the attributes that reading a GGUF file adds.
+    model = _new_model(read_object(config.model.hf_config))
     model.load_state_dict(read.state_dict())
     model.save_pretrained(config.model_folder)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)

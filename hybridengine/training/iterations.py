@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from tensordict import TensorDict
 
 from hybridengine.config import RunConfig
-from hybridengine.controller.calls import call_log
+from hybridengine.controller.calls import CallRecord, call_log
 from hybridengine.controller.rows import Rows
+from hybridengine.data.datasets import PromptDataset
 from hybridengine.drivers.roles import Roles, Sampling
 from hybridengine.errors import ConfigError, DataError, shown
+from hybridengine.planning.costs.dataflows import phase_of_call
 from hybridengine.report import keys
 from hybridengine.training.files import RunFiles
 from hybridengine.training.launch import RunPools
 from hybridengine.training.output import RunOutput
 from hybridengine.training.saving import Progress, RunSaver
-from hybridengine.training.step_metrics import call_metrics
 from hybridengine.training.stopping import StopRequest
 
 NUM_SAMPLES = 16
@@ -45,46 +48,14 @@ def iterate(
     Args:
         progress: state of the run; updated after each iteration.
     """
-    steps, log = config.run.steps, call_log()
-
-    def measure(step: int) -> dict[str, float]:
-        if files.held_out is None:
-            return {}
-        output.begin(step, "evaluating:")
-        metrics, samples = evaluate(roles, len(files.held_out))
-        output.show_samples(step, samples)
-        pools.wait()
-        output.draw(step, log.take_records())
-        return metrics
-
-    log.take_records()  # discard the calls of the start
+    run = _Iterations(config, pools, roles, files.held_out, output, progress)
+    call_log().take_records()  # discard the calls of the start
     if progress.step == 0:
-        with _failures_drawn(pools, output, 0):
-            metrics = measure(0)
-            counts = roles.take_scorer_metrics()
-        output.record(0, metrics | counts)
+        run.complete(0, {}, evaluates=True)
+    steps, every = config.run.steps, config.run.eval_every
     for step in range(progress.step + 1, steps + 1):
-        pools.wait()
-        log.take_records()  # calls between two steps belong to neither
-        output.begin(step)
-        begin, payload_bytes = time.time(), log.payload_bytes
-        with _failures_drawn(pools, output, step):
-            metrics = _carry_out(config, roles, progress, step)
-            pools.wait()
-        seconds, records = time.time() - begin, log.take_records()
-        payload_bytes = log.payload_bytes - payload_bytes
-        metrics |= call_metrics(records, payload_bytes, begin, begin + seconds)
-        metrics[keys.STEP_S] = seconds
-        if keys.TOKENS in metrics:
-            metrics[keys.TOKENS_PER_S] = metrics[keys.TOKENS] / seconds
-        output.draw(step, records)
-        every = config.run.eval_every
-        with _failures_drawn(pools, output, step, metrics):
-            if step == steps or (every and step % every == 0):
-                metrics |= measure(step)
-            counts = roles.take_scorer_metrics()
-        metrics |= counts
-        output.record(step, metrics)
+        metrics = run.train(step)
+        run.complete(step, metrics, evaluates=step == steps or bool(every and step % every == 0))
         progress.step, progress.prompts_drawn = step, progress.prompts_drawn + config.data.batch_size
         last = step == steps or stop.asked
         saver.after_step(metrics, last=last)
@@ -94,23 +65,60 @@ def iterate(
             return
 
 
-@contextlib.contextmanager
-def _failures_drawn(
-    pools: RunPools, output: RunOutput, step: int, known: Mapping[str, float] | None = None
-) -> Iterator[None]:
-    """Draw a step or an evaluation in the timeline if it fails.
+@dataclass(frozen=True)
+class _Iterations:
+    """Parts of one iteration."""
 
-    Args:
-        known: metrics of the step, if its evaluation is what may fail; they are recorded.
-    """
-    try:
-        yield
-    except BaseException:  # a request to stop included; re-raised
-        if known is not None:
-            output.record(step, known)
-        pools.settle()
-        output.draw(step, call_log().take_records())
-        raise
+    config: RunConfig
+    pools: RunPools
+    roles: Roles
+    held_out: PromptDataset | None
+    output: RunOutput
+    progress: Progress
+
+    def train(self, step: int) -> dict[str, float]:
+        """Run the algorithm's step and draw its calls; return its metrics."""
+        log = call_log()
+        self.pools.wait()
+        log.take_records()  # calls between two steps belong to neither
+        self.output.begin(step)
+        begin, payload_bytes = time.time(), log.payload_bytes
+        with self._failures_drawn(step):
+            metrics = _carry_out(self.config, self.roles, self.progress, step)
+            self.pools.wait()
+        end, records = time.time(), log.take_records()
+        metrics |= call_metrics(records, log.payload_bytes - payload_bytes, begin, end)
+        metrics[keys.STEP_S] = end - begin
+        if keys.TOKENS in metrics:
+            metrics[keys.TOKENS_PER_S] = metrics[keys.TOKENS] / (end - begin)
+        self.output.draw(step, records)
+        return metrics
+
+    def complete(self, step: int, metrics: dict[str, float], *, evaluates: bool) -> None:
+        """Add the evaluation and the counts of the scorers to the metrics of a step, and record them."""
+        with self._failures_drawn(step, metrics):
+            if evaluates and self.held_out is not None:
+                self.output.begin(step, "evaluating:")
+                found, samples = evaluate(self.roles, len(self.held_out))
+                self.output.show_samples(step, samples)
+                self.pools.wait()
+                self.output.draw(step, call_log().take_records())
+                metrics |= found
+            counts = self.roles.take_scorer_metrics()
+        metrics |= counts
+        self.output.record(step, metrics)
+
+    @contextlib.contextmanager
+    def _failures_drawn(self, step: int, known: Mapping[str, float] | None = None) -> Iterator[None]:
+        """Draw a step or an evaluation in the timeline if it fails, and record the metrics known by then, if any."""
+        try:
+            yield
+        except BaseException:  # a request to stop included; re-raised
+            if known:
+                self.output.record(step, known)
+            self.pools.settle()
+            self.output.draw(step, call_log().take_records())
+            raise
 
 
 def _carry_out(config: RunConfig, roles: Roles, progress: Progress, step: int) -> dict[str, float]:
@@ -119,7 +127,13 @@ def _carry_out(config: RunConfig, roles: Roles, progress: Progress, step: int) -
     Raises:
         ConfigError: its metrics or its state are not numbers by name.
     """
-    returned = config.algorithm.step(roles, _sampling(config, step), progress.state)
+    sampling = Sampling(
+        step=step,
+        num_prompts=config.data.batch_size,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        first_seed=(config.run.seed * SEED_STRIDES[0] + step) * max(SEED_STRIDES[1], config.rows_per_step),
+    )
+    returned = config.algorithm.step(roles, sampling, progress.state)
     who = f"step {step} of algorithm.name={config.algorithm.name}"
     names = f"names, others than {keys.STEP!r}, and numbers"
     metrics = _numbers(returned, f"{who} returned", f"return its metrics, a dict of {names}")
@@ -168,10 +182,33 @@ def evaluate(roles: Roles, num_prompts: int) -> tuple[dict[str, float], TensorDi
     return metrics, answered[:NUM_SAMPLES].get(*SAMPLE_COLUMNS)
 
 
-def _sampling(config: RunConfig, step: int) -> Sampling:
-    return Sampling(
-        step=step,
-        num_prompts=config.data.batch_size,
-        samples_per_prompt=config.rollout.samples_per_prompt,
-        first_seed=(config.run.seed * SEED_STRIDES[0] + step) * max(SEED_STRIDES[1], config.rows_per_step),
-    )
+def call_metrics(
+    records: Sequence[CallRecord], payload_bytes: int, begin: float, end: float
+) -> dict[str, float]:
+    """Return the metrics of one iteration's calls.
+
+    They are the seconds by phase, the bytes that moved between ranks and through the controller, its overhead from
+    `begin` to `end` (seconds since the epoch), and the largest memory of a rank's process after any call.
+    """
+    seconds, edges = defaultdict[str, float](float), Counter[str]()
+    for record in records:
+        seconds[keys.time_key(phase_of_call(record.role, record.method))] += record.seconds
+        for producer, num_bytes in record.transferred.items():
+            edges[f"transfer/{producer}->{record}_bytes"] += num_bytes
+    held = defaultdict[str, int](int)
+    for by_name in (by_name for record in records for by_name in record.held_bytes.values()):
+        for name, num_bytes in by_name.items():
+            held[keys.memory_key(name)] = max(held[keys.memory_key(name)], num_bytes)
+    spans = sorted(span for record in records for span in record.spans.values())
+    busy, last = 0.0, begin
+    for start, stop in spans:
+        busy += max(0.0, min(stop, end) - max(start, last))
+        last = max(last, stop)
+    return {
+        **seconds,
+        **edges,
+        **held,
+        keys.TRANSFER_BYTES: sum(edges.values()),
+        keys.PAYLOAD_BYTES: payload_bytes,
+        keys.OVERHEAD_S: end - begin - busy,
+    }

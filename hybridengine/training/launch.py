@@ -39,11 +39,7 @@ class RunPools:
     """Pools of a run; a context manager that ends their processes."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Join or start the cluster.
-
-        Raises:
-            ConfigError: the cluster does not exist, or lacks the resources that the configuration needs.
-        """
+        """Join or start the cluster; raise a ConfigError if it lacks what the configuration needs."""
         self._config = config
         call_log()  # created before the pools, which start concurrently and share it
         if config.cluster.address is not None:
@@ -78,11 +74,7 @@ class RunPools:
         return {name: pool.nodes for name, pool in self._pools.items()}
 
     def reserve(self) -> None:
-        """Reserve nodes for all pools, in the order of the pools if they fit that way; idempotent.
-
-        Raises:
-            ConfigError: the cluster is too small, or its nodes stay occupied.
-        """
+        """Reserve nodes for all pools, in the order of the pools if they fit that way; idempotent."""
         pools = list(self._pools.values())
         for place in order_pools([pool.ranks_per_node for pool in pools], self._rooms):
             pools[place].reserve()
@@ -132,7 +124,7 @@ class RunPools:
             WORKERS[holder.role],
             role=holder.name,
             parallel=holder.sizes,
-            generate=config.actor.gen_sizes if holder.role == "actor" else None,
+            generate=config.actor.generate if holder.role == "actor" else None,
             order=config.cluster.order,
             config={"run": config, **arguments},
         )

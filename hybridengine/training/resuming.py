@@ -28,13 +28,9 @@ FINAL_FILE = "final.json"
 
 
 def resume_command(config: RunConfig) -> str:
-    """Return a hint with the command that resumes the run.
-
-    The configuration in the run's folder has every override but no secrets. If ranks have never begun to train with this
-    configuration, the file is missing or belongs to an earlier command.
-    """
+    """Return a hint with the command that resumes the run: from the folder's configuration, if it is the whole of it."""
     file, described = config.run_folder / CONFIG_FILE, config_text(config)
-    if "(hidden" in described or not file.is_file() or file.read_text() != described:
+    if "(hidden" in described or "*****" in described or not file.is_file() or file.read_text() != described:
         return f"the same command with run.name={config.run.name} resume=auto resumes it"
     return f"hybridengine train {as_typed(file)} resume=auto resumes it"
 
@@ -60,11 +56,7 @@ def kept_config(config: RunConfig) -> dict[str, Any]:
 
 
 def check_settled(config: RunConfig, kept: Mapping[str, Any]) -> None:
-    """Check that no key in `SETTLED` has changed since the run began.
-
-    Raises:
-        ConfigError: a key has changed.
-    """
+    """Raise a ConfigError if a key in `SETTLED` has changed since the run began."""
     changes = [change for change in changed_values(kept, config.described()) if change.startswith(SETTLED)]
     if kept and changes:
         raise ConfigError(
@@ -106,14 +98,10 @@ def checkpoint_of(
     if anew:
         say(f"  not in it, and initialised as in a new run: {', '.join(anew)}")
     if left_out:
-        say(
-            f"  {' and '.join(left_out)} will not be in later checkpoints: algorithm.name={config.algorithm.name}"
-            " trains none"
-        )
-    if found.step > config.run.steps:
-        say(
-            f"  run.steps={config.run.steps} is less than the {found.step} that are done: nothing more is trained"
-        )
+        names, algorithm = " and ".join(left_out), config.algorithm.name
+        say(f"  {names} will not be in later checkpoints: algorithm.name={algorithm} trains none")
+    if found.step > (steps := config.run.steps):
+        say(f"  run.steps={steps} is less than the {found.step} that are done: nothing more is trained")
     return config, found
 
 

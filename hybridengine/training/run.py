@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ray.exceptions import RayError
 from rich.console import Console
@@ -59,20 +58,16 @@ def train(config: RunConfig) -> None:
         line = f"[{time.perf_counter() - started:6.1f}s] {without_secrets(text)}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def warn(text: str) -> None:
-        say(f"warning: {text}")
-
     raise_all([*local_problems(config), *missing_trackers(config.run.trackers)])
     check_functions(config.algorithm)
-    runs_are_new = not Path(config.run.folder).exists()
     config, is_made_here = claim_run(config)
     say(f"run {as_typed(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
     stop = StopRequest(saves=bool(config.checkpoint.every))
     with contextlib.ExitStack() as ends:
         ends.enter_context(stop.interruptible())
         # Locked first: a command that does not get the lock must not touch the folder.
-        ends.enter_context(run_lock(config.run_folder, warn))
-        with _nothing_left_behind(config, is_made_here, runs_are_new), contextlib.ExitStack() as begun:
+        ends.enter_context(run_lock(config.run_folder, lambda text: say(f"warning: {text}")))
+        with _nothing_left_behind(config, is_made_here), contextlib.ExitStack() as begun:
             kept = kept_config(config)
             check_settled(config, kept)
             if (done := steps_done(config)) >= config.run.steps:
@@ -91,12 +86,10 @@ def train(config: RunConfig) -> None:
         run = _Run(config, files, trackers, console, say, stop)
         run.carry_out(pools, checkpoint)
     if stop.asked:
-        remedy = (
-            resume_command(config)
-            if config.checkpoint.every
-            else "nothing is saved, because checkpoint.every=0"
+        is_saved = bool(config.checkpoint.every)
+        say(
+            f"stopped; {resume_command(config) if is_saved else 'nothing is saved, because checkpoint.every=0'}"
         )
-        say(f"stopped; {remedy}")
         return
     rows = read_rows(config.run_folder)
     console.print(summary_table(rows))
@@ -117,11 +110,7 @@ class _Run:
     """True once the ranks are ready and the steps begin."""
 
     def carry_out(self, pools: RunPools, checkpoint: Checkpoint | None) -> None:
-        """Carry out all iterations; after a failure, restart the ranks and resume from the newest checkpoint.
-
-        Raises:
-            HybridEngineError: a failure is permanent, or occurred too often.
-        """
+        """Carry out all iterations; after a failure that may pass, resume from the newest checkpoint on new ranks."""
         restarts, last, first = 0, "", checkpoint
         while True:
             progress = Progress.at(checkpoint, self.config.checkpoint.best)
@@ -151,9 +140,8 @@ class _Run:
         with contextlib.suppress(OSError):
             name_written(self.config.run_folder, self.say)
         found = checkpoints_in(self.config.run_folder)
-        left = (
-            f"{resume_command(self.config)} after step {found[0].step}" if found else "nothing has been saved"
-        )
+        resume = f"{resume_command(self.config)} after step {found[0].step}" if found else ""
+        left = resume or "nothing has been saved"
         self.say(f"failed {self._place(progress)}; {left}")
 
     def _place(self, progress: Progress) -> str:
@@ -163,11 +151,7 @@ class _Run:
         return f"{'in' if self.has_started else 'while it started, before'} step {progress.step + 1}"
 
     def _pools_after(self, failure: Exception) -> RunPools:
-        """Return new pools with reserved nodes.
-
-        Raises:
-            WorkerError: the cluster no longer has the nodes; the message gives both errors.
-        """
+        """Return new pools with reserved nodes, or raise a WorkerError with both errors."""
         try:
             with contextlib.ExitStack() as begun:
                 pools = begun.enter_context(RunPools(self.config))
@@ -180,9 +164,8 @@ class _Run:
     def _attempt(self, pools: RunPools, progress: Progress, checkpoint: Checkpoint | None) -> None:
         """Start the processes and carry out the run until it ends or fails."""
         config, say, self.has_started = self.config, self.say, False
-        say(
-            f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process (about a minute on a CPU)"
-        )
+        what = "Megatron-core and vLLM in each process (about a minute on a CPU)"
+        say(f"starting {config.num_ranks} ranks: {what}")
         pools.start()
         warmed_up = config.start_folder.is_dir()
         start = config.start_folder if warmed_up else config.model_folder
@@ -251,14 +234,13 @@ def local_problems(config: RunConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def _nothing_left_behind(config: RunConfig, is_made_here: bool, runs_are_new: bool) -> Iterator[None]:
-    """Remove the folder of a run that fails before it starts, and run.folder, unless they already existed."""
+def _nothing_left_behind(config: RunConfig, is_made_here: bool) -> Iterator[None]:
+    """Remove the folder of a run that fails before it starts, unless it already existed, and an empty run.folder."""
     try:
         yield
     except HybridEngineError:
         if is_made_here:
             shutil.rmtree(config.run_folder, ignore_errors=True)
-            if runs_are_new:
-                with contextlib.suppress(OSError):  # it has other contents by now, such as a tracker's
-                    Path(config.run.folder).rmdir()
+            with contextlib.suppress(OSError):
+                config.run_folder.parent.rmdir()
         raise

@@ -1,8 +1,7 @@
 """Saving of checkpoints during a run, and loading of the state of a resumed run.
 
-A save begins between two iterations: every trained role copies its state to host memory, and writes it in the background.
-Between two later iterations, once all roles have written, the checkpoint is renamed; if a run ends before that, the
-resumed run renames it. A failed save does not end the run.
+Between two iterations, every trained role copies its state to host memory and writes it in the background. Once all have
+written, the checkpoint is renamed, if need be by the resumed run. A failed save does not end the run.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ POLL_S, LONGEST_POLL_S = 0.05, 1.0
 """Initial and longest interval, in seconds, at which ranks are polled for the end of a save."""
 FREE_KEYS = (
     "resume",
+    "checkpoint",
+    "faults",
+    "timeouts",
     "run.folder",
     "run.name",
     "run.live",
     "run.trackers",
-    "checkpoint",
-    "faults",
-    "timeouts",
 )
 """Parts of a configuration that do not change a run's results."""
 
@@ -68,10 +67,7 @@ class Progress:
 
     @classmethod
     def at(cls, checkpoint: Checkpoint | None, best_metric: str | None) -> Progress:
-        """Return the progress of a run that resumes from a checkpoint, or of a new run without one.
-
-        Args:
-            best_metric: metric that selects the best checkpoint; the best value of another metric is ignored.
+        """Return the progress at a checkpoint, whose best value counts if it is of `best_metric`, or of a new run.
 
         Raises:
             CheckpointError: the checkpoint's progress cannot be read.
@@ -107,7 +103,10 @@ class RunSaver:
         self, config: RunConfig, roles: Roles, progress: Progress, say: Callable[[str], None]
     ) -> None:
         self._config, self._progress, self._say = config, progress, say
-        self._groups, self._best_before = _trained_groups(config, roles), progress.best
+        self._groups: dict[str, WorkerGroup] = {
+            role: getattr(roles, role) for role in TRAINED if role in config.algorithm.roles
+        }
+        self._best_before = progress.best
         self._writing: _Writing | None = None
         self.saved_step = progress.step
         """Step of the newest checkpoint."""
@@ -119,8 +118,7 @@ class RunSaver:
     def after_step(self, metrics: Mapping[str, float], *, last: bool = False) -> None:
         """Complete a checkpoint that all ranks have written; begin another if one is due or the run ends.
 
-        Args:
-            last: True if the run ends after this step; may be set in a second call for the same step.
+        A second call for the same step may set `last`.
         """
         self._poll()
         every, step = self._config.checkpoint.every, self._progress.step
@@ -142,7 +140,9 @@ class RunSaver:
         if name in metrics:
             if metrics[name] > (-math.inf if best.value is None else best.value):
                 self._progress.best = Best(step=self._progress.step, value=metrics[name], metric=name)
-        elif not self._has_warned and (not _is_evaluated(name) or any(map(_is_evaluated, metrics))):
+        elif not self._has_warned and (
+            not name.startswith("eval/") or any(metric.startswith("eval/") for metric in metrics)
+        ):
             self._has_warned = True
             self._say(
                 f"warning: checkpoint.best={name} is no metric of this run, so that no best checkpoint is kept; choose"
@@ -182,11 +182,7 @@ class RunSaver:
             self._poll(last=time.monotonic() >= deadline)
 
     def _poll(self, last: bool = False) -> None:
-        """Poll the roles that are still writing; once all have ended, complete or discard the checkpoint.
-
-        Args:
-            last: True if the time limit has passed: roles that are still writing give up.
-        """
+        """Complete or discard the checkpoint if all roles have ended; at the `last` time, those that write give up."""
         writing = self._writing
         if writing is None:
             return
@@ -233,21 +229,11 @@ class RunSaver:
         self._say(f"warning: no checkpoint of step {step}: {error}; the run goes on, earlier ones are kept")
 
 
-def _is_evaluated(metric: str) -> bool:
-    """Return True if only evaluated steps have the metric."""
-    return metric.startswith("eval/")
-
-
-def _trained_groups(config: RunConfig, roles: Roles) -> dict[str, WorkerGroup]:
-    return {role: getattr(roles, role) for role in TRAINED if role in config.algorithm.roles}
-
-
 def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:
     """Load a checkpoint into every trained role that it has, and set the position in the prompts.
 
     Raises:
         RankFailedError: the checkpoint belongs to another model, or cannot be read.
-        CheckpointError: the checkpoint lacks a role and was not converted.
     """
     progress = Progress.at(checkpoint, config.checkpoint.best)
     there, _, _ = check_roles(checkpoint, config)
@@ -264,17 +250,14 @@ def check_roles(checkpoint: Checkpoint, config: RunConfig) -> tuple[list[Role], 
     """
     trained: set[Role] = set(config.algorithm.roles) & set(TRAINED)
     there: set[Role] = {role for role in TRAINED if (checkpoint.folder / role).is_dir()}
-    missing = sorted(trained - there, key=TRAINED.index)
+    missing = trained - there
     if missing and not (trained & there and checkpoint.step == 0):
+        lost = min(missing, key=TRAINED.index)
         raise CheckpointError(
-            f"{checkpoint.folder} has no {missing[0]}, which algorithm.name={config.algorithm.name} trains; resume with"
+            f"{checkpoint.folder} has no {lost}, which algorithm.name={config.algorithm.name} trains; resume with"
             " the algorithm that it was written by, or from a checkpoint before the change, into another run.name"
         )
-    return (
-        [role for role in TRAINED if role in trained & there],
-        missing,
-        [role for role in TRAINED if role in there - trained],
-    )
+    return tuple(sorted(roles, key=TRAINED.index) for roles in (trained & there, missing, there - trained))
 
 
 def run_state(config: RunConfig, progress: Progress, roles: Iterable[str]) -> RunState:
@@ -304,10 +287,7 @@ def sha256_of(file: Path) -> str | None:
 
 
 def changes_since(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
-    """Return the changes of configuration, prompts and packages since a checkpoint was written that affect results.
-
-    A converted checkpoint has no record to compare with.
-    """
+    """Return the changes of configuration, prompts and packages since a checkpoint was written that affect results."""
     before = checkpoint.run_state()
     changes = [
         f"the configuration has changed: {change}"

@@ -14,7 +14,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 @contextlib.contextmanager
 def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
-    """Handle signals while the context is open; has an effect only in the main thread."""
+    """Handle signals while the context is open, in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -30,10 +30,12 @@ class StopRequest:
     """Request, by signal, to end the run after the current iteration.
 
     A second signal ends the run at once: Ctrl-C raises KeyboardInterrupt, SIGTERM raises SystemExit.
+
+    Args:
+        saves: True if the run writes a checkpoint when it stops.
     """
 
     def __init__(self, saves: bool = True) -> None:
-        """Create a request; `saves` is True if the run writes a checkpoint when it stops."""
         self.asked = False
         self.heard = False
         """True after any signal, including one that arrived too late to stop the run early."""
@@ -53,7 +55,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle signals as requests while the context is open; has an effect only in the main thread."""
+        """Handle signals as requests while the context is open, in the main thread only."""
         if self._interrupted:
             raise KeyboardInterrupt
         with _handled({signal.SIGINT: self._take, signal.SIGTERM: self._take}):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hybridengine.config import load_config
-from hybridengine.config.algorithm import ALGORITHMS, Algorithm, Conflict, algorithm_class
+from hybridengine.config.algorithm import ALGORITHMS, Algorithm, algorithm_class
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.online_dpo import OnlineDpo
@@ -78,7 +76,7 @@ def test_a_class_of_ones_own_that_cannot_be_used(
         (tmp_path / package / "flow.py").write_text(code)
     with pytest.raises(ConfigError) as error:
         load_config(BASE, [f"algorithm.name={package}.flow:Flow"])
-    assert str(error.value).startswith(f"algorithm.name: {package}.flow:Flow "), "and no other problem"
+    assert str(error.value).startswith(f"algorithm: {package}.flow:Flow "), "and no other problem"
     assert words in str(error.value)
 
 
@@ -117,28 +115,6 @@ def test_an_algorithm_of_ones_own_keeps_its_options(tmp_path: Path) -> None:
         load_config(BASE, [overrides[0], "algorithm.shares.a=x"])
     with pytest.raises(ConfigError, match=r"algorithm\.limit\.int=\[\] must be an integer; .* the default 3"):
         load_config(BASE, [overrides[0], "algorithm.limit=[]"])
-
-
-class Broken(Ppo):
-    """PPO whose rules raise."""
-
-    def conflicts(self, config: Any) -> Iterator[Conflict]:
-        raise KeyError(config.run.name)
-
-
-class Texts(Ppo):
-    """PPO whose rules are strings."""
-
-    def conflicts(self, config: Any) -> Iterator[Any]:
-        yield f"{config.run.name} is bad"
-
-
-@pytest.mark.parametrize(("name", "error"), [("Broken", "KeyError: 'mine'"), ("Texts", "TypeError: ")])
-def test_rules_of_ones_own_that_fail_are_told(name: str, error: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"conflicts of algorithm\.name={__name__}:{name} failed \({error}"
-    ):
-        load_config(BASE, [f"algorithm.name={__name__}:{name}", "run.name=mine"])
 
 
 def test_a_dry_run_looks_for_functions_of_ones_own() -> None:

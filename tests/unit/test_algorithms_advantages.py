@@ -48,7 +48,7 @@ def test_token_rewards_ignore_what_is_masked_and_skip_holes() -> None:
 
 def test_token_rewards_refuse_scores_per_token() -> None:
     mask_BR = response_mask(torch.tensor([2, 2]), 2)
-    with pytest.raises(AssertionError, match="one score for each row"):
+    with pytest.raises(AssertionError, match="one entry for each of"):
         token_rewards(torch.zeros(2, 2), torch.zeros(2, 2), mask_BR, 0.1)
 
 

@@ -129,7 +129,7 @@ def _total(columns: torch.Tensor, mask_BR: torch.Tensor, aggregation: Aggregatio
         st.tuples(st.integers(0, WIDTH), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=8
     )
 )
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 def test_gradient_and_metrics_do_not_depend_on_how_rows_are_cut(
     aggregation: Aggregation, rows: list[tuple[int, int, int]]
 ) -> None:

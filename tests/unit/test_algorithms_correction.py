@@ -162,7 +162,7 @@ rows_with_owners = st.lists(
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 @given(drawn=rows_with_owners)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 def test_metrics_of_rows_anywhere(
     name: CorrectionName, drawn: list[tuple[list[tuple[float, float]], int]]
 ) -> None:

@@ -114,7 +114,7 @@ rows_with_owners = st.lists(
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @given(drawn=rows_with_owners)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 def test_rows_anywhere_give_what_the_loops_give(name: str, drawn: list[tuple[float, int, bool, int]]) -> None:
     """Rows of one group are on several ranks, in any order, and some ranks have no rows."""
     rows: list[Row] = [(score if keep else math.nan, group, keep) for score, group, keep, _ in drawn]

@@ -122,7 +122,7 @@ rows_with_owners = st.lists(
 
 
 @given(drawn=rows_with_owners, gamma=st.sampled_from([1.0, 0.97, 0.5]))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 def test_reinforce_plus_plus_of_rows_anywhere(drawn: list[tuple[list[float], int]], gamma: float) -> None:
     rows = [row for row, _ in drawn]
     rewards_BR, mask_BR = _columns(rows)

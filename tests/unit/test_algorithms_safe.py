@@ -42,7 +42,7 @@ def test_advantages_refuse_columns_that_would_broadcast() -> None:
 @given(
     log_value=st.floats(-5, 1.5), mean_cost=st.floats(-20, 20), limit=st.floats(-5, 5), lr=st.floats(1e-3, 1)
 )
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 def test_update_is_an_sgd_step_of_torch(log_value: float, mean_cost: float, limit: float, lr: float) -> None:
     parameter = torch.tensor(log_value, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=lr)

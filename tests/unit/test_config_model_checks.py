@@ -192,6 +192,9 @@ def test_rows_must_fit_every_models_positions(tmp_path: Path, from_checkpoint: P
     )
 
 
+FEW_ROWS = ("data.task.train_rows=64", "data.task.eval_rows=8")
+
+
 def test_every_model_must_know_the_actors_tokens(
     tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,27 +203,30 @@ def test_every_model_must_know_the_actors_tokens(
     for name, vocab_size in (("small", 20), ("large", 64)):
         changes = {"vocab_size": vocab_size, "num_key_value_heads": 2, "max_position_embeddings": 128}
         write_checkpoint(tmp_path / name, CONFIG | changes)
-    config, _ = claim_run(load_config(built, [f"critic.path={tmp_path / 'small'}"]))
+    config, _ = claim_run(load_config(built, [*FEW_ROWS, f"critic.path={tmp_path / 'small'}"]))
     with pytest.raises(
         DataError, match=r"critic\.path=.*small has vocab_size=20, the actor's tokenizer .* has 57 tokens"
     ):
         prepare_files(config)
-    prepare_files(claim_run(load_config(built, [f"critic.path={tmp_path / 'large'}"]))[0])
+    prepare_files(claim_run(load_config(built, [*FEW_ROWS, f"critic.path={tmp_path / 'large'}"]))[0])
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("bos_token_id", "abc"), ("dtype", "banana"), ("use_cache", "no"), ("attention_dropout", "a")],
-)
 def test_a_config_that_transformers_refuses_is_found_before_ranks_start(
-    tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
+    tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The run resumes with the files that it has."""
     monkeypatch.chdir(tmp_path)
-    config, _ = claim_run(load_config(built))
+    config, _ = claim_run(load_config(built, FEW_ROWS))
     prepare_files(config)
     file = config.model_folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    for _ in range(2):  # the run resumes with the files that it has
+    described = json.loads(file.read_text())
+    for key, value in (
+        ("bos_token_id", "abc"),
+        ("dtype", "banana"),
+        ("use_cache", "no"),
+        ("attention_dropout", "a"),
+    ):
+        file.write_text(json.dumps(described | {key: value}))
         with pytest.raises(DataError, match=rf"{file} is not accepted by transformers .*{value}"):
             prepare_files(config)
 
@@ -230,7 +236,7 @@ def test_what_belongs_to_the_weights_is_kept_from_the_beginning(
 ) -> None:
     """The tokenizer of `model.tokenizer`, and no file of the model's folder, which may be gone when the run ends."""
     monkeypatch.chdir(tmp_path)
-    prepare_files(claim_run(load_config(built, ["run.name=first"]))[0])
+    prepare_files(claim_run(load_config(built, [*FEW_ROWS, "run.name=first"]))[0])
     first = tmp_path / "runs" / "first" / "model"
     own = tmp_path / "tokenizer"
     own.mkdir()
@@ -243,7 +249,14 @@ def test_what_belongs_to_the_weights_is_kept_from_the_beginning(
     (first / "vocab.json").write_text("{}")
     config, _ = claim_run(
         load_config(
-            built, ["run.name=second", f"model.path={first}", "model.build=null", f"model.tokenizer={own}"]
+            built,
+            [
+                *FEW_ROWS,
+                "run.name=second",
+                f"model.path={first}",
+                "model.build=null",
+                f"model.tokenizer={own}",
+            ],
         )
     )
     prepare_files(config)

@@ -154,7 +154,7 @@ def test_a_plan_is_a_configuration_that_can_be_trained(
     assert {name: str(holder.sizes) for name, holder in holders.items()} == {
         name: role["parallel"] for name, role in best["roles"].items()
     }
-    assert str(run.actor.gen_sizes) == best["roles"]["actor"]["generate"]
+    assert str(run.actor.generate) == best["roles"]["actor"]["generate"]
     assert run.rollout.kv_cache_bytes == best["roles"]["actor"]["kv_cache_bytes"]
     assert run.num_ranks == sum(pool["num_ranks"] for pool in best["placement"])
     pools = list(run.pools.values())
@@ -227,7 +227,7 @@ def test_models_of_one_role_share_a_pool(planned: Planned, tmp_path: Path) -> No
         assert plan["roles"]["reward_helpful"]["pool"] == plan["roles"]["reward_short"]["pool"]
     sizes = {name: role["parallel"] for name, role in found["plans"][0]["roles"].items()}
     terms = load_config(out, dry_run=True).reward.terms
-    assert {f"reward_{name}": term.parallel for name, term in terms.items()} == {
+    assert {f"reward_{name}": str(term.parallel) for name, term in terms.items()} == {
         name: value for name, value in sizes.items() if name.startswith("reward_")
     }
 
@@ -345,7 +345,7 @@ def test_no_setting_is_named_that_would_not_do(planned: Planned) -> None:
         (["--lengths", "nowhere.jsonl"], ["no such form, and no such file"]),
         (["--prompt-tokens", "-3"], ["--prompt-tokens -3 must be from 1 to"]),
         (["--prompt-tokens", "nan"], ["--prompt-tokens nan must be from 1 to"]),
-        (["algorithm.name=my.dataflow"], ["algorithm.name"]),
+        (["algorithm.name=my.dataflow"], ["algorithm: 'my.dataflow' is no algorithm"]),
         (["model.dtype=float16"], ["model.dtype"]),
     ],
 )

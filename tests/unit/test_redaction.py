@@ -5,15 +5,20 @@ from __future__ import annotations
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
+from pydantic import SecretStr, create_model
 
 from hybridengine.cli.main import main
 from hybridengine.config import load_config
 from hybridengine.config.algorithm import Algorithm
+from hybridengine.config.values import Section
 from hybridengine.controller.failures import failure_of
-from hybridengine.redaction import is_secret, redacted, remember_secrets, without_secrets
+from hybridengine.redaction import is_secret, redacted, without_secrets
+from hybridengine.training.files import claim_run, config_text, keep_config
+from hybridengine.training.resuming import resume_command
+from hybridengine.training.saving import Progress, run_state
 
 SECRET = "sk-0123456789"
 
@@ -61,23 +66,6 @@ def test_names_of_other_things(name: str) -> None:
     assert not is_secret(name)
 
 
-def test_configurations() -> None:
-    found = redacted(
-        {
-            "options": {"api_key": SECRET, "tokens": 3, "nested": [{"password": ""}, {"token": ["a", "b"]}]},
-            "name": "x",
-        }
-    )
-    assert found == {
-        "options": {
-            "api_key": "(hidden)",
-            "tokens": 3,
-            "nested": [{"password": ""}, {"token": ["(hidden)"] * 2}],
-        },
-        "name": "x",
-    }
-
-
 @pytest.mark.parametrize("name", ["DB_PASS", "JUDGE_PWD", "GITHUB_PAT", "SENTRY_DSN", "OPENAI_KEY"])
 def test_names_that_only_the_environment_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, SECRET)
@@ -114,27 +102,19 @@ def test_values_of_the_environment_are_hidden_wherever_they_stand(monkeypatch: p
     assert without_secrets(f"GET /?key={SECRET} 123") == "GET /?key=(hidden: JUDGE_API_KEY) 123"
     assert without_secrets("of-another-service") == "(hidden: OPENAI_KEY)"
     assert without_secrets(f"{SECRET}-longer") == "(hidden: JUDGE_TOKEN)"
-    assert redacted({"header": f"Bearer {SECRET}"}) == {"header": "Bearer (hidden: JUDGE_API_KEY)"}
+    assert redacted({"a": [f"Bearer {SECRET}", 3]}) == {"a": ["Bearer (hidden: JUDGE_API_KEY)", 3]}
 
 
-def test_what_stands_beneath_a_secret_name_is_secret() -> None:
-    found = redacted({"credentials": {"judge": SECRET, "level": 3}})
-    assert found == {"credentials": {"judge": "(hidden)", "level": "(hidden)"}}
-    term = {"terms": {"tokens": {"function": "package.module:count"}}}
-    assert redacted(term) == term
+@pytest.mark.parametrize("kind", [str, str | None, dict[str, str], Any])
+def test_a_key_that_is_a_secret_by_its_name_must_be_declared_as_one(kind: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"judge_api_key is a secret by its name; declare it as pydantic\.SecretStr"
+    ):
+        create_model("Asked", __base__=Section, judge_api_key=(kind, None))
 
 
-def test_a_password_may_be_a_number() -> None:
-    """YAML reads a password of digits as a number; a number of tokens is not a password."""
-    found = redacted({"password": 12345678, "max_tokens": 12345678, "use_password": True, "secret": None})
-    assert found == {
-        "password": "(hidden)",
-        "max_tokens": 12345678,
-        "use_password": True,
-        "secret": None,
-    }
-    remember_secrets({"password": 87654321})
-    assert without_secrets("wrong: 87654321") == "wrong: (hidden)"
+def test_a_key_that_counts_may_have_a_secrets_name() -> None:
+    create_model("Counted", __base__=Section, max_tokens=(int, 3), use_password=(bool, True))
 
 
 def test_addresses() -> None:
@@ -179,7 +159,8 @@ class Asking(Algorithm):
     """A user-defined algorithm with a key."""
 
     roles = ("actor", "reward")
-    api_key: str = ""
+    api_key: SecretStr = SecretStr("")
+    other_keys: dict[str, SecretStr] = {}  # noqa: RUF012
 
     def step(self, roles, sampling, state):
         return {}
@@ -200,11 +181,25 @@ def test_a_configuration_that_is_written_down_has_no_secrets(
     file = tmp_path / "run.yaml"
     file.write_text(CONFIG)
     config = load_config(file, [], dry_run=True)
-    assert config.algorithm == Asking(api_key=SECRET)  # the dataflow needs it
-    assert SECRET not in yaml.safe_dump(config.described())
+    assert config.algorithm == Asking(api_key=SecretStr(SECRET))  # the dataflow needs it
+    for written in (
+        config_text(config),
+        run_state(config, Progress(), []).model_dump_json(),
+        str(config.described()),  # for trackers
+        repr(config),
+    ):
+        assert SECRET not in written and "api_key" in written
     assert config.described()["data"]["train_file"] == "none.jsonl"
+    claimed, _ = claim_run(load_config(file, [f"run.folder={tmp_path}"], dry_run=True))
+    assert claimed.algorithm == config.algorithm and claimed.model.path == str(Path("models/none").resolve())
+    keep_config(claimed)
+    assert resume_command(claimed).startswith("the same command"), "the file has a mask where the secret was"
     assert main(["train", str(file), f"run.name=a/{SECRET}"]) == 2
     assert SECRET not in capsys.readouterr().err
+    for value in ("12345678", "[12345678", "{a: 12345678}"):
+        assert main(["train", str(file), f"algorithm.api_key={value}"]) == 2
+        error = capsys.readouterr().err
+        assert "(hidden)" in error and "12345678" not in error
     monkeypatch.delenv("JUDGE_API_KEY")
     other = "given-on-the-command-line"
     assert main(["train", "configs/arithmetic.yaml", f"algorithm.api_key={other}"]) == 2
@@ -218,12 +213,12 @@ def test_who_is_sent_a_configuration_keeps_its_secrets(
     """Ranks receive it this way: their environment contains no secret."""
     file = tmp_path / "run.yaml"
     file.write_text(CONFIG.replace("${oc.env:JUDGE_API_KEY}", f"{SECRET}-literal"))
-    config = load_config(file, [], dry_run=True)
+    config = load_config(file, ["algorithm.other_keys.judge=another-key"], dry_run=True)
     monkeypatch.setattr("hybridengine.redaction._known", set())
     assert without_secrets(f"401 for {SECRET}-literal") == f"401 for {SECRET}-literal"
     sent = pickle.loads(pickle.dumps(config))
     assert sent == config
-    assert without_secrets(f"401 for {SECRET}-literal") == "401 for (hidden)"
+    assert without_secrets(f"401 for {SECRET}-literal, another-key") == "401 for (hidden), (hidden)"
 
 
 def test_an_exception_that_nobody_expects_shows_no_secrets(

@@ -151,8 +151,8 @@ def test_retries(built: Path, overrides: list[str], retries: int) -> None:
         (
             ["reward.terms.one.weight=heavy", "reward.terms.one.function=a:b"],
             [
-                'reward.terms.one.weight="heavy" must be a number; correct it, or leave it out for the default 1.0 (it'
-                " is: factor of the term's score;"
+                'reward.terms.one.weight="heavy" must be a number; correct it, or leave it out for the default 1.0 ('
+                "Factor of the term's score;"
             ],
         ),
         (

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.controller.calls import CallRecord
-from hybridengine.training.step_metrics import call_metrics
+from hybridengine.training.iterations import call_metrics
 
 EPOCH_S, STEP_MS = 1_700_000_000.0, 60
 
@@ -30,6 +30,7 @@ span = st.tuples(st.integers(-20, STEP_MS + 20), st.integers(0, 40)).map(
 )
 
 
+@settings(max_examples=30)
 @given(st.lists(st.dictionaries(st.integers(0, 3), span, min_size=1), max_size=6))
 def test_overhead_is_the_time_in_which_no_rank_is_in_a_call(calls: list[dict[int, tuple[int, int]]]) -> None:
     records = [record("actor", "update", spans) for spans in calls]

@@ -6,13 +6,10 @@ A mini-batch is the input of one optimizer step: all micro-batches of all data-p
     sequence        mean over its sequences of the mean over each one's valid tokens: GRPO as first published
     sequence_sum    mean over its sequences of the sum over each one's valid tokens, divided by a constant: Dr.GRPO
 
-Averaging the means of micro-batches would give another result wherever counts differ. Every loss here therefore returns
-a *sum*, together with sums of statistics; the caller counts tokens or sequences over the whole mini-batch beforehand
-(one all-reduce of `Aggregation.count`) and divides by that. The gradient then does not depend on how rows are cut into
-micro-batches or distributed over ranks. A row is never cut.
-
-A row without a valid token is excluded from sum and count: this is how padding rows and rows whose reward failed are
-represented, and neither may change the loss of the others.
+Every loss returns a *sum*, together with sums of statistics; the caller divides by the count of the whole mini-batch (one
+all-reduce of `Aggregation.count`). The gradient then does not depend on how rows, which are never cut, are grouped into
+micro-batches or distributed over ranks. A row without a valid token (padding, a failed reward) is excluded from sum and
+count.
 
 Source: arXiv 2402.03300, equation 3 (sequence); arXiv 2503.14476, section 3.3 (token); arXiv 2503.20783, section 3
 (sequence_sum).
@@ -61,10 +58,9 @@ PER_TOKEN = Aggregation("token")
 
 @dataclass(frozen=True)
 class LossStats:
-    """Statistics of some rows, in a form that can be merged.
+    """Statistics of some rows, in a form that can be merged: 0-dim tensors without gradient.
 
-    All are 0-dim tensors without gradient that share no memory with a loss (Megatron's schedule divides the
-    loss it gets in place).
+    They share no memory with a loss, which Megatron's schedule divides in place.
     """
 
     sums: Mapping[str, Tensor] = field(default_factory=dict)
@@ -111,9 +107,7 @@ class SummedLoss:
 
 def merge_stats(parts: Iterable[LossStats]) -> LossStats:
     """Return the merged statistics of all parts (micro-batches, or different losses)."""
-    sums: dict[str, Tensor] = {}
-    maxima: dict[str, Tensor] = {}
-    counts: dict[str, Tensor] = {}
+    sums, maxima, counts = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
     for part in parts:
         for totals, more in ((sums, part.sums), (counts, part.counts)):
             for name, value in more.items():

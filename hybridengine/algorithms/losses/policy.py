@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.algorithms.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k1, k3
-from hybridengine.algorithms.losses.aggregation import (
-    PER_TOKEN,
-    Aggregation,
-    LossStats,
-    SummedLoss,
-    merge_stats,
-)
+from hybridengine.algorithms.losses.aggregation import PER_TOKEN, Aggregation, LossStats, SummedLoss
 from hybridengine.algorithms.masking import check_shapes, masked_max, masked_sum, zero_masked
 from hybridengine.config.algorithm import Algorithm
 from hybridengine.config.sections import ActorSection
@@ -51,12 +45,8 @@ def policy_loss(
     Source: arXiv 1707.06347, equation 7; two clip ranges as in DAPO, arXiv 2503.14476, section 3.1; dual clip:
         arXiv 1912.09729, equation 5; weights outside of the minimum: arXiv 2505.24298, section 5.2.
     """
-    check_shapes(
-        log_probs_BR=log_probs_BR,
-        old_log_probs_BR=old_log_probs_BR,
-        advantages_BR=advantages_BR,
-        mask_BR=mask_BR,
-    )
+    check_shapes(log_probs_BR=log_probs_BR, old_log_probs_BR=old_log_probs_BR)
+    check_shapes(advantages_BR=advantages_BR, log_probs_BR=log_probs_BR, mask_BR=mask_BR)
     assert dual_clip is None or dual_clip > 1, f"dual_clip={dual_clip} must be above 1, or None"
     old_log_probs_BR = zero_masked(old_log_probs_BR.detach(), mask_BR)
     advantages_BR = zero_masked(advantages_BR.detach(), mask_BR)
@@ -76,9 +66,18 @@ def policy_loss(
         gain_BR = gain_BR * weights_BR.detach()
     loss_sum = aggregation.loss_sum(-gain_BR, mask_BR)
     clips["actor/clip_fraction"] = torch.stack(list(clips.values())).any(0)
-    stats = _stats(log_probs_BR.detach(), old_log_probs_BR, ratio_BR.detach(), clips, mask_BR)
+    with torch.no_grad():
+        per_token = {name: clipped_BR.to(ratio_BR.dtype) for name, clipped_BR in clips.items()} | {
+            "actor/approx_kl_k1": k1(old_log_probs_BR, log_probs_BR),
+            "actor/approx_kl_k3": k3(old_log_probs_BR, log_probs_BR),
+            "actor/ratio_mean": ratio_BR,
+        }
+        sums = {name: masked_sum(values_BR, mask_BR) for name, values_BR in per_token.items()}
+        maxima = {"actor/ratio_max": masked_max(ratio_BR, mask_BR)}
+    mean = "actor/policy_loss"
     return SummedLoss(
-        loss_sum, merge_stats([aggregation.stats("actor/policy_loss", loss_sum, mask_BR), stats])
+        loss_sum,
+        LossStats({mean: loss_sum.detach().clone(), **sums}, maxima, {mean: aggregation.count(mask_BR)}),
     )
 
 
@@ -92,15 +91,11 @@ def kl_loss(
 ) -> SummedLoss:
     """Return coefficient·KL of all valid tokens by an estimator of kl.py, summed by `aggregation`.
 
-    The term keeps the policy close to the reference without changing the rewards. Gradient flows through `log_probs_BR`
-    only. The expectation of the gradient, over tokens sampled by pi itself, differs from the gradient of the KL
-    estimate:
+    Gradient flows through `log_probs_BR` only. Its expectation, over tokens sampled by pi itself:
 
         k1    0: the value is unbiased, but as a loss it has no direction and only adds noise
         k2    grad KL(pi || pi_ref), though the value is biased
         k3    grad KL(pi_ref || pi), the other direction; the two agree to first order near pi = pi_ref. GRPO's choice
-
-    Tokens sampled by an older policy make all three approximate: they are not weighted by pi/pi_old.
 
     Shapes: all [B, R].
     Stats, as a mean per token once divided: actor/kl_loss (the estimator's value, without the coefficient).
@@ -139,10 +134,7 @@ def clipped_loss(
 ) -> SummedLoss:
     """Return `policy_loss` of the columns of a micro-batch, with the clip ranges of the actor's section.
 
-    This is the default of `algorithm.loss`; custom losses have the same signature.
-
     Args:
-        log_probs_BR: log-probs of the trained policy, with gradient.
         columns: `mask`, `log_probs` (of the old policy) and `advantages`, all [B, R]; optionally `weights` of the
             rollout correction and `ref_log_probs`.
     """
@@ -157,19 +149,3 @@ def clipped_loss(
         weights_BR=columns.get("weights"),
         aggregation=aggregation,
     )
-
-
-def _stats(
-    log_probs_BR: Tensor,
-    old_log_probs_BR: Tensor,
-    ratio_BR: Tensor,
-    clips: dict[str, Tensor],
-    mask_BR: Tensor,
-) -> LossStats:
-    per_token = {name: clipped_BR.to(ratio_BR.dtype) for name, clipped_BR in clips.items()} | {
-        "actor/approx_kl_k1": k1(old_log_probs_BR, log_probs_BR),
-        "actor/approx_kl_k3": k3(old_log_probs_BR, log_probs_BR),
-        "actor/ratio_mean": ratio_BR,
-    }
-    sums = {name: masked_sum(values_BR, mask_BR) for name, values_BR in per_token.items()}
-    return LossStats(sums, {"actor/ratio_max": masked_max(ratio_BR, mask_BR)})

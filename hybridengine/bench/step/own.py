@@ -21,8 +21,8 @@ from hybridengine.files import read_object
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.report import keys
 from hybridengine.training.files import claim_run, prepare_files
+from hybridengine.training.iterations import call_metrics
 from hybridengine.training.launch import RunPools
-from hybridengine.training.step_metrics import call_metrics
 
 CACHE_BLOCK_TOKENS = 128
 """Tokens of a block of vLLM's KV cache on a CPU."""

@@ -19,9 +19,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, ValidationError, model_validator
 
-from hybridengine.config.loading import known_fields
+from hybridengine.config.loading import known_fields, rule, yaml_fault
 from hybridengine.config.values import Bytes, Section, Share
-from hybridengine.config.wording import rule, yaml_fault
 from hybridengine.errors import ConfigError, UnreadableError, raise_all, shown
 from hybridengine.files import read_text
 from hybridengine.topology.links import LinkClass, NodeMap

@@ -183,7 +183,7 @@ def given_plan(
         TopologyError: the generation sizes do not nest, so that the planner has no costs for them.
     """
     sizes = {holder.name: holder.sizes for holder in model_holders(config)}
-    options = Options(workload, cluster, sizes, config.actor.gen_sizes, pricer)
+    options = Options(workload, cluster, sizes, config.actor.generate, pricer)
     pools, placement, num_ranks = [], [], []
     for pool in config.pools.values():
         names = tuple(name for role in pool.roles for name in workload.roles.get(role, ()))
