@@ -1,7 +1,6 @@
 """Nodes, devices and links of a cluster, read from a YAML file, and the seconds of collectives and messages over them.
 
-The files are in configs/clusters/. All bandwidths are per direction: half of the figure for links that are specified by
-the sum of both directions, such as NVLink.
+Bandwidths are per direction: half of the figure for links that are specified by the sum of both, such as NVLink.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ class Links(Section):
 
 
 class Compute(Section):
-    """Operations per second of a device, and costs in addition to arithmetic.
-
-    `hybridengine calibrate` measures all of them on the current machine.
-    """
+    """Operations per second of a device, and costs in addition to arithmetic; `hybridengine calibrate` measures them."""
 
     flops_per_s: dict[Literal["bfloat16", "float32"], Rate]
     """Peak rate of dense matrix products by type; a multiply-add counts as two operations."""
@@ -145,17 +141,13 @@ class Cluster(Section):
     """Nodes of equal devices."""
 
     name: Text
-    """Name of the cluster."""
     source: Text
     """Source of the figures."""
     nodes: Nodes
-    """Number of nodes."""
     devices_per_node: NodeDevices
     """Number of devices per node, with one rank each."""
     device_memory_bytes: Bytes
-    """Memory of one device."""
     links: Links
-    """Bandwidth and latency of each class of links."""
     compute: Compute | None = None
     """Speed of the devices; needed to plan whole runs, but not switches alone."""
 
@@ -173,7 +165,6 @@ class Cluster(Section):
 
     @property
     def process_bytes(self) -> int:
-        """Memory of a rank's process without models."""
         return (self.compute and self.compute.process_bytes) or 0
 
     @property
@@ -309,11 +300,7 @@ class Fabric:
         return self.cluster.compute.collective_s if self.cluster.compute else 0.0
 
     def sends_s(self, num_bytes: Any, axis: Axis, count: int = 1) -> Any:
-        """Return the seconds of the slowest rank's messages to `count` neighbours, in all groups at the same time.
-
-        If several ranks of a group share a node, some have one neighbour on another node. Both directions of a link work
-        at once.
-        """
+        """Return the seconds of the slowest rank's messages to `count` neighbours; groups and directions work at once."""
         if axis.size == 1:
             return 0.0
         num_sent, count = count, min(count, axis.size - 1)  # of two ranks, each has one neighbour

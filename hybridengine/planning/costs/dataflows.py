@@ -182,11 +182,7 @@ class _Group:
 
 
 def calls_of(algorithm: Algorithm, num_prompts: int, samples_per_prompt: int) -> tuple[Call, ...]:
-    """Return the calls of an iteration, in the order in which the algorithm's step makes them.
-
-    Raises:
-        ConfigError: the step fails with stand-ins, or makes a call that the planner does not know.
-    """
+    """Return the calls of an iteration, in order; ConfigError if the step fails with stand-ins or a call is unknown."""
     trace = _Trace(num_prompts * samples_per_prompt)
     groups = {role: _Group(trace, role) for role in (*algorithm.roles, *HELPERS)}
     roles = SimpleNamespace(**groups, term_columns=())

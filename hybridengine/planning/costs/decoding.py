@@ -49,8 +49,7 @@ class Engine:
         return max(map(len, self.shape.gen_stage_layers(self.train_pp_size, self.sizes.pp_size)))
 
     def step_s(self, num_rows: Any, context_tokens: Any) -> Any:
-        """Return the seconds of a step of `num_rows` responses with `context_tokens` tokens in all, including prompts;
-        arrays have one element per step."""
+        """Return the seconds of a step (for arrays, of each) with `context_tokens` tokens in all, including prompts."""
         compute = compute_of(self.cluster)
         read = self._read_bytes + context_tokens * self.kv_token_bytes
         read_s = self.cluster.links.same_device.seconds(read, read * self._working_ranks)

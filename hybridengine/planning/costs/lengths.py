@@ -1,7 +1,6 @@
 """Distributions of response lengths, and the micro-batches of rows with such lengths.
 
-Tails of the distributions determine how long an engine works on its last rows. They are written as KIND:PARAMETERS, with
-lengths in tokens:
+They are written as KIND:PARAMETERS, with lengths in tokens:
 
     constant:512                      the same length for every response
     uniform:1-1024                    every length of the range with equal probability
@@ -61,8 +60,7 @@ class Lengths:
 
     @property
     def mean_position(self) -> float:
-        """Mean number of generated tokens of a response that runs at a random moment: of length l with probability
-        proportional to l times its frequency."""
+        """Mean number of tokens generated so far by the responses that run at a random moment, mostly long ones."""
         return self.mean_square / (2 * self.mean)
 
     def quantiles(self, shares: np.ndarray) -> np.ndarray:
@@ -95,11 +93,9 @@ class Lengths:
     def between(
         cls, name: str, shares: Sequence[float], quantiles: Sequence[Sequence[float]], max_tokens: int
     ) -> Lengths:
-        """Return the distribution with known quantiles, uniform between two of them.
+        """Return the distribution with the given quantiles, uniform between two of them.
 
-        Args:
-            shares: shares of the quantiles, ascending from 0 to 1.
-            quantiles: lengths at these shares, for each of several samples of equal weight.
+        `shares` ascend from 0 to 1; `quantiles` are the lengths at them, for each of several samples of equal weight.
         """
         positions = np.arange(max_tokens)
         survivals = []

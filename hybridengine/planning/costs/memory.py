@@ -52,8 +52,7 @@ def generation_holding(shape: ModelShape, train_pp_size: int, pp_size: int, tp_s
 
 
 def _busy_stages(pp_size: int) -> list[int]:
-    """Return the stages that may be the fullest: the first (embedding), the second (most layers of the inner stages), and
-    the last (head)."""
+    """Return the stages that may be the fullest: the first, the second (with the most inner layers) and the last."""
     return sorted({0, min(1, pp_size - 1), pp_size - 1})
 
 
@@ -85,11 +84,7 @@ class ModelMemory:
     """Moments, and float32 master weights if the weights are not float32; sharded over d."""
 
     def states(self, *, is_actor: bool, offloads: bool, infer: int = 0, update: int = 0) -> StateBytes:
-        """Return the bytes of the model by activity, given the bytes of activations of forward passes and of updates.
-
-        Args:
-            offloads: True if the optimizer state is in host memory while the model does not train.
-        """
+        """Return the bytes by activity, given the bytes of activations of forward passes and of updates."""
         whole = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
         kept = 0 if offloads else self.optimizer_bytes
         idle = whole if is_actor else self.weights_bytes + kept
@@ -135,11 +130,9 @@ def activation_bytes(
     trains: bool,
     recompute: bool = False,
 ) -> int:
-    """Return the largest bytes of activations that a pass keeps on a rank: of the first stage, which holds the most
-    micro-batches in flight, or of the last, which has the logits.
+    """Return the most bytes of activations that a pass keeps on a rank; `recompute` keeps only the input of each layer.
 
-    Args:
-        recompute: True if only the input of each layer is kept.
+    The fullest stage is the first, with the most micro-batches in flight, or the last, which has the logits.
     """
     element = DTYPE_BYTES[dtype]
     layers = len(shape.split_layers(sizes.pp_size)[0])

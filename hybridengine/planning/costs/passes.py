@@ -82,8 +82,7 @@ class ModelPasses:
     def update(
         self, micro: MicroBatches, num_steps: int, *, recompute: bool = False, num_passes: int = 1
     ) -> PassSeconds:
-        """Return the seconds of `num_passes` over the rows, each of `num_steps` optimizer steps, which have forward and
-        backward passes over `micro`."""
+        """Return the seconds of `num_passes` over the rows, each of `num_steps` optimizer steps over `micro`."""
         one, step_s = self._pipeline(micro, passes=4 if recompute else 3), self._optimizer_step_s()
         times = num_steps * num_passes
         return PassSeconds((one.path_s + step_s) * times, (one.work_s + step_s) * times)

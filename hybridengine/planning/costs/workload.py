@@ -91,11 +91,8 @@ class Workload:
 
 
 def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None = None) -> Workload:
-    """Return the workload of a run, with a mean length of prompts of `prompt_tokens`, by default the largest allowed.
-
-    Raises:
-        ConfigError: the step cannot be traced, or a model does not exist.
-    """
+    """Return the workload of a run with prompts of `prompt_tokens` on average, by default the maximum; ConfigError if
+    the step cannot be traced or a model does not exist."""
     models = [
         PlannedModel(
             name=holder.name,

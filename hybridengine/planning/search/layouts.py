@@ -41,11 +41,7 @@ def gen_problems(shape: ModelShape, train: TrainSizes, sizes: GenSizes) -> list[
 
 
 def generation_sizes(shape: ModelShape, train: TrainSizes, max_tp_size: int) -> Iterator[GenSizes]:
-    """Yield every possible generation layout with engines no larger than a training replica or one node.
-
-    Args:
-        max_tp_size: largest t_g, e.g. the number of devices of a node, unless t is larger.
-    """
+    """Yield the layouts of engines no larger than a replica or a node; t_g is at most `max_tp_size`, or t if larger."""
     widest = max(max_tp_size, train.tp_size)
     largest = max(train.model_parallel_size, max_tp_size)
     for num_ranks in divisors(train.num_ranks):

@@ -67,7 +67,6 @@ class Option:
     model: str
     sizes: TrainSizes
     works: tuple[Work, ...]
-    """Kind of each of the model's calls."""
     seconds: tuple[float, ...]
     """Seconds of each call, without the transfers of a switch."""
     memory: StateBytes
@@ -103,10 +102,7 @@ def pricer_of(workload: Workload) -> SwitchPricer:
 class Options:
     """Options of the models of a workload on a cluster, computed once each.
 
-    Args:
-        fixed: required sizes of models, by name.
-        fixed_gen: required sizes of the engine.
-        pricer: pricer of switches, from `pricer_of` for the same workload; by default a new one.
+    `fixed` and `fixed_gen` are required sizes; a `pricer` from `pricer_of` for the same workload can be shared.
     """
 
     def __init__(

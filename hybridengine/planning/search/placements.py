@@ -28,10 +28,7 @@ GENERATE = "generate"
 
 
 def placements(names: Sequence[str]) -> Iterator[Placement]:
-    """Yield every partition of the models into pools once: 15 (a Bell number) for four models.
-
-    Source: HybridFlow, arXiv 2409.19256, section 6.
-    """
+    """Yield every partition of the models into pools once (HybridFlow, arXiv 2409.19256, section 6)."""
     if not names:
         yield ()
         return
@@ -50,10 +47,7 @@ def pool_sizes(cluster: Cluster, num_devices: int) -> tuple[int, ...]:
 
 
 def allocations(sizes: Sequence[int], num_pools: int, num_devices: int, node: int) -> np.ndarray:
-    """Return every assignment of `sizes` to pools that uses all devices, as [A, num_pools].
-
-    Pools smaller than a node fill whole nodes together, so that none of them is split over two nodes.
-    """
+    """Return every assignment of `sizes` that uses all devices, [A, num_pools]; small pools fill whole nodes together."""
     ordered, known, least = sorted(sizes), set(sizes), min(sizes)
 
     def shares(pools: int, devices: int) -> Iterator[tuple[int, ...]]:

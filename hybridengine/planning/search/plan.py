@@ -40,11 +40,7 @@ class Bar:
 
 
 class Schedule:
-    """Calls of an iteration on the pools of a placement.
-
-    Args:
-        call_s: seconds of a call without a model (helpers, functions), which uses the first pool, the actor's.
-    """
+    """Calls of an iteration on the pools of a placement; one without a model takes `call_s` on the first, the actor's."""
 
     def __init__(self, calls: Sequence[Call], placement: Placement, call_s: float) -> None:
         pool_of = {name: place for place, pool in enumerate(placement) for name in pool}
@@ -60,12 +56,7 @@ class Schedule:
             self._steps.append((pool, list(last.values()), place))
 
     def step_s(self, seconds: Mapping[str, Sequence[Any]], later: Callable[[Any, Any], Any] = max) -> Any:
-        """Return the seconds of the iteration.
-
-        Args:
-            seconds: seconds of each model's calls, in order: numbers, or arrays with one element per timeline.
-            later: function that returns the later of two moments; `np.maximum` for arrays.
-        """
+        """Return the seconds of the iteration from those of each model's calls; for arrays, `later` is `np.maximum`."""
         return reduce(later, (end for _, end in self._spans(seconds, later)), 0.0)
 
     def bars(self, seconds: Mapping[str, Sequence[float]]) -> list[Bar]:
@@ -164,7 +155,6 @@ class Plan:
         return self.device_bytes - max(pool.peak_bytes for pool in self.pools)
 
     def option(self, model: str) -> Option:
-        """Return the option of a model."""
         return next(option for pool in self.pools for option in pool.options if option.model == model)
 
 
@@ -177,11 +167,7 @@ def idle_shares(plan: Plan) -> tuple[float, ...]:
 def given_plan(
     config: RunConfig, workload: Workload, cluster: Cluster, pricer: SwitchPricer | None = None
 ) -> Plan:
-    """Return the plan that `config` describes, whether it fits or not.
-
-    Raises:
-        TopologyError: the generation sizes do not nest, so that the planner has no costs for them.
-    """
+    """Return the plan that `config` describes, fitting or not; a TopologyError if the generation sizes do not nest."""
     sizes = {holder.name: holder.sizes for holder in model_holders(config)}
     options = Options(workload, cluster, sizes, config.actor.generate, pricer)
     pools, placement, num_ranks = [], [], []

@@ -51,10 +51,7 @@ class Found:
 class Search:
     """Search for the best plans on `num_devices` devices of a cluster.
 
-    Args:
-        only: placements of roles to search; by default all.
-        num_best: number of placements whose best plans are returned; by default all.
-        progress: function that is called with the number of searched placements and their total.
+    `only` limits the placements of roles, `num_best` the plans returned; `progress` gets (searched placements, all).
     """
 
     def __init__(
@@ -155,7 +152,6 @@ class _PlacementSearch:
     least_s: float
     """Lower bound of the seconds of all plans; infinite if there are none."""
     num_solved: int
-    """Number of allocations that were examined."""
 
     def __init__(self, search: Search, placement: Placement) -> None:
         self._search, self.placement = search, placement

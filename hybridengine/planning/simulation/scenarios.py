@@ -81,14 +81,11 @@ class SteadyState:
 def steady_state(
     num_engines: int, rates: np.ndarray, train_tokens_per_s: float, lengths: Lengths, batch_size: int
 ) -> SteadyState:
-    """Return the steady state of engines and a trainer.
+    """Return the steady state of engines and of a trainer that can consume `train_tokens_per_s` response tokens.
 
     The engines run the fewest responses with which they keep up with the trainer, N_train·thr = N_sample·B / latency(B),
-    or the number with the highest rate if none keeps up (AReaL, arXiv 2505.24298, section 5.1).
-
-    Args:
-        rates: tokens per second of an engine with 1, 2, ... responses at once.
-        train_tokens_per_s: response tokens per second that the trainer can consume.
+    or the number with the highest rate if none keeps up (AReaL, arXiv 2505.24298, section 5.1). `rates` are the tokens
+    per second of an engine with 1, 2, ... responses at once.
     """
     enough = np.flatnonzero(num_engines * rates >= train_tokens_per_s)
     place = int(enough[0] if len(enough) else np.argmax(rates))
@@ -110,11 +107,7 @@ def role_idle_shares(run: Run, outcome: Outcome) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Scenarios:
-    """Runs of a workload on `num_devices` devices of a cluster.
-
-    Raises:
-        ConfigError: the algorithm generates more than once in an iteration.
-    """
+    """Runs of a workload on `num_devices` devices; a ConfigError if the algorithm generates twice in an iteration."""
 
     workload: Workload
     cluster: Cluster
@@ -122,7 +115,6 @@ class Scenarios:
     constraints: Constraints
     num_steps: int
     max_staleness: float
-    """Number of batches that may be begun ahead of the trainer."""
     seed: int
 
     def __post_init__(self) -> None:
@@ -181,11 +173,7 @@ class Scenarios:
 
     @cached_property
     def engines(self) -> Engines:
-        """Separate engines, of the sizes with the most tokens per second and device.
-
-        Raises:
-            ConfigError: no engine can hold the weights and one response.
-        """
+        """Separate engines with the most tokens per second and device; a ConfigError if none holds one response."""
         wanted, shape = self.constraints.gen_sizes, self.workload.model("actor").shape
         choices = (
             [wanted] if wanted else [GenSizes(1, size) for size in divisors(self.cluster.devices_per_node)]

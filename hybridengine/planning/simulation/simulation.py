@@ -113,8 +113,7 @@ def simulate_asynchronous(setting: Setting) -> Outcome:
 
 
 def simulate_synchronous(setting: Setting) -> Outcome:
-    """Simulate engines and a trainer that work in turns: no response of a batch is begun before the previous batch is
-    trained on, and the switch of each batch, the first one included, takes `update_s`."""
+    """Simulate engines and a trainer that take turns; each batch, even the first, begins with a switch (`update_s`)."""
     simulation = _Simulation(replace(setting, max_staleness=0.0))
     for engine in simulation.engines:
         engine.take_weights(0, 0.0)

@@ -184,8 +184,7 @@ class SwitchCost:
         return predict_seconds(self._back, self._hosts_RN, cluster, self.element_bytes)
 
     def line_rate_seconds(self, cluster: Cluster) -> float:
-        """Return the seconds of the busiest link for its bytes in the switch to generation: a lower bound of
-        `seconds_there` for any bucketing."""
+        """Return the seconds of the busiest link for its bytes: a lower bound of `seconds_there` for any bucketing."""
         return line_rate_seconds(self._there, self._hosts_RN, cluster, self.element_bytes)
 
     @cached_property
@@ -213,11 +212,7 @@ class SwitchPricer:
         self._kept = lru_cache(MOST_PRICED)(self._price)
 
     def price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool = True) -> SwitchCost:
-        """Return the cost of switching to `generation` and back; a PlanError if the engines cannot hold the model.
-
-        Args:
-            two_step: send each box to a node once and forward it within the node.
-        """
+        """Return the cost of switching to `generation` and back; a PlanError if the engines cannot hold the model."""
         return self._kept(generation, nodes, two_step)
 
     def _price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool) -> SwitchCost:
@@ -248,10 +243,9 @@ def distinct_domains(source: Layout, destination: Layout, nodes: NodeMap) -> lis
 
 
 def _contents(source: Layout, destination: Layout, ranks: tuple[int, ...]) -> Pattern:
-    """Return every parameter of every distinct shard with its pieces, and the index of each rank's shards.
+    """Return the parameters of all distinct shards, with boxes relative to their tensor's corner, and each rank's shards.
 
-    Boxes are relative to their tensor's smallest corner. Equal contents have equal plans, because the planner uses only
-    the overlaps of boxes, their sizes and their places in the parameters.
+    Equal contents have equal plans: the planner uses only the overlaps of boxes, their sizes and places in parameters.
     """
     shards = [layout.shard(rank) for layout in (source, destination) for rank in ranks]
     distinct = list({id(shard): shard for shard in shards}.values())
@@ -291,8 +285,7 @@ def joined(domains: Sequence[Traffic]) -> Traffic:
 
 
 def hosted_ranks(domains: Sequence[Groups], nodes: NodeMap) -> np.ndarray:
-    """Return how often each node hosts each rank of the distinct domains (`hosts_RN`), with equal nodes merged, given the
-    ranks of all domains that are equivalent to each of them."""
+    """Return how often each node hosts each rank of the distinct domains (`hosts_RN`), with equal nodes merged."""
     num_nodes = len(nodes.ranks_per_node)
     hosts_RN = [
         np.bincount([nodes.node_of(rank) for rank in ranks], minlength=num_nodes)
