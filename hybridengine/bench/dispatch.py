@@ -59,11 +59,7 @@ class DispatchSpec:
 
     @property
     def needed_bytes(self) -> int:
-        """Approximate peak memory of all processes together.
-
-        The batch is held by its producers, by the controller and in Ray's object store, and each consumer holds its
-        data-parallel part twice: as an object and as a tensor.
-        """
+        """Approximate peak memory: the batch at producers, at the controller and in Ray, and twice at consumers."""
         consumed = self.batch_bytes * self.consumer.model_parallel_size
         return 3 * self.batch_bytes + 2 * consumed + self.producer.num_ranks * PROCESS_BYTES
 
@@ -122,12 +118,7 @@ def dispatch_figures(
 
 
 def measure_dispatch(spec: DispatchSpec, say: Callable[[str], None]) -> dict[str, Any]:
-    """Transfer the same rows both ways in turn; the first repetition is checked and not counted.
-
-    Raises:
-        TransferError: rows arrived with wrong values.
-        HybridEngineError: a rank failed or did not answer in time.
-    """
+    """Transfer the same rows both ways in turn; the first repetition is not counted, but checked (TransferError)."""
     log = call_log()
     with ResourcePool([spec.producer.num_ranks], env=environment.ON_CPU, timeout_s=spec.timeout_s) as pool:
         say(f"starting {spec.producer.num_ranks} ranks")

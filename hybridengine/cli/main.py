@@ -51,11 +51,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status.
-
-    The status is 0 on success, 1 if the run failed, 2 for bad input, 130 if interrupted, and 141 if the reader of stdout
-    has exited, as in `| head -1`.
-    """
+    """Run a command; return 0, 1 if the run failed, 2 for bad input, 130 if interrupted, 141 if stdout was closed."""
     # Megatron-core warns for every GPU package that is not installed; without a GPU that is expected.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     for stream in (sys.stdout, sys.stderr):

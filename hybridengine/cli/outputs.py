@@ -45,11 +45,8 @@ def emit(
     lines: Iterable[str],
     files: Mapping[str, tuple[Path | None, Content]] | None = None,
 ) -> None:
-    """Write the figures and other files that options name, and print `lines`, or the figures for `--json` without a file.
-
-    Raises:
-        ConfigError: files could not be written; the others are written and the text is printed all the same.
-    """
+    """Write the figures and files that options name, and print `lines`, or the figures for `--json` without a file. A
+    ConfigError lists the files that could not be written; the others are written and the text is printed all the same."""
     text = json.dumps(figures, indent=2)
     try:
         write_outputs({"--json": (options.json, text + "\n"), **(files or {})})
@@ -61,7 +58,6 @@ def check_outputs(files: Mapping[str, Path | None], sources: Mapping[str, str | 
     """Check that the files that options name are writable and distinct, without leaving any behind.
 
     Args:
-        files: file of each option, such as "--json"; None if the option is not given.
         sources: file or folder that the command reads, by option; other names, such as presets, are ignored.
 
     Raises:

@@ -147,10 +147,7 @@ def _price(
     *,
     with_variants: bool = True,
 ) -> tuple[SwitchCost, dict[str, Any]]:
-    """Return the cost of the switch of one layout, and its figures as JSON values.
-
-    Units: bytes and seconds; "max" is the largest value of any rank. Variants are the other rank order and one step.
-    """
+    """Return a switch's cost, and its figures as JSON values in bytes and seconds; "max" is the largest of any rank."""
     pricer, nodes = (
         SwitchPricer(shape, options.dtype, options.bucket_bytes),
         cluster.node_map(train.num_ranks),

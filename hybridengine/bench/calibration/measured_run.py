@@ -27,11 +27,7 @@ FEWEST_STEPS = 3
 
 
 def read_run(folder: str | Path) -> MeasuredRun:
-    """Return the measurements of the run in a folder, without its first steps.
-
-    Raises:
-        ConfigError, DataError: the folder has no run, too few steps, or not all figures.
-    """
+    """Return the measurements of a run, without its first steps; a ConfigError or DataError if its folder lacks any."""
     folder = Path(folder)
     for name in (CONFIG_FILE, METRICS_FILE, TIMELINE_FILE):
         if not (folder / name).is_file():
@@ -76,10 +72,7 @@ def read_run(folder: str | Path) -> MeasuredRun:
 
 
 def call_seconds(calls: Sequence[Call], spans: Sequence[Span]) -> list[float | None]:
-    """Return the seconds of each call of a step, None if the step has no such call.
-
-    If a call is made more often than the dataflow makes it, for example in an evaluation, its first spans count.
-    """
+    """Return the seconds of each call of a step, None if it was not made; of repeated calls, the first spans count."""
     by_name = defaultdict[str, dict[tuple[str, str], list[Span]]](dict)
     for span in sorted(spans, key=lambda span: span.start_s):
         by_name[span.name].setdefault((span.pool, span.row), []).append(span)

@@ -63,10 +63,7 @@ def differing_parameters(shard: Shard, weights: WeightStorage, version: int) -> 
 
 
 class Actor:
-    """One rank's part of a model under (p, t, d). Its construction is collective over all ranks.
-
-    Implements TrainingSide, without gradients or optimizer state: the benchmark measures weights alone.
-    """
+    """One rank's part of a model, a TrainingSide without gradients or optimizer state. Construction is collective."""
 
     def __init__(self, shape: ModelShape, grid: Grid, rank: int, registry: ProcessGroups, dtype: str) -> None:
         self.shape, self.grid, self.rank, self.registry, self.dtype_name = shape, grid, rank, registry, dtype

@@ -114,10 +114,7 @@ class SwitchBenchWorker:
 
     @register(ONE_TO_ALL)
     def repeat(self, label: str, version: int | None = None) -> Sample:
-        """Switch to generation and back by one method, then all-gather the bare shards.
-
-        With `version`, switch its weights, and raise TransferError if one is wrong there or back.
-        """
+        """Switch there and back, then all-gather the bare shards; verify the weights of `version` (TransferError)."""
         method = self._methods[label]
         if version is not None:
             self._actor.fill(version)

@@ -98,11 +98,9 @@ FIGURES = ("received_bytes", "peak_weight_bytes", "redundant_bytes")
 
 
 def formula(method: MethodName, pair: LayoutPair, weight_bytes: int) -> dict[str, float | None]:
-    """Return the bytes of one rank by formula for a model of `weight_bytes` (M); None for figures without a formula.
+    """Return the bytes of one rank by formula for evenly divided weights of M bytes; None for figures without a formula.
 
-    The weights divide evenly. per-tensor receives as much as model-parallel. per-tensor and megatron-core hold training
-    and generation weights at once; no formula covers their buffers.
-
+    per-tensor receives as much as model-parallel; it and megatron-core hold two copies, and buffers without a formula.
     Source: HybridFlow, arXiv 2409.19256, table 2, for micro-dp, model-parallel and full.
     """
     if method is MethodName.MICRO_DP and not pair.gen.nests_in(pair.train):

@@ -62,12 +62,7 @@ class LayoutPair:
 
 @dataclass(frozen=True)
 class BenchSpec:
-    """Settings of one benchmark.
-
-    Raises:
-        ConfigError: the model does not generate.
-        TopologyError: layouts are impossible; the message names the nearest possible ones.
-    """
+    """Settings of one benchmark; a ConfigError if the model does not generate, a TopologyError for impossible layouts."""
 
     shape: ModelShape
     pairs: tuple[LayoutPair, ...]
@@ -102,11 +97,7 @@ class BenchSpec:
         return NodeMap.uniform(pair.train.num_ranks, -(-pair.train.num_ranks // self.num_nodes))
 
     def needed_bytes(self, pair: LayoutPair) -> int:
-        """Return the approximate peak memory of a node's ranks together.
-
-        The training shard, the buffers of the bare all-gather and megatron-core's target are always resident. One method
-        at a time adds its destination and a few buckets.
-        """
+        """Return the approximate peak memory of a node's ranks: permanent weights and buffers, and the largest method."""
         whole = self.weight_bytes
         train, gen = whole / pair.train.model_parallel_size, whole / pair.gen.num_ranks
         domain = max(1, pair.train.model_parallel_size // pair.gen.num_ranks)

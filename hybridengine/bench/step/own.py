@@ -47,10 +47,7 @@ class StepFiles:
 
 
 def prepare_step(config_file: str, spec: StepSpec, folder: Path) -> StepFiles:
-    """Return the model and the prompts of a configuration, building them if it says so.
-
-    The model is a copy without end tokens, whose weights are links, so that every response has all its tokens.
-    """
+    """Return the model and prompts of a configuration, built if it says so; the model is a copy without end tokens."""
     config, _ = claim_run(load_config(config_file, [f"run.folder={folder}", "run.name=files", "warmup=null"]))
     read = prepare_files(config)
     if len(read.prompts) < spec.num_prompts:

@@ -84,10 +84,9 @@ def own_ways(
     train: TrainSizes | None = None,
     gen: GenSizes | None = None,
 ) -> list[OwnWay]:
-    """Return the ways worth trying on a machine whose ranks share its cores evenly, with the given sizes or with any.
+    """Return the ways worth trying: the given sizes, or data-parallel replicas from one rank to one per core or GPU.
 
-    Without sizes, they have data-parallel replicas with an engine each, because the communication of tensor shards costs
-    more than it saves if the weights fit, and from one rank with all cores to one rank per core or GPU, in powers of two.
+    Tensor shards are not tried by default: their communication costs more than it saves if the weights fit.
     """
     sizes = [train] if train else []
     num_ranks = 1
@@ -103,10 +102,8 @@ def own_ways(
 
 
 def trl_ways(spec: StepSpec, precision: str | None = None) -> list[TrlWay]:
-    """Return the ways worth trying: the whole batch and a quarter of it, in `precision` or each precision.
-
-    With bfloat16, float32 is tried as well, so that TRL uses its faster precision with float32 weights, as here.
-    """
+    """Return the ways worth trying: the whole batch or a quarter of it at once, in `precision`; by default in float32 and
+    for bfloat16 also with autocast, so that TRL uses the faster one."""
     precisions = [precision] if precision else list(PRECISIONS)[: 2 if spec.dtype == "bfloat16" else 1]
     return [TrlWay(rows, precision) for precision in precisions for rows in _cuts(spec.num_rows)]
 

@@ -70,8 +70,7 @@ def child_process(
 ) -> Iterator[Ask]:
     """Start TRL as a child process that works only on request; on exit, end it and all of its child processes.
 
-    The command's last argument will be the file descriptor of a `Connection`. `Ask` raises WorkerTimeoutError if no
-    answer arrives in time, and WorkerError if the child failed or has ended.
+    `Ask` raises WorkerTimeoutError if no answer arrives in time, and WorkerError if the child failed or has ended.
     """
     channel, theirs = multiprocessing.Pipe()
     with theirs, log.open("wb") as output:
@@ -121,11 +120,7 @@ def requirements() -> tuple[str, ...]:
 
 
 def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
-    """Return the Python executable of TRL's environment in `folder`, creating it if it is missing or incomplete.
-
-    Raises:
-        ConfigError: the folder cannot be written to, or the packages cannot be installed.
-    """
+    """Return the Python of TRL's environment in `folder`, created if incomplete; a ConfigError if that is impossible."""
     contents = repr((sys.version_info[:2], requirements()))
     place = folder / f"trl-{hashlib.sha256(contents.encode()).hexdigest()[:12]}"
     python, stamp = place / "bin" / "python", place / STAMP

@@ -54,9 +54,7 @@ class _Counting:
 
 
 class MegatronCore(Method):
-    """Slices move point to point into a second GPTModel with the generation sizes; both stay resident.
-
-    The library makes its plan in the first call and reuses it. On the way back nothing moves.
+    """Slices move point to point into a second GPTModel with the generation sizes; on the way back nothing moves.
 
     Source: megatron-core, megatron/core/resharding/refit.py.
     """
@@ -119,10 +117,7 @@ _ANSWERS: dict[str, Any] = {
 
 
 def _mark(model: Actor) -> None:
-    """Set attributes that the library reads: layer numbers over all stages, and gate and up rows that alternate by rank.
-
-    Megatron sets the former for even stages only, and the latter in its weight initialisation, which is skipped here.
-    """
+    """Set what Megatron sets only for even stages (layer numbers) or when it initialises weights (gate and up rows)."""
     place = model.grid.coordinate(model.rank)
     layers = model.shape.split_layers(model.grid.sizes.pp_size)[place.pp_rank]
     modules: Any = model.module.decoder.layers

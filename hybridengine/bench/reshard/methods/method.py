@@ -23,10 +23,7 @@ TRAINING, GENERATING = "training", "generating"
 
 
 class Method(ABC):
-    """Method of moving weights from training to generation and back, on one rank. Calls are collective.
-
-    Bytes come from a `StorageLedger` over the weights of the actor, the destination, and the method's own buffers.
-    """
+    """Method of moving weights to generation and back on one rank, counted by a `StorageLedger`. Calls are collective."""
 
     layout: Layout
     """Layout of the destination."""
