@@ -1,7 +1,4 @@
-"""Console output of a run: one line per step, and a table at the end.
-
-Lines are plain ASCII. If the output is not a terminal, it has no colours, control characters or wrapping.
-"""
+"""Console output of a run in plain ASCII: one line per step, and a table at the end; colours only on a terminal."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ _MISSING = "-"
 
 @dataclass(frozen=True)
 class HeldOutResult:
-    """Result of an evaluation: exact match if a function alone gives the reward, otherwise the mean score.
-
-    Its text is a percentage or a plain number, respectively.
-    """
+    """Result of an evaluation: exact match (in percent) if only a function gives the reward, otherwise the mean score."""
 
     value: float
     """Value of the result; NaN if it was not finite."""
@@ -60,10 +54,7 @@ def held_out_results(rows: Iterable[Row]) -> list[HeldOutResult]:
 
 
 def step_line(row: Row, num_steps: int) -> str:
-    """Return the row as one line: step, reward, KL, evaluation, then seconds per phase and tokens per second.
-
-    Missing metrics are omitted; a value that was not finite is printed as "nan".
-    """
+    """Return the row as one line, without the metrics it lacks; a value that was not finite is "nan"."""
     width = len(str(num_steps))
     results = [f"step {row[keys.STEP]:>{width}}/{num_steps}"]
     for label, key, form in (("reward", keys.REWARD_MEAN, "{:.3f}"), ("kl", keys.KL_MEAN, "{:.4f}")):
@@ -83,10 +74,7 @@ def step_line(row: Row, num_steps: int) -> str:
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
-    """Return a table of the held-out result before and after, the seconds per phase and the cost of the switches.
-
-    A metric that no row has is "-", one that was not finite in a row is "nan". Repeated steps count once (`latest_rows`).
-    """
+    """Return a table of held-out results, phases and switches; "-" without a value, "nan" if one was not finite."""
     rows = latest_rows(rows)
     num_steps = sum(bool(row[keys.STEP]) for row in rows)
     table = Table(title=f"Run of {num_steps} steps", box=box.SIMPLE_HEAVY, title_justify="left")

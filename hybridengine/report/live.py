@@ -43,12 +43,8 @@ class _Bar(BarColumn):
 class LiveView(Progress):
     """Live view of one run; a context manager that restores the terminal on exit.
 
-    The ranks of a pool carry out calls in the order in which they were made, and a call begins when its input rows exist.
-    So the oldest call of a pool is running unless a call that produces its rows is unfinished; the others wait.
-
-    Args:
-        phase_of_call: function that returns the phase of a step to which a role's method belongs.
-        unfinished_calls: function that returns the run's unfinished calls (`controller.calls.Future`), oldest first.
+    A pool's ranks carry out calls in order, so its oldest call of `unfinished_calls` (oldest first) is running, unless a
+    call that produces its rows is unfinished; the others wait.
     """
 
     def __init__(

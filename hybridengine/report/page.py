@@ -47,11 +47,8 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Return the contents of a run's folder, with notes on files that are missing or cannot be read.
-
-    Raises:
-        DataError: `folder` is not a folder, has no files of a run, or its metrics are damaged.
-    """
+    """Return the contents of a run's folder, with notes on files that are missing or cannot be read; DataError if it has
+    no files of a run, or its metrics are damaged."""
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; name the folder of a run, such as runs/arithmetic")
     sample_files = sorted((folder / SAMPLES_FOLDER).glob("*.jsonl"))

@@ -43,11 +43,7 @@ class MetricsRecorder:
             self._tensorboard = SummaryWriter(str(self.folder / TENSORBOARD_FOLDER))
 
     def record(self, step: SupportsIndex, metrics: Mapping[str, SupportsFloat]) -> Row:
-        """Write the row of `step`, and return it as written.
-
-        Args:
-            step: number of the step; 0 is the state before training.
-            metrics: numbers, NumPy scalars or 0-dim tensors by metric; integers of Python and NumPy stay integers.
+        """Write the row of `step` (0 is the state before training), and return it as written. Integers stay integers.
 
         Raises:
             DataError: a value is not a number, or `step` is among the metrics.

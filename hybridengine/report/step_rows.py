@@ -21,12 +21,7 @@ Row = dict[str, float | int | None]
 
 
 def json_lines(path: Path) -> Iterator[tuple[bytes, object]]:
-    """Yield each line of a file with its value, None if it is not JSON; an unfinished last line is skipped.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        UnreadableError: it is not a regular file.
-    """
+    """Yield each complete line of a file with its value, None if it is not JSON; errors are those of `check_regular`."""
     check_regular(path)
     for line in path.read_bytes().splitlines(keepends=True):
         try:
@@ -39,11 +34,7 @@ def json_lines(path: Path) -> Iterator[tuple[bytes, object]]:
 
 
 def read_rows(folder: str | Path) -> list[Row]:
-    """Return all rows of FOLDER/metrics.jsonl in the order written; none if the file does not exist.
-
-    Raises:
-        DataError: it is not a regular file, or a line other than an unfinished last one is not a row.
-    """
+    """Return all rows of FOLDER/metrics.jsonl as written, none without a file; DataError for a line that is no row."""
     path = Path(folder) / METRICS_FILE
     rows: list[Row] = []
     try:

@@ -173,11 +173,7 @@ class TimelineWriter:
 
 
 def read_timeline(file: str | Path) -> Timeline:
-    """Return the spans and readings of a timeline file, if it exists, in the order written, exact to a microsecond.
-
-    Raises:
-        DataError: the file is not a timeline; an unfinished last line is skipped.
-    """
+    """Return the contents of a timeline file, if it exists, exact to a microsecond; DataError if it is no timeline."""
     path = Path(file)
     return _parsed(path, _content(path))[0]
 

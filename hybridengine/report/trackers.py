@@ -188,10 +188,7 @@ class Trackers:
 
 
 class _TrackerThread(threading.Thread):
-    """Thread that runs the jobs of one tracker in order, and warns of the first failure only.
-
-    It is a daemon thread, so that a hanging connection does not keep the process alive.
-    """
+    """Thread that runs a tracker's jobs in order and warns of the first failure; a daemon, as a connection may hang."""
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
         super().__init__(name=name, daemon=True)
