@@ -146,11 +146,8 @@ def _rank_cost(plan: Plan, rank: int, moved_LD: list[list[int]], copied: int, el
 
 
 def _memory(plan: Plan, rank: int, forms: list[tuple[int, int]], held: int) -> tuple[list[int], int]:
-    """Return (elements held after each event, most elements of the buckets in flight), following the executor's order.
-
-    Opening a bucket allocates its staging and destination, and closes the previous bucket unless they overlap; closing
-    it frees staging and source. `forms` are the elements that `rank` releases and fills in each bucket.
-    """
+    """Return (elements held after each event, most in flight) in the executor's order, given each bucket's
+    (released, filled) elements."""
     memory, largest = [held], 0
     opened: list[tuple[int, int]] = []  # elements that a bucket in flight takes, and that its end frees
     for bucket, (vanishes, appears) in zip(plan.buckets, forms, strict=True):

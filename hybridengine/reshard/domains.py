@@ -115,10 +115,7 @@ def _cut(box: Box, holders: _Holders) -> set[frozenset[ShardKey]]:
 
 
 def components(links: Iterable[Iterable[Element]]) -> list[tuple[Element, ...]]:
-    """Return groups of elements connected by links, directly or indirectly; each link names one element or more.
-
-    The groups, and the elements of each, are in order of first appearance.
-    """
+    """Return groups of elements connected by links, directly or indirectly; all are in order of first appearance."""
     leader: dict[Element, Element] = {}
 
     def find(element: Element) -> Element:

@@ -30,10 +30,7 @@ class _Holding(NamedTuple):
 
 
 class Gather:
-    """Computes the moves of logical tensors in a domain, one after another; senders are balanced over all tensors so far.
-
-    Without `two_step`, each rank fetches from an owner itself; without `nodes`, all ranks share one.
-    """
+    """Computes the moves of one logical tensor after another in a domain; senders are balanced over all of them."""
 
     def __init__(
         self,

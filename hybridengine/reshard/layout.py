@@ -217,12 +217,7 @@ def layer_parameters(
     tp_rank: int,
     tp_size: int,
 ) -> Iterator[LocalParameter]:
-    """Yield the parameters of one decoder layer on rank `tp_rank` of `tp_size`.
-
-    Args:
-        prefixes: prefix of the layer's parameter names, and of its logical tensors.
-        tensors: logical tensor -> shape, with the prefix.
-    """
+    """Yield the parameters of one decoder layer on `tp_rank`, given the prefixes of their names and of its tensors."""
     parameter_prefix, tensor_prefix = prefixes
     for entry in entries:
         name = parameter_prefix + entry.name

@@ -10,11 +10,7 @@ from hybridengine.reshard.plan import Move, Pack, Place
 
 
 def packed(moves: Iterable[Move], source: Layout, destination: Layout, direct_elements: int) -> list[Pack]:
-    """Return one message per box that moves between ranks, sent to all of its receivers.
-
-    A rank that needs a box in two parameters receives it twice. Boxes of `direct_elements` and more are sent and received
-    in place where they are contiguous.
-    """
+    """Return one message per box that moves between ranks; a rank that needs it in two parameters gets it twice."""
     copies: dict[tuple[int, str, Box, Place], list[dict[int, Move]]] = {}
     for move in moves:
         if move.is_local:

@@ -47,7 +47,6 @@ def compile_plan(
             a bucket of its own.
         nodes: assignment of ranks to nodes; None if all share one.
         two_step: send a box to a node once, and forward it within the node.
-        direct_elements: minimum size of a box that is sent and received without staging where it is contiguous.
 
     Raises:
         PlanError: layouts of different models, ranks that neither layout has, or a box that no rank of the domain holds.
@@ -167,10 +166,7 @@ def _num_elements(parameters: Iterable[LocalParameter]) -> int:
 
 @dataclass
 class _Group:
-    """Fused tensors with their moves and messages; a bucket consists of one group or more.
-
-    Shapes: R ranks of the domain. Units: elements.
-    """
+    """Fused tensors with their moves and messages. Shapes: R ranks of the domain. Units: elements."""
 
     tensors: tuple[str, ...]
     moves: list[Move]
@@ -207,10 +203,8 @@ class _Group:
 
 
 def _in_transfer_order(groups: list[_Group]) -> list[_Group]:
-    """Return groups in descending size, so that little is in flight when the destination is nearly complete.
-
-    Senders alternate among groups of equal size, so that all stages send all the time.
-    """
+    """Return groups in descending size, so that little is in flight when the destination is nearly complete; senders
+    alternate among equal sizes, so that all stages send all the time."""
     turns: Counter[tuple[int, frozenset[int]]] = Counter()
     keys = []
     for index, group in enumerate(groups):
@@ -222,11 +216,8 @@ def _in_transfer_order(groups: list[_Group]) -> list[_Group]:
 
 
 def _buckets(groups: list[_Group], domain: _Domain, bucket_elements: int) -> Iterator[Bucket]:
-    """Yield groups in order as buckets, cut so that two buckets fit into `bucket_elements` on every rank.
-
-    Buckets become smaller towards the end, where their memory comes on top of a nearly complete destination. Before
-    that, the space of destination parameters still to be filled is available.
-    """
+    """Yield groups in order as buckets, cut so that two fit into `bucket_elements` on every rank. They become smaller
+    towards the end, because they may use only the destination's space that is still to be filled."""
     room_R = np.full(len(domain.ranks), bucket_elements // 32)
     for group in reversed(groups):
         group.limit_R = np.minimum(bucket_elements, room_R)

@@ -35,13 +35,10 @@ class Grouping(str, Enum):
 
 @dataclass(frozen=True)
 class GenerationGrid(Mesh):
-    """The ranks of a training grid arranged along the axes tp, pp and replica: engines of t_g·p_g ranks.
+    """Ranks of a training grid along the axes tp, pp and replica; TopologyError if p_g·t_g does not divide their number.
 
     ``groups("tp")`` returns the engines' tensor-parallel groups, in the order of generation tp. This can differ from the
     order of ranks: an engine that divides a training shard has gen tp 0 and 1 on tp 0.
-
-    Raises:
-        TopologyError: p_g·t_g does not divide the number of ranks.
     """
 
     train: Grid
@@ -112,10 +109,7 @@ class GenerationGrid(Mesh):
 
     @cached_property
     def _ratios(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Per axis, (training indices joined by one generation index, generation indices that divide one).
-
-        At least one of the two is 1; where neither size divides the other, both are.
-        """
+        """Per axis, (training indices per generation index, generation indices per training index); at least one is 1."""
         train, gen = self.train.sizes, self.sizes
         joined = {
             axis: train[axis] // gen[axis] if train[axis] % gen[axis] == 0 else 1 for axis in MODEL_AXES

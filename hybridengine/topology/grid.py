@@ -116,10 +116,9 @@ class Mesh(ABC):
         return iter(self._coordinates)
 
     def groups(self, *axes: str) -> Groups:
-        """Return all groups of ranks that differ only along `axes`; they partition the ranks.
+        """Return all groups of ranks that differ only along `axes`; in a group, the mesh's first axis varies fastest.
 
-        ``groups("tp")`` returns the tensor-parallel groups, ``groups("pp", "tp")`` the model-parallel ones. In a group,
-        the first axis of the mesh varies fastest.
+        ``groups("tp")`` returns the tensor-parallel groups, ``groups("pp", "tp")`` the model-parallel ones.
         """
         for axis in axes:
             self.axis_size(axis)  # raises if the axis does not exist

@@ -29,10 +29,8 @@ MAX_RANKS = 2**20
 class Sizes:
     """Size of every axis; a subclass names its axes by its fields, `{axis}_size`, in the written order.
 
-    A field whose default is 1 is omitted from the written form; it is shown by name when it is larger.
-
-    Raises:
-        TopologyError: a size is not a positive integer, or there are too many ranks.
+    A field whose default is 1 is written, by name, only if it is larger. Raises TopologyError if a size is not a
+    positive integer, or if there are too many ranks.
     """
 
     form: ClassVar[str]

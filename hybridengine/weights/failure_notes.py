@@ -47,8 +47,7 @@ class FailureNotes:
         _within(GRACE_S, lambda: _store().set(self._key(note.rank), value))
 
     def read(self, awaited: Sequence[int], grace_s: float = GRACE_S) -> list[FailureNote] | None:
-        """Return the notes left so far, after a short wait for those of `awaited` and of the ranks that these waited for;
-        None if the store does not answer, for example because its rank died."""
+        """Return the notes after a short wait for those of `awaited` and of whom these await; None if the store fails."""
         return _within(grace_s + GRACE_S, lambda: self._read(awaited, time.monotonic() + grace_s))
 
     def _read(self, awaited: Sequence[int], deadline: float) -> list[FailureNote]:

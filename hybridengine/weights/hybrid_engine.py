@@ -256,10 +256,7 @@ class WeightPush:
 
 @contextlib.contextmanager
 def _agreed(plan: Plan, rank: int, group: dist.ProcessGroup, verify: Verify) -> Iterator[None]:
-    """Check, after the block has bound the plan to this rank's weights, that all ranks of its domain can execute it.
-
-    Collective: a rank whose block raises PlanError takes part, so that the others can name it.
-    """
+    """Check, after the block has bound the plan, that all ranks can execute it. Collective, even if the block fails."""
     problem = None
     try:
         yield

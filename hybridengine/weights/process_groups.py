@@ -23,11 +23,8 @@ class ProcessGroups:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def of(self, groups: Groups) -> dist.ProcessGroup:
-        """Return this rank's group of `groups`, all of which are created if they do not exist yet.
-
-        Raises:
-            TopologyError: this rank is in none of them, or a group is not ascending.
-        """
+        """Return this rank's group of `groups`, all of which are created if they do not exist yet; TopologyError if this
+        rank is in none of them, or a group is not ascending."""
         own: dist.ProcessGroup | None = None
         rank = dist.get_rank()
         for ranks in groups:
@@ -43,10 +40,7 @@ class ProcessGroups:
         return own
 
     def new(self, groups: Groups) -> dist.ProcessGroup:
-        """Return this rank's group of `groups`, newly created for the caller.
-
-        Use it for operations that may fail half-way and leave messages behind, which no other may take for its own.
-        """
+        """Return this rank's group of `groups`, newly created for operations that may fail and leave messages behind."""
         return ProcessGroups(self._timeout.total_seconds()).of(groups)
 
 

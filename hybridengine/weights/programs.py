@@ -29,10 +29,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Checks:
-    """Verification of boxes against their sources, after messages or copies.
-
-    Digests are computed in the parameters, before packing and after unpacking, and so detect wrong offsets as well.
-    """
+    """Verification of boxes by digests, which are computed in the parameters and so detect wrong offsets as well."""
 
     sent: list[Tensor]
     """Boxes that this rank sends or copies, in message order."""

@@ -40,7 +40,6 @@ class WeightStorage:
     materialised again, with undefined contents.
 
     Args:
-        tensors: parameter name -> tensor.
         owners: parameter name -> tensor that spans the parameter's whole storage, if that is larger than the parameter
             (a DDP bucket with its padding); one parameter per storage.
         current: tensors that the model uses now, by the same names, for `moved`; `tensors` if None.

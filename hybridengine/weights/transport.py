@@ -85,10 +85,7 @@ class Pending:
 
 
 class PointToPointTransport:
-    """Sends and receives tensors between the ranks of a group; works on gloo and on NCCL.
-
-    Between two ranks, messages arrive in the order in which they were posted. Every wait ends with the group's timeout.
-    """
+    """Sends and receives tensors in order between ranks, over gloo or NCCL; every wait ends with the group's timeout."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
