@@ -1,7 +1,4 @@
-"""Files that users supply and that runs write, with uniform errors.
-
-Errors of reading give the value and the rule; the caller adds the remedy.
-"""
+"""Files that users supply and that runs write; errors of reading give value and rule, and the caller adds the remedy."""
 
 from __future__ import annotations
 
@@ -17,12 +14,7 @@ from hybridengine.errors import OutputError, UnreadableError
 
 
 def check_regular(path: str | Path) -> None:
-    """Check that `path` is a regular file or a link to one; reading a pipe or a device might block or never end.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        UnreadableError: it is not a regular file, or its type cannot be read.
-    """
+    """Check that `path` is a regular file, as a pipe might block; FileNotFoundError or UnreadableError if it is not."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

@@ -42,11 +42,8 @@ def import_module(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Disable garbage collection during imports, then freeze the objects that exist (`gc.freeze`).
-
-    torch, Megatron-core and vLLM create a million long-lived objects. Python scans them repeatedly during imports,
-    and vLLM five times as it starts: a third of the CPU time of an actor's start.
-    """
+    """Disable garbage collection during imports, then freeze the objects that exist (`gc.freeze`): scans of the million
+    long-lived objects of torch, Megatron-core and vLLM take a third of the CPU time of an actor's start."""
     atexit.register(gc.unfreeze)  # some modules report leaked objects at exit
     gc.disable()
     try:

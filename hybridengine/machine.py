@@ -36,10 +36,7 @@ PROCESS_BYTES = 450 * 2**20
 
 
 def held_bytes() -> dict[str, int]:
-    """Return the memory of this process: `resident_bytes` on the host, `device_bytes` of tensors on its GPU.
-
-    `device_bytes` is omitted if no GPU is in use. Takes microseconds and does not import torch.
-    """
+    """Return this process's `resident_bytes` on the host and, on a GPU, its tensors' `device_bytes`. Imports no torch."""
     held = {"resident_bytes": psutil.Process().memory_info().rss}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

@@ -1,8 +1,7 @@
 """Shapes of well-known models by name, and of other models by their `config.json`.
 
-A preset is the part of the `config.json` of a public Hugging Face repository that determines the model's tensors. Where a
-base model and its instruction-tuned version differ (positions, norm epsilon), the preset matches the repository that it
-names.
+A preset is the part of a public repository's `config.json` that determines the tensors. Base and instruction-tuned models
+may differ (positions, norm epsilon); a preset matches the repository that it names.
 """
 
 from __future__ import annotations
@@ -106,11 +105,7 @@ def find_preset(text: str) -> Preset | None:
 
 
 def resolve_model(text: str) -> ModelShape:
-    """Return the shape of the preset, or else of the `config.json` or its folder (./NAME), that `text` names.
-
-    Raises:
-        ConfigError: no such preset or file, or a file that describes an unsupported model.
-    """
+    """Return the shape of the preset, `config.json` or folder (./NAME) in `text`; ConfigError if none is supported."""
     preset = find_preset(text)
     if preset is not None:
         return preset.shape()

@@ -155,10 +155,7 @@ class ModelShape(DecoderSizes):
         return tuple(range(first, last) for first, last in pairwise(firsts))
 
     def gen_stage_layers(self, train_pp_size: int, gen_pp_size: int) -> tuple[range, ...]:
-        """Return the layers of each generation stage: a union of p/p_g consecutive training stages, so that stages nest.
-
-        Where p_g does not divide p, stages cannot nest and are divided as evenly as training stages.
-        """
+        """Return the layers of each generation stage: p/p_g training stages, or even parts if p_g does not divide p."""
         if train_pp_size % gen_pp_size:
             return self.split_layers(gen_pp_size)
         stages, joined = self.split_layers(train_pp_size), train_pp_size // gen_pp_size
@@ -188,11 +185,7 @@ class ModelShape(DecoderSizes):
         ]
 
     def gen_tp_problems(self, tp_size: int, train_tp_size: int) -> list[str]:
-        """Return the reasons why vLLM cannot hold the model at t_g = `tp_size` when it trains at t = `train_tp_size`.
-
-        vLLM divides the KV heads where t_g divides their number; where their number divides t_g, it replicates each on
-        t_g / num_kv_heads ranks.
-        """
+        """Return the reasons why vLLM cannot hold the model at t_g = `tp_size` when it trains at t = `train_tp_size`."""
         problems = FAMILIES[self.family].vllm_problems(self)
         if problems:
             return problems

@@ -8,15 +8,12 @@ from hybridengine.errors import ConfigError
 
 
 def balance_rows(token_counts: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return the row indices of each micro-batch: as few as fit `max_tokens` of padded work, balanced by tokens.
+    """Return the ascending row indices of micro-batches: as few as fit `max_tokens` of padded work, balanced by tokens.
 
-    Rows of similar length are grouped, because a micro-batch is padded to its longest row. Every row is in exactly
-    one micro-batch; each list is ascending.
+    Rows of similar length are grouped, because a micro-batch is padded to its longest row. Raises ConfigError if one
+    row alone exceeds `max_tokens`.
 
     Guarantees: among all cuts of the length-sorted rows into this number of runs, the largest run has the fewest tokens.
-
-    Raises:
-        ConfigError: one row alone exceeds `max_tokens`.
     """
     if not token_counts:
         return []

@@ -31,10 +31,7 @@ class MicroRows:
 def cut_rows(
     batch: TensorDictBase, max_tokens: int, response_columns: Sequence[str] = (), unit: int = 1
 ) -> list[MicroRows]:
-    """Return the micro-batches of a batch of prompts and responses (`SEQUENCE_COLUMNS`).
-
-    Args:
-        unit: number of consecutive rows that stay together and in order.
+    """Return the micro-batches of prompts and responses; each `unit` of consecutive rows stays together and in order.
 
     Raises:
         ConfigError: one row alone exceeds `max_tokens`.
@@ -80,7 +77,7 @@ def gather_rows(parts: Sequence[tuple[MicroRows, Tensor]], num_rows: int, width:
 
 
 def draw_mini_batches(numbers_B: Tensor, count: int, unit: int, seed: int) -> tuple[Tensor, ...]:
-    """Return the rows of each mini-batch, as indices into `numbers_B`.
+    """Return the rows of each of `count` mini-batches, as indices into `numbers_B`; `seed` is the same on all ranks.
 
     Each mini-batch gets one at random of every `count` consecutive units among all rows. So it does not depend on how
     many replicas share the rows, as long as each has a multiple of `count` units. Other numbers of units are split so
@@ -88,9 +85,7 @@ def draw_mini_batches(numbers_B: Tensor, count: int, unit: int, seed: int) -> tu
 
     Args:
         numbers_B: int64, numbers of this replica's rows among those of all replicas, ascending.
-        count: number of mini-batches.
         unit: number of consecutive rows that stay together.
-        seed: the same on all ranks.
     """
     units = numbers_B[::unit] // unit
     blocks, places = units // count, units % count

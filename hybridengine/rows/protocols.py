@@ -106,12 +106,7 @@ class Protocol:
         return self.name
 
     def row_ranges(self, num_rows: int, topology: GroupTopology) -> RowRanges:
-        """Return the result of `split`.
-
-        Raises:
-            ProtocolError: too few rows, or a custom protocol without a range of rows per rank, or whose sources do not
-                tile the rows that it concatenates.
-        """
+        """Return the result of `split`; ProtocolError for too few rows, or ranges that `sources` do not tile."""
         ranges = self.split(num_rows, topology)
         are_inside = all(rows.step == 1 and 0 <= rows.start <= rows.stop <= num_rows for rows in ranges)
         if len(ranges) != topology.num_ranks or not are_inside:
@@ -140,11 +135,7 @@ class Protocol:
 
 
 def even_split(num_rows: int, num_parts: int, parts: str = "parts") -> RowRanges:
-    """Return `num_parts` ranges of `num_rows` consecutive rows whose sizes differ by at most one, larger ones first.
-
-    Raises:
-        ProtocolError: there are fewer rows than parts; the message refers to them as `parts`.
-    """
+    """Return consecutive ranges whose sizes differ by at most one, larger ones first; ProtocolError for too few rows."""
     if num_rows < num_parts:
         raise ProtocolError(
             f"{num_rows} rows cannot be split over {num_parts} {parts}: each needs at least one row,"
@@ -273,10 +264,7 @@ def register(
 
 
 def registered(cls: type) -> dict[str, tuple[Callable[..., Any], Registration]]:
-    """Return the registered methods of `cls` and its bases: name -> (function, registration).
-
-    A method that overrides one must be registered as well.
-    """
+    """Return the registered methods of `cls` and its bases by name; an overriding method must be registered as well."""
     found: dict[str, tuple[Callable[..., Any], Registration]] = {}
     for base in reversed(cls.__mro__):
         for name, function in vars(base).items():
