@@ -232,10 +232,7 @@ class ActorWorker(TrainedWorker):
     def update_preferences(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None
     ) -> dict[str, float]:
-        """Update the policy with the algorithm's preference loss.
-
-        Reads rows in pairs, the better response before the worse one; pairs with equal scores are ignored.
-        """
+        """Update the policy with the preference loss; rows are pairs, better response first, and ties are ignored."""
         self.check_units(len(batch), unit=2)
         algorithm = algorithm or self.run.algorithm
         preference_loss = import_object(algorithm.loss)

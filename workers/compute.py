@@ -16,8 +16,7 @@ from hybridengine.weights.process_groups import process_groups
 class ComputeWorker:
     """One rank's share of the rows.
 
-    Functions are given by import path. They receive a copy of this rank's rows, with the number of each among all rows as
-    a column (`ROW_NUMBERS`), and an `Across` for sums and maxima over all ranks.
+    Functions receive a copy of this rank's rows, with the column `ROW_NUMBERS`, and an `Across` over all ranks.
     """
 
     def __init__(self, context: RankContext, run: RunConfig) -> None:

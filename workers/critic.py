@@ -33,10 +33,7 @@ class CriticWorker(TrainedWorker):
 
     @register(PROTO_3D, [*SEQUENCE_COLUMNS, "values", "returns"], optional=["keep", ROW_NUMBERS])
     def update(self, batch: TensorDictBase) -> dict[str, float]:
-        """Update towards `returns`; return metrics on the last stage.
-
-        Reads a rollout with `values` and `returns` [B, R], and optionally rows to `keep` [B].
-        """
+        """Update towards `returns` [B, R] from `values` [B, R] and any `keep` [B]; return metrics on the last stage."""
         clip = getattr(self.run, self.context.role).value_clip or None
 
         def loss(scores: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:

@@ -34,9 +34,7 @@ from hybridengine.weights.process_groups import process_groups
 class ModelWorker:
     """A model on this rank, loaded from a Hugging Face checkpoint folder.
 
-    Args:
-        score_head: give the model one score per token instead of a vocabulary (a critic).
-        trains: build a trainer; otherwise the model only supports forward passes.
+    `score_head` gives one score per token instead of a vocabulary (a critic); `trains` builds a trainer.
     """
 
     def __init__(

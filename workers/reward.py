@@ -50,9 +50,7 @@ class RewardFunctionWorker:
 class RewardModelWorker(ModelWorker):
     """One rank of a model that scores responses: a sequence-classification checkpoint with one label.
 
-    Args:
-        section: section of the run's configuration; by default the role's name.
-        term: name of the section's term; "" for the only scorer.
+    `section` is by default the role's name; `term` is "" for the only scorer.
     """
 
     def __init__(

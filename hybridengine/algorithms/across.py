@@ -7,10 +7,7 @@ from torch import Tensor
 
 
 class Across:
-    """Element-wise sums and maxima over the ranks of a group; collective, with the same result on every rank.
-
-    Without a group, this process holds all rows.
-    """
+    """Element-wise sums and maxima over the ranks of a group (collective); without one, this process holds all rows."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group

@@ -24,15 +24,10 @@ def check_drift(
     bound: float,
     keep: Callable[[dict[str, Tensor], float], Path],
 ) -> None:
-    """Check that the log-probs of one replica's rows agree.
+    """Raise DriftError if the mean |difference| of log-probs over the response tokens exceeds `bound`, or is NaN.
 
-    Args:
-        rollout: rows with tokens, lengths and `rollout_log_probs` [B, R].
-        bound: largest mean of |difference| over response tokens.
-        keep: saves the rows if the bound is exceeded; called with the rows and the mean.
-
-    Raises:
-        DriftError: the mean exceeds the bound or is NaN.
+    `rollout` has tokens, lengths and `rollout_log_probs` [B, R]. If the check fails, `keep` saves the rows; it is called
+    with them and the mean.
     """
     mask = response_mask(rollout["response_lengths"], log_probs_BR.size(1))
     difference = (log_probs_BR.detach().cpu() - rollout["rollout_log_probs"].cpu()).abs()

@@ -1,6 +1,6 @@
-"""Response masks, and statistics over valid tokens.
+"""Response masks, and statistics over valid tokens, which ignore masked values, even NaN.
 
-Shape suffixes: B sequences, R response tokens. Values at masked entries are ignored, even NaN.
+Shape suffixes: B sequences, R response tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ WHITEN_EPSILON = 1e-8
 
 
 def response_mask(response_lengths_B: Tensor, max_response_tokens: int) -> Tensor:
-    """Return a mask that is True at the tokens of each response: entry j of a row is valid if j < its length.
-
-    Shapes: response_lengths_B [B] integers in [0, R], including the EOS token -> bool [B, R].
-    """
+    """Return a mask, bool [B, R], of each response's tokens: its length, in [0, R], includes the EOS token."""
     if response_lengths_B.numel():
         shortest, longest = (int(bound) for bound in response_lengths_B.aminmax())
         within = shortest >= 0 and longest <= max_response_tokens

@@ -1,8 +1,6 @@
-"""The protocol of generation engines: requests join and leave at any time, and each token records the weights' version.
+"""The protocol of generation engines: requests join and leave at any time. `backends/vllm` implements it.
 
-vLLM is one implementation (`backends/vllm`); another would be a folder that implements `Engine`. Every rank of an engine
-calls the same methods with the same arguments in the same order, because tensor-parallel peers compute each step
-together.
+All ranks of an engine make the same calls in the same order: tensor-parallel peers compute each step together.
 """
 
 from __future__ import annotations
@@ -57,13 +55,10 @@ def _check_temperature(value: float) -> float:
 
 @pydantic_dataclass(frozen=True)
 class SamplingSettings(_Checked):
-    """Sampling settings of a response.
+    """Sampling settings of a response; DataError if a value is out of range.
 
     Log-probs are those of the distribution that tokens are drawn from, after temperature, top_k, top_p and min_p. At
     temperature 0 they are the model's own, over all tokens.
-
-    Raises:
-        DataError: a value is out of range.
     """
 
     max_tokens: Annotated[int, Field(ge=1)]
@@ -84,11 +79,7 @@ class SamplingSettings(_Checked):
 
 @pydantic_dataclass(frozen=True)
 class Request(_Checked):
-    """A request for one response.
-
-    Raises:
-        DataError: a value has the wrong type, or is out of range.
-    """
+    """A request for one response; DataError if a value has the wrong type or is out of range."""
 
     request_id: str
     """Id, unique among the requests of an engine."""
@@ -142,10 +133,9 @@ class Engine(GenerationSide, Protocol):
         ...
 
     def advance(self, num_steps: int = 1) -> list[Response]:
-        """Take up to `num_steps` engine steps, while requests are unfinished; return the responses that have ended.
+        """Take up to `num_steps` steps while requests are unfinished; return the responses that have ended.
 
-        Raises:
-            StorageError: the engine has no weights, because it is in training mode.
+        Raises StorageError if the engine has no weights, because it is in training mode.
         """
         ...
 
@@ -154,10 +144,9 @@ class Engine(GenerationSide, Protocol):
         ...
 
     def weights_changed(self, version: int, keep_kv: bool) -> None:
-        """Continue with weights of `version` that were written while the engine was in generation mode.
+        """Continue with weights of `version`, which were written while the engine was in generation mode.
 
-        Args:
-            keep_kv: keep keys and values computed by older weights; otherwise recompute unfinished requests.
+        `keep_kv` keeps keys and values of older weights; otherwise unfinished requests are recomputed.
         """
         ...
 

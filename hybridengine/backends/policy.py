@@ -1,7 +1,7 @@
 """The protocol of policies: any number of forward and backward passes, then an optimizer step.
 
-Megatron-core is one implementation (`backends/megatron/trainer.py`). While a weight sync (`weights/hybrid_engine.py`)
-moves the weights to the engine for generation, gradients that wait for their optimizer step are kept.
+Megatron-core implements it (`backends/megatron/trainer.py`). Gradients that wait for their optimizer step are kept
+while a weight sync (`weights/hybrid_engine.py`) moves the weights to the engine.
 
 Shapes: B rows, T positions, R requested positions, W = padded vocabulary / t.
 """
@@ -49,11 +49,7 @@ class Policy(TrainingSide, Protocol):
     layout: Layout
 
     def forward(self, batches: Sequence[MicroBatch], output: OutputFunction) -> list[dict[str, Tensor]]:
-        """Return the results of `output` for each micro-batch, in order; empty on all stages but the last.
-
-        Raises:
-            StorageError: the weights are in the generation engine.
-        """
+        """Return each micro-batch's `output`, on the last stage only; StorageError if the engine has the weights."""
         ...
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:

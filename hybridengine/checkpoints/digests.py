@@ -57,12 +57,7 @@ class DamagedError(CheckpointError):
 
 
 def check_files(folder: Path, expected: Mapping[str, FileDigest]) -> None:
-    """Check that the files beneath a folder have the expected digests.
-
-    Raises:
-        CheckpointError: a file is a link.
-        DamagedError: names the first file that is missing, or of other size or contents.
-    """
+    """Check the files beneath a folder: CheckpointError for a link, DamagedError for the first that differs."""
     for name, digest in sorted(expected.items()):
         file = folder / name
         if file.is_symlink():

@@ -146,12 +146,7 @@ def files_beneath(folder: Path) -> list[str]:
 
 
 def read_kept(file: Path, kind: type[Kept]) -> Kept:
-    """Return the contents of a JSON file of a checkpoint.
-
-    Raises:
-        CheckpointError: there is no such file, or its contents are invalid.
-        OSError: the file cannot be read at present.
-    """
+    """Return a JSON file of a checkpoint: CheckpointError if missing or invalid, OSError if unreadable at present."""
     try:
         return kind.model_validate_json(file.read_bytes())
     except FileNotFoundError:

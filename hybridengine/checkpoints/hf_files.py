@@ -69,10 +69,8 @@ class SafetensorsFolder:
 def check_weights(folder: Path) -> ModelShape:
     """Return the shape of a checkpoint as `check_checkpoint` does; a stored tied head must equal the embedding.
 
-    transformers 5 loads such a head as stored, whatever config.json says.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, config.json describes other tensors, or the head differs.
+    transformers 5 loads such a head as stored, whatever config.json says. Raises CheckpointError if the head differs, a
+    file is missing or damaged, or config.json describes other tensors.
     """
     shape, files = check_checkpoint(folder), SafetensorsFolder(folder)
     for first in (

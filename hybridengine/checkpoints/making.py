@@ -30,10 +30,7 @@ PARTIAL, DELETED, DAMAGED = ".partial", ".deleted", ".damaged"
 
 
 def begin_checkpoint(run_folder: Path, state: RunState) -> Path:
-    """Return a new folder for writing a checkpoint, with one folder per role.
-
-    Every attempt has a unique name: ranks of a node that is considered lost may still be writing.
-    """
+    """Return a new folder with one per role; its name is unique, because lost ranks may still write to an earlier one."""
     name = f".{_folder_name(state.step)}-{secrets.token_hex(4)}{PARTIAL}"
     partial = run_folder / CHECKPOINTS_FOLDER / name
     try:
@@ -58,9 +55,7 @@ def end_role(folder: Path, digests: Mapping[str, FileDigest]) -> None:
 def complete_checkpoint(partial: Path, named: Path | None = None) -> Checkpoint:
     """Write the manifest of a folder that has all other files, and rename it to `named` or the name of its step.
 
-    Raises:
-        CheckpointError: a file is missing.
-        OSError: writing failed; the folder keeps its temporary name.
+    Raises CheckpointError if a file is missing, and OSError if writing failed; the folder then keeps its temporary name.
     """
     state = read_kept(partial / RUN_STATE, RunState)
     known = dict[str, FileDigest]()
@@ -106,10 +101,7 @@ def settle_checkpoints(run_folder: Path, say: Callable[[str], None]) -> Checkpoi
     """Return the checkpoint from which a run resumes, or None; delete checkpoints that were never completed.
 
     Checkpoints that only lack their final name are renamed: all ranks had written them when the run or its ranks ended.
-    Each renamed or ignored one is a message.
-
-    Raises:
-        CheckpointError: the path of the checkpoints folder is a file.
+    Raises CheckpointError if the path of the checkpoints folder is a file.
     """
     for partial in _unfinished(run_folder, PARTIAL):
         if not _is_written(partial):

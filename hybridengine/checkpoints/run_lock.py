@@ -21,8 +21,7 @@ NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 def run_lock(run_folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
     """Prevent other processes, on every machine that sees the folder, from executing the run; warn where this fails.
 
-    Raises:
-        ConfigError: another process holds the lock, or the folder is not writable.
+    Raises ConfigError if another process holds the lock, or the folder is not writable.
     """
     with contextlib.ExitStack() as ends:
         try:

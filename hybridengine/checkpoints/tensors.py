@@ -87,11 +87,7 @@ class TensorFolder:
         """Name -> type of the tensor."""
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return the elements of one box of a tensor.
-
-        Raises:
-            CheckpointError: there is no such tensor, parts of the box are missing, or the stored data is invalid.
-        """
+        """Return the elements of one box of a tensor; CheckpointError if any of it is missing or invalid."""
         if name not in self.shapes:
             raise CheckpointError(f"{self.folder} has no tensor {name}; use a complete checkpoint")
         result = torch.empty(extents(box), dtype=self.dtypes[name])

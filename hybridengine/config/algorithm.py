@@ -1,7 +1,4 @@
-"""Base class of RL algorithms: roles, options and their checks, step and loss.
-
-`config.algorithm` is an instance of the class that `algorithm.name` names; the other keys of the section are its fields.
-"""
+"""Base class of RL algorithms; `algorithm.name` selects the class, and the section's other keys are its fields."""
 
 from __future__ import annotations
 
@@ -94,14 +91,9 @@ class Algorithm(Section):
 
     @abstractmethod
     def step(self, roles: Any, sampling: Any, state: dict[str, float]) -> dict[str, float]:
-        """Run one iteration over the worker groups; return its metrics.
+        """Run one iteration over the worker groups; return its metrics. The planner traces this method with stand-ins.
 
-        The planner traces this method with stand-ins for the groups (`planning.dataflows`).
-
-        Args:
-            roles: `drivers.roles.Roles`.
-            sampling: `drivers.roles.Sampling`.
-            state: numbers that are carried over to the next iteration and saved in checkpoints.
+        `roles` is a `drivers.roles.Roles` and `sampling` a `Sampling`; `state` is carried over and saved in checkpoints.
         """
 
     def scored_rows(self, num_prompts: int, num_rows: int) -> int:
@@ -114,11 +106,7 @@ class Algorithm(Section):
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """Return the class with an algorithm's name or import path.
-
-    Raises:
-        ValueError: there is no such class, or it is not an algorithm.
-    """
+    """Return the class with an algorithm's name or import path; raise ValueError if there is no such algorithm."""
     if name not in ALGORITHMS and not re.fullmatch(IMPORT_PATH, name, re.ASCII):
         near = difflib.get_close_matches(name, ALGORITHMS, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
@@ -150,11 +138,7 @@ def algorithm_class(name: str) -> type[Algorithm]:
 
 
 def import_named(path: str, kind: str) -> Any:
-    """Return the object at an import path from a configuration.
-
-    Raises:
-        ValueError: it cannot be imported, whatever its module raises.
-    """
+    """Return the object at an import path; raise ValueError if the import fails, whatever its module raises."""
     try:
         return import_object(path)
     except Exception as error:

@@ -23,11 +23,7 @@ def check_run(config: RunConfig, *, dry_run: bool = False) -> list[str]:
 
 
 def find_conflicts(config: RunConfig, *, dry_run: bool = False, placed: bool = True) -> list[Conflict]:
-    """Return the messages of `check_run`, each with the keys that it concerns.
-
-    Args:
-        placed: include rules about the ranks, pools and sizes of `config`.
-    """
+    """Return the messages of `check_run` with their keys; `placed` includes rules about ranks, pools and sizes."""
     found = [*_sources(config), *_algorithm(config), *_scorers(config), *_pools(config)]
     for holder in model_holders(config):
         found += _sizes(config, holder.role, holder.sizes, holder.sizes_key)

@@ -34,11 +34,7 @@ def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
 
 
 def model_shape(config: RunConfig) -> ModelShape:
-    """Return the shape of the actor's model, from its checkpoint, `model.build` or `model.hf_config`.
-
-    Raises:
-        ConfigError, CheckpointError: the model is not described, or cannot be used.
-    """
+    """Return the shape of the actor's model; ConfigError or CheckpointError if it is missing or unusable."""
     if config.model.build is not None:
         return config.model.build.shape()
     if config.model.path is None and config.model.hf_config is None:
@@ -47,11 +43,7 @@ def model_shape(config: RunConfig) -> ModelShape:
 
 
 def holder_shape(config: RunConfig, holder: ModelHolder) -> ModelShape:
-    """Return the shape of a holder's model, including any score head.
-
-    Raises:
-        ConfigError, CheckpointError: the model is not described, or cannot be used.
-    """
+    """Return the shape of a holder's model, including any score head; errors are those of `model_shape`."""
     shape = model_shape(config) if holder.path is None else _shape_at(holder.path, holder.hf_config)
     return replace(shape, num_labels=1, tied_embeddings=False) if holder.has_score_head else shape
 

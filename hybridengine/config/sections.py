@@ -155,11 +155,7 @@ class BuildSection(Section):
         }
 
     def shape(self) -> ModelShape:
-        """Return the shape of the model.
-
-        Raises:
-            ConfigError: the sizes do not fit together.
-        """
+        """Return the shape of the model; raise ConfigError if the sizes do not fit together."""
         try:
             return ModelShape.from_hf_config(self.hf_config())
         except ConfigError as error:

@@ -1,7 +1,4 @@
-"""Calls of worker methods on the ranks of a pool: waiting for them, their results and failures, and the log of all calls.
-
-The first failure ends a wait, and every wait is limited in time.
-"""
+"""Calls on the ranks of a pool: time-limited waits that the first failure ends, results, and the log of all calls."""
 
 from __future__ import annotations
 
@@ -97,9 +94,8 @@ class Future:
         """Wrap a call that all ranks of a pool have received.
 
         Args:
-            pool: `ResourcePool` of the ranks.
             outcomes: rank -> reference to its `Outcome`.
-            places: rank -> text with its coordinate and node.
+            places: coordinate and node of each rank, as text.
             results: source rank -> reference to its result, in row order.
             inputs: calls whose rows this call reads.
         """
@@ -216,10 +212,7 @@ class Future:
             ray.wait(references, num_returns=1, timeout=remaining)
 
     def _ahead(self) -> list[Future]:
-        """Return the unfinished calls that must end before this one can, oldest first.
-
-        These are earlier calls on the same ranks and calls that produce this call's rows, recursively.
-        """
+        """Return the unfinished calls that must end before this one, as they share its ranks or produce its rows."""
         ahead, pools, inputs = list[Future](), [self.pool], [*self.inputs]
         known = {*call_log().unfinished, *inputs}
         for call in sorted(known, key=lambda call: -call.number):

@@ -61,8 +61,7 @@ class NodeOffer:
 def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
     """Connect to the cluster named by RAY_ADDRESS, or else start a local one with little output; once per process.
 
-    `num_cpus` is logical: that many ranks can run, even on fewer cores. If the node of this machine's cluster was lost,
-    the cluster is restarted.
+    `num_cpus` is logical and may exceed the cores. If the node of a local cluster was lost, the cluster is restarted.
     """
     if ray.is_initialized():
         if os.environ.get("RAY_ADDRESS") or _live_nodes():

@@ -1,8 +1,4 @@
-"""Outcomes and failures of calls on ranks, as plain data that needs no class of the rank to be unpickled.
-
-Every call of a rank process ends in an `Outcome`; an exception becomes the `RankFailure` inside it, which the controller
-raises as a `RankFailedError` (one rank, with its traceback).
-"""
+"""Outcomes and failures of calls on ranks, as plain data that needs no class of the rank to be unpickled."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Network setup of a rank: its node's interface, and the store in which the ranks of a pool meet.
-
-All connections use the node addresses known to Ray; a host name may resolve to one that other hosts cannot reach.
-"""
+"""Network setup of a rank by addresses known to Ray; a host name may resolve to one that other hosts cannot reach."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ def interface_of(address: str) -> str | None:
 
 
 def socket_environment(address: str) -> dict[str, str]:
-    """Return the environment variables that make gloo, NCCL and vLLM listen on the node's address.
-
-    Empty if no interface carries it: a node behind a translated address uses its host name.
-    """
+    """Return the variables that make gloo, NCCL and vLLM listen on `address`; empty if no interface carries it."""
     interface = interface_of(address)
     if interface is None:
         return {}

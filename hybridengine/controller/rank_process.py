@@ -1,8 +1,4 @@
-"""The process of one rank, which hosts several roles that take turns in its main thread.
-
-The pool turns `RankProcess` into a Ray actor with one thread, so that calls run in the order of submission, the same on
-every rank, and in the main thread, as signal handlers require.
-"""
+"""The process of one rank: a Ray actor that runs all calls in order in its main thread, as signal handlers require."""
 
 from __future__ import annotations
 
@@ -78,9 +74,7 @@ def _answered(method: Callable[..., Any]) -> Any:
 class RankProcess:
     """One rank of a pool. All remote methods return an `Outcome` and a result, and never raise.
 
-    Args:
-        label: prefix of every printed line.
-        rank: number of the process until it has a rank.
+    Printed lines begin with `label`. `rank` is the number of the process until it has a rank.
     """
 
     def __init__(self, label: str, rank: int) -> None:
@@ -165,9 +159,7 @@ class RankProcess:
     def call(self, call: Call, arguments: Any, *batches: Any) -> Any:
         """Run a method of a role's worker; return its result, or the description of its rows, on source ranks.
 
-        Args:
-            arguments: `row_requests.Arguments`.
-            batches: `StoredRows` that the requests among the arguments refer to; None for rows that were not produced.
+        `batches` are what requests in the `row_requests.Arguments` refer to; None for rows that were not produced.
         """
         from hybridengine.controller.row_requests import fetch_arguments
         from hybridengine.controller.stored_rows import Owner, keep_rows

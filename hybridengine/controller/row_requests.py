@@ -73,14 +73,9 @@ class Received:
 
 
 def read_columns(wanted: Mapping[str, ColumnRows], timeout_s: float, reader: Owner | None = None) -> Received:
-    """Return the requested columns, by requested name.
+    """Return the requested columns, by requested name. `reader` is this process, or None if it produces no rows.
 
-    Args:
-        timeout_s: time limit of the wait for objects.
-        reader: this process; None if it produces no rows.
-
-    Raises:
-        TransferError: an object is lost or does not arrive, or blocks differ in type or shape.
+    Raises TransferError if an object is lost or takes longer than `timeout_s`, or blocks differ in type or shape.
     """
     stored = {name: column.columns for name, column in wanted.items()}
     contents = _objects(wanted, stored, timeout_s)
@@ -215,7 +210,7 @@ class RowsRequest:
     def fetch(
         self, batches: Sequence[StoredRows], timeout_s: float, reader: Owner | None = None
     ) -> tuple[TensorDict, Received]:
-        """Return the rows, read-only, and the cost of reading them from the batches that the origins' blocks refer to.
+        """Return the rows, read-only, and the cost of reading them.
 
         Raises ProtocolError if a required column was never produced; for the rest, see `read_columns`.
         """
@@ -254,7 +249,7 @@ def _columns(origin: RowsOrigin, batches: Sequence[StoredRows]) -> dict[str, Col
 def fetch_arguments(
     call: str, arguments: Arguments, batches: Sequence[StoredRows | None], timeout_s: float, reader: Owner
 ) -> tuple[Arguments, dict[str, Any]]:
-    """Return a call's arguments with rows in place of requests, and the cost of reading them (fields of `Outcome`).
+    """Return the arguments with rows in place of requests, and the cost of reading them (fields of `Outcome`).
 
     Raises InputFailedError if a call that should have produced rows failed; for the rest, see `RowsRequest.fetch`.
     """

@@ -104,8 +104,7 @@ class Rows:
     def union(self, *others: Rows | TensorDictBase) -> Rows:
         """Return these rows with the columns of the others added; later columns replace earlier ones of the same name.
 
-        Raises:
-            ProtocolError: the numbers of rows differ.
+        Raises ProtocolError if the numbers of rows differ.
         """
         sources = list(self._sources)
         for other in others:
@@ -120,8 +119,7 @@ class Rows:
     def __getitem__(self, index: Index) -> Rows:
         """Return some rows, in any order and with repetitions: a slice, row numbers, or one boolean per row.
 
-        Raises:
-            ProtocolError: a row number is out of range.
+        Raises ProtocolError if a row number is out of range.
         """
         rows = _row_numbers(index, len(self))
         taken = [
@@ -135,11 +133,7 @@ class Rows:
         return self[np.repeat(np.arange(len(self)), times)]
 
     def pad_to_multiple(self, size: int) -> Rows:
-        """Return these rows followed by the first ones again, up to a multiple of `size`.
-
-        Raises:
-            ProtocolError: `size` is less than 1.
-        """
+        """Return the rows and the first ones again, up to a multiple of `size`; ProtocolError if that is below 1."""
         if size < 1:
             raise ProtocolError(f"pad_to_multiple({size}): `size` must be at least 1, e.g. the replicas")
         return self[np.arange(-(-len(self) // size) * size) % max(1, len(self))]
@@ -147,11 +141,9 @@ class Rows:
     def request(
         self, wanted: range, columns: Sequence[str] | None, batches: Batches, optional: Sequence[str] = ()
     ) -> RowsRequest:
-        """Return the request that is sent to a rank for a range of these rows.
+        """Return the request for a range of rows, and add the batches that must accompany it to `batches`.
 
-        Args:
-            columns: columns that the rank reads; None for all. It reads `optional` ones if they exist.
-            batches: receives the batches that must accompany the request.
+        The rank reads `columns` (None for all), and the `optional` ones that exist.
         """
         names = None if columns is None else {*columns, *optional}
         origins = tuple(_origin(source, wanted, names, batches) for source in self._sources)
@@ -160,11 +152,7 @@ class Rows:
         return RowsRequest(wanted, origins, required, tuple(optional), tuple(not_sent))
 
     def wait(self) -> Rows:
-        """Wait until the calls that produce the rows have ended; return these rows.
-
-        Raises:
-            WorkerError: a call failed, or did not end in time.
-        """
+        """Wait for the calls that produce the rows; return the rows; raise WorkerError if a call fails or is late."""
         for call in self.calls:
             call.wait()
         return self

@@ -18,8 +18,7 @@ from hybridengine.errors import ProtocolError, StorageError
 from hybridengine.rows.batch import columns_of, is_tensor_column
 
 INLINE_BYTES = 2**16
-"""Maximum column bytes inside one description, which then stays below the 100 KiB up to which Ray carries results in its
-messages."""
+"""Maximum column bytes inside one description; Ray carries results of up to 100 KiB in its messages."""
 
 Content = np.ndarray | Sequence[bytes]
 """Content of a column: uint8 [rows, bytes per entry] for tensors; else the pickled value of each row."""
@@ -68,10 +67,7 @@ class StoredRows:
 
 
 def keep_rows(call: str, result: Any, num_rows: int, owner: Owner) -> StoredRows:
-    """Store the `num_rows` rows that a call has returned (`store_rows`), and return their description.
-
-    Raises ProtocolError if the call returned something else, or another number of rows.
-    """
+    """Store the rows that a call has returned; return their description; ProtocolError if it returned anything else."""
     if not isinstance(result, TensorDictBase) or not result.batch_dims:
         raise ProtocolError(
             f"{call} returned a {type(result).__name__} and is registered with returns_rows=True; return a"
@@ -90,10 +86,7 @@ def keep_rows(call: str, result: Any, num_rows: int, owner: Owner) -> StoredRows
 
 
 def store_rows(batch: TensorDictBase, owner: Owner) -> StoredRows:
-    """Store a batch's columns; return their description, with the smallest ones inline up to `INLINE_BYTES` in total.
-
-    Raises StorageError if Ray's object store has no room for the others.
-    """
+    """Store a batch, its smallest columns inline up to `INLINE_BYTES` in total; StorageError if Ray has no room."""
     contents = {
         name: as_bytes(batch[name].detach().to("cpu").contiguous())
         if is_tensor_column(batch, name)

@@ -1,7 +1,4 @@
-"""Positions of ranks in a call that does not end, reported by each rank to Ray's key-value store before the call's limit.
-
-In a hang, most ranks only wait for one, which is somewhere else or does not report.
-"""
+"""Positions of ranks in a call that does not end, which they report to Ray's key-value store before its limit."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ _PATH_PARTS = 3
 
 @contextlib.contextmanager
 def telling(timeout_s: float) -> Iterator[None]:
-    """Report the position of this rank's calling thread if the block takes almost `timeout_s`.
-
-    The stack of every thread is also written to the process's log. Native code that holds the GIL prevents both.
-    """
+    """Report this thread's position and log all stacks if the block takes almost `timeout_s`, unless the GIL is held."""
     key, thread = _key(ray.get_runtime_context().get_actor_id() or ""), threading.get_ident()
     said = False
 
@@ -61,10 +55,7 @@ def telling(timeout_s: float) -> Iterator[None]:
 
 
 def words_of(pending: Mapping[int, ObjectRef]) -> dict[int, str]:
-    """Return rank -> reported position, or a note that it reported none; empty if no rank reported any.
-
-    `pending` are references to the future results of the ranks' calls.
-    """
+    """Return rank -> reported position, or a note that there is none; empty if no rank reported any."""
     words = dict[int, str]()
     try:
         for rank, reference in pending.items():
@@ -76,10 +67,7 @@ def words_of(pending: Mapping[int, ObjectRef]) -> dict[int, str]:
 
 
 def report_lines(places: Mapping[int, str], words: Mapping[int, str]) -> list[str]:
-    """Return a line per rank: first ranks without a report, then those outside collectives, at rare positions first.
-
-    `places` are the ranks' coordinates and nodes, `words` their reports (`words_of`).
-    """
+    """Return a line per rank: first ranks without a report, then those outside collectives, at rare positions first."""
     count = Counter(words.values())
 
     ordered = [(words.get(rank, ""), rank) for rank in places]

@@ -22,12 +22,9 @@ MAX_CHARACTERS_PER_TOKEN = 256
 
 
 def rows_after(num_rows: int, batch_size: int, seed: int, num_drawn: int) -> list[int]:
-    """Return the row numbers of the batch that follows `num_drawn` rows; resuming needs no other state.
+    """Return the row numbers of the batch that follows `num_drawn` rows of an endless stream of shuffled epochs.
 
-    The rows form an endless stream of epochs, each a separate permutation; batches are cut from the stream, so one may
-    span two epochs.
-
-    Guarantees: every epoch contains each row exactly once, and the result depends only on the arguments.
+    Every epoch contains each row exactly once; a batch may span two. The result depends only on the arguments.
     """
     assert num_rows > 0 and batch_size > 0 and num_drawn >= 0, f"{num_rows=} {batch_size=} {num_drawn=}"
     rows: list[int] = []
@@ -50,11 +47,7 @@ class PromptDataset:
     """
 
     def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> None:
-        """Read and tokenise the rows of `path` (JSONL or parquet, keys prompt and answer).
-
-        Raises:
-            DataError: an unusable file, malformed rows, or prompts that are too long (lists all of them).
-        """
+        """Read and tokenise a JSONL or parquet file; raise DataError for malformed rows or prompts that are too long."""
         rows = read_rows(path)
         self.max_prompt_tokens = max_prompt_tokens
         texts = _prompt_texts(rows, tokenizer)
@@ -95,11 +88,7 @@ class DemonstrationDataset:
         max_response_tokens: int,
         seed: int = 0,
     ) -> None:
-        """Read and tokenise the rows of `path` (JSONL or parquet, keys prompt, answer and response).
-
-        Raises:
-            DataError: an unusable file, malformed rows, or prompts or responses over their limit (lists all of them).
-        """
+        """Read and tokenise a JSONL or parquet file; raise DataError for malformed rows, or rows over a limit."""
         rows = read_rows(path, needs_response=True)
         self.width = max_prompt_tokens + max_response_tokens
         self.seed = seed
@@ -133,10 +122,7 @@ class DemonstrationDataset:
 
 
 def _prompt_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return each row's prompt formatted by the chat template, with the start of the assistant's turn.
-
-    Templates are programs by the tokenizer's author, which jinja's sandbox isolates from this machine.
-    """
+    """Return each row's prompt in the tokenizer's chat template, a foreign program that jinja's sandbox isolates."""
     texts, problems = list[str](), list[str]()
     for row in rows:
         try:

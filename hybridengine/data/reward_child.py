@@ -136,11 +136,7 @@ def serve(channel: socket.socket) -> None:
 
 
 def load_reward_function(path: str, key: str = "reward.function") -> Callable[..., Any]:
-    """Return the function at "package.module:function"; messages refer to the path as `key`.
-
-    Raises:
-        DataError: there is no such module or function.
-    """
+    """Return the function at "package.module:function", or raise DataError; messages refer to the path as `key`."""
     try:
         function = importing.import_object(path)
     except ConfigError as error:
@@ -154,12 +150,9 @@ def load_reward_function(path: str, key: str = "reward.function") -> Callable[..
 
 
 def wanted_columns(function: Callable[..., Any], offered: Sequence[str], name: str) -> list[str]:
-    """Return the offered columns that are parameters of `function(responses, answers, **columns)`.
+    """Return the offered columns that `function` takes: all with **columns, none if Python cannot inspect its signature.
 
-    A function with **columns takes all, and one whose signature Python cannot inspect takes none.
-
-    Raises:
-        DataError: the function, `name` in the message, cannot be called with these columns.
+    Raises DataError, with `name` in the message, if it cannot be called with these columns.
     """
     try:
         signature = inspect.signature(function)

@@ -83,8 +83,7 @@ class RewardProcess:
     def start(self) -> tuple[str, ...]:
         """Start the process if necessary; return the columns that each call must give.
 
-        Raises:
-            DataError: the function cannot be loaded in time, or has an unsuitable signature.
+        Raises DataError if the function cannot be loaded in time, or has an unsuitable signature.
         """
         if self._process is not None:
             return self._columns

@@ -1,8 +1,4 @@
-"""Rewards computed by Python functions: called in separate processes, in parts, and combined from several terms.
-
-A function is called as function(responses, answers, **columns) with lists of equal length and returns one finite number
-per row. The additional columns are those of `EXTRA_COLUMNS` that its parameters name.
-"""
+"""Rewards computed by Python functions: called in separate processes, in parts, and combined from several terms."""
 
 from __future__ import annotations
 
@@ -37,10 +33,7 @@ class Decoder(Protocol):
 
 
 class RewardFunctions:
-    """The functions of a reward or cost section, ready to score any number of rows; a context manager.
-
-    Its `name`, "reward" or "cost", is part of messages and metrics.
-    """
+    """The functions of a reward or cost section, ready to score any number of rows; a context manager."""
 
     def __init__(self, name: str, section: RewardSection, start_timeout_s: float = 600.0) -> None:
         self._name, self._section = name, section
@@ -51,11 +44,7 @@ class RewardFunctions:
         assert self._terms, f"{name} has models only, which have workers of their own"
 
     def start(self) -> tuple[str, ...]:
-        """Start all processes; return the columns that the functions take.
-
-        Raises:
-            DataError: lists all functions that cannot be loaded.
-        """
+        """Start all processes; return the columns that functions take; raise DataError listing those that do not load."""
         columns, problems = dict[str, None](), []
         for function in self._terms.values():
             try:
@@ -69,14 +58,9 @@ class RewardFunctions:
         """Return `scores` [B] float32, `dropped` [B] bool, and each of several terms' own scores as `SECTION/NAME`.
 
         A row is dropped if the call of a term with a weight failed and the section drops rows on failure. Its scores are
-        NaN and must not enter any loss, mean or variance: dataflows mask the row.
+        NaN and must not enter any loss, mean or variance. If the section drops no rows, a failure raises DataError.
 
-        Args:
-            columns: at least the columns that `start` returns.
-            rows: row numbers for messages; counted from 0 by default.
-
-        Raises:
-            DataError: a function failed, and the section does not drop rows.
+        `columns` are at least those that `start` returns; `rows` are row numbers for messages, by default from 0.
         """
         num_rows = len(columns["responses"])
         numbers = range(num_rows) if rows is None else rows
@@ -90,10 +74,7 @@ class RewardFunctions:
         return found.float().update(combine_scores(found, None, weights))
 
     def take_metrics(self) -> dict[str, float]:
-        """Return `COUNTS` since the last call, such as `reward/failures`; timeouts are failures as well.
-
-        A row that several terms could not score is counted once for each.
-        """
+        """Return `COUNTS` since the last call, including timeouts as failures; a row counts once per failed term."""
         counts = Counter[str]()
         for function in self._terms.values():
             counts.update(function.counts)
@@ -187,11 +168,7 @@ class _Function:
 
 
 def check_reward_functions(name: str, section: RewardSection, timeout_s: float = 60.0) -> None:
-    """Load every function of a section as a run does, and end its processes.
-
-    Raises:
-        DataError: a function cannot be loaded, or cannot be called with the available columns.
-    """
+    """Load every function of a section as a run does, and end its processes; raise DataError for an unusable one."""
     one_each = section.model_copy(update={"num_processes": 1})
     with RewardFunctions(name, one_each, timeout_s) as functions:
         functions.start()

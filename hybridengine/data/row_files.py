@@ -84,12 +84,9 @@ class Row:
 
 
 def read_rows(path: str | Path, needs_response: bool = False) -> list[Row]:
-    """Return all rows of a JSONL or parquet file with the keys prompt, answer and, for demonstrations, response.
+    """Return all rows of a JSONL or parquet file; blank lines of a JSONL file and unknown keys are ignored.
 
-    Blank lines of a JSONL file are skipped. Other keys are ignored.
-
-    Raises:
-        DataError: the file is missing, empty, of another format, or has malformed rows (lists up to ten).
+    Raises DataError if the file is missing, empty, of another format, or has malformed rows (lists up to ten).
     """
     path = Path(path)
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}

@@ -55,11 +55,8 @@ class Problem:
 def write_arithmetic_files(folder: str | Path, task: TaskSection) -> dict[str, Path]:
     """Write train, held-out and demonstration files; return their paths under "train", "held_out", "demonstrations".
 
-    Guarantees: the same task gives the same bytes; all problems are distinct, so that no held-out problem is in
-    the other two files. Demonstrations are the training problems with a response.
-
-    Raises:
-        DataError: the task has too few distinct problems, or reasoning-gym is not installed.
+    The same task gives the same bytes. Problems are distinct; demonstrations are the training problems with a response.
+    Raises DataError if the task has too few distinct problems, or reasoning-gym is not installed.
     """
     problems = _distinct_problems(task)
     held_out, train = problems[: task.eval_rows], problems[task.eval_rows :]
@@ -98,10 +95,7 @@ def length_cost(
 
 
 def arithmetic_reward(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Return 1.0 for each response whose final answer reasoning-gym scores as fully correct ("+06" for "6"), else 0.0.
-
-    There is no partial credit for texts that contain the answer, because policies learn to exploit it.
-    """
+    """Return 1.0 for a fully correct final answer ("+06" for "6"), else 0.0: policies learn to exploit partial credit."""
     scorer = _chain_sum(size=1)
     return [
         float(scorer.score_answer(final_answer(response), {"answer": answer}) == 1.0)

@@ -28,13 +28,10 @@ CHAT_TEMPLATE = (
 
 
 def load_tokenizer(folder: str | Path, pad_with_eos: bool = False) -> PreTrainedTokenizerBase:
-    """Return the Hugging Face tokenizer of a local folder, with end-of-sequence and padding token and chat template.
+    """Return the tokenizer of a local folder; raise DataError listing missing tokens or a missing chat template.
 
     `pad_with_eos` pads with the end-of-sequence token if the folder defines no padding token. This is safe here, because
     sequence lengths determine the padding, but must be requested, because other programs read the token.
-
-    Raises:
-        DataError: the folder does not exist or has no loadable tokenizer, or tokens or template are missing (lists all).
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -59,9 +56,7 @@ def load_tokenizer(folder: str | Path, pad_with_eos: bool = False) -> PreTrained
 
 
 def _loader(folder: Path) -> type[AutoTokenizer] | type[PreTrainedTokenizerFast]:
-    """Return AutoTokenizer, or the generic class if the folder names it, whose rules AutoTokenizer would replace by those
-    of the model family's class if there is a config.json.
-    """
+    """Return AutoTokenizer, or the generic class if the folder names it, which AutoTokenizer replaces by the family's."""
     settings = folder / "tokenizer_config.json"
     named = read_object(settings).get("tokenizer_class") if settings.exists() else None
     return PreTrainedTokenizerFast if named in GENERIC_CLASSES else AutoTokenizer

@@ -193,11 +193,7 @@ def _folder_findings(posts: Posts, needs: RunNeeds) -> Iterator[Finding]:
 
 
 def clock_offsets(posts: Posts) -> dict[str, tuple[float, float]]:
-    """Return the seconds by which the clock of each node is ahead of this one, and the error bound.
-
-    Uses the answers with the shortest round trip, during which the clocks were read.
-    Source: RFC 5905, section 8.
-    """
+    """Return the seconds by which each node's clock is ahead of this one, and the error bound (RFC 5905, section 8)."""
     best = dict[str, tuple[float, float]]()
     for _ in range(CLOCK_READINGS):
         begin = time.time()

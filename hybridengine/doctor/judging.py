@@ -86,7 +86,7 @@ def _differing(facts: Sequence[NodeFacts], value: Callable[[NodeFacts], str]) ->
 
 
 def judge_versions(facts: Sequence[NodeFacts], required: Sequence[str] = ()) -> Iterator[Finding]:
-    """Check that packages are installed, recent enough, importable and, like Python, the same on all nodes.
+    """Check that packages are installed, recent, importable and, like Python, the same on all nodes.
 
     `required` are requirements (PEP 508), by default those in this project's metadata, including extras.
     """
@@ -231,9 +231,7 @@ def judge_folder(
 ) -> Iterator[Finding]:
     """Check the folder of runs, as every node sees it.
 
-    Args:
-        apart: nodes that do not see the controller's file in it.
-        without_locks: nodes that do not see the controller's lock of that file.
+    Nodes `apart` do not see the controller's file in it, and nodes `without_locks` do not see its lock of that file.
     """
     folder = needs.folder
     remedy = f"mount the same file system at {folder} on all nodes"

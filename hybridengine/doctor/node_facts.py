@@ -114,10 +114,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def ask_libraries(modules: Sequence[str]) -> dict[str, Any]:
-    """Return fields of `NodeFacts` from a process that imports libraries, skipping those that are not installed.
-
-    If the process dies or hangs, that is the error of all.
-    """
+    """Return fields of `NodeFacts` from a process that imports libraries; its death or hang is the error of all."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
         done = subprocess.run(

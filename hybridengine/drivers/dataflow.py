@@ -29,21 +29,14 @@ def with_advantages(
 ) -> Any:
     """Return the batch with the columns computed by `algorithm.advantages` on the ranks that hold its rows.
 
-    Args:
-        samples: responses per prompt.
-        more: arguments of the function after `samples`.
-        columns: columns that it reads in addition to `COLUMNS`.
+    It is called with `samples`, the responses per prompt, and then `more`; it reads `columns` in addition to `COLUMNS`.
     """
     inputs = batch.select(*COLUMNS, *columns)
     return batch.union(roles.compute.map(inputs, algorithm.advantages, algorithm, samples, *more))
 
 
 def measure_rollout(roles: Roles, batch: Any, algorithm: Algorithm, *, from_engine: bool = False) -> Any:
-    """Return the future of a batch's `rollout_metrics`, which are the same on every rank.
-
-    Args:
-        from_engine: True if the batch's log-probs are the engine's, and it has no entropies.
-    """
+    """Return the future of a batch's `rollout_metrics`; `from_engine` if it has the engine's log-probs, not entropies."""
     columns = [*STATISTICS, *roles.term_columns, *([] if from_engine else ["entropies"])]
     return roles.compute.measure(batch.select(*columns), ROLLOUT_METRICS, algorithm, roles.term_columns)
 

@@ -22,10 +22,10 @@ class Grpo(CriticFree):
 
 
 class GrpoFromEngine(Grpo):
-    """GRPO with the engine's log-probs in place of a forward pass for those of the old policy.
+    """GRPO with the engine's log-probs as those of the old policy, which saves one forward pass of four to five.
 
     For one optimizer step per iteration, where the old policy is the current one and the ratio only measures the
-    numerical difference between engine and trainer (`actor/ratio_max`). Saves one forward pass of four to five.
+    numerical difference between engine and trainer (`actor/ratio_max`).
     """
 
     from_engine = True

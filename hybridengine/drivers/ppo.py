@@ -1,7 +1,4 @@
-"""PPO as a dataflow.
-
-Source: HybridFlow, arXiv 2409.19256, figure 6; algorithm of arXiv 1707.06347 with a KL penalty per token.
-"""
+"""PPO (arXiv 1707.06347) with a KL penalty per token, as a dataflow (HybridFlow, arXiv 2409.19256, figure 6)."""
 
 from __future__ import annotations
 

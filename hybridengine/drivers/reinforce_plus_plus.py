@@ -1,7 +1,4 @@
-"""REINFORCE++: returns whitened over the whole batch, without critic or groups.
-
-Source: arXiv 2501.03262.
-"""
+"""REINFORCE++ (arXiv 2501.03262): returns whitened over the whole batch, without critic or groups."""
 
 from __future__ import annotations
 

@@ -20,11 +20,7 @@ RANK_BYTES = 2**30
 
 
 def print_dry_run(config: RunConfig) -> None:
-    """Print groups, plan summary and memory estimate.
-
-    Raises:
-        ConfigError: a function that the algorithm names does not exist, or has the wrong signature.
-    """
+    """Print groups, plan summary and memory; raise ConfigError for a missing or unsuitable function of the algorithm."""
     check_functions(config.algorithm)
     console = Console(highlight=False)
     cost = cost_of(config)

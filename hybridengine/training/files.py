@@ -44,10 +44,8 @@ class RunFiles:
 def claim_run(config: RunConfig) -> tuple[RunConfig, bool]:
     """Return `config` with absolute paths and a folder of its own, and True if this call created the folder.
 
-    If the name is taken, the folder is NAME-2, NAME-3, ... A run with resume=auto keeps its existing folder.
-
-    Raises:
-        ConfigError: the folder cannot be created.
+    If the name is taken, the folder is NAME-2, NAME-3, ... A run with resume=auto keeps its existing folder. Raises
+    ConfigError if the folder cannot be created.
     """
     config = _with_absolute_paths(config)
     name, number = config.run.name, 1
@@ -185,8 +183,7 @@ def stop_token_ids(
 ) -> tuple[int, ...]:
     """Return the end tokens of the tokenizer and of the checkpoint's generation_config.json, as transformers does.
 
-    Raises:
-        CheckpointError: transformers, and so vLLM, rejects that file or config.json, or an end token in it is invalid.
+    Raises CheckpointError if transformers, and so vLLM, rejects that file or config.json, or an end token is invalid.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -236,11 +233,7 @@ def _new_model(described: dict[str, Any]) -> Any:
 
 
 def convert_gguf(config: RunConfig) -> None:
-    """Write the weights and the tokenizer of a GGUF file as a Hugging Face checkpoint.
-
-    Raises:
-        ConfigError: the packages that read GGUF are missing.
-    """
+    """Write a GGUF file as a Hugging Face checkpoint; raise ConfigError if the packages that read GGUF are missing."""
     file = config.model.gguf_file
     assert file is not None and config.model.hf_config is not None, "checked with the configuration"
     if (config.model_folder / "model.safetensors").exists():

@@ -43,11 +43,7 @@ def iterate(
     saver: RunSaver,
     stop: StopRequest,
 ) -> None:
-    """Carry out the remaining iterations, or stop early if `stop` is requested.
-
-    Args:
-        progress: state of the run; updated after each iteration.
-    """
+    """Carry out the remaining iterations, or stop early if requested; `progress` is updated after each."""
     run = _Iterations(config, pools, roles, files.held_out, output, progress)
     call_log().take_records()  # discard the calls of the start
     if progress.step == 0:
@@ -122,11 +118,7 @@ class _Iterations:
 
 
 def _carry_out(config: RunConfig, roles: Roles, progress: Progress, step: int) -> dict[str, float]:
-    """Run the algorithm's dataflow once; return its metrics.
-
-    Raises:
-        ConfigError: its metrics or its state are not numbers by name.
-    """
+    """Run the dataflow once; return its metrics; raise ConfigError if they or its state are not numbers by name."""
     sampling = Sampling(
         step=step,
         num_prompts=config.data.batch_size,
@@ -142,11 +134,7 @@ def _carry_out(config: RunConfig, roles: Roles, progress: Progress, step: int) -
 
 
 def _numbers(values: object, who: str, remedy: str) -> dict[str, float]:
-    """Return the metrics or the state of a user's dataflow with every value as a float.
-
-    Raises:
-        ConfigError: `values` is not a dict of names and numbers, or has the reserved key of the step.
-    """
+    """Return a user's metrics or state as floats; raise ConfigError for other values, or for the key of the step."""
     if not isinstance(values, dict):
         raise ConfigError(f"{who} {shown(values)}; {remedy}")
     for name, value in values.items():
@@ -185,10 +173,10 @@ def evaluate(roles: Roles, num_prompts: int) -> tuple[dict[str, float], TensorDi
 def call_metrics(
     records: Sequence[CallRecord], payload_bytes: int, begin: float, end: float
 ) -> dict[str, float]:
-    """Return the metrics of one iteration's calls.
+    """Return the metrics of one iteration's calls, which lasted from `begin` to `end` (seconds since the epoch).
 
-    They are the seconds by phase, the bytes that moved between ranks and through the controller, its overhead from
-    `begin` to `end` (seconds since the epoch), and the largest memory of a rank's process after any call.
+    They are the seconds by phase, the bytes that moved between ranks and through the controller, its overhead, and the
+    largest memory of a rank's process after any call.
     """
     seconds, edges = defaultdict[str, float](float), Counter[str]()
     for record in records:

@@ -62,11 +62,9 @@ def where_to_look(folder: Path) -> str:
 
 
 class RunOutput:
-    """Writer of a run's output to its folder, trackers and terminal; a context manager.
+    """Writer of a run's output to its folder, open `trackers` and terminal; a context manager.
 
-    Args:
-        nodes: address of every rank's node, by pool.
-        trackers: open trackers, which receive every row.
+    `nodes` are the addresses of every rank's node, by pool.
     """
 
     def __init__(
@@ -121,11 +119,7 @@ class RunOutput:
         self._timeline.write(spans, readings)
 
     def show_samples(self, step: int, rows: TensorDictBase) -> None:
-        """Write responses of an evaluation as samples, and print some if there is a live view.
-
-        Args:
-            rows: responses with tokens, lengths, `answers` and `scores`.
-        """
+        """Write an evaluation's rows (tokens, lengths, `answers`, `scores`) as samples; print some in a live view."""
         columns = ["prompts", "responses", "answers"]
         texts, scores = reward_texts(rows, self._tokenizer, columns), rows["scores"].tolist()
         samples = [

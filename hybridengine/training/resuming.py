@@ -36,11 +36,7 @@ def resume_command(config: RunConfig) -> str:
 
 
 def kept_config(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration in the run's folder; empty if it does not exist, or without resume=auto.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Return the folder's configuration, empty if there is none or without resume=auto; ConfigError if unreadable."""
     file = config.run_folder / CONFIG_FILE
     if config.resume != "auto" or not os.path.lexists(file):
         return {}
@@ -70,11 +66,8 @@ def checkpoint_of(
 ) -> tuple[RunConfig, Checkpoint | None]:
     """Return the configuration, whose `resume` names the run's first checkpoint, and the checkpoint to resume or None.
 
-    Args:
-        origin: value of `resume` when the run began; used until the run has its own checkpoint.
-
-    Raises:
-        CheckpointError: `resume` names a folder that is not a complete checkpoint.
+    `origin` is the value of `resume` when the run began; it is used until the run has its own checkpoint. Raises
+    CheckpointError if `resume` names a folder that is not a complete checkpoint.
     """
     if config.resume == "never":
         return config, None
@@ -128,11 +121,9 @@ def steps_done(config: RunConfig) -> int:
 
 
 def check_final(config: RunConfig, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
-    """Check that the run does not overwrite a trained model that its own checkpoints cannot reproduce.
+    """Raise ConfigError if the run would overwrite a trained model that its own checkpoints cannot reproduce.
 
-    Raises:
-        ConfigError: the run would overwrite such a model.
-        DataError: the run's rows, which are read again at its end, are damaged.
+    Raises DataError if the run's rows, which are read again at its end, are damaged.
     """
     final, rows = final_folder(config), read_rows(config.run_folder)
     has_own = checkpoint is not None and checkpoint.folder.is_relative_to(config.run_folder)

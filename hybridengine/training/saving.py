@@ -67,10 +67,9 @@ class Progress:
 
     @classmethod
     def at(cls, checkpoint: Checkpoint | None, best_metric: str | None) -> Progress:
-        """Return the progress at a checkpoint, whose best value counts if it is of `best_metric`, or of a new run.
+        """Return the progress at a checkpoint or of a new run; the best value counts only if it is of `best_metric`.
 
-        Raises:
-            CheckpointError: the checkpoint's progress cannot be read.
+        Raises CheckpointError if the checkpoint's progress cannot be read.
         """
         if checkpoint is None:
             return cls()
@@ -92,11 +91,9 @@ class _Writing:
 
 
 class RunSaver:
-    """Writer of a run's checkpoints, one at a time.
+    """Writer of a run's checkpoints, one at a time; `say` prints a message for each, saved or failed.
 
-    Args:
-        progress: state of the run, read when a save begins; its best checkpoint is updated.
-        say: function that prints a message for every checkpoint, saved or failed.
+    `progress` is read when a save begins, and its best checkpoint is updated.
     """
 
     def __init__(
@@ -230,11 +227,7 @@ class RunSaver:
 
 
 def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:
-    """Load a checkpoint into every trained role that it has, and set the position in the prompts.
-
-    Raises:
-        RankFailedError: the checkpoint belongs to another model, or cannot be read.
-    """
+    """Load a checkpoint's trained roles, and set the position in the prompts; RankFailedError if one cannot be read."""
     progress = Progress.at(checkpoint, config.checkpoint.best)
     there, _, _ = check_roles(checkpoint, config)
     begun = [getattr(roles, role).load_checkpoint(str(checkpoint.folder / role)) for role in there]
@@ -245,8 +238,7 @@ def load_roles(checkpoint: Checkpoint, config: RunConfig, roles: Roles) -> None:
 def check_roles(checkpoint: Checkpoint, config: RunConfig) -> tuple[list[Role], ...]:
     """Return the roles to load, the roles to initialise, and the checkpoint's roles that the run does not train.
 
-    Raises:
-        CheckpointError: a checkpoint that was not converted lacks a role that the run trains.
+    Raises CheckpointError if a checkpoint that was not converted lacks a role that the run trains.
     """
     trained: set[Role] = set(config.algorithm.roles) & set(TRAINED)
     there: set[Role] = {role for role in TRAINED if (checkpoint.folder / role).is_dir()}

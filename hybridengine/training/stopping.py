@@ -27,12 +27,9 @@ def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
 
 
 class StopRequest:
-    """Request, by signal, to end the run after the current iteration.
+    """Request, by signal, to end the run after the current iteration; `saves` if it then writes a checkpoint.
 
     A second signal ends the run at once: Ctrl-C raises KeyboardInterrupt, SIGTERM raises SystemExit.
-
-    Args:
-        saves: True if the run writes a checkpoint when it stops.
     """
 
     def __init__(self, saves: bool = True) -> None:

@@ -58,10 +58,7 @@ PER_TOKEN = Aggregation("token")
 
 @dataclass(frozen=True)
 class LossStats:
-    """Statistics of some rows, in a form that can be merged: 0-dim tensors without gradient.
-
-    They share no memory with a loss, which Megatron's schedule divides in place.
-    """
+    """Mergeable statistics: 0-dim tensors without gradient, in memory of their own: Megatron divides losses in place."""
 
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Metric -> sum over the valid tokens, or over the units counted in `counts`."""

@@ -1,7 +1,4 @@
-"""Direct preference optimisation: a loss over pairs of responses to one prompt.
-
-Shape suffixes: B sequences, R response tokens, N pairs.
-"""
+"""Direct preference optimisation. Shape suffixes: B sequences, R response tokens, N pairs of responses."""
 
 from __future__ import annotations
 
@@ -18,10 +15,7 @@ from hybridengine.config.sections import ActorSection
 
 
 def sequence_log_probs(log_probs_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """Return log pi(response | prompt), the sum over each row's valid tokens; 0 for an empty response.
-
-    Shapes: [B, R] -> [B].
-    """
+    """Return log pi(response | prompt), the sum over each row's valid tokens, 0 if empty. Shapes: [B, R] -> [B]."""
     check_shapes(log_probs_BR=log_probs_BR, mask_BR=mask_BR)
     return zero_masked(log_probs_BR, mask_BR).sum(1)
 
@@ -83,14 +77,9 @@ def preference_loss(
     actor: ActorSection,
     aggregation: Aggregation,
 ) -> SummedLoss:
-    """Return `dpo_loss` of rows in pairs, with the better response first.
+    """Return `dpo_loss` of rows in pairs, with the better response first: the default of online DPO's `algorithm.loss`.
 
-    This is the default of online DPO's `algorithm.loss`; custom losses have the same signature.
-
-    Args:
-        log_probs_BR: log-probs of the trained policy, with gradient.
-        columns: `mask` and `ref_log_probs` [B, R]; `told` [B, R], False for both rows of an uninformative pair.
-        algorithm: has the options `beta` and `label_smoothing`.
+    The columns are `mask` and `ref_log_probs` [B, R], and `told` [B, R], False for both rows of an uninformative pair.
     """
     own_B, reference_B = (
         sequence_log_probs(values_BR, columns["mask"])

@@ -134,9 +134,8 @@ def clipped_loss(
 ) -> SummedLoss:
     """Return `policy_loss` of the columns of a micro-batch, with the clip ranges of the actor's section.
 
-    Args:
-        columns: `mask`, `log_probs` (of the old policy) and `advantages`, all [B, R]; optionally `weights` of the
-            rollout correction and `ref_log_probs`.
+    The columns are `mask`, `log_probs` (of the old policy) and `advantages`, all [B, R]; optionally `weights` of the
+    rollout correction and `ref_log_probs`.
     """
     return policy_loss(
         log_probs_BR,

@@ -1,7 +1,4 @@
-"""PPO's clipped value loss.
-
-Shape suffixes: B sequences, R response tokens.
-"""
+"""PPO's clipped value loss. Shape suffixes: B sequences, R response tokens."""
 
 from __future__ import annotations
 

@@ -131,11 +131,7 @@ class BackgroundSave:
         end_role(self._folder, {name: digest for part in digests for name, digest in part.items()})
 
     def end(self, last: bool) -> bool | CheckpointError:
-        """Return True if the folder is complete, False if not yet, or the reason why it will not be.
-
-        Args:
-            last: treat ranks that have not finished writing as failed.
-        """
+        """Return True if the folder is complete, False if not yet, or why not; if `last`, late ranks count as failed."""
         if last and self._outcome is False:
             self._given_up.set()
             if self._rank == 0 or not self._has_written.is_set():

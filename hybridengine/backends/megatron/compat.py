@@ -54,10 +54,7 @@ def one_bucket_per_parameter(module: nn.Module) -> Iterator[None]:
 
 
 def split_parameter_buffers(ddp: Any) -> dict[nn.Parameter, torch.Tensor]:
-    """Give every DDP bucket its own tensor instead of a view of the contiguous buffer; return parameter -> tensor.
-
-    Call it before the optimizer is made, which creates views of the parameters.
-    """
+    """Give each DDP bucket its own tensor, before an optimizer views the parameters; return parameter -> tensor."""
     tensors: dict[nn.Parameter, torch.Tensor] = {}
     for buffer in ddp.buffers:
         for bucket in buffer.buckets:

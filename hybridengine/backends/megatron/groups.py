@@ -55,8 +55,7 @@ def embedding_groups(grid: Grid) -> Groups:
 def initialize_globals(seed: int) -> None:
     """Initialise the global state that Megatron-core still reads, at tensor and pipeline size 1. Collective.
 
-    This state is a memory buffer and the names of the RNG tracker; all other groups are passed explicitly. The
-    generators of NumPy and Python are also seeded, differently on each rank, because custom loss functions may use them.
+    The generators of NumPy and Python are also seeded, differently on each rank, for custom loss functions.
     """
     if parallel_state.model_parallel_is_initialized():
         return

@@ -1,7 +1,4 @@
-"""Pipelined passes over micro-batches: forward only, or forward and backward, with explicit groups.
-
-Shapes: as in `backends/policy.py`.
-"""
+"""Pipelined passes over micro-batches, with or without backward; shapes as in `backends/policy.py`."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunctio
 
 
 class WantedPositions:
-    """Restricts an output layer to requested positions: logits of a vocabulary are most of a small model's work.
-
-    The layer receives hidden states [T, B, H] as [B·R, 1, H].
-    """
+    """Restricts an output layer to requested positions: it receives hidden states [T, B, H] as [B·R, 1, H]."""
 
     def __init__(self, output_layer: torch.nn.Module) -> None:
         self.positions_BR: Tensor | None = None
@@ -46,11 +40,7 @@ class WantedPositions:
 
 
 class PipelineRunner:
-    """Runs micro-batches through one rank's part of a model and its peers' parts.
-
-    Args:
-        wanted: restriction of this rank's output layer; None if there is none, or outputs of all positions are read.
-    """
+    """Runs micro-batches through a rank's and its peers' parts of a model; `wanted` restricts the rank's output layer."""
 
     def __init__(
         self, module: torch.nn.Module, groups: ProcessGroupCollection, wanted: WantedPositions | None = None

@@ -1,7 +1,4 @@
-"""A Megatron-core model on one rank: forward passes, and training with the distributed optimizer.
-
-Weights live in one storage per parameter, so that the HybridEngine can release and reallocate them.
-"""
+"""A Megatron-core model on one rank: forward passes, and training with the distributed optimizer."""
 
 from __future__ import annotations
 
@@ -120,9 +117,7 @@ class MegatronTrainer(MegatronModel):
     def start_optimizer(
         self, settings: OptimizerSection, decay_steps: int = 1_000_000, offload: str = "none"
     ) -> None:
-        """Create the optimizer, or replace it by one with fresh state.
-
-        Call it after loading the weights, because its master weights are copies of them.
+        """Create the optimizer with fresh state, after loading the weights: its master weights are copies of them.
 
         Args:
             decay_steps: optimizer steps until `min_lr`; ignored by constant schedules.

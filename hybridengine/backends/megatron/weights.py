@@ -92,10 +92,7 @@ def save_weights(
 
 
 def _receive(executor: PlanExecutor, files: HfWriter, whole: WeightStorage) -> OSError | None:
-    """Write every bucket as it arrives; return the error if the disk fails.
-
-    After an error the remaining buckets are still received: otherwise senders fail, and with them the process group.
-    """
+    """Write each bucket as it arrives; after a disk error, receive the rest, lest senders fail, and return it."""
     faults: list[OSError] = []
 
     def write(names: tuple[str, ...]) -> None:

@@ -25,12 +25,9 @@ _installed: list[tuple[Groups, Groups]] = []
 
 
 def install_groups(generation: GenerationGrid, identity: str) -> None:
-    """Install the groups of `generation` in vLLM. Collective over the world; once per process.
+    """Install the groups of `generation` in vLLM; once per process. Collective. `identity` is unique among a node's jobs.
 
-    `identity` names the job in shared memory, uniquely among the jobs of a node.
-
-    Raises:
-        TopologyError: a different generation grid is installed already, or torch cannot preserve the order of ranks.
+    Raises TopologyError if a different grid is installed already, or torch cannot preserve the order of ranks.
     """
     tensor, pipeline = wanted = generation.groups("tp"), generation.groups("pp")
     if parallel_state.model_parallel_is_initialized():

@@ -17,10 +17,9 @@ def position_seed(seed: int, position: int) -> int:
 
 
 class RunningRequests:
-    """The unfinished requests of one `LLMEngine` of vLLM, whose model runner owns the requests' generators.
+    """Unfinished requests of an `LLMEngine`, whose generators are reseeded before every step.
 
-    A generator advances with every draw. Here it is reseeded before every step, so that a draw depends only on the
-    request's seed and the token's position, and not on prompt chunks, preemption or restarts of the request.
+    A draw depends only on the request's seed and the token's position, not on prompt chunks, preemption or restarts.
     """
 
     def __init__(self, engine: Any, runner: Any) -> None:
