@@ -142,7 +142,9 @@ def import_model(
 def _first_cause(error: CheckpointException) -> BaseException:
     """Return the error that torch wrapped after it failed to close the file."""
     failure, _ = next(iter(error.failures.values()))
-    return failure.__context__ or failure
+    while failure.__context__ is not None:
+        failure = failure.__context__
+    return failure
 
 
 class _LazyReader(DefaultSavePlanner):

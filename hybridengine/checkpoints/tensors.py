@@ -94,8 +94,9 @@ class TensorFolder:
         filled = 0
         for stored in self._described[name].chunks:
             chunk = moved(full_box(tuple(stored.sizes)), (0,) * len(box), tuple(stored.offsets))
-            common, place = intersect(chunk, box), self._places.get(MetadataIndex(name, stored.offsets))
-            if common is None or place is None:
+            if (common := intersect(chunk, box)) is None:
+                continue
+            if (place := self._places.get(MetadataIndex(name, stored.offsets))) is None:
                 continue
             source = moved(common, starts(chunk), (0,) * len(chunk))
             target = moved(common, starts(box), (0,) * len(box))

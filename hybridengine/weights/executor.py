@@ -99,7 +99,11 @@ class PlanExecutor:
             TransferError: a message failed or was corrupted; the sources of buckets from `num_complete` on are unchanged.
         """
         self.num_complete = first
-        is_verified = verify is Verify.ALWAYS or (verify is Verify.FIRST and not self._has_verified)
+        has_verified, self._has_verified = (
+            self._has_verified,
+            False,
+        )  # what follows a failure is verified again
+        is_verified = verify is Verify.ALWAYS or (verify is Verify.FIRST and not has_verified)
         in_flight: _InFlight = []
         try:
             for index in range(first, len(self.plan.buckets)):
@@ -112,7 +116,7 @@ class PlanExecutor:
                 self._finish_oldest(in_flight, after_bucket)
             if not self._is_local:
                 self._transport.meet()
-            self._has_verified |= is_verified
+            self._has_verified = has_verified or is_verified
         except (HybridEngineError, MemoryError, RuntimeError) as error:
             self._abandon(in_flight)
             raise self._failure(error) from error

@@ -78,7 +78,7 @@ class GenerationSide(Protocol):
 
 
 class HybridEngine:
-    """Switches one rank, at first in training mode, together with all ranks of the plan's domain.
+    """Switches one rank together with all ranks of the plan's domain; begins in training mode and empties the engine.
 
     Args:
         verify: when receivers verify the bits of received weights.

@@ -45,6 +45,6 @@ class ProcessGroups:
 
 
 @cache
-def process_groups(timeout_s: float) -> ProcessGroups:
+def process_groups(timeout_s: float, /) -> ProcessGroups:
     """Return the registry shared by all roles of this process that have the same timeout."""
     return ProcessGroups(timeout_s)

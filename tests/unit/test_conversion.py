@@ -235,9 +235,9 @@ def test_bytes_that_are_no_tensor_are_an_error_that_says_where(
     assert not (tmp_path / "back").exists()
 
 
-@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize(("back", "size"), [(False, 600), (False, 10_000), (True, 10_000)])
 def test_a_full_disk_is_one_error_and_leaves_nothing(
-    back: bool, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    back: bool, size: int, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = tmp_path / "start"
     if back:
@@ -245,7 +245,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(
     there = str(start) if back else str(source)
     before, limits = sorted(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
     capsys.readouterr()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         status = main(
             ["convert", there, str(tmp_path / "out"), *(["--companions", str(source)] if back else [])]

@@ -57,15 +57,19 @@ def colocated_and_split(options: Options, num_devices: int) -> tuple[Plan, Plan]
     return together, found.plans[0]
 
 
-def test_switches_decide_nothing() -> None:
-    """With planned switches, 13B colocates on 64 devices and splits on 96 as well, and a step takes under 1 % longer."""
-    options = Options(workload(B13), A100)
-    for num_devices in (64, 96):
-        plans, others = (colocated_and_split(one, num_devices) for one in (options, bounded(B13)))
-        assert (plans[0].step_s < plans[1].step_s) == (num_devices == 64)
-        for plan, other in zip(plans, others, strict=True):
-            assert plan.placement == other.placement
-            assert other.step_s <= plan.step_s < 1.01 * other.step_s
+@pytest.mark.parametrize(
+    ("overrides", "num_devices"), [((B13,), 64), ((B13,), 96), ((B34,), 32), ((B13, *CRITIC_70B), 32)]
+)
+def test_switches_decide_nothing(overrides: tuple[str, ...], num_devices: int) -> None:
+    """With planned switches the placements are the same, and a step takes under 1 % longer."""
+    plans, others = (
+        colocated_and_split(options, num_devices)
+        for options in (Options(workload(*overrides), A100), bounded(*overrides))
+    )
+    assert (plans[0].step_s < plans[1].step_s) == (num_devices != 96)
+    for plan, other in zip(plans, others, strict=True):
+        assert plan.placement == other.placement
+        assert other.step_s <= plan.step_s < 1.01 * other.step_s
 
 
 @pytest.mark.parametrize(

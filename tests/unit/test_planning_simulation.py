@@ -31,11 +31,12 @@ def setting(**changes: object) -> Setting:
     return Setting(**values | changes)  # type: ignore[arg-type]
 
 
-def test_a_synchronous_run_of_equal_responses_is_a_plain_sum() -> None:
-    """16 responses on 2 engines of 4 places: two rounds of 50 steps on each, then the switch and training."""
+@pytest.mark.parametrize(("batch_size", "rounds"), [(16, [4, 4]), (12, [4, 2])])
+def test_a_synchronous_run_of_equal_responses_is_a_plain_sum(batch_size: int, rounds: list[int]) -> None:
+    """Responses on 2 engines of 4 places: rounds of 50 steps with equal shares, then the switch and training."""
     one = setting(
         num_steps=3,
-        batch_size=16,
+        batch_size=batch_size,
         num_engines=2,
         max_running=4,
         lengths=Lengths.of("constant:50", 100),
@@ -45,9 +46,10 @@ def test_a_synchronous_run_of_equal_responses_is_a_plain_sum() -> None:
         update_s=2.0,
     )
     found = simulate_synchronous(one)
-    generated, trained = 2 * (4 * 0.5 + 50 * 0.04), 16 * (50 + 10) / 100
+    generated = sum(count * 0.5 + 50 * 0.01 * count for count in rounds)
+    trained = batch_size * (50 + 10) / 100
     assert found.seconds == pytest.approx(3 * (generated + 2.0 + trained))
-    assert found.tokens == 3 * 16 * 50
+    assert found.tokens == 3 * batch_size * 50
     assert found.staleness_counts == {0: found.tokens}
     assert found.train_busy_s == pytest.approx(3 * trained)
     assert found.generate_idle_s == pytest.approx(2 * 3 * (2.0 + trained))

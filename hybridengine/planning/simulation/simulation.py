@@ -227,8 +227,13 @@ class _Simulation:
                 self._arrive(self._arriving.pop(stamp), now)
                 self._start_step(now)
             elif stamp == self._stamps[place]:
-                self._take_responses(self.engines[place], now)
-                self._fill([place], now)
+                places = [place]  # engines that get free at the same moment share what may be begun
+                while self._events and self._events[0][0] == now:
+                    _, place, stamp = heapq.heappop(self._events)
+                    places += [place] if stamp == self._stamps[place] else []
+                for place in places:
+                    self._take_responses(self.engines[place], now)
+                self._fill(places, now)
                 self._start_step(now)
         for engine in self.engines:
             self._take_responses(engine, now)
