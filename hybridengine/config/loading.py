@@ -54,9 +54,9 @@ def load_config(
     problems = list(_apply_overrides(tree, overrides))
     try:
         values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        key = f" at {error.full_key}" if error.full_key else ""
-        problems.append(("", f"{path}{key}: {first_line(error)}; write the value itself"))
+    except (OmegaConfBaseException, RecursionError) as error:
+        key = f" at {full}" if (full := getattr(error, "full_key", None)) else ""
+        problems.append(("", f"{path}{key}: {yaml_fault(error)}; write the value itself"))
         raise_all(text for _, text in problems)
         raise AssertionError("unreachable") from error
     assert isinstance(values, dict), "the root of a configuration is a mapping"

@@ -26,19 +26,19 @@ pytestmark = pytest.mark.timeout(600)
 def test_a_machine_is_measured_fitted_and_planned_for(
     ray_cluster: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = replace(calibration.CPU_CASES[0], actor=(1, 2), reference=(1, 1), batch_sizes=(8, 24))
+    small = replace(calibration.CPU_CASES[0], actor=(1, 2), reference=(1, 1), batch_sizes=(8, 16, 24))
     monkeypatch.setattr(calibration, "CPU_CASES", (small,))
     monkeypatch.setattr(calibration, "SINGLE_CASES", ())
     file = tmp_path / "here.yaml"
     assert main(["calibrate", "--ranks", "2", "--out", str(file)]) == 0
     text, progress = capsys.readouterr()
-    for part in ("measuring 2 ranks", "case 1 of 1", "fitting coefficients to 2 runs"):
+    for part in ("measuring 2 ranks", "case 1 of 1", "fitting coefficients to 3 runs"):
         assert part in progress
     text = text[text.rindex("\ncluster: ") :]  # after the output of the runs themselves
     for part in ("8 rows a step, actor 1-2-1 and 1-1", "24 rows a step"):
         assert part in text
     for phase in ("generate", "switch_to_generate", "log_probs", "update_critic", "update_actor", "step"):
-        assert len(re.findall(rf"^{phase} ", text, re.MULTILINE)) == 2
+        assert len(re.findall(rf"^{phase} ", text, re.MULTILINE)) == 3
     assert "within 25% (phases) and 15% (steps)" in text
     cluster = load_planned_cluster(file, "float32")
     assert (cluster.num_devices, cluster.nodes) == (2, 1)

@@ -130,7 +130,7 @@ def undisturbed(runs: Runs) -> Outcome:
 @pytest.fixture(scope="module")
 def disturbed(runs: Runs) -> Outcome:
     """One run with a killed rank, an engine that raises, a full disk during a save, and a rank that hangs."""
-    faults = ["3-kill-rank-when-saved", "4-full-disk", "5-engine", "7-hang"]
+    faults = ["3-kill-rank-when-saved", "4-full-disk", "6-engine", "7-hang"]
     outcome = runs("disturbed", faults)
     assert outcome.status == 0, outcome.console
     return outcome
@@ -160,7 +160,7 @@ def test_no_prompt_is_skipped_or_repeated(undisturbed: Outcome, disturbed: Outco
 
 REPORTS = {
     "killed rank": r"failed in step 3: \S+ died on rank 1 \(.*tp=.*, node [\d.]+\): .*Died",
-    "engine": r"failed in step 5: actor\.generate_sequences failed on rank 1 \(pp=0 dp=0 tp=1, node [\d.]+\):"
+    "engine": r"failed in step 6: actor\.generate_sequences failed on rank 1 \(pp=0 dp=0 tp=1, node [\d.]+\):"
     r" EngineBrokenError: an illegal memory access",
     "full disk": r"warning: no checkpoint of step 4: \S+/\.step-00000004-\w+\.partial/\w+ could not be written by rank 1:"
     r" \w+: .*; the run goes on, earlier ones are kept",
