@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from pydantic import TypeAdapter, ValidationError
 
 from hybridengine.config.values import Bytes
-from hybridengine.errors import ConfigError
+from hybridengine.errors import ConfigError, HybridEngineError
 
 STDOUT = Path("-")
 """Value of `--json` without a file: print only the figures, to stdout."""
@@ -40,6 +40,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError: the command line is rejected."""
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except HybridEngineError as error:
+            raise argparse.ArgumentError(action, str(error)) from None
 
 
 def between(least: float, most: float, kind: type[int] | type[float] = int) -> Callable[[str], Any]:

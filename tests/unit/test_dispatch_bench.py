@@ -82,7 +82,7 @@ def test_the_command_prints_and_writes_what_was_measured(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--from", "1-4"], "1-4"),
+        (["--from", "1-4"], "argument --from: '1-4' is not a parallel size"),
         (["--from", "1-4-2", "--to", "1-1-1"], "both groups share one pool"),
         (["--bytes", "many"], "--bytes"),
         (["--json", "/nowhere/out.json"], "/nowhere"),
