@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option, seconds = parser.add_argument, between(1, 86400, float)
     option("--from", dest="source", type=TrainSizes.parse, default="1-4-2", metavar="P-T-D", help="producers")
     option("--to", type=TrainSizes.parse, default="2-2-2", metavar="P-T-D", help="consumers")
-    option("--bytes", type=byte_size, default=10**9, metavar="BYTES", help="of the batch")
+    option("--bytes", type=byte_size, metavar="BYTES", help="of the batch (default 1GB)")
     option("--repetitions", type=between(1, 1000), default=5, metavar="N", help="counted ones")
     option("--timeout", type=seconds, default=300.0, metavar="SECONDS", help="longest that a call may take")
     add_json_option(parser)
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     from hybridengine.bench.dispatch import DispatchSpec, measure_dispatch
 
     sizes = options.source, options.to
-    spec = DispatchSpec(*sizes, options.bytes, options.repetitions, options.timeout)
+    spec = DispatchSpec(*sizes, options.bytes or 10**9, options.repetitions, options.timeout)
     check_outputs({"--json": options.json}, {})
     check_memory(
         f"--bytes {spec.batch_bytes}: a batch of {format_bytes(spec.batch_bytes)} for {spec.consumer}",

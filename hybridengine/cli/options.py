@@ -22,13 +22,9 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Formatter that prints descriptions and examples verbatim, and adds defaults to the help of options."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if (
-            action.default in (None, False, argparse.SUPPRESS)
-            or not action.option_strings
-            or not action.metavar
-        ):
+        if isinstance(action.default, list | None) or not (action.option_strings and action.metavar):
             return action.help
-        return f"{action.help} (default %(default)s)"
+        return f"{action.help} (default %(default){'g' if isinstance(action.default, float) else 's'})"
 
 
 class Parser(argparse.ArgumentParser):
