@@ -50,6 +50,7 @@ def emit(
     Raises:
         ConfigError: files could not be written; the others are written and the text is printed all the same.
     """
+    show_status("")
     text = json.dumps(figures, indent=2)
     try:
         write_outputs({"--json": (options.json, text + "\n"), **(files or {})})

@@ -64,9 +64,9 @@ def run(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     synchronous = scenarios.synchronous()
     outcome = simulate_synchronous(synchronous.setting)
-    sweep = []
-    for division, state in _divisions(scenarios, options):
-        show_status(f"simulating {division.num_training} devices that train")
+    divisions, sweep = _divisions(scenarios, options), []
+    for division, state in divisions:
+        show_status(f"division {len(sweep) + 1} of {len(divisions)}")
         sweep.append((division, state, simulate_asynchronous(division.setting)))
     best = _best(sweep, options.staleness, lambda one: (one[2].mean_staleness, one[2].tokens_per_s))
     figures = {
