@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.bench.dispatch import PROCESS_BYTES, ROW_BYTES, DispatchSpec, dispatch_figures
+from hybridengine.bench.dispatch import dispatch_figures
+from hybridengine.bench.dispatch_spec import ROW_BYTES, DispatchSpec
 from hybridengine.cli.main import main
 from hybridengine.errors import ConfigError, TopologyError
+from hybridengine.machine import PROCESS_BYTES
 from hybridengine.topology.sizes import TrainSizes
 
 MEBIBYTE = 2**20
