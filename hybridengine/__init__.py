@@ -36,9 +36,9 @@ if TYPE_CHECKING:  # the public names, which are read from here below
     from hybridengine.drivers.roles import Roles, Sampling
     from hybridengine.errors import ConfigError, HybridEngineError
     from hybridengine.models.shapes import ModelShape
+    from hybridengine.reshard.compiler import compile_plan
     from hybridengine.reshard.domains import domains
     from hybridengine.reshard.megatron import megatron_layout
-    from hybridengine.reshard.planner import compile_plan
     from hybridengine.reshard.vllm import vllm_layout
     from hybridengine.rows.protocols import (
         ALL_TO_ALL,

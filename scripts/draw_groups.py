@@ -30,11 +30,11 @@ from matplotlib.ticker import MaxNLocator
 from hybridengine.config import load_config, model_shape
 from hybridengine.models.shapes import DTYPE_BYTES
 from hybridengine.reshard.boxes import Box, intersect, num_elements, subtract
+from hybridengine.reshard.compiler import compile_plan, inverse_local
 from hybridengine.reshard.cost import plan_costs
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.plan import Plan
-from hybridengine.reshard.planner import compile_plan, inverse_local
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, Groups

@@ -22,8 +22,8 @@ from hybridengine.config.algorithm import Algorithm
 from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.importing import import_object
 from hybridengine.models.shapes import DTYPE_BYTES
+from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
-from hybridengine.reshard.planner import compile_plan
 from hybridengine.rows.micro_batches import SEQUENCE_COLUMNS, cut_rows
 from hybridengine.rows.protocols import (
     ONE_TO_ALL,

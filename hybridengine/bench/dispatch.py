@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,55 +12,18 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from hybridengine.backends.vllm import environment
+from hybridengine.bench.dispatch_spec import NUM_TOKENS, ROW_BYTES, DispatchSpec
 from hybridengine.controller.calls import call_log
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rows import Rows
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.errors import ConfigError, TopologyError, TransferError
-from hybridengine.machine import PROCESS_BYTES
+from hybridengine.errors import TransferError
 from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
-from hybridengine.topology.sizes import TrainSizes
 
-NUM_TOKENS = 1024
-ROW_BYTES = 8 * NUM_TOKENS
 EMPTY_CALLS = 200
 COLUMN = "tokens"
 STRIDE = 1_000_003
 """Entry j of row i is i · STRIDE + j, so that all rows differ."""
-
-
-@dataclass(frozen=True)
-class DispatchSpec:
-    """Settings of one measurement."""
-
-    producer: TrainSizes
-    consumer: TrainSizes
-    batch_bytes: int
-    repetitions: int
-    timeout_s: float
-
-    def __post_init__(self) -> None:
-        replicas = max(self.producer.dp_size, self.consumer.dp_size)
-        if self.num_rows < replicas:
-            raise ConfigError(
-                f"--bytes {self.batch_bytes} is less than a row of {ROW_BYTES} bytes for each of {replicas} replicas;"
-                f" choose at least {replicas * ROW_BYTES}"
-            )
-        if self.producer.num_ranks != self.consumer.num_ranks:
-            raise TopologyError(
-                f"{self.producer} has {self.producer.num_ranks} ranks and {self.consumer} has"
-                f" {self.consumer.num_ranks}; both groups share one pool, choose sizes with equal products"
-            )
-
-    @property
-    def num_rows(self) -> int:
-        return self.batch_bytes // ROW_BYTES
-
-    @property
-    def needed_bytes(self) -> int:
-        """Approximate peak memory: the batch at producers, at the controller and in Ray, and twice at consumers."""
-        consumed = self.batch_bytes * self.consumer.model_parallel_size
-        return 3 * self.batch_bytes + 2 * consumed + self.producer.num_ranks * PROCESS_BYTES
 
 
 class DispatchWorker:

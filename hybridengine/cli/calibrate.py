@@ -37,9 +37,9 @@ EPILOG = """examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    option, file = parser.add_argument, Path(CALIBRATED)
+    option, file, many = parser.add_argument, Path(CALIBRATED), between(1, 64)
     option("--out", type=Path, default=file, metavar="FILE", help="cluster file to write, which plan reads")
-    option("--ranks", type=between(1, 64), metavar="N", help=f"(default {DEFAULT_RANKS}, or one per GPU)")
+    option("--ranks", type=many, metavar="N", help=f"ranks (default {DEFAULT_RANKS}, or one per GPU)")
     option("--runs", nargs="+", metavar="FOLDER", help="fit to these runs instead of short runs of its own")
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hybridengine.bench.dispatch_spec import DispatchSpec
 from hybridengine.cli.options import add_json_option, between, byte_size
 from hybridengine.cli.outputs import check_outputs, emit, progress_printer
 from hybridengine.formatting import cell, format_bytes, table
 from hybridengine.machine import check_memory
 from hybridengine.topology.sizes import TrainSizes
-
-if TYPE_CHECKING:
-    from hybridengine.bench.dispatch import DispatchSpec
 
 COLUMNS = {
     "way": "way",
@@ -43,8 +41,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from hybridengine.bench.dispatch import DispatchSpec, measure_dispatch
-
     sizes = options.source, options.to
     spec = DispatchSpec(*sizes, options.bytes, options.repetitions, options.timeout)
     check_outputs({"--json": options.json}, {})
@@ -53,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
         spec.needed_bytes,
         "choose a smaller batch or more data-parallel replicas",
     )
+    from hybridengine.bench.dispatch import measure_dispatch
+
     figures = measure_dispatch(spec, progress_printer())
     emit(options, figures, result_lines(spec, figures))
     return 0

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from pydantic import TypeAdapter, ValidationError
 
 from hybridengine.config.values import Bytes
-from hybridengine.errors import ConfigError
+from hybridengine.errors import ConfigError, HybridEngineError
 
 STDOUT = Path("-")
 """Value of `--json` without a file: print only the figures, to stdout."""
@@ -22,13 +22,9 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Formatter that prints descriptions and examples verbatim, and adds defaults to the help of options."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if (
-            action.default in (None, False, argparse.SUPPRESS)
-            or not action.option_strings
-            or not action.metavar
-        ):
+        if isinstance(action.default, list | None) or not (action.option_strings and action.metavar):
             return action.help
-        return f"{action.help} (default %(default)s)"
+        return f"{action.help} (default %(default){'g' if isinstance(action.default, float) else 's'})"
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,6 +36,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError: the command line is rejected."""
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except HybridEngineError as error:
+            raise argparse.ArgumentError(action, str(error)) from None
 
 
 def between(least: float, most: float, kind: type[int] | type[float] = int) -> Callable[[str], Any]:

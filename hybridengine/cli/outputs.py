@@ -47,6 +47,7 @@ def emit(
 ) -> None:
     """Write the figures and files that options name, and print `lines`, or the figures for `--json` without a file. A
     ConfigError lists the files that could not be written; the others are written and the text is printed all the same."""
+    show_status("")
     text = json.dumps(figures, indent=2)
     try:
         write_outputs({"--json": (options.json, text + "\n"), **(files or {})})

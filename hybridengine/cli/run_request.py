@@ -67,7 +67,10 @@ def add_run_options(parser: Any) -> None:
         "--lengths", metavar="LENGTHS",
         help=f"lengths of responses: {FORMS}, or the folder of a run (default: all of rollout.max_response_tokens)",
     )  # fmt: skip
-    option("--prompt-tokens", type=float, metavar="MEAN", help="of prompts (default: max_prompt_tokens)")
+    option(
+        "--prompt-tokens", type=float, metavar="MEAN",
+        help="mean number of tokens of a prompt (default: rollout.max_prompt_tokens)",
+    )  # fmt: skip
     option(
         "--fix", action="append", default=[], metavar="NAME=SIZES",
         help="sizes of a model, e.g. actor=1-8-16 (p-t-d) or generate=1-2 (p_g-t_g); can be repeated",

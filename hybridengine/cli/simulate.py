@@ -44,10 +44,10 @@ EPILOG = """examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
     parser.set_defaults(placement=None)
-    option, ages = parser.add_argument, between(0, math.inf, float)
+    option, ages, number = parser.add_argument, between(0, math.inf, float), between(1, 2**31)
     option("--steps", type=between(1, 100_000), default=100, metavar="N", help="training steps to simulate")
     option("--staleness", type=ages, default=4.0, metavar="ETA", help="batches ahead of the trainer, or inf")
-    option("--train-devices", type=between(1, 2**31), metavar="N", help="(default: the model's best)")
+    option("--train-devices", type=number, metavar="N", help="devices that train (default: the model's best)")
     option("--sweep", action="store_true", help="simulate every division")
     option("--seed", type=between(0, 2**32 - 1), default=0, metavar="N", help="of the lengths")
     add_json_option(parser)
@@ -64,9 +64,9 @@ def run(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     synchronous = scenarios.synchronous()
     outcome = simulate_synchronous(synchronous.setting)
-    sweep = []
-    for division, state in _divisions(scenarios, options):
-        show_status(f"simulating {division.num_training} devices that train")
+    divisions, sweep = _divisions(scenarios, options), []
+    for division, state in divisions:
+        show_status(f"division {len(sweep) + 1} of {len(divisions)}")
         sweep.append((division, state, simulate_asynchronous(division.setting)))
     best = _best(sweep, options.staleness, lambda one: (one[2].mean_staleness, one[2].tokens_per_s))
     figures = {

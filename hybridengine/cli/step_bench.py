@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--repetitions", type=between(1, 1000), default=9, metavar="N", help="counted ones")
     option("--only", choices=["hybridengine"], help="measure without TRL")
     option("--parallel", type=TrainSizes.parse, metavar="P-T-D", help="our sizes (default: the fastest)")
-    option("--generate", type=GenSizes.parse, metavar="P_G-T_G", help="our generation sizes, with --parallel")
+    option("--generate", type=GenSizes.parse, metavar="P_G-T_G", help="sizes, with --parallel (default 1-1)")
     option(
         "--trl-precision", choices=tuple(PRECISIONS),
         help="TRL's: float32, autocast (to bfloat16), or weights (in bfloat16, which is other training);"
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     ours = chosen_own_ways(options, spec)
     if options.only and options.trl_precision:
         raise ConfigError(
-            "--only measures without TRL, whose way --trl-precision sets; leave out one of them"
+            f"--only {options.only} measures without TRL, whose way --trl-precision sets; leave out one of them"
         )
     theirs = [] if options.only else trl_ways(spec, options.trl_precision)
     check_outputs({"--json": options.json}, {"CONFIG": options.config})

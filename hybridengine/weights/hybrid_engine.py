@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from hybridengine.errors import PlanError, StorageError, TransferError
 from hybridengine.machine import package_versions
+from hybridengine.reshard.compiler import inverse_local
 from hybridengine.reshard.plan import Plan
-from hybridengine.reshard.planner import inverse_local
 from hybridengine.weights.executor import PlanExecutor, Verify
 from hybridengine.weights.ledger import StorageLedger, SwitchReport
 from hybridengine.weights.storage import WeightStorage, return_memory_to_system

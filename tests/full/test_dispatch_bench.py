@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.bench.dispatch import ROW_BYTES
+from hybridengine.bench.dispatch_spec import ROW_BYTES
 from hybridengine.cli.main import main
 
 NUM_ROWS = 300

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from hybridengine.backends.megatron.model import DTYPES
 from hybridengine.backends.megatron.trainer import MegatronTrainer
+from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.layout import Layout
-from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import group_with

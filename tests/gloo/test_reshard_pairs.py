@@ -18,7 +18,7 @@ import pytest
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.config.sections import OptimizerSection
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
-from hybridengine.reshard.planner import DIRECT_ELEMENTS
+from hybridengine.reshard.compiler import DIRECT_ELEMENTS
 from hybridengine.topology.generation import Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.links import NodeMap

@@ -20,9 +20,9 @@ from hybridengine.backends.megatron.trainer import MegatronModel
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.errors import PlanError, TopologyError
 from hybridengine.models.shapes import ModelShape
+from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.megatron import megatron_layout
-from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid, Groups

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from hybridengine.reshard.compiler import compile_plan, inverse_local
 from hybridengine.reshard.megatron import megatron_layout
-from hybridengine.reshard.planner import compile_plan, inverse_local
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
 from hybridengine.weights.executor import PlanExecutor, Verify

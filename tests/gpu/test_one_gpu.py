@@ -23,7 +23,7 @@ from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config.sections import OptimizerSection
 from hybridengine.models.shapes import ModelShape
-from hybridengine.reshard.planner import compile_plan
+from hybridengine.reshard.compiler import compile_plan
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes

@@ -12,11 +12,11 @@ import pytest
 
 from hybridengine.families import registry as families
 from hybridengine.models.shapes import ModelShape
+from hybridengine.reshard.compiler import DIRECT_ELEMENTS, compile_plan
 from hybridengine.reshard.cost import RankCost
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.plan import Bucket, Move, Pack, Place, Plan
-from hybridengine.reshard.planner import DIRECT_ELEMENTS, compile_plan
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from hybridengine.reshard.audit import audit, audit_return, union_elements
 from hybridengine.reshard.boxes import Box
+from hybridengine.reshard.compiler import compile_plan, inverse_local
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.plan import Plan
-from hybridengine.reshard.planner import compile_plan, inverse_local
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hybridengine.reshard.audit import audit, audit_return
+from hybridengine.reshard.compiler import compile_plan, inverse_local
 from hybridengine.reshard.layout import Layout, LocalParameter, Piece, Shard, whole
 from hybridengine.reshard.plan import Bucket, Move, Pack, Place, Plan
-from hybridengine.reshard.planner import compile_plan, inverse_local
 from hybridengine.topology.generation import Grouping
 from hybridengine.topology.links import NodeMap
 from tests.unit.numpy_shards import small_shape

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hybridengine.bench.reshard.actor import box_values, differing_parameters, fill, parameter_values
 from hybridengine.bench.reshard.methods.gather_all import cuts, row_blocks
+from hybridengine.errors import PlanError
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import Shard
 from hybridengine.reshard.megatron import megatron_layout
@@ -102,6 +103,15 @@ def test_parts_of_a_shard_have_every_row_once(num_parts: int, num_buckets: int) 
             ends[block.bucket] = block.end
             rows[block.parameter.name] += range(block.start, block.stop)
     assert rows == {parameter.name: list(range(parameter.shape[0])) for parameter in shard.parameters}
+
+
+def test_a_gather_that_lacks_a_shard_is_refused() -> None:
+    shard = megatron_layout(SHAPE, Grid(TrainSizes(1, 2, 1))).shard(0)
+    whole = megatron_layout(SHAPE, Grid(TrainSizes(1, 1, 1))).shard(0)
+    weights = WeightStorage({one.name: torch.empty(one.shape) for one in whole.parameters})
+    gathered = [(block, torch.empty(block.shape)) for block in row_blocks(shard, 0, 0, 1, 1)]
+    with pytest.raises(PlanError, match="is in no contribution; the group"):
+        list(cuts(whole, weights, gathered))
 
 
 def test_values_follow_from_the_logical_index_alone() -> None:

@@ -49,6 +49,22 @@ def test_help_of_train_explains_its_arguments_and_what_it_writes(capsys: pytest.
         assert part in text
 
 
+def test_help_shows_defaults_as_they_are_written(capsys: pytest.CaptureFixture[str]):
+    for command in (["simulate"], ["bench", "dispatch"], ["reshard", "bench"]):
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    found = re.findall(r"(--\S+) [^-]*?\(default ([^)]*)\)", text)
+    wanted = {
+        "--seed": "0",
+        "--staleness": "4",
+        "--bytes": "1000000000",
+        "--methods": "all",
+        "--timeout": "120",
+    }
+    assert wanted.items() <= dict(found).items() and "--fix" not in dict(found)
+
+
 def test_examples_of_the_help_are_accepted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

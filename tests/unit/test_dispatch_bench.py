@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.bench.dispatch import PROCESS_BYTES, ROW_BYTES, DispatchSpec, dispatch_figures
+from hybridengine.bench.dispatch import dispatch_figures
+from hybridengine.bench.dispatch_spec import ROW_BYTES, DispatchSpec
 from hybridengine.cli.main import main
 from hybridengine.errors import ConfigError, TopologyError
+from hybridengine.machine import PROCESS_BYTES
 from hybridengine.topology.sizes import TrainSizes
 
 MEBIBYTE = 2**20
@@ -82,7 +84,7 @@ def test_the_command_prints_and_writes_what_was_measured(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--from", "1-4"], "1-4"),
+        (["--from", "1-4"], "argument --from: '1-4' is not a parallel size"),
         (["--from", "1-4-2", "--to", "1-1-1"], "both groups share one pool"),
         (["--bytes", "many"], "--bytes"),
         (["--json", "/nowhere/out.json"], "/nowhere"),

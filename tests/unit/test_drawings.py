@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hybridengine.reshard.boxes import num_elements
+from hybridengine.reshard.compiler import inverse_local
 from hybridengine.reshard.cost import plan_costs
-from hybridengine.reshard.planner import inverse_local
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes

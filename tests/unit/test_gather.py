@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from hybridengine.reshard.audit import audit
+from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.cost import plan_costs
 from hybridengine.reshard.layout import Layout, hf_layout
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.plan import Plan
-from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid, RankOrder

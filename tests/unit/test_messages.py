@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.layout import Layout, Shard, whole
 from hybridengine.reshard.messages import joined, packed
 from hybridengine.reshard.plan import Move, Pack, Place, Plan
-from hybridengine.reshard.planner import compile_plan
 from hybridengine.topology.links import NodeMap
 from tests.unit.numpy_shards import small_shape
 from tests.unit.plan_cases import FEW, GENERAL, Case, at, fitting_shape

@@ -20,10 +20,10 @@ from hybridengine.families.family import NameSet
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.audit import audit, audit_return
 from hybridengine.reshard.boxes import num_elements
+from hybridengine.reshard.compiler import compile_plan, inverse_local
 from hybridengine.reshard.cost import plan_costs
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard, hf_layout, row_stack
 from hybridengine.reshard.megatron import megatron_layout
-from hybridengine.reshard.planner import compile_plan, inverse_local
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from hybridengine.models.shapes import ModelShape
+from hybridengine.reshard.compiler import compile_plan, fused_groups, inverse_local
 from hybridengine.reshard.cost import RankCost, plan_costs, plan_traffic
 from hybridengine.reshard.layout import Layout, Shard, row_stack, whole
 from hybridengine.reshard.plan import Bucket, Plan
-from hybridengine.reshard.planner import compile_plan, fused_groups, inverse_local
 from hybridengine.topology.generation import Grouping
 from hybridengine.topology.links import LinkClass, NodeMap
 from hybridengine.topology.sizes import TrainSizes

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from hybridengine.reshard.audit import audit, audit_return
+from hybridengine.reshard.compiler import compile_plan, inverse_local
 from hybridengine.reshard.cost import plan_costs
 from hybridengine.reshard.flat_ranges import pieces_in_range
 from hybridengine.reshard.megatron import megatron_layout
-from hybridengine.reshard.planner import compile_plan, inverse_local
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
 from tests.unit.numpy_shards import assert_same, cut_shard, megatron_reference, numbered, small_shape

@@ -57,7 +57,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         (["--only", "trl"], "--only: invalid choice: 'trl'"),
         (["--generate", "1-1"], "--generate needs the training sizes; add --parallel"),
         (["--parallel", "1-1"], "1-1"),
-        (["--only", "hybridengine", "--trl-precision", "float32"], "--only measures without TRL"),
+        (["--only", "hybridengine", "--trl-precision", "float32"], "--only hybridengine measures"),
         (["--parallel", "1-1-2", "--generate", "1-4"], "--generate 1-4"),
         (["--parallel", "1-1-3"], "--parallel 1-1-3: 16 prompts and 128 rows do not split over its 3 ranks"),
         (["--trl-precision", "half"], "--trl-precision: invalid choice: 'half'"),

@@ -14,11 +14,11 @@ from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.costs.clusters import load_cluster
 from hybridengine.planning.costs.memory import generation_holding
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
+from hybridengine.reshard.compiler import compile_plan, inverse_local
 from hybridengine.reshard.cost import REMOTE, plan_costs
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.plan import Plan
-from hybridengine.reshard.planner import compile_plan, inverse_local
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder

@@ -15,8 +15,8 @@ from hybridengine.checkpoints.hf_files import HfWriter, SafetensorsFolder
 from hybridengine.errors import CheckpointError
 from hybridengine.files import writing
 from hybridengine.models.shapes import SCORE_HEAD
+from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.layout import hf_layout
-from hybridengine.reshard.planner import compile_plan
 from hybridengine.topology.grid import group_with
 from hybridengine.weights.executor import PlanExecutor
 from hybridengine.weights.ledger import StorageLedger

@@ -47,8 +47,8 @@ class MachineWorker:
     @register(ONE_TO_ALL)
     def multiply(self, dtype: str, num_working: int) -> float:
         """Return the operations per second of a square matrix product, a multiply-add being two; 0 on waiting ranks."""
-        matrix = torch.randn(MATRIX, MATRIX, dtype=getattr(torch, dtype), device=self._device)
-        return self._rate(num_working, 2 * MATRIX**3, lambda: torch.mm(matrix, matrix))
+        one, other = torch.randn(2, MATRIX, MATRIX, dtype=getattr(torch, dtype), device=self._device)
+        return self._rate(num_working, 2 * MATRIX**3, lambda: torch.mm(one, other))
 
     @register(ONE_TO_ALL)
     def copy(self, num_working: int) -> float:

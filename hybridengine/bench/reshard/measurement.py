@@ -24,7 +24,7 @@ from hybridengine.controller.cluster import start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import TransferError
-from hybridengine.formatting import format_seconds
+from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.machine import num_gpus
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.layout import Layout
@@ -56,7 +56,8 @@ def measure_switches(spec: BenchSpec, say: Say) -> Iterator[PairResult]:
     on_gpus = num_gpus() > 0
     start_ray(num_cpus=max(pair.train.num_ranks for pair in spec.pairs))
     for pair in spec.pairs:
-        say(f"{pair}: starting {pair.train.num_ranks} ranks")
+        weights = f"{format_bytes(spec.weight_bytes)} of {spec.dtype} weights"
+        say(f"{pair}: starting {pair.train.num_ranks} ranks, {weights}")
         with ResourcePool(
             spec.nodes(pair).ranks_per_node,
             use_gpus=on_gpus,

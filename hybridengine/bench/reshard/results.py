@@ -137,5 +137,6 @@ def report(spec: BenchSpec, pairs: Sequence[PairResult]) -> dict[str, Any]:
         "model": asdict(spec.shape),
         "weight_bytes": spec.weight_bytes,
         **{name: getattr(spec, name) for name in ("dtype", "repetitions", "bucket_bytes")},
+        "verify": "first",
         "machine": machine_figures(),
     }

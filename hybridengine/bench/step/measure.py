@@ -38,11 +38,11 @@ def measure_steps(
     with temporary_folder("step") as folder:
         files = prepare_step(config_file, spec, folder)
         sides: dict[str, tuple[Sequence[Any], Start]] = {
-            "ours": (ours, lambda way: own_steps(spec, way, files, folder))
+            "ours": (ours, lambda way: own_steps(spec, way, files, folder, say))
         }
         if theirs:
             python = make_environment(environment, say)
-            sides["TRL"] = theirs, lambda way: trl_steps(spec, way, files, folder, python)
+            sides["TRL"] = theirs, lambda way: trl_steps(spec, way, files, folder, python, say)
         # By default Ray's workers have a lower priority than other processes.
         os.environ.setdefault("RAY_worker_niceness", "0")
         start_ray(num_cpus=max(way.train.num_ranks for way in ours))

@@ -114,9 +114,10 @@ def run_config(spec: StepSpec, way: OwnWay, files: StepFiles, folder: Path) -> R
 
 @contextlib.contextmanager
 def own_steps(
-    spec: StepSpec, way: OwnWay, files: StepFiles, folder: Path
+    spec: StepSpec, way: OwnWay, files: StepFiles, folder: Path, say: Callable[[str], None]
 ) -> Iterator[Callable[[int], StepTime]]:
     """Start the ranks of a run and yield a function that does the step of a given number; end the ranks on exit."""
+    say(f"starting our ranks: {way}")
     config = run_config(spec, way, files, folder)
     threads = mock.patch.dict(environment.ON_CPU, OMP_NUM_THREADS=str(way.threads_per_rank))
     with threads, RunPools(config) as pools:

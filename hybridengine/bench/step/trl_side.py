@@ -35,9 +35,10 @@ Ask = Callable[[Any, float], dict[str, Any]]
 
 @contextlib.contextmanager
 def trl_steps(
-    spec: StepSpec, way: TrlWay, files: StepFiles, folder: Path, python: Path
+    spec: StepSpec, way: TrlWay, files: StepFiles, folder: Path, python: Path, say: Callable[[str], None]
 ) -> Iterator[Callable[[int], StepTime]]:
     """Start TRL and yield a function that does the step of a given number; end TRL on exit."""
+    say(f"starting TRL: {way}")
     num_cores = len(os.sched_getaffinity(0))
     # TRL must not see this project's packages, nor variables that ranks set for their children.
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}

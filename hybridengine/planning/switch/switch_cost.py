@@ -32,6 +32,7 @@ from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.costs.clusters import Cluster, Link
 from hybridengine.reshard.audit import audit, audit_return
 from hybridengine.reshard.boxes import moved, starts
+from hybridengine.reshard.compiler import compile_plan, inverse_local, without_garbage_collection
 from hybridengine.reshard.cost import (
     COPIED,
     GATHERED,
@@ -46,7 +47,6 @@ from hybridengine.reshard.domains import domains
 from hybridengine.reshard.layout import Layout, LocalParameter
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.plan import Plan
-from hybridengine.reshard.planner import compile_plan, inverse_local, without_garbage_collection
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Groups

@@ -24,8 +24,8 @@ from hybridengine.backends.vllm.groups import SHARED_MEMORY
 from hybridengine.config.sections import OptimizerSection
 from hybridengine.errors import StorageError
 from hybridengine.models.shapes import ModelShape
+from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
-from hybridengine.reshard.planner import compile_plan
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid, RankOrder, group_with
 from hybridengine.topology.sizes import GenSizes, TrainSizes

@@ -22,6 +22,7 @@ from hybridengine.bench.reshard.methods.method import (
     box_view,
     empty_weights,
 )
+from hybridengine.errors import PlanError
 from hybridengine.reshard.boxes import Box, cover, extents, intersect, moved, starts, view_index
 from hybridengine.reshard.layout import LocalParameter, Shard
 from hybridengine.weights.storage import WeightStorage
@@ -86,7 +87,13 @@ def cuts(
             held[tensor].append(((block.bucket, box_view(view, place), box), box))
     for parameter in destination.parameters:
         for need in parameter.pieces:
-            for (bucket, view, box), part in cover(need.box, held[need.tensor])[0]:
+            found, missing = cover(need.box, held[need.tensor])
+            if missing:
+                raise PlanError(
+                    f"{need.tensor}{list(missing[0])}, which {parameter.name} needs, is in no contribution; the group"
+                    " that gathers must hold a whole model"
+                )
+            for (bucket, view, box), part in found:
                 source = box_view(view, moved(part, starts(box), (0,) * len(box)))
                 place = view_index(need.start_in_parameter(part), extents(part))
                 yield bucket, source, weights[parameter.name][place]

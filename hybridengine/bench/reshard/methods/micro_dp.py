@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hybridengine.bench.reshard.methods.method import Method, engine_weights
+from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
-from hybridengine.reshard.planner import compile_plan
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import group_with
