@@ -1,4 +1,4 @@
-"""Arguments of `hybridengine reshard plan`, and the type of the fixture `plan`."""
+"""Arguments of the commands that plan, and the type of the fixtures that run them."""
 
 from __future__ import annotations
 

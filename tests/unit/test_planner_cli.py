@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,21 +24,14 @@ from hybridengine.planning.search.options import Options
 from hybridengine.planning.search.plan import phases
 from hybridengine.planning.search.plan_tables import comparison_lines, longest_path
 from hybridengine.planning.search.search import Search
+from tests.unit.plan_runs import A100, ROOT, Plan
 
-ROOT = Path(__file__).parents[2]
-A100 = str(ROOT / "configs" / "clusters" / "a100-80gb-16x8.yaml")
 CONFIG = str(ROOT / "configs" / "llama3-70b-16nodes.yaml")
-
-Planned = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def planned(capsys: pytest.CaptureFixture[str]) -> Planned:
-    """Return a function that runs the command and returns (exit code, stdout, stderr)."""
-
-    def run(
-        *arguments: str, command: str = "plan", config: str = CONFIG, cluster: str = A100
-    ) -> tuple[int, str, str]:
+def planned(capsys: pytest.CaptureFixture[str]) -> Plan:
+    def run(*arguments: str, command: str = "plan", config: str = CONFIG, cluster: str = A100):
         code = main([command, config, "--cluster", cluster, *arguments])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
@@ -81,11 +73,8 @@ def test_figures_for_programs(small: Files) -> None:
     for plan in found["plans"]:
         assert plan["memory_headroom_bytes_min"] >= 0
         assert sum(pool["num_ranks"] for pool in plan["placement"]) <= 16
-        assert sorted(name for pool in plan["placement"] for name in pool["models"]) == [
-            "actor",
-            "critic",
-            "reference",
-        ]
+        names = sorted(name for pool in plan["placement"] for name in pool["models"])
+        assert names == ["actor", "critic", "reference"]
         for role in plan["roles"].values():
             p, t, d = map(int, role["parallel"].split("-"))
             assert p * t * d == role["num_ranks"] == plan["placement"][role["pool"]]["num_ranks"]
@@ -142,7 +131,7 @@ def test_differences_are_those_of_the_longest_paths() -> None:
     ],
 )
 def test_a_plan_is_a_configuration_that_can_be_trained(
-    planned: Planned, tmp_path: Path, config: str, more: list[str]
+    planned: Plan, tmp_path: Path, config: str, more: list[str]
 ) -> None:
     file, figures = tmp_path / "planned.yaml", tmp_path / "plan.json"
     arguments = ("--out", str(file), "--json", str(figures), *more)
@@ -165,7 +154,7 @@ def test_a_plan_is_a_configuration_that_can_be_trained(
 
 
 def test_ranks_and_sizes_of_the_configuration_do_not_count(
-    planned: Planned, small: Files, tmp_path: Path
+    planned: Plan, small: Files, tmp_path: Path
 ) -> None:
     """A run refuses them; a plan replaces them and writes the same file."""
     clashing = [
@@ -191,7 +180,7 @@ def test_ranks_and_sizes_of_the_configuration_do_not_count(
     ],
 )
 def test_a_plan_has_rows_for_every_rank_and_replica(
-    planned: Planned, tmp_path: Path, config: str, fixed: str, few: str, enough: str
+    planned: Plan, tmp_path: Path, config: str, fixed: str, few: str, enough: str
 ) -> None:
     """The rows are those of the warm-up's batch, which training splits over replicas, and of functions on every rank."""
     out = tmp_path / "planned.yaml"
@@ -206,7 +195,7 @@ def test_a_plan_has_rows_for_every_rank_and_replica(
     assert f"actor={load_config(out, dry_run=True).actor.parallel}" == fixed
 
 
-def test_models_of_one_role_share_a_pool(planned: Planned, tmp_path: Path) -> None:
+def test_models_of_one_role_share_a_pool(planned: Plan, tmp_path: Path) -> None:
     """A reward of two models is one role with one pool."""
     values = yaml.safe_load(Path(CONFIG).read_text())
     values["model"]["hf_config"] = "llama2-7b"
@@ -233,7 +222,7 @@ def test_models_of_one_role_share_a_pool(planned: Planned, tmp_path: Path) -> No
 
 
 def test_timelines_are_drawn_and_equal_plans_are_equal_pictures(
-    planned: Planned, small: Files, tmp_path: Path
+    planned: Plan, small: Files, tmp_path: Path
 ) -> None:
     again = tmp_path / "again.svg"
     assert planned(*SMALL, "--plot", str(again))[0] == 0
@@ -258,14 +247,14 @@ def test_plans_and_switches_import_no_torch(tmp_path: Path) -> None:
 # ---- Bad input -------------------------------------------------------------------------------------------------------
 
 
-def refuse(planned: Planned, *arguments: str, **settings: Any) -> str:
+def refuse(planned: Plan, *arguments: str, **settings: Any) -> str:
     code, out, err = planned(*arguments, **settings)
     assert (code, out) == (2, "")
     assert err.startswith("hybridengine: ") and "Traceback" not in err
     return " ".join(err.split())
 
 
-def test_a_cluster_that_is_too_small(planned: Planned) -> None:
+def test_a_cluster_that_is_too_small(planned: Plan) -> None:
     """The message names the model that does not fit, the amount that is missing, and the remedies."""
     large = "model.hf_config=codellama-34b"
     text = refuse(planned, large, "--nodes", "1")
@@ -283,12 +272,12 @@ def test_a_cluster_that_is_too_small(planned: Planned) -> None:
     assert planned(large, "--nodes", str(enough // 8), "--top", "1", "--json")[0] == 0
 
 
-def test_models_that_fit_only_by_themselves(planned: Planned) -> None:
+def test_models_that_fit_only_by_themselves(planned: Plan) -> None:
     text = refuse(planned, *SMALL[:2], "--devices", "2", "--placement", "colocate", "actor.offload=none")
     assert "actor + critic + reference on 2 ranks needs" in text
 
 
-def test_settings_that_would_do(planned: Planned) -> None:
+def test_settings_that_would_do(planned: Plan) -> None:
     """With these settings, the same command finds a plan."""
     kept = ("--nodes", "1", "actor.recompute=none", "critic.recompute=none", "actor.micro_batch_tokens=16384")
     code, out, err = planned(*kept, config="configs/hybridflow-ppo.yaml")
@@ -299,7 +288,7 @@ def test_settings_that_would_do(planned: Planned) -> None:
     assert code == 0 and json.loads(out)["plans"]
 
 
-def test_no_setting_is_named_that_would_not_do(planned: Planned) -> None:
+def test_no_setting_is_named_that_would_not_do(planned: Plan) -> None:
     text = refuse(planned, "--devices", "1")
     assert "nothing fits on 1 device of" in text and text.endswith("GiB would do")
     assert "offload" not in text and "recompute" not in text
@@ -349,15 +338,13 @@ def test_no_setting_is_named_that_would_not_do(planned: Planned) -> None:
         (["model.dtype=float16"], ["model.dtype"]),
     ],
 )
-def test_what_cannot_be_is_said_in_one_message(
-    planned: Planned, arguments: list[str], parts: list[str]
-) -> None:
+def test_what_cannot_be_is_said_in_one_message(planned: Plan, arguments: list[str], parts: list[str]) -> None:
     text = refuse(planned, *arguments)
     for part in parts:
         assert part in text
 
 
-def test_empty_length_samples(planned: Planned, tmp_path: Path) -> None:
+def test_empty_length_samples(planned: Plan, tmp_path: Path) -> None:
     file = tmp_path / "lengths.txt"
     file.write_text("\n\n")
     assert "has no lengths" in refuse(planned, "--lengths", str(file))
@@ -365,7 +352,7 @@ def test_empty_length_samples(planned: Planned, tmp_path: Path) -> None:
     assert 'line 2: "-5" is no number of tokens' in refuse(planned, "--lengths", str(file))
 
 
-def test_unknown_and_impossible_hardware(planned: Planned, tmp_path: Path) -> None:
+def test_unknown_and_impossible_hardware(planned: Plan, tmp_path: Path) -> None:
     assert "does not exist; name a cluster file" in refuse(planned, cluster="configs/clusters/b200.yaml")
     values = yaml.safe_load(Path(A100).read_text())
     for key, value, part in (
@@ -402,7 +389,7 @@ def test_without_a_cluster_file(
     assert "CONFIG is missing" in capsys.readouterr().err
 
 
-def test_files_that_cannot_be_written_are_refused_first(planned: Planned, tmp_path: Path) -> None:
+def test_files_that_cannot_be_written_are_refused_first(planned: Plan, tmp_path: Path) -> None:
     assert "--out" in refuse(planned, *SMALL, "--out", str(tmp_path / "none" / "a.yaml"))
     same = str(tmp_path / "a.json")
     assert "same file" in refuse(planned, *SMALL, "--out", same, "--json", same)
