@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,6 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import Task
 
-from hybridengine.controller.calls import Future as GroupCall
 from hybridengine.report.live import LiveView
 
 LONG = "reward_of_a_term_whose_name_is_longer_than_any_terminal_is_wide_" * 3
@@ -248,17 +247,3 @@ def test_roles_at_any_moment_as_in_a_simulation(
         num_ended = sum(end <= moment for _, end in call.spans.values())
         assert note == f"m{call.number}, {num_ended}/{len(call.spans)} ranks done"
         assert any(begin <= moment < end for begin, end in call.spans.values()), "some rank is in it"
-
-
-def test_a_call_counts_the_ranks_that_have_ended_without_taking_their_outcomes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """This includes a rank that died, whose reference contains an error."""
-    arrived: set[Any] = {"first"}
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("ray.wait", lambda refs, **_: ([ref for ref in refs if ref in arrived], list[Any]()))
-    pool, references = Any, {0: cast(Any, "first"), 1: cast(Any, "second")}
-    call = GroupCall(cast(Any, pool), "actor", "update", references, places=["", ""], timeout_s=1.0)
-    assert (call.num_ended(), call.num_ranks, call.missing) == (1, 2, (0, 1))
-    arrived.add("second")
-    assert (call.num_ended(), call.missing) == (2, (0, 1))

@@ -1,4 +1,4 @@
-"""Environment variables that a rank's process needs before vLLM is imported. Has no imports of its own."""
+"""Constants of vLLM that are needed before it is imported, such as environment variables. Has no imports of its own."""
 
 _EVERYWHERE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -15,6 +15,8 @@ ON_CPU = _EVERYWHERE | {
 
 Megatron-core and vLLM warn on every rank about missing GPU software, which is expected here.
 """
+CACHE_BLOCK_TOKENS = 128
+"""Tokens of a block of vLLM's KV cache on a CPU."""
 ON_GPU = _EVERYWHERE | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Megatron-core requires one connection, so that communication is enqueued in order."""
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hybridengine.backends.vllm.environment import CACHE_BLOCK_TOKENS
 from hybridengine.config import RunConfig, load_config
 from hybridengine.models.shapes import DTYPE_BYTES
 from hybridengine.topology.sizes import TrainSizes
 
-CACHE_BLOCK_TOKENS = 128
-"""Tokens of a block of vLLM's KV cache on a CPU."""
 HEAD_DIM = 32
 RUN = f"""
 run: {{steps: 6, eval_every: 0, live: false}}

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 from hybridengine.backends.vllm import environment
+from hybridengine.backends.vllm.environment import CACHE_BLOCK_TOKENS
 from hybridengine.bench.step.spec import CONTROLLER, OwnWay, StepSpec, StepTime
 from hybridengine.config import RunConfig, load_config
 from hybridengine.controller.calls import call_log
@@ -24,8 +25,6 @@ from hybridengine.training.files import claim_run, prepare_files
 from hybridengine.training.iterations import call_metrics
 from hybridengine.training.launch import RunPools
 
-CACHE_BLOCK_TOKENS = 128
-"""Tokens of a block of vLLM's KV cache on a CPU."""
 SPARE_BLOCKS = 8
 
 
