@@ -354,21 +354,18 @@ def test_ctrl_c_twice_ends_at_once(runs: Runs) -> None:
 def test_drift_between_engine_and_trainer_stops_the_run_and_keeps_what_shows_it(runs: Runs) -> None:
     outcome = runs("drifting", ["2-damaged-switch"])
     assert outcome.status == 1
-    assert re.search(
-        r"actor\.compute_log_probs failed on rank \d .*: DriftError: log-probs of engine and trainer are",
+    failed = re.search(
+        r"actor\.compute_log_probs failed on rank (\d) .*: DriftError: log-probs of engine and trainer are",
         outcome.errors,
     )
+    assert failed
     assert "starting the ranks again" not in outcome.console
-    files = sorted((outcome.folder / "drift").glob("*.safetensors"))
-    assert [file.name for file in files] == [
-        "rank-00000.safetensors",
-        "rank-00001.safetensors",
-    ]  # both tensor shards
-    rows: dict[str, Any] = load_file(files[0])
+    # The other tensor shard finds the same, and has kept its digests too unless the run has ended it before.
+    file = outcome.folder / "drift" / f"rank-{int(failed[1]):05d}.safetensors"
+    rows: dict[str, Any] = load_file(file)
     assert rows["tokens"].shape == (16, 32 + 12)
     difference = (rows["log_probs"] - rows["rollout_log_probs"]).abs()
     assert difference.sum() / rows["response_lengths"].sum() > 0.5
-    file = files[1]
     told = yaml.safe_load(file.with_suffix(".json").read_text())
     assert (told["parallel"], told["generate"]) == ("1-2-1", "1-1")
     assert len(told["plan"]) == 64
