@@ -19,6 +19,7 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothi
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm import LLM, SamplingParams  # noqa: F401
+    from vllm.platforms import current_platform
 
     import workers.actor
     import workers.compute
@@ -30,3 +31,7 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothi
 
     for family in FAMILIES:
         importlib.import_module(f"vllm.model_executor.models.{family}")
+
+    # An engine replaces Triton's kernels where there is no Triton, which takes it longer than all else: once, for all.
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = lambda platform: None

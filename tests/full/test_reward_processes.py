@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,18 +19,11 @@ pytestmark = pytest.mark.timeout(600)
 GONE_S = 60.0
 
 
-def sleeps(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Record the call in a file, and never return."""
-    Path(answers[0]).touch()
-    time.sleep(600)
-    return []
-
-
 class GuardedWorker:
     """A rank with a reward process of its own."""
 
     def __init__(self, context: RankContext) -> None:
-        self._function = RewardProcess(f"{__name__}:sleeps", timeout_s=60.0)
+        self._function = RewardProcess("tests.unit.reward_cases:never_returns", timeout_s=60.0)
         self._function.start()
         self._rank = context.rank
 

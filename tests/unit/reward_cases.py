@@ -29,6 +29,18 @@ def sum_of_both(responses: Texts, answers: Texts) -> list[float]:
     ]
 
 
+def answer_lengths(responses: Texts, answers: Texts) -> list[float]:
+    """Return a reward that depends on every character and on the row's own answer."""
+    return [len(response) + 100.0 * int(answer) for response, answer in zip(responses, answers, strict=True)]
+
+
+def never_returns(responses: Texts, answers: Texts) -> list[float]:
+    """Record the call in the file that the answer names, and stay in it."""
+    Path(answers[0]).touch()
+    time.sleep(600)
+    return []
+
+
 def call_sizes(responses: Texts, answers: Texts) -> list[int]:
     return [len(responses)] * len(responses)
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -84,6 +85,11 @@ _ANSWERS: dict[str, Any] = {
     "random.set_rng_state": _set_random_state,
 }
 
+_MEGATRON_ANSWERS: dict[str, Any] = {
+    # Megatron-core's own would queue each new state, with a stack, until CUDA is initialized: for ever.
+    "_set_cuda_rng_state": _set_random_state,
+}
+
 _is_active = False
 
 
@@ -97,11 +103,12 @@ def device_shim() -> Iterator[None]:
     kept = list[tuple[Any, str, Any]]()
     _is_active = True
     try:
-        for path, answer in _ANSWERS.items():
-            *owners, name = path.split(".")
-            owner = functools.reduce(getattr, owners, torch.cuda)
-            kept.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, answer)
+        for start, answers in ((torch.cuda, _ANSWERS), (megatron_random, _MEGATRON_ANSWERS)):
+            for path, answer in answers.items():
+                *owners, name = path.split(".")
+                owner = functools.reduce(getattr, owners, start)
+                kept.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, answer)
         with _CudaToCpu():
             yield
     finally:

@@ -58,11 +58,6 @@ class Seen:
     saved: PreTrainedModel
 
 
-def answer_lengths(responses: list[str], answers: list[str]) -> list[float]:
-    """Return a reward that depends on every character and on the row's own answer."""
-    return [len(response) + 100.0 * int(answer) for response, answer in zip(responses, answers, strict=True)]
-
-
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory, run_vllm_ranks: VllmRankLauncher) -> Seen:
     folder = tmp_path_factory.mktemp("workers")
@@ -75,7 +70,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, run_vllm_ranks: VllmRankLaunc
         "model": {"path": str(folder / "policy")},
         "data": SECTIONS["data"] | {"train_file": str(folder / "rows.jsonl")},
         "reward": SECTIONS["reward"]
-        | {"path": str(folder / "scorer"), "function": f"{__name__}:answer_lengths"},
+        | {"path": str(folder / "scorer"), "function": "tests.unit.reward_cases:answer_lengths"},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(sections))
     run = load_config(folder / "run.yaml")

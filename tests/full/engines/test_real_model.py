@@ -19,6 +19,8 @@ from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.cli.main import main
 from hybridengine.config import load_config
 from hybridengine.training.files import convert_gguf
+from tests.full.engines.engine_ranks import plain_vllm_answers
+from tests.full.engines.vllm_ranks import VllmRankLauncher
 from tests.gloo.tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(1000)
@@ -118,29 +120,16 @@ def test_card_and_tokenizer_come_along(converted: Converted) -> None:
         assert (converted.exported / name).read_bytes() == (converted.source / name).read_bytes(), name
 
 
-def test_transformers_and_vllm_load_the_export_and_give_the_same_tokens(converted: Converted) -> None:
+def test_transformers_and_vllm_load_the_export_and_give_the_same_tokens(
+    converted: Converted, run_vllm_ranks: VllmRankLauncher
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(converted.exported)
     prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
     answers = {folder: greedy(folder, prompts) for folder in (converted.source, converted.exported)}
     assert answers[converted.source] == answers[converted.exported]
     assert "Paris" in tokenizer.decode(answers[converted.exported][0])
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.full.programs.vllm_alone",
-            converted.exported,
-            json.dumps(prompts),
-            str(NUM_TOKENS),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.strip().splitlines()[-1]) == answers[converted.source]
+    (found,) = run_vllm_ranks(1, plain_vllm_answers, converted.exported, prompts, NUM_TOKENS)
+    assert found == answers[converted.source]
 
 
 def greedy(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
