@@ -1,7 +1,7 @@
 """A plan: the moves that convert one layout into another, in ordered buckets of bounded size.
 
 A plan is immutable, deterministic and printable: every rank compiles the same plan from the same layouts, so plans are
-never sent. `compiler` compiles plans, `audit` verifies them, `cost` computes their cost, `weights.executor` executes them.
+never sent. `compiler` compiles them, `audit` verifies them, `cost` computes their cost, `weights.executor` executes them.
 """
 
 from __future__ import annotations

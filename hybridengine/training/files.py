@@ -226,10 +226,15 @@ def build_model(config: RunConfig) -> None:
 
 
 def _new_model(described: dict[str, Any]) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    described.pop("architectures", None)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**described))
+    return AutoModelForCausalLM.from_config(_transformers_config(described))
+
+
+def _transformers_config(described: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**{key: value for key, value in described.items() if key != "architectures"})
 
 
 def convert_gguf(config: RunConfig) -> None:
@@ -245,9 +250,12 @@ def convert_gguf(config: RunConfig) -> None:
         raise ConfigError(f"model.gguf needs {error.name}; install hybridengine[smollm2]") from None
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    described = read_object(config.model.hf_config)
+    read = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, config=_transformers_config(described), trust_remote_code=False
+    )
     # A new model holds the weights as plain tensors, without the attributes that reading a GGUF file adds.
-    model = _new_model(read_object(config.model.hf_config))
+    model = _new_model(described)
     model.load_state_dict(read.state_dict())
     model.save_pretrained(config.model_folder)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)

@@ -31,6 +31,7 @@ from hybridengine.doctor.judging import RunNeeds
 from hybridengine.doctor.node_facts import node_facts
 from hybridengine.training.run import train
 from tests.full.probe_workers import ProbeWorker
+from tests.full.warm_workers import with_warm_workers
 
 JOINED = ("127.0.0.10", "127.0.0.2", "127.0.0.9")
 CPUS_PER_NODE = 5
@@ -45,6 +46,7 @@ def raylets() -> Iterator[None]:
         os.environ.setdefault(name, value)
     from ray.cluster_utils import Cluster  # after the environment is set, which the import reads
 
+    with_warm_workers(None)
     nodes = Cluster()
     try:
         for address in JOINED:

@@ -26,7 +26,9 @@ pytestmark = pytest.mark.timeout(600)
 def test_a_machine_is_measured_fitted_and_planned_for(
     ray_cluster: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = replace(calibration.CPU_CASES[0], actor=(1, 2), reference=(1, 1), batch_sizes=(8, 16, 24))
+    small = replace(calibration.CPU_CASES[0], actor=(1, 2), reference=(1, 1), batch_sizes=(4, 8, 12))
+    short = calibration.RUN.replace("max_response_tokens: 48", "max_response_tokens: 12")
+    monkeypatch.setattr(calibration, "RUN", short)
     monkeypatch.setattr(calibration, "CPU_CASES", (small,))
     monkeypatch.setattr(calibration, "SINGLE_CASES", ())
     file = tmp_path / "here.yaml"
@@ -35,7 +37,7 @@ def test_a_machine_is_measured_fitted_and_planned_for(
     for part in ("measuring 2 ranks", "case 1 of 1", "fitting coefficients to 3 runs"):
         assert part in progress
     text = text[text.rindex("\ncluster: ") :]  # after the output of the runs themselves
-    for part in ("8 rows a step, actor 1-2-1 and 1-1", "24 rows a step"):
+    for part in ("4 rows a step, actor 1-2-1 and 1-1", "12 rows a step"):
         assert part in text
     for phase in ("generate", "switch_to_generate", "log_probs", "update_critic", "update_actor", "step"):
         assert len(re.findall(rf"^{phase} ", text, re.MULTILINE)) == 3

@@ -269,9 +269,11 @@ def test_a_run_that_is_complete_stays_as_it_is(undisturbed: Outcome, runs: Runs)
     assert undisturbed.weights == before
 
 
-def test_a_run_goes_on_after_kill_9_of_everything(runs: Runs, undisturbed: Outcome) -> None:
+def test_a_run_goes_on_after_kill_9_of_everything(
+    runs: Runs, undisturbed: Outcome, warm_ray: dict[str, str]
+) -> None:
     """The controller, its Ray and all ranks are killed after the fourth step: during a step, a save, or in between."""
-    with killed_at_the_end([COMMAND, "train", str(runs.config("killed"))]):
+    with killed_at_the_end([COMMAND, "train", str(runs.config("killed"))], warm_ray):
         metrics, deadline = runs.folder("killed") / "metrics.jsonl", time.monotonic() + 300
         while not (metrics.exists() and len(metrics.read_text().splitlines()) > 4):
             assert time.monotonic() < deadline, "the run has not come to its fourth step"
@@ -296,13 +298,18 @@ def test_a_cluster_that_no_longer_has_the_ranks_ends_the_run_with_both_reasons(
 
 
 @contextlib.contextmanager
-def killed_at_the_end(command: list[str]) -> Iterator[None]:
-    """Run a command, and kill it and everything that it has started when the context closes."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT) as process:
+def killed_at_the_end(command: list[str], variables: dict[str, str]) -> Iterator[None]:
+    """Run a command, and kill it and everything that it has started when the context closes.
+
+    Its ranks are children of the process of `warm_workers`, which this process has started, as it has the command.
+    """
+    before = set(descendants(os.getpid()))
+    nothing = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=nothing, stderr=nothing, cwd=ROOT, env=os.environ | variables):
         try:
             yield
         finally:
-            for pid in [process.pid, *descendants(process.pid)]:
+            for pid in set(descendants(os.getpid())) - before:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 

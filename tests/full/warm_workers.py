@@ -1,14 +1,15 @@
 """Ray's workers as forks of a process that has imported everything: a rank with vLLM spends nine tenths of its start on
 imports, and the tests start many.
 
-Ray starts a worker with its environment's `py_executable`. Here that is this file, which imports no packages: it
-sends its arguments, environment and open files to the warm process, which forks, and the fork runs Ray's own program for
-workers. Ray knows a worker by the process id that the worker reports, so nothing else differs: signals, waits
+Ray starts a worker with a program that sets up its environment. Here that is this file, which imports no packages: it
+sends the worker's arguments, environment and open files to the warm process, which forks, and the fork runs Ray's own
+program for workers. Ray knows a worker by the process id that the worker reports, so nothing else differs: signals, waits
 and logs refer to the rank.
 """
 
 from __future__ import annotations
 
+import argparse
 import array
 import contextlib
 import json
@@ -49,17 +50,24 @@ def warm_workers(folder: Path, environment: dict[str, str]) -> Iterator[dict[str
             server.stdin.close()  # the server ends when its standard input closes
 
 
-def with_warm_workers(runtime_env: dict[str, object] | None) -> dict[str, object]:
-    """Return the environment of all workers with this program in place of Python; Ray calls it as a hook."""
-    program = f"{sys.executable} -I -S {__file__} {os.environ['WARM_WORKERS']}"
-    return {**(runtime_env or {}), "py_executable": program}
+def with_warm_workers(runtime_env: dict[str, object] | None) -> dict[str, object] | None:
+    """Make this file the program that sets up workers; Ray calls it as a hook before it starts a node."""
+    from ray._private import ray_constants
+
+    ray_constants.SETUP_WORKER_FILENAME = __file__  # joined to a folder, of which an absolute path leaves nothing
+    return runtime_env
 
 
-def start_one(address: str, arguments: list[str]) -> None:
+def start_one(arguments: list[str]) -> None:
     """Ask the warm process for a worker with these arguments and this process's environment, folder and files."""
-    request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
+    setup = argparse.ArgumentParser()
+    setup.add_argument("--serialized-runtime-env-context", default="{}")
+    setup.add_argument("--language")
+    own, arguments = setup.parse_known_args(arguments)
+    variables = dict(os.environ) | json.loads(own.serialized_runtime_env_context).get("env_vars", {})
+    request = json.dumps([arguments, variables, os.getcwd()]).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-        server.connect(address)
+        server.connect(os.environ["WARM_WORKERS"])
         files = array.array("i", STANDARD_FILES)
         server.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
         assert server.recv(1), "the warm process has ended"
@@ -124,7 +132,7 @@ def become_worker(arguments: list[str], environment: dict[str, str], folder: str
 
 
 if __name__ == "__main__":
-    if sys.flags.isolated:
-        start_one(sys.argv[1], sys.argv[2:])
-    else:
+    if __package__:
         serve(sys.argv[1])
+    else:
+        start_one(sys.argv[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ def test_a_seed_and_a_rank_make_the_draws_of_python_and_numpy(run_ranks: RankLau
 def tracked_draws(rank: int) -> tuple[list[float], list[float], list[int]]:
     """Draw inside and outside Megatron-core's tracker; return both draws, and PyTorch's queue of CUDA calls each time."""
     initialize_globals(7)
-    tracker = get_cuda_rng_tracker()
+    tracker: Any = get_cuda_rng_tracker()
     inside, outside, queued = [], [], []
     with device_shim():
         for _ in range(3):

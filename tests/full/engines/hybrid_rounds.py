@@ -39,7 +39,7 @@ from tests.full.engines.vllm_ranks import take_place
 KV_CACHE_BYTES = 64 * 2**20
 MAX_TOKENS = 256
 BUCKET_ELEMENTS = 20_000
-NEW_TOKENS = 12
+NEW_TOKENS = 6
 TEMPERATURE = 0.7
 SEEDS = tuple(range(100, 106))
 OTHER_SEEDS = tuple(range(200, 206))

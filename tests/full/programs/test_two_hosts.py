@@ -27,11 +27,14 @@ pytestmark = [pytest.mark.timeout(600), needs_root]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 6379
 CLUSTER = f"{ADDRESSES[0]}:{PORT}"
-WARM = {
-    "RAY_RUNTIME_ENV_HOOK": "tests.full.warm_workers.with_warm_workers",
-    "WARM_WORKERS": f"{RAY_FOLDER}/warm",
-}
+WARM = {"WARM_WORKERS": f"{RAY_FOLDER}/warm"}
 RAY = QUIET_RAY | WARM | {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": ENVIRONMENT["PYTHONPATH"]}
+START_RAY = """
+from tests.full.warm_workers import with_warm_workers
+with_warm_workers(None)
+from ray.scripts.scripts import main
+main()
+"""
 
 WRONG_INTERFACE = """
 import sys
@@ -66,7 +69,7 @@ def ray_nodes(hosts: list[Host]) -> Iterator[None]:
                 where = ["--head", "--port", PORT, "--include-dashboard", "false"]
             else:
                 where = ["--address", CLUSTER]
-            ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *where]
+            ray = [sys.executable, "-c", START_RAY, "start", *where]
             offer = ["--node-ip-address", host.address, "--num-cpus", 2, "--num-gpus", 0]
             done = host.run(*ray, *offer, env=RAY)
             assert done.returncode == 0, done.stdout
