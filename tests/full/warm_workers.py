@@ -54,7 +54,8 @@ def with_warm_workers(runtime_env: dict[str, object] | None) -> dict[str, object
     """Make this file the program that sets up workers; Ray calls it as a hook before it starts a node."""
     from ray._private import ray_constants
 
-    ray_constants.SETUP_WORKER_FILENAME = __file__  # joined to a folder, of which an absolute path leaves nothing
+    # Joined to a folder, of which an absolute path leaves nothing.
+    ray_constants.SETUP_WORKER_FILENAME = __file__
     return runtime_env
 
 

@@ -129,7 +129,6 @@ UPDATES = {
     "2-2-2": tuple(CASES),
     "4-2-1": ("ppo-epochs", "online_dpo"),
     "1-4-2": ("ppo", "remax"),
-    "2-1-4": ("ppo", "dr_grpo"),
     "1-1-8": ("safe_rlhf", "online_dpo"),
     "2-2-2 megatron": ("grpo", "online_dpo"),
 }

@@ -55,7 +55,7 @@ class Saved:
 
     folder: Path
     differing: dict[str, list[str]]
-    """Layout and rank -> names that differed after two more steps, with a save during the first and after loading it."""
+    """Layout and rank -> names that differed after one more step, with a save during it and after loading it."""
 
 
 def saved_by(

@@ -1,4 +1,6 @@
-"""The switch between every nested pair of layouts on up to 8 ranks, with a real Megatron trainer.
+"""The switch between every nested pair of layouts on up to 4 ranks, and of those that only 6 or 8 ranks have.
+
+With a real Megatron trainer.
 
 Everything expected is counted by hand (`sharding_by_hand`), never from the plan that is carried out.
 """
@@ -76,9 +78,11 @@ def divisors(number: int) -> list[int]:
 
 
 def train_layouts(num_ranks: int) -> list[tuple[int, int, int]]:
-    """Return every (p, t, d); of 8 ranks the only one that fewer ranks cannot have, with all three axes above 1."""
+    """Return every (p, t, d); of 6 and 8 ranks those that fewer ranks cannot have: axes of 2 and 3, and three axes."""
     if num_ranks == 8:
         return [(2, 2, 2)]
+    if num_ranks == 6:
+        return [(2, 3, 1), (3, 2, 1), (3, 1, 2), (1, 6, 1)]
     return [(p, t, num_ranks // (p * t)) for p in divisors(num_ranks) for t in divisors(num_ranks // p)]
 
 

@@ -75,19 +75,15 @@ TRAININGS = {
         Training("2-2-1", ALL_OF_4, family="qwen3"),
         Training("4-1-1", ALL_OF_4, family="qwen2", tied=True),
         Training("1-2-2", ALL_OF_4, family="qwen3", tied=True),
-        Training("2-1-2", ALL_OF_4),
         Training("2-1-2", ALL_OF_4, tied=True, order=RankOrder.MEGATRON),
-        Training("1-1-4", ALL_OF_4, family="qwen2"),
     ),
     6: (
-        Training("2-3-1", "1-1 1-2 1-3 1-6 3-1 3-2 2-3 1-3v 2-1v", kv_heads=6),
-        Training("3-2-1", "1-2 1-3 1-6 2-1 2-3 3-1 3-1v", kv_heads=6, family="qwen2", tied=True),
-        Training("1-3-2", "1-3 1-6 2-3 3-1 1-3v", kv_heads=3),
+        Training("2-3-1", "1-2 1-6 3-1 3-2 2-3 1-3v", kv_heads=6),
+        Training("3-2-1", "1-3 1-6 2-1 2-3 3-1v", kv_heads=6, family="qwen2", tied=True),
         Training("3-1-2", "1-6 2-1 1-2 3-2", tied=True, order=RankOrder.MEGATRON),
     ),
     8: (
         Training("2-2-2", "1-8 1-4 2-4 4-2 1-2v 2-1", tied=True, order=RankOrder.MEGATRON),
-        Training("1-4-2", "1-8 1-2 2-4 1-2v", kv_heads=4),
         Training("4-2-1", "1-4 2-1 4-1v 1-8", kv_heads=4, family="qwen2"),
     ),
 }
