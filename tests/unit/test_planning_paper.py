@@ -58,7 +58,7 @@ def colocated_and_split(options: Options, num_devices: int) -> tuple[Plan, Plan]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "num_devices"), [((B13,), 64), ((B13,), 96), ((B34,), 32), ((B13, *CRITIC_70B), 32)]
+    ("overrides", "num_devices"), [((B13,), 64), ((B13,), 96), ((B13, *CRITIC_70B), 32)]
 )
 def test_switches_decide_nothing(overrides: tuple[str, ...], num_devices: int) -> None:
     """With planned switches the placements are the same, and a step takes under 1 % longer."""
@@ -72,16 +72,13 @@ def test_switches_decide_nothing(overrides: tuple[str, ...], num_devices: int) -
         assert other.step_s <= plan.step_s < 1.01 * other.step_s
 
 
-@pytest.mark.parametrize(
-    ("model", "num_devices"),
-    [(B13, 16), (B13, 32), (B13, 64), (B34, 32), (B34, 64)],
-)
+@pytest.mark.parametrize(("model", "num_devices"), [(B13, 16), (B13, 64), (B34, 32), (B34, 64)])
 def test_colocating_is_best_on_few_devices(model: str, num_devices: int) -> None:
     together, apart = colocated_and_split(bounded(model), num_devices)
     assert together.step_s < apart.step_s
 
 
-@pytest.mark.parametrize(("model", "num_devices"), [(B13, 96), (B13, 128), (B34, 96), (B34, 128)])
+@pytest.mark.parametrize(("model", "num_devices"), [(B13, 96), (B13, 128), (B34, 96)])
 def test_splitting_is_best_on_many(model: str, num_devices: int) -> None:
     """The split has two halves of equal size, as in the paper."""
     together, apart = colocated_and_split(bounded(model), num_devices)

@@ -267,7 +267,7 @@ def test_who_wants_fewer_plans_gets_the_best_ones(algorithm: str) -> None:
         assert found.num_solved < every.num_solved
 
 
-@pytest.mark.parametrize(("model", "num_ranks"), [("llama2-7b", 8), ("qwen2.5-7b", 32), ("llama3-8b", 64)])
+@pytest.mark.parametrize(("model", "num_ranks"), [("llama2-7b", 8), ("qwen2.5-7b", 32)])
 def test_bounds_of_switches_hold(model: str, num_ranks: int) -> None:
     """The costs from a switch's plan are at least the bounds that replace them, on one node and over several."""
     shallow = replace(resolve_model(model), num_layers=8)  # planning time is proportional to layers
