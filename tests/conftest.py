@@ -11,7 +11,6 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-gc.disable()  # until all is imported: hardly any of it is garbage
 settings.register_profile("shared", deadline=None)  # no test depends on time: machines are shared
 settings.load_profile("shared")
 
@@ -66,7 +65,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Freeze what the test modules have imported, so that the garbage collector does not search it in every test."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 def _lane(item: pytest.Item, root: Path) -> str:

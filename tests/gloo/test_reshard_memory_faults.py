@@ -165,7 +165,6 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("bucket", "is_full"),
     [
-        pytest.param(BROKEN_BUCKET, False, id="one parameter"),
         pytest.param(BROKEN_BUCKET, True, id="all memory"),
         pytest.param(-1, False, id="one parameter of the last bucket, in which nobody sends anything"),
     ],

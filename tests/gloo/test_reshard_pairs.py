@@ -144,6 +144,7 @@ def model_sizes(training: Training) -> dict[str, int]:
         "num_key_value_heads": training.kv_heads,
         "head_dim": 128 if training.family == "qwen3" else 32,
         "intermediate_size": 48,
+        "num_hidden_layers": 5,  # uneven stages for p = 4 too
     }
 
 

@@ -15,7 +15,7 @@ SIZES = {
     "vocab_size": 131,  # prime: no degree divides it
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 5,  # uneven pipeline stages for p = 2 and 4
+    "num_hidden_layers": 3,  # uneven pipeline stages for p = 2
     "num_attention_heads": 8,
     "num_key_value_heads": 4,  # grouped-query attention
     "head_dim": 16,
