@@ -66,7 +66,7 @@ def byte_size(text: str) -> int:
         return TypeAdapter(Bytes).validate_python(f"{text}B" if text.isdecimal() else text)
     except ValidationError as error:
         raise argparse.ArgumentTypeError(
-            f"{text[:60]!r} is no size in bytes; write an integer or a unit such as 64MiB"
+            f"{text[:60]!r} is not a size in bytes; write an integer from 1, or one with a unit such as 64MiB"
         ) from error
 
 

@@ -34,4 +34,4 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothi
 
     # An engine replaces Triton's kernels where there is no Triton, which takes it longer than all else: once, for all.
     current_platform.register_triton_kernel_overrides()
-    type(current_platform).register_triton_kernel_overrides = lambda platform: None
+    type(current_platform).register_triton_kernel_overrides = lambda platform: None  # type: ignore

@@ -84,7 +84,7 @@ def test_options() -> None:
         (["--methods", "micro-db"], ["--methods", "'micro-db'", "micro-dp", "model-parallel"]),
         (["--dtype", "int4"], ["--dtype", "'int4'", "float32", "bfloat16"]),
         (["--repetitions", "0"], ["--repetitions: '0' must be an integer from 1 to 10000"]),
-        (["--bucket-bytes", "lots"], ["'lots' is no size in bytes", "64MiB"]),
+        (["--bucket-bytes", "lots"], ["'lots' is not a size in bytes", "64MiB"]),
         (["--timeout", "0"], ["--timeout: '0' must be a number from 1 to 86400"]),
         (["--timeout", "nan"], ["--timeout: 'nan' must be a number from 1"]),
         (["--json", "one.svg"], ["--json one.svg must end in .json"]),

@@ -273,7 +273,7 @@ def test_examples_of_the_help_are_accepted(monkeypatch: pytest.MonkeyPatch) -> N
         (("--train", "8-8-16", "--gen", "1-8"), {"cluster": A100}, "give --nodes 128"),
         ((*GOOD, "--nodes", "0"), {}, "nodes=0 must be"),
         ((*GOOD, "--order", "ring"), {}, "--order: invalid choice: 'ring' (choose from 'megatron', 'paper')"),
-        ((*GOOD, "--bucket-bytes", "0"), {}, "'0' is no size in bytes"),
+        ((*GOOD, "--bucket-bytes", "0"), {}, "'0' is not a size in bytes"),
         (GOOD, {"model": "lama3-8b"}, "did you mean llama3-8b"),
         (GOOD, {"model": "pyproject.toml"}, "cannot be read"),
         (GOOD, {"cluster": "nowhere.yaml"}, "nowhere.yaml does not exist"),
@@ -292,8 +292,8 @@ def test_examples_of_the_help_are_accepted(monkeypatch: pytest.MonkeyPatch) -> N
         (("--train", "1-1-" + "9" * 5000, "--gen", "1-3"), {}, "...' is beyond 1048576 ranks; choose smaller"),
         (("--train", "2-4-2", "--gen", "1-" + "9" * 5000), {}, "...' is beyond 1048576 ranks; choose smaller"),
         ((*GOOD, "--nodes", "99999999999999999999"), {}, "must be at most 1048576"),
-        ((*GOOD, "--bucket-bytes", "9" * 5000), {}, "9' is no size in bytes; write an integer"),
-        ((*GOOD, "--bucket-bytes", "²"), {}, "'²' is no size in bytes; write an integer"),
+        ((*GOOD, "--bucket-bytes", "9" * 5000), {}, "9' is not a size in bytes; write an integer"),
+        ((*GOOD, "--bucket-bytes", "²"), {}, "'²' is not a size in bytes; write an integer"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_message_before_anything_is_planned(

@@ -54,6 +54,7 @@ def test_engines_hold_what_their_layout_says_and_generate_as_transformers(
         "head_dim": 32,
         "hidden_size": 256 if case.family == "qwen2" else 64,
         "num_key_value_heads": 2,
+        "num_hidden_layers": 5,
         "eos_token_id": None,  # all responses have the same length
     }
     model = write_model(tmp_path, case.family, case.tied, **sizes)
