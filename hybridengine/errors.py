@@ -16,6 +16,9 @@ class HybridEngineError(Exception):
     exit_status: ClassVar[int] = 1
     """Exit status of a command that fails with this error: 1 if the run failed, 2 for bad input."""
 
+    problems: tuple[str, ...] = ()
+    """Problems that `raise_all` has listed in the message."""
+
 
 class ConfigError(HybridEngineError):
     """A run configuration, or a file that it names, is invalid."""
@@ -93,7 +96,9 @@ def raise_all(problems: Iterable[str], error: type[HybridEngineError] = ConfigEr
     if len(found) == 1:
         raise error(found[0])
     listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(found, start=1))
-    raise error(f"{len(found)} problems:\n{listing}")
+    raised = error(f"{len(found)} problems:\n{listing}")
+    raised.problems = tuple(found)
+    raise raised
 
 
 def shown(value: object) -> str:

@@ -22,7 +22,8 @@ def import_object(path: str) -> Any:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"{path!r} cannot be imported ({error}); write it as package.module.Name"
+            f"{path!r} cannot be imported ({error}); write it as package.module.Name, of a module that is installed"
+            " or in the folder where the command is run"
         ) from error
 
 

@@ -38,7 +38,7 @@ def check_drift(
     file = keep({**rows, "log_probs": log_probs_BR.detach().cpu().contiguous()}, mean)
     why = "the weights of the two differ, or their arithmetic does"
     if not log_probs_BR.cpu()[mask.cpu()].isfinite().all():
-        why = "those of the trainer are no numbers: the model has diverged, so lower the learning rate"
+        why = "those of the trainer are not numbers: the model has diverged, so lower the learning rate"
     raise DriftError(
         f"log-probs of engine and trainer are {mean:.3g} apart (mean over {int(mask.sum())} response tokens), and"
         f" guards.log_prob_drift={bound:g}; {why}: tokens, both log-probs, layouts and digests are in {file.parent}, and"

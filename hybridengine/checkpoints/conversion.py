@@ -49,6 +49,31 @@ def read_role(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{error}; use a complete checkpoint") from None
 
 
+def read_role_of(folder: Path, shape: ModelShape, dtype: str) -> dict[str, Any]:
+    """Return the contents of a role's role.json, as `read_role` does; CheckpointError if it is of another model."""
+    role = read_role(folder)
+    found, own = role.get("shape") or {}, json.loads(json.dumps(asdict(shape)))
+    problems = [
+        f"{key} is {found.get(key)!r}, not {value!r}" for key, value in own.items() if found.get(key) != value
+    ]
+    if role.get("dtype") != dtype:
+        problems.append(f"dtype is {role.get('dtype')}, not {dtype}")
+    if problems:
+        raise CheckpointError(
+            f"{folder} is the checkpoint of another model: {'; '.join(problems)}; use this model's checkpoint"
+        )
+    return role
+
+
+def role_folder(checkpoint: Checkpoint, role: str) -> Path:
+    """Return the folder of a role; CheckpointError if the checkpoint lacks it."""
+    folder = checkpoint.folder / role
+    if not folder.is_dir():
+        there = ", ".join(sorted(one.name for one in checkpoint.folder.iterdir() if one.is_dir()))
+        raise CheckpointError(f"{checkpoint.folder} has no role {role}; choose from {there}")
+    return folder
+
+
 def export_role(
     checkpoint: Checkpoint,
     role: str,
@@ -68,10 +93,7 @@ def export_role(
     Raises:
         CheckpointError: the checkpoint lacks the role or a tensor, or the configuration describes another model.
     """
-    folder = checkpoint.folder / role
-    if not folder.is_dir():
-        there = ", ".join(sorted(one.name for one in checkpoint.folder.iterdir() if one.is_dir()))
-        raise CheckpointError(f"{checkpoint.folder} has no role {role}; choose from {there}")
+    folder = role_folder(checkpoint, role)
     tensors, prefix = TensorFolder(folder), f"{WEIGHTS}."
     shapes = {
         name.removeprefix(prefix): size for name, size in tensors.shapes.items() if name.startswith(prefix)

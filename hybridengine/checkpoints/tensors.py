@@ -68,7 +68,7 @@ def read_metadata(folder: Path) -> Metadata:
     for name, one in found.state_dict_metadata.items():
         if not isinstance(one, TensorStorageMetadata):
             raise CheckpointError(
-                f"{folder} has {name}, which is no tensor and would have to be unpickled; use a checkpoint that this"
+                f"{folder} has {name}, which is not a tensor and would have to be unpickled; use a checkpoint that this"
                 " project has written"
             )
     return found

@@ -47,6 +47,13 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"DESTINATION {out} exists; name a folder that does not, so that nothing is lost")
     if not out.resolve().parent.is_dir():
         raise ConfigError(f"DESTINATION {out}: there is no folder {out.resolve().parent}; make it first")
+    try:
+        out.mkdir()
+        out.rmdir()
+    except OSError as error:
+        raise ConfigError(
+            f"DESTINATION {out} cannot be made ({error.strerror}); name a folder that can be"
+        ) from None
     from hybridengine.checkpoints.folders import MANIFEST
 
     if (source / MANIFEST).is_file():
@@ -60,11 +67,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from hybridengine.checkpoints.conversion import default_companions, export_role
+    from hybridengine.checkpoints.conversion import default_companions, export_role, role_folder
     from hybridengine.checkpoints.folders import checkpoint_at
 
     checkpoint = checkpoint_at(options.source)
     checkpoint.check()
+    role_folder(checkpoint, options.role)
     companions = options.companions or default_companions(checkpoint)
     if companions is None or not (companions / "config.json").is_file():
         given = f"--companions {options.companions}"
@@ -97,10 +105,10 @@ def _import(options: argparse.Namespace) -> int:
 
     shape = check_checkpoint(options.source)
     if bool(shape.num_labels) != (options.role in VALUE_ROLES):
-        has, needs = ("a score head", "none") if shape.num_labels else ("none", "one")
+        has, needs = ("a score head", "none") if shape.num_labels else ("no score head", "one")
         raise ConfigError(
-            f"SOURCE {options.source} has {has}, and --role {options.role} needs {needs}: name the role that the model"
-            f" is for ({', '.join(VALUE_ROLES)}: a score head; actor: none)"
+            f"SOURCE {options.source} has {has}, and --role {options.role} needs {needs}; name the role that the model"
+            f" is for ({', '.join(VALUE_ROLES)}: a score head; actor: no score head)"
         )
     stored = {tensor.dtype for tensor in tensors_of(options.source).values()}
     dtype = options.dtype or ("float32" if stored == {"F32"} else "bfloat16")

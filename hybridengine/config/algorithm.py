@@ -111,13 +111,13 @@ def algorithm_class(name: str) -> type[Algorithm]:
         near = difflib.get_close_matches(name, ALGORITHMS, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
         raise ValueError(
-            f"{name!r} is no algorithm; {meant}choose from {', '.join(ALGORITHMS)}, or give the import path of a class"
-            " of your own: package.module:Class"
+            f"{name!r} is not an algorithm; {meant}choose from {', '.join(ALGORITHMS)}, or give the import path of a"
+            " class of your own: package.module:Class"
         )
     found = import_named(ALGORITHMS.get(name, name), "a class")
     if not (isinstance(found, type) and issubclass(found, Algorithm)):
         raise ValueError(
-            f"{name} is no subclass of {Algorithm.__module__}.{Algorithm.__name__}; derive it from that class"
+            f"{name} is not a subclass of {Algorithm.__module__}.{Algorithm.__name__}; derive it from that class"
         )
     wrong = [role for role in found.roles if role not in get_args(Role)]
     if wrong or "actor" not in found.roles:

@@ -99,7 +99,7 @@ class WorkerGroup:
             near = difflib.get_close_matches(name, methods, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(methods)) or 'none'}"
             raise UnknownNameError(
-                f"{name!r} is no registered method of {self.__dict__.get('role')!r}; {hint}"
+                f"{name!r} is not a registered method of {self.__dict__.get('role')!r}; {hint}"
             )
 
         def group_call(*args: Any, **kwargs: Any) -> Future | Rows:

@@ -142,7 +142,8 @@ def load_reward_function(path: str, key: str = "reward.function") -> Callable[..
     except ConfigError as error:
         reason = error.__cause__
         raise DataError(
-            f"{key}={path} cannot be imported ({reason}); write it as package.module:function"
+            f"{key}={path} cannot be imported ({reason}); name package.module:function of a module that is"
+            " installed, or in the folder where the command is run"
         ) from reason
     if not callable(function):
         raise DataError(f"{key}={path} is a {type(function).__name__}; name a function")

@@ -183,7 +183,7 @@ class RewardProcess:
             return checked_reply(line, self._offered, num_rows)
         except ValueError as error:
             self.close()
-            return ENDED, f"its process sent what is no reply ({error})", None, ""
+            return ENDED, f"its process sent what is not a reply ({error})", None, ""
         except (TimeoutError, EOFError, ConnectionError):
             # After the limit, it may also crash while writing its stacks, which other threads change meanwhile.
             if time.monotonic() >= limit:

@@ -96,7 +96,7 @@ def read_header(file: Path) -> list[StoredTensor]:
             return [StoredTensor(name, one.get_dtype(), tuple(one.get_shape()), file) for name, one in slices]
     except (OSError, UnreadableError, SafetensorError) as error:
         raise CheckpointError(
-            f"{file} is no whole safetensors file ({error}); copy the file again from where it came"
+            f"{file} is not a whole safetensors file ({error}); copy the file again from where it came"
         ) from None
 
 
@@ -141,9 +141,11 @@ def _weight_files(folder: Path) -> list[Path]:
     except UnreadableError as error:
         raise CheckpointError(f"{error}; {remedy}") from None
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is no index of shards ({error}); {remedy}") from None
+        raise CheckpointError(f"{index} is not an index of shards ({error}); {remedy}") from None
     if outside:
-        raise CheckpointError(f"{index} names {shown(outside[0])}, which is no file of its folder; {remedy}")
+        raise CheckpointError(
+            f"{index} names {shown(outside[0])}, which is not a file of its folder; {remedy}"
+        )
     if not names:
         raise CheckpointError(f"{index} names no shard; {remedy}")
     return [folder / name for name in names]

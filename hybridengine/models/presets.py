@@ -119,7 +119,9 @@ def resolve_model(text: str) -> ModelShape:
         near = difflib.get_close_matches(text.lower(), PRESETS, n=2, cutoff=0.6)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         known = ", ".join(PRESETS)
-        raise ConfigError(f"model {text!r} is no preset ({meant}presets are {known}), and {error}") from None
+        raise ConfigError(
+            f"model {text!r} is not a preset ({meant}presets are {known}), and {error}"
+        ) from None
 
 
 def _plain(text: str) -> str:

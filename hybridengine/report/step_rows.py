@@ -34,7 +34,7 @@ def json_lines(path: Path) -> Iterator[tuple[bytes, object]]:
 
 
 def read_rows(folder: str | Path) -> list[Row]:
-    """Return all rows of FOLDER/metrics.jsonl as written, none without a file; DataError for a line that is no row."""
+    """Return all rows of FOLDER/metrics.jsonl as written, none without a file; DataError for a line that is not a row."""
     path = Path(folder) / METRICS_FILE
     rows: list[Row] = []
     try:

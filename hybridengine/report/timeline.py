@@ -173,7 +173,7 @@ class TimelineWriter:
 
 
 def read_timeline(file: str | Path) -> Timeline:
-    """Return the contents of a timeline file, if it exists, exact to a microsecond; DataError if it is no timeline."""
+    """Return the contents of a timeline file, if it exists, exact to a microsecond; DataError if it is not a timeline."""
     path = Path(file)
     return _parsed(path, _content(path))[0]
 

@@ -203,13 +203,19 @@ def _generation(topology: GroupTopology) -> GenerationGrid:
 
 
 ONE_TO_ALL = Protocol("ONE_TO_ALL", _same_rows, _all_ranks, concatenates=False)
+"""The same rows to every rank, results from every rank."""
 PROTO_3D = Protocol("3D_PROTO", _split_over_dp, _last_stage_of_dp, concatenates=True)
+"""Rows split over data-parallel groups, concatenated results from the last stage."""
 PROTO_3D_ALL_MICRO_DP = Protocol(
     "3D_ALL_MICRO_DP", _split_over_replicas, _last_stage_of_replicas, concatenates=True
 )
+"""Rows split over generation replicas, concatenated results from one rank of each."""
 PROTO_3D_PP_ONLY = Protocol("3D_PP_ONLY", _same_rows, _every_stage, concatenates=False)
+"""The same rows to every rank, results from one rank of every stage."""
 DP_PROTO = Protocol("DP_PROTO", _split_over_ranks, _all_ranks, concatenates=True)
+"""Rows split over all ranks, concatenated results from every rank."""
 ALL_TO_ALL = Protocol("ALL_TO_ALL", _one_item_each, _all_ranks, concatenates=False, takes_items=True)
+"""One item per rank, made by the caller, results from every rank."""
 
 _ATTRIBUTE = "_registration"
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -61,7 +61,7 @@ def claim_run(config: RunConfig) -> tuple[RunConfig, bool]:
             config = config.model_copy(update={"run": run})
         except OSError as error:
             raise ConfigError(
-                f"run.folder={config.run.folder} cannot be written to ({error.strerror}); name a folder that can"
+                f"run.folder={config.run.folder} cannot be written to ({error.strerror}); name a folder that can be"
             ) from None
 
 
@@ -139,11 +139,11 @@ def config_text(config: RunConfig) -> str:
 
 
 def _attempt(problems: list[str], check: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T | None:
-    """Return the result of `check`; if it fails, add the error to `problems` and return None."""
+    """Return the result of `check`; if it fails, add its problems to `problems` and return None."""
     try:
         return check(*arguments, **named)
     except (ConfigError, CheckpointError, DataError) as error:
-        problems.append(str(error))
+        problems += error.problems or [str(error)]
         return None
 
 
@@ -200,7 +200,7 @@ def stop_token_ids(
             tokens = found if isinstance(found, list) else [] if found is None else [found]
             if wrong := [token for token in tokens if type(token) is not int or not 0 <= token < vocab_size]:
                 raise ValueError(
-                    f"eos_token_id has {shown(wrong[0])}, which is no token from 0 to {vocab_size - 1}"
+                    f"eos_token_id has {shown(wrong[0])}, which is not a token from 0 to {vocab_size - 1}"
                 )
         except Exception as error:  # the class depends on the invalid value
             raise CheckpointError(

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hybridengine.checkpoints.conversion import read_role_of
 from hybridengine.checkpoints.folders import Checkpoint, checkpoint_at
 from hybridengine.checkpoints.making import settle_checkpoints
 from hybridengine.config import RunConfig
+from hybridengine.config.run_config import model_holders
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, shown
 from hybridengine.files import read_object, writing
 from hybridengine.models.checkpoint_files import checkpoint_problems
+from hybridengine.models.shapes import ModelShape
 from hybridengine.report.keys import STEP
 from hybridengine.report.step_rows import CONFIG_FILE, read_rows
 from hybridengine.training.files import config_text
@@ -46,7 +50,7 @@ def kept_config(config: RunConfig) -> dict[str, Any]:
         kept = error
     if not isinstance(kept, dict):
         raise ConfigError(
-            f"{as_typed(file)} is no configuration ({shown(kept)}); remove it, or choose another run.name"
+            f"{as_typed(file)} is not a configuration ({shown(kept)}); remove it, or choose another run.name"
         )
     return kept
 
@@ -96,6 +100,17 @@ def checkpoint_of(
     if found.step > (steps := config.run.steps):
         say(f"  run.steps={steps} is less than the {found.step} that are done: nothing more is trained")
     return config, found
+
+
+def check_models(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if a role to be loaded has another model than the run, whose files are prepared."""
+    there, _, _ = check_roles(checkpoint, config)
+    for holder in model_holders(config):
+        if holder.role in there:
+            shape = ModelShape.from_folder(holder.path or config.model_folder)
+            if holder.has_score_head:
+                shape = replace(shape, num_labels=1, tied_embeddings=False)
+            read_role_of(checkpoint.folder / holder.role, shape, config.model.dtype)
 
 
 def final_folder(config: RunConfig) -> Path:

@@ -37,6 +37,7 @@ from hybridengine.training.output import RunOutput, run_trackers, where_to_look
 from hybridengine.training.resuming import (
     as_typed,
     check_final,
+    check_models,
     check_settled,
     checkpoint_of,
     final_folder,
@@ -76,8 +77,10 @@ def train(config: RunConfig) -> None:
             config, checkpoint = checkpoint_of(config, kept.get("resume"), say)
             check_final(config, checkpoint, say)
             files = prepare_files(config)
-            for change in changes_since(config, checkpoint) if checkpoint is not None else []:
-                say(f"  {change}")
+            if checkpoint is not None:
+                check_models(config, checkpoint)
+                for change in changes_since(config, checkpoint):
+                    say(f"  {change}")
             for line in layout_lines(config, cost_of(config)):
                 say(line)
             trackers = begun.enter_context(run_trackers(config))

@@ -142,7 +142,7 @@ class RunSaver:
         ):
             self._has_warned = True
             self._say(
-                f"warning: checkpoint.best={name} is no metric of this run, so that no best checkpoint is kept; choose"
+                f"warning: checkpoint.best={name} is not a metric of this run, so that no best checkpoint is kept; choose"
                 f" from {', '.join(sorted(metrics))}"
             )
 

@@ -232,6 +232,14 @@ def test_a_step_that_cannot_be_saved_before_the_run_ends_is_no_success(runs: Run
     assert "OutputError: step 2, after which the run ends, could not be saved" in outcome.errors
 
 
+def test_the_checkpoint_of_another_model_is_refused_before_ranks_start(stopped: Outcome, runs: Runs) -> None:
+    resume = f"resume={checkpoints_in(stopped.folder)[0].folder}"
+    outcome = runs("deeper", (), resume, "model.build.num_layers=4")
+    assert outcome.status == 2
+    assert "actor is the checkpoint of another model: num_layers is 3, not 4; use this" in outcome.errors
+    assert not outcome.folder.exists()
+
+
 def test_a_run_goes_on_with_other_sizes(stopped: Outcome, runs: Runs, undisturbed: Outcome) -> None:
     """The resumed run has twice as many ranks. Metrics are equal within float tolerance: sums are in another order."""
     sizes = [

@@ -81,6 +81,7 @@ def test_options() -> None:
         (["--train", "1-3-1", "--gen", "1-1"], ["t=3 does not divide num_heads=8; choose 1, 2 or 4"]),
         (["--train", "1-4-2", "--gen", "1-3"], ["1-3", "choose"]),
         (["--pair", "1-4-2"], ["'1-4-2' is not a pair", "2-4-1:1-2"]),
+        (["--pair", "1-4-2:1-2", "--nodes", "3"], ["--nodes 3 does not divide its 8 ranks", "a divisor"]),
         (["--methods", "micro-db"], ["--methods", "'micro-db'", "micro-dp", "model-parallel"]),
         (["--dtype", "int4"], ["--dtype", "'int4'", "float32", "bfloat16"]),
         (["--repetitions", "0"], ["--repetitions: '0' must be an integer from 1 to 10000"]),

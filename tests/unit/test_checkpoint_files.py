@@ -127,7 +127,7 @@ def test_truncated_files(tmp_path: Path, kept: int) -> None:
     file = write_checkpoint(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     (problem,) = checkpoint_problems(tmp_path)
-    assert problem.startswith(f"{file} is no whole safetensors file (")
+    assert problem.startswith(f"{file} is not a whole safetensors file (")
     assert problem.endswith("; copy the file again from where it came")
 
 
@@ -144,7 +144,7 @@ def test_truncated_files(tmp_path: Path, kept: int) -> None:
 def test_other_files_are_no_safetensors_files(tmp_path: Path, content: bytes) -> None:
     (write_checkpoint(tmp_path) / "model.safetensors").write_bytes(content)
     (problem,) = checkpoint_problems(tmp_path)
-    assert "is no whole safetensors file" in problem
+    assert "is not a whole safetensors file" in problem
 
 
 def test_disagreements_with_the_config_are_all_listed(tmp_path: Path) -> None:
@@ -211,8 +211,8 @@ def test_an_index_names_files_of_its_own_folder(tmp_path: Path, name: str) -> No
     index.write_text(json.dumps({"weight_map": {GATE: name}}))
     (problem,) = checkpoint_problems(tmp_path / "model")
     assert str(index) in problem
-    assert "is no file of its folder; restore the original file" in problem
-    with pytest.raises(CheckpointError, match="is no file of its folder"):
+    assert "is not a file of its folder; restore the original file" in problem
+    with pytest.raises(CheckpointError, match="is not a file of its folder"):
         tensors_of(tmp_path / "model")
 
 
@@ -252,7 +252,7 @@ def test_unsupported_architecture_is_found_beside_a_broken_file(tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["MambaForCausalLM"]}))
     first, second = checkpoint_problems(tmp_path)
     assert f"{tmp_path}/config.json: architectures=['MambaForCausalLM'] is not supported; use one of" in first
-    assert "is no whole safetensors file" in second
+    assert "is not a whole safetensors file" in second
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def test_metadata_with_other_things_than_tensors_is_refused(tmp_path: Path) -> N
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
     (tmp_path / METADATA_FILE).write_bytes(pickle.dumps(Metadata({"state": BytesStorageMetadata()})))
-    with pytest.raises(CheckpointError, match="has state, which is no tensor"):
+    with pytest.raises(CheckpointError, match="has state, which is not a tensor"):
         read_metadata(tmp_path)
     (tmp_path / METADATA_FILE).write_bytes(b"not a pickle")
     with pytest.raises(CheckpointError, match="cannot be read"):

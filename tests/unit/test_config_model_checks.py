@@ -65,7 +65,7 @@ def test_a_broken_checkpoint_is_described(tmp_path: Path, from_checkpoint: Path)
     file = tmp_path / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     (problem,) = problems_of(from_checkpoint)
-    assert problem.startswith(f"model.path: {file} is no whole safetensors file (")
+    assert problem.startswith(f"model.path: {file} is not a whole safetensors file (")
 
 
 def test_an_unsupported_architecture(tmp_path: Path, from_checkpoint: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_dry_run_needs_no_checkpoint_where_the_shapes_are_given(
     assert problem.startswith(f"model.hf_config={description} describes another model than ")
     (problem,) = problems_of(from_checkpoint, "model.hf_config=/no/config.json", dry_run=True)
     assert problem.startswith(
-        "model.hf_config: model '/no/config.json' is no preset (presets are llama3-8b, "
+        "model.hf_config: model '/no/config.json' is not a preset (presets are llama3-8b, "
     )
 
 

@@ -107,12 +107,10 @@ REFUSED = {
     "nothing there": (["nowhere", "out"], "SOURCE nowhere has neither manifest.json nor config.json"),
     "exists": (["{source}", "{source}"], "exists; name a folder that does not"),
     "no parent": (["{source}", "{tmp}/a/b"], "there is no folder"),
+    "no folder can be made": (["{source}", "/proc/out"], "/proc/out cannot be made ("),
     "type": (["{source}", "{tmp}/out", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
     "size": (["{source}", "{tmp}/out", "--max-file", "much"], "--max-file"),
-    "role": (
-        ["{start}", "{tmp}/out", "--role", "critic", "--companions", "{source}"],
-        "has no role critic; choose from actor",
-    ),
+    "role": (["{start}", "{tmp}/out", "--role", "critic"], "has no role critic; choose from actor"),
     "companions": (["{start}", "{tmp}/out"], "has no config.json; give --companions"),
     "no role": (
         ["{source}", "{tmp}/out", "--role", "../../actr"],

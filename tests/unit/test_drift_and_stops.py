@@ -70,7 +70,7 @@ def test_no_number_is_beyond_any_bound(tmp_path: Path) -> None:
     with pytest.raises(DriftError, match=r"nan apart .* the weights of the two differ, or"):
         check_drift(rollout(engine), torch.zeros(ROWS, RESPONSE), 1e9, lambda rows, drift: tmp_path / "x")
     with pytest.raises(
-        DriftError, match=r"nan apart .* those of the trainer are no numbers: the model has div"
+        DriftError, match=r"nan apart .* those of the trainer are not numbers: the model has div"
     ):
         check_drift(rollout(torch.zeros_like(engine)), engine, 1e9, lambda rows, drift: tmp_path / "x")
 

@@ -140,15 +140,18 @@ BAD = {
     "text for a number": ({"rope_theta": "x"}, '^rope_theta="x" must be a positive number; restore'),
     "nested text": ({"rope_parameters": {"rope_theta": "x"}}, '^rope_theta="x" must be a positive number;'),
     "negative epsilon": ({"rms_norm_eps": -1}, "^rms_norm_eps=-1 must be a positive number; restore"),
-    "epsilon that is no number": ({"rms_norm_eps": math.nan}, "^rms_norm_eps=NaN must be a positive number;"),
+    "epsilon that is not a number": (
+        {"rms_norm_eps": math.nan},
+        "^rms_norm_eps=NaN must be a positive number;",
+    ),
     "text epsilon": ({"rms_norm_eps": "1e-5"}, '^rms_norm_eps="1e-5" must be a positive number;'),
     "infinite scaling": (
         {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": math.inf}},
         "^factor=Infinity must be a positive number;",
     ),
-    "scaling that is no object": ({"rope_scaling": "x"}, '^rope_scaling="x" must be an object; restore'),
+    "scaling that is not an object": ({"rope_scaling": "x"}, '^rope_scaling="x" must be an object; restore'),
     "labels that are no object": ({"id2label": 5}, "^id2label=5 must be an object; restore"),
-    "architecture that is no list": ({"architectures": "Llama"}, '^architectures="Llama" must be a list;'),
+    "architecture that is not a list": ({"architectures": "Llama"}, '^architectures="Llama" must be a list;'),
     "text for a truth value": (
         {"tie_word_embeddings": "no"},
         '^tie_word_embeddings="no" must be true or false; restore',

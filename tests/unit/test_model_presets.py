@@ -99,13 +99,15 @@ def test_a_preset_wins_over_a_folder_of_its_name(tmp_path: Path, monkeypatch: py
 
 
 def test_a_misspelt_preset_names_the_nearest() -> None:
-    words = r"'lama3-70b' is no preset \(did you mean llama3-70b or .*presets are llama3-8b, .*does not exist"
+    words = (
+        r"'lama3-70b' is not a preset \(did you mean llama3-70b or .*presets are llama3-8b, .*does not exist"
+    )
     with pytest.raises(ConfigError, match=words):
         resolve_model("lama3-70b")
 
 
 def test_a_name_that_no_file_can_have_is_no_model() -> None:
-    with pytest.raises(ConfigError, match=r"is no preset .* cannot be read"):
+    with pytest.raises(ConfigError, match=r"is not a preset .* cannot be read"):
         resolve_model("x" * 300)
 
 

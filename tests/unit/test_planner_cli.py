@@ -334,7 +334,7 @@ def test_no_setting_is_named_that_would_not_do(planned: Plan) -> None:
         (["--lengths", "nowhere.jsonl"], ["no such form, and no such file"]),
         (["--prompt-tokens", "-3"], ["--prompt-tokens -3 must be from 1 to"]),
         (["--prompt-tokens", "nan"], ["--prompt-tokens nan must be from 1 to"]),
-        (["algorithm.name=my.dataflow"], ["algorithm: 'my.dataflow' is no algorithm"]),
+        (["algorithm.name=my.dataflow"], ["algorithm: 'my.dataflow' is not an algorithm"]),
         (["model.dtype=float16"], ["model.dtype"]),
     ],
 )
@@ -349,7 +349,7 @@ def test_empty_length_samples(planned: Plan, tmp_path: Path) -> None:
     file.write_text("\n\n")
     assert "has no lengths" in refuse(planned, "--lengths", str(file))
     file.write_text("3\n-5\n")
-    assert 'line 2: "-5" is no number of tokens' in refuse(planned, "--lengths", str(file))
+    assert 'line 2: "-5" is not a number of tokens' in refuse(planned, "--lengths", str(file))
 
 
 def test_unknown_and_impossible_hardware(planned: Plan, tmp_path: Path) -> None:

@@ -88,9 +88,9 @@ def test_what_is_no_distribution(text: str, message: str) -> None:
     ("content", "message"),
     [
         ("", "the file has no lengths; write one a line"),
-        ("3\n-1\n", "line 2: .* is no number of tokens"),
+        ("3\n-1\n", "line 2: .* is not a number of tokens"),
         ("true\n", "line 1"),
-        ('{"size": 3}\n', "line 1: .* is no number of tokens; write a number from 0 on"),
+        ('{"size": 3}\n', "line 1: .* is not a number of tokens; write a number from 0 on"),
         ("[1, 2]\n", "line 1"),
         ("NaN\n", "line 1"),
         ("\xff\xfe", "is not UTF-8 text"),

@@ -149,7 +149,7 @@ def test_a_kept_configuration_that_is_none(
     else:
         place.write_bytes(kept)
     assert main(["train", str(file), "resume=auto"]) == 2
-    assert "is no configuration" in capsys.readouterr().err
+    assert "is not a configuration" in capsys.readouterr().err
 
 
 def test_a_trained_model_without_checkpoints_is_not_trained_anew(

@@ -316,7 +316,7 @@ def test_what_a_function_sends_in_place_of_a_reply_is_an_error(process, sent):
     """The function has access to the channel, and may write anything to it."""
     one = process("answers_by_itself", timeout_s=2 * LONG_S)
     text = failure_of(one, sent, first_row=4)
-    assert "row 4: its process sent what is no reply (" in text
+    assert "row 4: its process sent what is not a reply (" in text
     assert "; correct the function, or let reward.on_failure" in text
     assert len(text) < 1000
     assert one.call(columns("fine")) == [0.0]
@@ -329,7 +329,7 @@ def test_what_a_function_sends_is_not_run(process, tmp_path):
 
     data = pickle.dumps(Harmful())
     framed = len(data).to_bytes(8, "big") + data
-    with pytest.raises(DataError, match="is no reply"):
+    with pytest.raises(DataError, match="is not a reply"):
         process("answers_by_itself").call(columns(framed.decode("utf-8", "surrogateescape") + "\n"))
     assert not (tmp_path / "run").exists()
 

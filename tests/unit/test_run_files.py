@@ -18,7 +18,7 @@ from tests.unit.run_bench import ROWS, Bench, copy_checkpoint
 def test_truncated_checkpoint(bench: Bench, checkpoint: Path):
     weights = copy_checkpoint(bench, checkpoint) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert f"{weights} is no whole safetensors file" in bench.refusal()
+    assert f"{weights} is not a whole safetensors file" in bench.refusal()
 
 
 def test_checkpoint_without_weights(bench: Bench, checkpoint: Path):
@@ -65,11 +65,11 @@ def test_a_response_ends_where_the_checkpoint_says(
         ("{broken", "is not a valid JSON file"),
         (
             '{"eos_token_id": "abc"}',
-            'eos_token_id has "abc", which is no token from 0 to 130',
+            'eos_token_id has "abc", which is not a token from 0 to 130',
         ),
-        ('{"eos_token_id": [3, 131]}', "eos_token_id has 131, which is no token"),
-        ('{"eos_token_id": -1}', "eos_token_id has -1, which is no token"),
-        ('{"eos_token_id": true}', "eos_token_id has true, which is no token"),
+        ('{"eos_token_id": [3, 131]}', "eos_token_id has 131, which is not a token"),
+        ('{"eos_token_id": -1}', "eos_token_id has -1, which is not a token"),
+        ('{"eos_token_id": true}', "eos_token_id has true, which is not a token"),
     ],
 )
 def test_a_generation_config_that_names_no_tokens(bench: Bench, checkpoint: Path, content: str, part: str):
@@ -112,6 +112,15 @@ def test_malformed_data(bench: Bench, rows: list[Any], parts: list[str]):
     message = bench.refusal()
     for part in parts:
         assert part in message
+
+
+def test_problems_of_several_files_are_one_list(bench: Bench):
+    bench.write_rows([*ROWS, {"prompt": 5, "answer": "5"}, '"text"'])
+    other = bench.data.with_name("eval.jsonl")
+    other.write_text(bench.data.read_text())
+    message = bench.refusal(f"data.eval_file={other}")
+    assert "hybridengine: 4 problems:" in message and message.count("problems:") == 1
+    assert "  3. eval.jsonl, line 17" in message
 
 
 def test_tokenizer_without_special_tokens(bench: Bench):

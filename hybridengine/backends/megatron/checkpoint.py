@@ -36,7 +36,7 @@ from torch.futures import Future
 from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.backends.megatron.trainer import MegatronTrainer
-from hybridengine.checkpoints.conversion import ROLE_FILE, WEIGHTS, read_role
+from hybridengine.checkpoints.conversion import ROLE_FILE, WEIGHTS, read_role_of
 from hybridengine.checkpoints.digests import FileDigest, settled_digests
 from hybridengine.checkpoints.making import end_role
 from hybridengine.checkpoints.random_states import load_random_states, random_states
@@ -213,17 +213,7 @@ def load_checkpoint(trainer: MegatronTrainer, folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the checkpoint describes another model, is damaged, or contains anything but tensors.
     """
-    role, own = read_role(folder), json.loads(json.dumps(_model_json(trainer)))
-    shape = role.get("shape") or {}
-    problems = [
-        f"{key} is {shape.get(key)!r}, not {value!r}"
-        for key, value in own["shape"].items()
-        if shape.get(key) != value
-    ]
-    if role.get("dtype") != own["dtype"]:
-        problems.append(f"dtype is {role.get('dtype')}, not {own['dtype']}")
-    if problems:
-        raise CheckpointError(f"{folder} is the checkpoint of another model: {'; '.join(problems)}")
+    role = read_role_of(folder, trainer.shape, trainer.dtype)
     saved = TensorFolder(folder)
     has_optimizer = any(name.startswith(f"{compat.MOMENTS[0]}.") for name in saved.shapes)
     wanted = list(_loaded(trainer, has_optimizer))

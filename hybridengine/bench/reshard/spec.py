@@ -74,6 +74,7 @@ class BenchSpec:
     timeout_s: float = 120.0
     """Time limit for one switch to generation and back."""
     num_nodes: int = 1
+    """Number of nodes, each with equally many ranks."""
 
     def __post_init__(self) -> None:
         check_generates(self.shape)
@@ -94,7 +95,7 @@ class BenchSpec:
         return named
 
     def nodes(self, pair: LayoutPair) -> NodeMap:
-        return NodeMap.uniform(pair.train.num_ranks, -(-pair.train.num_ranks // self.num_nodes))
+        return NodeMap.uniform(pair.train.num_ranks, pair.train.num_ranks // self.num_nodes)
 
     def needed_bytes(self, pair: LayoutPair) -> int:
         """Return the approximate peak memory of a node's ranks: permanent weights and buffers, and the largest method."""
@@ -113,6 +114,11 @@ class BenchSpec:
             except TopologyError as error:
                 yield f"{pair}: {error}"
                 continue
+            if (num_ranks := pair.train.num_ranks) % self.num_nodes:
+                yield (
+                    f"{pair}: --nodes {self.num_nodes} does not divide its {num_ranks} ranks, and nodes have equally"
+                    " many; choose a divisor"
+                )
             if MethodName.MEGATRON_CORE in self.methods:
                 # Its target is a Megatron model of the generation sizes.
                 yield from (

@@ -131,7 +131,7 @@ def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"--environment {folder} cannot be written to ({error.strerror}); name a folder that can, with 3 GB of"
+                f"--environment {folder} cannot be written to ({error.strerror}); name a folder that can be, with 3 GB of"
                 " space"
             ) from None
         shutil.rmtree(place, ignore_errors=True)

@@ -155,7 +155,7 @@ def _read(path: str) -> list[int]:
         if line.strip():
             if not re.fullmatch(NUMBER, line.strip()):
                 raise ConfigError(
-                    f"lengths {path}, line {number}: {shown(line)} is no number of tokens; write a number from 0 on"
+                    f"lengths {path}, line {number}: {shown(line)} is not a number of tokens; write a number from 0 on"
                 )
             found.append(math.ceil(float(line)))
     if not found:

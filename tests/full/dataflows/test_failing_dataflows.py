@@ -89,7 +89,7 @@ def test_metrics_that_are_none_end_the_run(started: Started, step: Step, match: 
         (
             mistyped,
             ConfigError,
-            "'compute_logprobs' is no registered method of 'actor'; did you mean compute_log_probs",
+            "'compute_logprobs' is not a registered method of 'actor'; did you mean compute_log_probs",
         ),
         (divides_by_zero, ZeroDivisionError, "division"),
         (returns_nothing, ConfigError, "returned null; return its metrics"),

@@ -169,7 +169,7 @@ def test_a_best_metric_that_the_run_does_not_have_is_told_once(
     saver._rate({"loss": 1.0, "eval/score_mean": 0.5})
     saver._rate({"loss": 1.0, "eval/score_mean": 0.5})
     assert [text.split(", so that")[0] for text in said] == [
-        f"warning: checkpoint.best={best} is no metric of this run"
+        f"warning: checkpoint.best={best} is not a metric of this run"
     ] * warned
 
 
