@@ -242,7 +242,10 @@ def test_the_unbroken_run_gets_as_far_as_starting_processes(bench: Bench):
                 "; choose p_g·t_g from 1, 2, 4",
             ],
         ),
-        (["critic.parallel=4-1-1", "cluster.ranks_per_node=[8]", "actor.parallel=8-1-1"], ["8", "5"]),
+        (
+            ["critic.parallel=8-1-1", "cluster.ranks_per_node=[8]", "actor.parallel=8-1-1"],
+            ["actor.parallel=8-1-1: p=8 pipeline stages need as many layers", "num_layers=3"],
+        ),
         (["model.path=/nowhere/model"], ["model.path=/nowhere/model is not a folder"]),
         (["data.train_file=/nowhere/rows.jsonl"], ["data.train_file=/nowhere/rows.jsonl is not a file"]),
         (
