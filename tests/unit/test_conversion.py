@@ -211,7 +211,7 @@ def test_a_model_without_the_head_of_its_role_is_refused(
 ) -> None:
     write_model(tmp_path / "model", "qwen2", tied=False, num_labels=num_labels)
     assert main(["convert", str(tmp_path / "model"), str(tmp_path / "start"), "--role", role]) == 2
-    has, needs = ("a score head", "none") if num_labels else ("none", "one")
+    has, needs = ("a score head", "none") if num_labels else ("no score head", "one")
     assert f"has {has}, and --role {role} needs {needs}" in capsys.readouterr().err
     assert not (tmp_path / "start").exists()
 
