@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ class ModelWorker:
         initialize_globals(run.run.seed)
         shape = ModelShape.from_folder(folder)
         if score_head:
-            shape = replace(shape, num_labels=1, tied_embeddings=False)
+            shape = shape.with_score_head()
         self.shape = shape
         section = getattr(run, context.role)
         build = MegatronTrainer if trains else MegatronModel

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from hybridengine.config.algorithm import Conflict
@@ -45,7 +44,7 @@ def model_shape(config: RunConfig) -> ModelShape:
 def holder_shape(config: RunConfig, holder: ModelHolder) -> ModelShape:
     """Return the shape of a holder's model, including any score head; errors are those of `model_shape`."""
     shape = model_shape(config) if holder.path is None else _shape_at(holder.path, holder.hf_config)
-    return replace(shape, num_labels=1, tied_embeddings=False) if holder.has_score_head else shape
+    return shape.with_score_head() if holder.has_score_head else shape
 
 
 def _shape_at(path: str | None, hf_config: str | None) -> ModelShape:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -142,6 +142,10 @@ class ModelShape(DecoderSizes):
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.tensors.values())
+
+    def with_score_head(self) -> ModelShape:
+        """Return this shape with one score per token instead of a vocabulary."""
+        return replace(self, num_labels=1, tied_embeddings=False)
 
     def weight_bytes(self, dtype: str) -> int:
         """Return M of the paper's table 2: bytes of all weights, each counted once."""

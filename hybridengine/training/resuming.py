@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +107,8 @@ def check_models(config: RunConfig, checkpoint: Checkpoint) -> None:
     for holder in model_holders(config):
         if holder.role in there:
             shape = ModelShape.from_folder(holder.path or config.model_folder)
-            if holder.has_score_head:
-                shape = replace(shape, num_labels=1, tied_embeddings=False)
-            read_role_of(checkpoint.folder / holder.role, shape, config.model.dtype)
+            own = shape.with_score_head() if holder.has_score_head else shape
+            read_role_of(checkpoint.folder / holder.role, own, config.model.dtype)
 
 
 def final_folder(config: RunConfig) -> Path:
