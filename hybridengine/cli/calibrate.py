@@ -33,7 +33,7 @@ Takes some 20 minutes on two cores. Nothing else should run meanwhile."""
 EPILOG = """examples:
   hybridengine calibrate                                          4 ranks on a CPU, one for each GPU
   hybridengine calibrate --out here.yaml --ranks 2
-  hybridengine calibrate --runs runs/a runs/b runs/c              fit to runs of yours instead"""
+  hybridengine calibrate --runs runs/a runs/b runs/c              fit to existing runs instead"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -121,7 +121,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     overrides = getattr(options, "overrides", None)
     if rest and (overrides is None or any(word.startswith("-") or "=" not in word for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.command.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest and overrides is not None:  # argparse takes positional arguments only up to the first option
         options.overrides = [*overrides, *rest]
     return options
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
             name, help=text, description=module.DESCRIPTION, epilog=module.EPILOG
         )
         module.add_options(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, command=command)
     return parser
 
 

@@ -92,8 +92,8 @@ def _check(options: argparse.Namespace) -> int:
     from hybridengine.bench.calibration.check import check_lines, check_run
     from hybridengine.bench.calibration.measured_run import read_run
 
-    names = ("config", "nodes", "devices", "lengths", "prompt_tokens", "fix", "placement", "out", "plot")
-    if given := [name.replace("_", "-") for name in names if getattr(options, name)]:
+    names = ("CONFIG", "--nodes", "--devices", "--lengths", "--prompt-tokens", "--fix", "--placement", "--out", "--plot")
+    if given := [name for name in names if getattr(options, name.lower().lstrip("-").replace("-", "_"))]:
         raise ConfigError(f"--check takes runs as they were; leave out {', '.join(given)}")
     runs = [read_run(folder) for folder in options.check]
     cluster = cluster_of(options, runs[0].config.model.dtype)

@@ -37,7 +37,9 @@ class Conflict(NamedTuple):
     """A violated rule between values of a configuration."""
 
     message: str
+    """Values, rule and remedy."""
     keys: tuple[str, ...]
+    """Dotted keys of these values."""
 
 
 CorrectionName = Literal["token_tis", "sequence_tis", "sequence_mis", "geometric_filter"]

@@ -50,13 +50,16 @@ TermNames = like(
 )
 
 
+Terms = Annotated[dict[str, TermSection], TermNames]
+
+
 class RewardSection(ScorerSection):
     """Scoring of responses by one scorer or a weighted sum of several, and limits for calls of functions."""
 
     function: ImportPath | None = "hybridengine.data.tasks:arithmetic_reward"
     """Scoring function, package.module:function, called as function(responses, answers) plus any extra columns that its
     parameters name."""
-    terms: Annotated[dict[str, TermSection], TermNames] = Field(default_factory=dict)
+    terms: Terms = Field(default_factory=dict)
     """Scorers by name, instead of a single one: the score is their weighted sum, and each term's own score is stored as
     the column reward/NAME or cost/NAME."""
     timeout_s: Seconds = 60.0

@@ -42,6 +42,10 @@ else:
     FamilyName = Literal[tuple(FAMILIES)]
 
 
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+"""A seed of 31 bits."""
+
+
 class RunSection(Section):
     """Name, location and length of the run."""
 
@@ -49,7 +53,7 @@ class RunSection(Section):
     """Folder of this run inside `folder`; defaults to the name of the configuration file."""
     folder: PathText = "runs"
     """Folder of all runs."""
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    seed: Seed = 0
     """Random seed of weights, data and sampling."""
     steps: Count = 100
     """Number of RL iterations."""
@@ -62,16 +66,15 @@ class RunSection(Section):
 
 
 RanksPerNode = Annotated[tuple[Count, ...], Field(min_length=1)]
-
-
 PoolRole = Literal["critic", "cost_critic", "reference", "reward", "cost"]
 """Name of a role other than the actor, whose ranks are `cluster.ranks_per_node`."""
+PoolRoles = Annotated[tuple[PoolRole, ...], Field(min_length=1)]
 
 
 class PoolSection(Section):
     """Separate ranks for some roles, which run concurrently with the others."""
 
-    roles: Annotated[tuple[PoolRole, ...], Field(min_length=1)]
+    roles: PoolRoles
     """Roles that share these ranks; the actor and all roles without a pool share `cluster.ranks_per_node`."""
     ranks_per_node: RanksPerNode = (1,)
     """Ranks on each node, one GPU or CPU process each."""
@@ -91,12 +94,15 @@ PoolNames = like(
 )
 
 
+Pools = Annotated[dict[str, PoolSection], PoolNames]
+
+
 class ClusterSection(Section):
     """Ranks and the hardware they run on."""
 
     ranks_per_node: RanksPerNode = (1,)
     """Ranks on each of the actor's nodes, one GPU or CPU process each: [8, 8] is two nodes of 8."""
-    pools: Annotated[dict[str, PoolSection], PoolNames] = Field(default_factory=dict)
+    pools: Pools = Field(default_factory=dict)
     """Pools by name, in addition to the actor's, for roles with separate ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the models; auto uses GPUs if the node has them."""
@@ -113,34 +119,45 @@ class ClusterSection(Section):
 
 BUILT_TOKENS = 57
 """Number of tokens of the tokenizer that is built with a model."""
+HF_KEYS = {
+    "family": "model_type",
+    "num_layers": "num_hidden_layers",
+    "ffn_hidden_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_positions": "max_position_embeddings",
+    "tied_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+"""Names in a Hugging Face `config.json` of the values of `model.build` that it names differently."""
 
 
 class BuildSection(Section):
     """A small model that is built with random weights and its own tokenizer."""
 
-    family: Annotated[FamilyName, Field(serialization_alias="model_type")] = "qwen3"
+    family: FamilyName = "qwen3"
     """Model family."""
-    num_layers: Annotated[Count, Field(serialization_alias="num_hidden_layers")] = 4
+    num_layers: Count = 4
     """Decoder layers."""
     hidden_size: Count = 128
     """Width of the residual stream."""
-    ffn_hidden_size: Annotated[Count, Field(serialization_alias="intermediate_size")] = 384
+    ffn_hidden_size: Count = 384
     """Width of the MLP."""
-    num_heads: Annotated[Count, Field(serialization_alias="num_attention_heads")] = 4
+    num_heads: Count = 4
     """Query heads."""
-    num_kv_heads: Annotated[Count, Field(serialization_alias="num_key_value_heads")] = 2
+    num_kv_heads: Count = 2
     """Key and value heads."""
     head_dim: Count = 32
     """Width of a head; vLLM on a CPU needs a multiple of 32."""
     vocab_size: Count = BUILT_TOKENS
     """Rows of the embedding, at least the number of the tokenizer's tokens."""
-    max_positions: Annotated[Count, Field(serialization_alias="max_position_embeddings")] = 256
+    max_positions: Count = 256
     """Longest sequence of prompt and response."""
-    tied_embeddings: Annotated[bool, Field(serialization_alias="tie_word_embeddings")] = True
+    tied_embeddings: bool = True
     """True if the output head shares the embedding's weights."""
     rope_theta: Positive = 10000.0
     """Base of the rotary frequencies."""
-    init_std: Annotated[Positive, Field(serialization_alias="initializer_range")] = 0.02
+    init_std: Positive = 0.02
     """Standard deviation of the random weights."""
 
     def hf_config(self) -> dict[str, Any]:
@@ -148,7 +165,7 @@ class BuildSection(Section):
         family = FAMILIES[self.family]
         return {
             "architectures": [family.architectures[0]],
-            **self.model_dump(by_alias=True),
+            **{HF_KEYS.get(name, name): value for name, value in self.model_dump().items()},
             "rms_norm_eps": 1e-6,
             "hidden_act": "silu",
             **family.built_config,
@@ -160,8 +177,8 @@ class BuildSection(Section):
             return ModelShape.from_hf_config(self.hf_config())
         except ConfigError as error:
             broken = str(error).rpartition(";")[0].replace(" of config.json", "")
-            for name, field in BuildSection.model_fields.items():
-                broken = broken.replace(field.serialization_alias or name, name)
+            for name, key in HF_KEYS.items():
+                broken = broken.replace(key, name)
             raise ConfigError(f"{broken}; choose other values beneath model.build") from None
 
 
@@ -192,6 +209,9 @@ class ModelSection(Section):
         return Path(spec.origin).parent / file if spec is not None and spec.origin else None
 
 
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSection(Section):
     """AdamW under Megatron's distributed optimizer."""
 
@@ -207,7 +227,7 @@ class OptimizerSection(Section):
     """Decoupled weight decay."""
     clip_grad: NonNegative = 1.0
     """Largest gradient norm; 0 disables clipping."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """Decay rates of the two moments."""
     eps: Positive = 1e-8
     """Term that keeps the update's denominator positive."""
@@ -230,6 +250,10 @@ class TrainedSection(Section):
     """Activations that are recomputed in the backward pass instead of stored."""
 
 
+BucketBytes = Annotated[Bytes, Field(ge=4)]
+AboveOne = Annotated[float, Field(gt=1)]
+
+
 class ActorSection(TrainedSection):
     """The policy: trained at p-t-d, and generating at p_g-t_g on the same ranks."""
 
@@ -237,7 +261,7 @@ class ActorSection(TrainedSection):
     """Training sizes p-t-d: pipeline stages, tensor shards, data-parallel replicas."""
     generate: GenSizesField = GenSizes(1, 1)
     """Generation sizes p_g-t_g of one engine; if p_g | p and t_g | t, no weight is held twice."""
-    bucket_bytes: Annotated[Bytes, Field(ge=4)] = 512 * MEBIBYTE
+    bucket_bytes: BucketBytes = 512 * MEBIBYTE
     """Maximum weight bytes in flight during a switch; at least one float32."""
     verify: Literal["first", "always", "never"] = "first"
     """Switches in which receivers verify the digests of received weights."""
@@ -245,7 +269,7 @@ class ActorSection(TrainedSection):
     """Lower clip range: the policy ratio is clipped at 1 - clip_low."""
     clip_high: Positive = 0.2
     """Upper clip range: the policy ratio is clipped at 1 + clip_high."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    dual_clip: AboveOne | None = None
     """Bound of a token's loss for a negative advantage, in multiples of it; none by default."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
@@ -279,6 +303,9 @@ class ReferenceSection(Section):
     """Maximum number of tokens in one micro-batch."""
 
 
+Temperature = Annotated[float, Field(ge=0.01, le=2)]
+
+
 class RolloutSection(Section):
     """Generation with vLLM."""
 
@@ -288,7 +315,7 @@ class RolloutSection(Section):
     """Width of the response columns, at which generation stops."""
     samples_per_prompt: Count = 1
     """Responses per prompt."""
-    temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature, in the range that vLLM uses unchanged."""
     kv_cache_bytes: Bytes = 256 * MEBIBYTE
     """Size of the KV cache of one rank."""
@@ -298,14 +325,17 @@ class RolloutSection(Section):
     """Capture CUDA graphs for decoding; weights then use vLLM's sleep mode, which allocates them all at once."""
 
 
+NumTerms = Annotated[int, Field(ge=3)]
+
+
 class TaskSection(Section):
     """The verifiable task of the demo: sums from reasoning-gym, written into the run's folder."""
 
     name: Literal["arithmetic"] = "arithmetic"
     """Name of the task."""
-    min_terms: Annotated[int, Field(ge=3)] = 3
+    min_terms: NumTerms = 3
     """Minimum number of terms of a sum."""
-    max_terms: Annotated[int, Field(ge=3)] = 3
+    max_terms: NumTerms = 3
     """Maximum number of terms of a sum."""
     min_digits: Count = 1
     """Minimum number of digits of a term."""

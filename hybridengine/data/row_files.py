@@ -143,7 +143,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, bytes]]:
             while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
                 rest = file.readline(MAX_LINE_BYTES + 1)
             if line.strip():
-                yield f"{path.name}, line {number}", line.removesuffix(b"\n")
+                yield f"{path}, line {number}", line.removesuffix(b"\n")
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -152,7 +152,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path} is not a readable parquet file ({error}); write it again") from None
     for number, record in enumerate(records, start=1):
-        yield f"{path.name}, row {number}", record
+        yield f"{path}, row {number}", record
 
 
 def _problem(fault: ErrorDetails, content: object, model: type[PromptRow]) -> str:

@@ -16,6 +16,9 @@ from hybridengine.drivers.dataflow import measure_rollout, switch_metrics
 from hybridengine.drivers.roles import Roles, Sampling, State
 
 
+Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
+
+
 class OnlineDpo(Algorithm):
     """Increases the likelihood of the better response of each pair over the worse one, without advantages."""
 
@@ -28,7 +31,7 @@ class OnlineDpo(Algorithm):
     """Loss of pairs of rows, called as function(log_probs, columns, algorithm, actor, aggregation)."""
     beta: Positive = 0.1
     """Strength of the regularisation towards the reference."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Smoothing = 0.0
     """Assumed fraction of wrong preferences."""
 
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:

@@ -90,7 +90,7 @@ def checkpoint_of(
     if found is None:
         return config, None
     _, anew, left_out = check_roles(found, config)
-    say(f"resuming after step {found.step}: {as_typed(found.folder)}, all digests right")
+    say(f"resuming after step {found.step}: {as_typed(found.folder)}; all digests match")
     if anew:
         say(f"  not in it, and initialised as in a new run: {', '.join(anew)}")
     if left_out:

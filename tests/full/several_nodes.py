@@ -1,4 +1,4 @@
-"""A process of its own with a Ray cluster of three raylets: 12 light ranks in one pool, the findings of `doctor`, then
+"""A process of its own with a Ray cluster of three raylets: 6 light ranks in one pool, the findings of `doctor`, then
 a run with four pools, during which a node disappears.
 
     python -m tests.full.several_nodes CONFIG OUTPUT
@@ -61,10 +61,10 @@ def raylets() -> Iterator[None]:
 
 
 def see_light_ranks() -> dict[str, Any]:
-    """Return the nodes of 12 ranks, and rows that travel between groups of 3-2-2 and 1-4-3."""
-    with ResourcePool([4, 4, 4], timeout_s=120, start_timeout_s=240) as pool:
-        actor = WorkerGroup(pool, ProbeWorker, role="actor", parallel="3-2-2", generate="1-1")
-        critic = WorkerGroup(pool, ProbeWorker, role="critic", parallel="1-4-3", config={"offset": 100})
+    """Return the nodes of 6 ranks, and rows that travel between groups of 3-2-1 and 1-2-3."""
+    with ResourcePool([2, 2, 2], timeout_s=120, start_timeout_s=240) as pool:
+        actor = WorkerGroup(pool, ProbeWorker, role="actor", parallel="3-2-1", generate="1-1")
+        critic = WorkerGroup(pool, ProbeWorker, role="critic", parallel="1-2-3", config={"offset": 100})
         described = actor.describe().get()
         rows = actor.wide(Rows.numbered(NUM_ROWS))
         narrowed = critic.narrowed(rows)

@@ -3,8 +3,8 @@ imports, and the tests start many.
 
 Ray starts a worker with a program that sets up its environment. Here that is this file, which imports no packages: it
 sends the worker's arguments, environment and open files to the warm process, which forks, and the fork runs Ray's own
-program for workers. Ray knows a worker by the process id that the worker reports, so nothing else differs: signals, waits
-and logs refer to the rank.
+program for workers, on the host (`tests.full.programs.hosts`) whose Ray has asked for it. Ray knows a worker by the
+process id that the worker reports, so nothing else differs: signals, waits and logs refer to the rank.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import array
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from pathlib import Path
 REQUEST_LIMIT_S = 10.0
 LARGEST_REQUEST = 2**20
 STANDARD_FILES = (0, 1, 2)
+NAMESPACES = ("net", "uts", "pid", "mnt")
 
 
 @contextmanager
@@ -95,12 +98,33 @@ def serve(address: str) -> None:
                 if len(files) < len(STANDARD_FILES):
                     continue
                 arguments, environment, folder = json.loads(request)
+                namespaces = other_namespaces(asking)
                 if os.fork() == 0:
                     listener.close()
+                    enter(namespaces)
                     become_worker(arguments, environment, folder, files)
-                for file in files:
+                for file in (*files, *namespaces):
                     os.close(file)
                 asking.send(b"1")
+
+
+def other_namespaces(asking: socket.socket) -> list[int]:
+    """Return open files of the namespaces in which the asking process differs from this one."""
+    size = struct.calcsize("3i")
+    pid, _, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    places = [(f"/proc/{pid}/ns/{kind}", f"/proc/self/ns/{kind}") for kind in NAMESPACES]
+    return [os.open(its, os.O_RDONLY) for its, own in places if not os.path.samefile(its, own)]
+
+
+def enter(namespaces: list[int]) -> None:
+    """Move this process into namespaces; into one of processes, only its children move."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for namespace in namespaces:
+        if libc.setns(namespace, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(namespace)
+    if namespaces and os.fork():
+        os._exit(0)
 
 
 def become_worker(arguments: list[str], environment: dict[str, str], folder: str, files: list[int]) -> None:

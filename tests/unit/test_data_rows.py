@@ -29,9 +29,9 @@ def write(folder, *lines, name="rows.jsonl"):
 def test_jsonl_rows_keep_their_values(tmp_path):
     path = write(tmp_path, GOOD, b"", {"prompt": CHAT, "answer": {"b": [1, "ü"]}, "level": 4}, b"")
     first, second = read_rows(path)
-    assert (first.prompt, first.answer, first.place) == ("1 + 2 =", "3", "rows.jsonl, line 1")
+    assert (first.prompt, first.answer, first.place) == ("1 + 2 =", "3", f"{path}, line 1")
     assert first.messages == [{"role": "user", "content": "1 + 2 ="}]
-    assert second.place == "rows.jsonl, line 3"
+    assert second.place == f"{path}, line 3"
     assert second.messages == CHAT
     assert json.loads(second.answer) == {"b": [1, "ü"]}
 
@@ -44,7 +44,7 @@ def test_a_parquet_file_gives_the_same_rows_as_jsonl(tmp_path):
     assert [(r.prompt, r.answer, r.response) for r in from_parquet] == [
         (r.prompt, r.answer, r.response) for r in from_jsonl
     ]
-    assert from_parquet[2].place == "rows.parquet, row 3"
+    assert from_parquet[2].place == f"{tmp_path}/rows.parquet, row 3"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ from hybridengine.report.samples import Sample, write_samples
 from hybridengine.report.step_rows import read_rows
 from hybridengine.report.timeline import Span, TimelineWriter, read_timeline
 
+# TensorBoard's thread may find the full disk during a later test.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
 FILE_BYTES = 4096
 SAID = r"cannot be written \(File too large\); make room, .* what was written before is kept"
 
@@ -35,7 +38,6 @@ def record_steps(recorder: MetricsRecorder) -> None:
         recorder.record(step, {"score": 0.5})
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # in TensorBoard's thread
 def test_rows(tmp_path: Path) -> None:
     recorder = MetricsRecorder(tmp_path)
     with full_disk(), pytest.raises(OutputError, match=rf"(metrics\.jsonl|tensorboard) {SAID}"):

@@ -262,7 +262,7 @@ def test_folders_that_are_no_runs(
     with pytest.raises(DataError, match="has 2 steps that count, and 3 are needed"):
         read_run(tmp_path / "short")
     assert main(["plan", "config.yaml", "--check", str(tmp_path / "short")]) == 2
-    assert "--check takes runs as they were; leave out config" in capsys.readouterr().err
+    assert "--check takes runs as they were; leave out CONFIG" in capsys.readouterr().err
     file = tmp_path / "short" / "metrics.jsonl"
     write_run(tmp_path / "old", written, num_steps=6)
     file = tmp_path / "old" / "metrics.jsonl"

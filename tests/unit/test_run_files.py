@@ -120,7 +120,7 @@ def test_problems_of_several_files_are_one_list(bench: Bench):
     other.write_text(bench.data.read_text())
     message = bench.refusal(f"data.eval_file={other}")
     assert "hybridengine: 4 problems:" in message and message.count("problems:") == 1
-    assert "  3. eval.jsonl, line 17" in message
+    assert f"  3. {other}, line 17" in message
 
 
 def test_tokenizer_without_special_tokens(bench: Bench):

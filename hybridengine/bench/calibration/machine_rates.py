@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
 from hybridengine.backends.vllm.environment import rank_environment
+from hybridengine.bench.calibration.cases import GPU_SCALE
 from hybridengine.controller.cluster import start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
@@ -22,7 +23,8 @@ from hybridengine.rows.protocols import ONE_TO_ALL, RankContext, register
 from hybridengine.topology.sizes import TrainSizes
 
 MEBIBYTE = 2**20
-MATRIX = 1024
+MATRIX = 512
+"""Rows and columns of the matrices that are multiplied on a CPU; `GPU_SCALE` times as many on a GPU."""
 COPIED_BYTES = 64 * MEBIBYTE
 SENT_BYTES = 16 * MEBIBYTE
 MEASURED_S = 0.3
@@ -47,8 +49,9 @@ class MachineWorker:
     @register(ONE_TO_ALL)
     def multiply(self, dtype: str, num_working: int) -> float:
         """Return the operations per second of a square matrix product, a multiply-add being two; 0 on waiting ranks."""
-        one, other = torch.randn(2, MATRIX, MATRIX, dtype=getattr(torch, dtype), device=self._device)
-        return self._rate(num_working, 2 * MATRIX**3, lambda: torch.mm(one, other))
+        size = MATRIX * (1 if self._device is None else GPU_SCALE)
+        one, other = torch.randn(2, size, size, dtype=getattr(torch, dtype), device=self._device)
+        return self._rate(num_working, 2 * size**3, lambda: torch.mm(one, other))
 
     @register(ONE_TO_ALL)
     def copy(self, num_working: int) -> float:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
-from hybridengine.backends.vllm import environment
 from hybridengine.controller.cluster import QUIET_RAY
 from hybridengine.report import keys
 from hybridengine.report.step_rows import read_rows
 from hybridengine.report.timeline import TIMELINE_FILE, read_timeline
-from tests.full.programs.hosts import RAY_FOLDER, Host, joined_hosts, needs_root
+from tests.full.programs.hosts import Host, joined_hosts, needs_root
 from tests.full.tiny_runs import SECTIONS, value
 from tests.gloo.ranks import ENVIRONMENT
 
@@ -27,8 +24,7 @@ pytestmark = [pytest.mark.timeout(600), needs_root]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 6379
 CLUSTER = f"{ADDRESSES[0]}:{PORT}"
-WARM = {"WARM_WORKERS": f"{RAY_FOLDER}/warm"}
-RAY = QUIET_RAY | WARM | {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": ENVIRONMENT["PYTHONPATH"]}
+RAY = QUIET_RAY | {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": ENVIRONMENT["PYTHONPATH"]}
 START_RAY = """
 from tests.full.warm_workers import with_warm_workers
 with_warm_workers(None)
@@ -40,7 +36,7 @@ WRONG_INTERFACE = """
 import sys
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.errors import WorkerError
-pool = ResourcePool([1, 1], env={"GLOO_SOCKET_IFNAME": "lo"}, start_timeout_s=40)
+pool = ResourcePool([1, 1], env={"GLOO_SOCKET_IFNAME": "lo"}, start_timeout_s=20)
 try:
     pool.start()
 except WorkerError as error:
@@ -48,34 +44,17 @@ except WorkerError as error:
 """
 
 
-@contextmanager
-def ray_nodes(hosts: list[Host]) -> Iterator[None]:
-    """Start one Ray cluster over the hosts, whose workers start from a warm process on each."""
-    with ExitStack() as ends:
-        warm = []
-        for host in hosts:
-            server = subprocess.Popen(
-                host.inside(sys.executable, "-m", "tests.full.warm_workers", WARM["WARM_WORKERS"]),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environment.ON_CPU | ENVIRONMENT,
-            )
-            warm.append(ends.enter_context(server))
-        for host, server in zip(hosts, warm, strict=True):
-            assert server.stdout is not None
-            assert server.stdout.readline() == b"ready\n", host.name
-        for host in hosts:
-            if host.address == ADDRESSES[0]:
-                where = ["--head", "--port", PORT, "--include-dashboard", "false"]
-            else:
-                where = ["--address", CLUSTER]
-            ray = [sys.executable, "-c", START_RAY, "start", *where]
-            offer = ["--node-ip-address", host.address, "--num-cpus", 2, "--num-gpus", 0]
-            done = host.run(*ray, *offer, env=RAY)
-            assert done.returncode == 0, done.stdout
-        yield
-        for host in hosts:
-            host.close()  # the warm processes are among the host's own
+def start_ray_nodes(hosts: list[Host], variables: dict[str, str]) -> None:
+    """Start one Ray cluster over the hosts, with these environment variables."""
+    for host in hosts:
+        if host.address == ADDRESSES[0]:
+            where = ["--head", "--port", PORT, "--include-dashboard", "false"]
+        else:
+            where = ["--address", CLUSTER]
+        ray = [sys.executable, "-c", START_RAY, "start", *where]
+        offer = ["--node-ip-address", host.address, "--num-cpus", 2, "--num-gpus", 0]
+        done = host.run(*ray, *offer, env=variables)
+        assert done.returncode == 0, done.stdout
 
 
 @dataclass(frozen=True)
@@ -88,8 +67,8 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    folder = tmp_path_factory.mktemp("hosts")
+def seen(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str]) -> Seen:
+    folder, ray = tmp_path_factory.mktemp("hosts"), RAY | warm_ray
     changes = {
         "run": SECTIONS["run"] | {"steps": 1, "folder": str(folder / "runs")},
         "cluster": {"ranks_per_node": [2, 2], "address": CLUSTER},
@@ -98,10 +77,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         "timeouts": {"start_s": 120, "call_s": 120},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
-    with joined_hosts(("first", "second"), ADDRESSES, folder) as hosts, ray_nodes(hosts):
+    with joined_hosts(("first", "second"), ADDRESSES, folder) as hosts:
+        start_ray_nodes(hosts, ray)
         train = [sys.executable, "-m", "hybridengine.cli.main", "train", folder / "run.yaml"]
-        run = hosts[0].run(*train, limit_s=300, env=RAY)
-        wrong = hosts[0].run(sys.executable, "-c", WRONG_INTERFACE, env=RAY | {"RAY_ADDRESS": CLUSTER})
+        run = hosts[0].run(*train, limit_s=300, env=ray)
+        wrong = hosts[0].run(sys.executable, "-c", WRONG_INTERFACE, env=ray | {"RAY_ADDRESS": CLUSTER})
     return Seen(run, wrong, folder / "runs" / "run")
 
 
