@@ -39,16 +39,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 class FilesOrFolders(LoadScopeScheduling):
     """Distributes files among several workers, but keeps the tests that share a slow start on one worker: Ray and its
-    ranks in tests/full, vLLM's forkserver in tests/full/engines.
+    ranks in tests/full, forkservers in tests/gloo and tests/full/engines.
 
     Runs often wait for processes to start and for limits to expire; the other workers use the cores meanwhile.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
-        if not file.startswith("tests/full/") or file.startswith("tests/full/programs/"):
+        if file.startswith(("tests/unit/", "tests/full/programs/")):
             return file
-        return "tests/full/engines" if file.startswith("tests/full/engines/") else "tests/full"
+        shared = ("tests/full/engines", "tests/full", "tests/gloo")
+        return next((folder for folder in shared if file.startswith(f"{folder}/")), file)
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -210,13 +210,13 @@ def test_gradients_that_are_no_numbers_are_skipped_and_counted(undisturbed: Outc
 
 @pytest.fixture(scope="module")
 def stopped(runs: Runs) -> Outcome:
-    return runs("stopped", ["3-terminate"])
+    return runs("stopped", ["5-terminate"])
 
 
 def test_sigterm_finishes_the_step_saves_and_exits_with_0(stopped: Outcome) -> None:
     assert stopped.status == 0, stopped.errors
-    assert [row[keys.STEP] for row in stopped.rows] == [0, 1, 2, 3]
-    assert [one.step for one in checkpoints_in(stopped.folder)] == [3, 2]
+    assert [row[keys.STEP] for row in stopped.rows] == [0, 1, 2, 3, 4, 5]
+    assert [one.step for one in checkpoints_in(stopped.folder)] == [5, 4]
     assert "SIGTERM: the run ends after this step, and is saved" in stopped.errors
     assert "runs/stopped/config.yaml resume=auto resumes it" in stopped.console
     assert not (stopped.folder / "final").exists()
@@ -250,20 +250,17 @@ def test_a_run_goes_on_with_other_sizes(stopped: Outcome, runs: Runs, undisturbe
     ]
     again = runs("stopped", (), "resume=auto", *sizes)
     assert again.status == 0, again.errors
-    assert "resuming after step 3" in again.console
+    assert "resuming after step 5" in again.console
     assert 'actor.parallel: "1-2-1" -> "2-2-1"' in again.console
     assert [row[keys.STEP] for row in again.rows] == list(range(STEPS + 1))
     of_sizes = ("switch/", "rollout/log_prob_abs_diff_max", "reward/calls", "reward/failures")
     compared = 0
-    for one, other in zip(again.rows[4:], undisturbed.rows[4:], strict=True):
+    for one, other in zip(again.rows[6:], undisturbed.rows[6:], strict=True):
         for key in {*one, *other} - {key for key in other if key.startswith(of_sizes)}:
             value, expected, where = one[key], other[key], (one[keys.STEP], key)
-            if expected is None:  # not finite in the poisoned step
-                assert value is None, where
-            else:
-                assert value == pytest.approx(expected, rel=1e-4, abs=1e-6), where
+            assert value == pytest.approx(expected, rel=1e-4, abs=1e-6), where
             compared += 1
-    assert compared > 25 * 4
+    assert compared > 25 * 2
     weights = load_file(again.folder / "final" / "model.safetensors")
     for name, tensor in load_file(undisturbed.folder / "final" / "model.safetensors").items():
         assert (weights[name] - tensor).abs().max() < 1e-4, name

@@ -127,13 +127,15 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 
 UPDATES = {
     "2-2-2": tuple(CASES),
-    "4-2-1": ("ppo-epochs", "online_dpo"),
-    "1-4-2": ("ppo", "remax"),
+    "4-2-1": ("ppo-epochs",),
+    "1-4-2": ("ppo",),
     "1-1-8": ("safe_rlhf", "online_dpo"),
-    "2-2-2 megatron": ("grpo", "online_dpo"),
+    "2-2-2 megatron": ("grpo",),
 }
 """Layout -> cases whose updates run on it: all three axes cut, in both rank orders, each axis cut in four beside another
-one, and more replicas than some have rows. Every layout computes the advantages of all cases."""
+one, and more replicas than some have rows."""
+ALL_ESTIMATED = ("2-2-2", "1-1-8")
+"""Layouts that compute the advantages of all cases; others have no other numbers of replicas, or only one."""
 
 ONE_RANK = "1-1-1"
 

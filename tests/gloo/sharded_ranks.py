@@ -28,7 +28,7 @@ from hybridengine.importing import import_object
 from hybridengine.reshard.boxes import Box
 from hybridengine.rows.protocols import DP_PROTO, ROW_NUMBERS, GroupTopology, RankContext, registered
 from tests.gloo.row_parts import concat_rows, slice_rows
-from tests.gloo.sharded_cases import CASES, NUM_ROWS, ONE_RANK, SAMPLES, judged, run_of
+from tests.gloo.sharded_cases import ALL_ESTIMATED, CASES, NUM_ROWS, ONE_RANK, SAMPLES, judged, run_of
 from workers.actor import ActorWorker
 from workers.compute import ComputeWorker
 from workers.critic import CriticWorker
@@ -149,9 +149,10 @@ def run_layouts(
     """
     outcomes = {}
     for layout, updated in layouts.items():
-        runs = {case: run_of(case, layout, policy, scorer) for case in CASES}
+        estimated = CASES if layout in ALL_ESTIMATED else updated
+        runs = {case: run_of(case, layout, policy, scorer) for case in estimated}
         roles: tuple[Role, ...] = TRAINED if "safe_rlhf" in updated else ("actor", "critic")
-        groups = groups_of(runs["ppo"], rank, policy, scorer, roles)
+        groups = groups_of(runs[updated[0]], rank, policy, scorer, roles)
         some = slice_rows(rows, range(NUM_ROWS))
         outcomes[layout, "forward"] = Outcome(forward_of(groups, some), {})
         replicas = groups["actor"].worker.model.groups.dp

@@ -1,6 +1,4 @@
-"""The switch between every nested pair of layouts on up to 4 ranks, and of those that only 6 or 8 ranks have.
-
-With a real Megatron trainer.
+"""The switch between every nested pair of layouts on up to 4 ranks, with a real Megatron trainer.
 
 Everything expected is counted by hand (`sharding_by_hand`), never from the plan that is carried out.
 """
@@ -36,21 +34,17 @@ CASES = [
     (2, "bfloat16"),
     (3, "float32"),
     (4, "float32"),
-    (6, "float32"),
-    (8, "float32"),
 ]
-"""(number of ranks, dtype). 5 and 7 ranks would be cut as 2 and 3 are, by one axis; the element size changes neither
-moves nor messages."""
+"""(number of ranks, dtype). Layouts that only 6 or 8 ranks have are in test_reshard_pairs.py; the element size changes
+neither moves nor messages."""
 TRAINED = (1, 2, 3)
-"""Numbers of ranks that also train next to a twin; 4, 6 and 8 do so in test_reshard_pairs.py."""
+"""Numbers of ranks that also train next to a twin; 4 do so in test_reshard_pairs.py."""
 
 MODELS: dict[int, tuple[str, bool, int, int]] = {
     1: ("qwen3", True, 128, 131),
     2: ("qwen2", True, 32, 131),
     3: ("llama", False, 32, 131),
     4: ("qwen3", True, 128, 131),
-    6: ("qwen2", False, 32, 131),
-    8: ("llama", True, 16, 131),
 }
 """Number of ranks -> (family, tied embeddings, head_dim, vocabulary): sizes that every t dividing n can shard, and that
 fill DDP's buckets (multiples of 128 and of d) exactly. Vocabularies still need padding."""
@@ -78,11 +72,7 @@ def divisors(number: int) -> list[int]:
 
 
 def train_layouts(num_ranks: int) -> list[tuple[int, int, int]]:
-    """Return every (p, t, d); of 6 and 8 ranks those that fewer ranks cannot have: axes of 2 and 3, and three axes."""
-    if num_ranks == 8:
-        return [(2, 2, 2)]
-    if num_ranks == 6:
-        return [(2, 3, 1), (3, 2, 1), (3, 1, 2), (1, 6, 1)]
+    """Return every (p, t, d)."""
     return [(p, t, num_ranks // (p * t)) for p in divisors(num_ranks) for t in divisors(num_ranks // p)]
 
 

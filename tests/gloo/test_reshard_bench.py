@@ -36,11 +36,11 @@ EVEN = ModelShape(
 """Sizes that divide evenly, except for norms, which each tensor-parallel rank holds whole."""
 
 GENERAL = ("4-1-1:2-2", "1-4-1:1-4")
-NESTED = ("1-2-2:1-1", "2-2-2:1-2")
+NESTED = ("1-2-2:1-1", "2-2-1:1-2")
 FORMULAS = {
     # received, peak (of both copies, for methods that keep one), as fractions of M: table 2 of the paper by hand.
     "1-2-2:1-1": {"micro-dp": (1 / 2, 1.0), "model-parallel": (1 / 2, 3 / 2), "full": (3 / 4, 3 / 2)},
-    "2-2-2:1-2": {"micro-dp": (1 / 4, 1 / 2), "model-parallel": (3 / 4, 3 / 4), "full": (7 / 8, 3 / 4)},
+    "2-2-1:1-2": {"micro-dp": (1 / 4, 1 / 2), "model-parallel": (3 / 4, 3 / 4), "full": (3 / 4, 3 / 4)},
 }
 
 

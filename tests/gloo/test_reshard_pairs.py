@@ -78,7 +78,7 @@ TRAININGS = {
         Training("2-1-2", ALL_OF_4, tied=True, order=RankOrder.MEGATRON),
     ),
     6: (
-        Training("2-3-1", "1-2 1-6 3-1 3-2 2-3 1-3v", kv_heads=6),
+        Training("2-3-1", "1-1 1-2 1-6 3-1 3-2 2-1 2-3 1-3v", kv_heads=6),
         Training("3-2-1", "1-3 1-6 2-1 2-3 3-1v", kv_heads=6, family="qwen2", tied=True),
         Training("3-1-2", "1-6 2-1 1-2 3-2", tied=True, order=RankOrder.MEGATRON),
     ),
