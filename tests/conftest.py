@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,24 +16,30 @@ settings.load_profile("shared")
 # torch's stores resolve loopback addresses: a name server that drops some of the queries costs 5 s for each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
-LANES = ("unit", "gloo", "full")
-"""Folders of tests, in the order in which they run; a test in gloo/ or full/ carries that marker."""
+FOLDERS = ("tests/unit", "tests/full/programs", "tests/full/engines", "tests/gloo", "tests/full")
+"""Folders of tests, in the order in which they run; several workers begin with the last, which takes longest."""
+SCATTERED = FOLDERS[:2]
+"""Folders whose files may run on different workers."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests by their folder, sort the folders, and deselect `gpu` tests if there is no GPU."""
-    root = Path(__file__).parent
+    """Mark tests of `gloo` and `full` by their folder, sort the folders, and deselect `gpu` tests if there is no GPU."""
     for item in items:
-        lane = _lane(item, root)
-        if lane in ("gloo", "full"):
+        lane = folder_of(item.nodeid).split("/")[1]
+        if lane != "unit":
             item.add_marker(lane)
-    # The sort is stable inside a folder. Several workers start with long files, so that they end together.
+    # The sort is stable inside a folder.
     several = hasattr(config, "workerinput")
-    items.sort(key=lambda item: LANES.index(_lane(item, root)), reverse=several)
+    items.sort(key=lambda item: FOLDERS.index(folder_of(item.nodeid)), reverse=several)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_gpu():
         config.hook.pytest_deselected(items=on_gpu)
         items[:] = [item for item in items if item not in on_gpu]
+
+
+def folder_of(nodeid: str) -> str:
+    """Return the folder of a test among `FOLDERS`; the first one for a test elsewhere."""
+    return next((folder for folder in FOLDERS if nodeid.startswith(f"{folder}/")), FOLDERS[0])
 
 
 class FilesOrFolders(LoadScopeScheduling):
@@ -45,11 +50,8 @@ class FilesOrFolders(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.split("::", 1)[0]
-        if file.startswith(("tests/unit/", "tests/full/programs/")):
-            return file
-        shared = ("tests/full/engines", "tests/full", "tests/gloo")
-        return next((folder for folder in shared if file.startswith(f"{folder}/")), file)
+        folder = folder_of(nodeid)
+        return nodeid.split("::", 1)[0] if folder in SCATTERED else folder
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -66,11 +68,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Freeze what the test modules have imported, so that the garbage collector does not search it in every test."""
     gc.collect()
     gc.freeze()
-
-
-def _lane(item: pytest.Item, root: Path) -> str:
-    parts = item.path.relative_to(root).parts if item.path.is_relative_to(root) else ()
-    return parts[0] if parts and parts[0] in LANES else "unit"
 
 
 def _has_gpu() -> bool:

@@ -15,7 +15,6 @@ from hybridengine.config.values import ImportPath, Positive
 from hybridengine.drivers.dataflow import measure_rollout, switch_metrics
 from hybridengine.drivers.roles import Roles, Sampling, State
 
-
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
 
