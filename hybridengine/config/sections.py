@@ -43,7 +43,6 @@ else:
 
 
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
-"""A seed of 31 bits."""
 
 
 class RunSection(Section):

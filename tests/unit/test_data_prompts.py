@@ -133,8 +133,8 @@ def test_a_text_that_cannot_fit_is_not_tokenised(tmp_path, monkeypatch):
     with pytest.raises(DataError) as caught:
         PromptDataset(write(tmp_path, rows), strict, 20)
     assert str(caught.value) == (
-        f"{tmp_path}/rows.jsonl, line 2: the prompt has 41 characters, max_prompt_tokens=20 holds at most 40; raise the limit or"
-        " shorten the prompt"
+        f"{tmp_path}/rows.jsonl, line 2: the prompt has 41 characters, max_prompt_tokens=20 holds at most 40; raise"
+        " the limit or shorten the prompt"
     )
     rows = [row | {"prompt": "1"} for row in rows]
     with pytest.raises(
