@@ -101,8 +101,7 @@ def serve(address: str) -> None:
                 namespaces = other_namespaces(asking)
                 if os.fork() == 0:
                     listener.close()
-                    enter(namespaces)
-                    become_worker(arguments, environment, folder, files)
+                    become_worker(arguments, environment, folder, files, namespaces)
                 for file in (*files, *namespaces):
                     os.close(file)
                 asking.send(b"1")
@@ -127,7 +126,9 @@ def enter(namespaces: list[int]) -> None:
         os._exit(0)
 
 
-def become_worker(arguments: list[str], environment: dict[str, str], folder: str, files: list[int]) -> None:
+def become_worker(
+    arguments: list[str], environment: dict[str, str], folder: str, files: list[int], namespaces: list[int]
+) -> None:
     """Run one of Ray's programs as if this process had been started for it; does not return."""
     import runpy
     import traceback
@@ -135,6 +136,7 @@ def become_worker(arguments: list[str], environment: dict[str, str], folder: str
     status = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        enter(namespaces)
         os.setsid()
         for file, standard in zip(files, STANDARD_FILES, strict=True):
             os.dup2(file, standard)
